@@ -1,0 +1,1 @@
+"""Measuring: ways to write the same text against each other, bare costs, growth with the context."""

@@ -1,0 +1,216 @@
+"""Bare figures: single forwards and nothing else, what every round of a loop is made of.
+
+A loop is judged by them: what it takes beyond the forwards it must compute is its overhead, and a loop without any
+would reach the ceiling.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ..cache import SpeculativeCache
+from ..decoding import DraftShape
+from ..drafter import Eagle31Drafter
+from ..drafting import DraftSession
+from ..errors import ConfigurationError
+from ..stats import SpeculationStats
+from ..target import TargetBinding
+
+CALLS = 12
+UNCOUNTED_CALLS = 2  # the first ones pay for allocation
+
+
+@dataclass(frozen=True)
+class BareCosts:
+    """Median seconds of single forwards.
+
+    Attributes:
+        target_step_s: the target over one token per row, with its cache.
+        verify_s: the target over the tokens of one round, `verified_tokens` on average.
+        drafter_step_s: one drafter step, head included; a round takes `drafter_steps` of them on average, the first of
+            which reads the accepted tokens' hidden states.
+        absorb_s: that first step over half the depth, for comparison; ceilings count it as one more step.
+    """
+
+    target_step_s: float
+    verify_s: float
+    drafter_step_s: float
+    absorb_s: float
+    verified_tokens: float
+    drafter_steps: float
+
+    @property
+    def round_s(self) -> float:
+        """What one round must compute."""
+        return self.verify_s + self.drafter_steps * self.drafter_step_s
+
+    def ceiling(self, acceptance_length: float, plain_step_s: float | None = None) -> float:
+        """Speedup of loops that cost nothing: tokens per round times a plain step, over what a round must compute.
+
+        Args:
+            plain_step_s: seconds per step of the plain decoding to beat; default: the bare target step.
+        """
+        step_s = self.target_step_s if plain_step_s is None else plain_step_s
+        return acceptance_length * step_s / self.round_s
+
+
+class BareMeter:
+    """Times the forwards of rounds that follow one context, which stays as long as it is.
+
+    Placement, positions and masks are made before the clock starts, and nothing is committed after it: what is timed
+    are the two networks.
+
+    Args:
+        drafter: attached to the target.
+        context: ids `(B, T)`, `T` of at least 2, without padding.
+        shape: what is drafted and verified in a round.
+
+    Raises:
+        ConfigurationError: the context is too short.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, context: Tensor, shape: DraftShape):
+        batch, length = context.shape
+        if length < 2:
+            raise ConfigurationError(f"got a context of {length} token; bare figures want at least 2")
+        self.drafter, self.shape = drafter, shape
+        self.binding: TargetBinding = drafter.require_binding()
+        self.context = context.to(self.binding.input_device)
+        self.cache = SpeculativeCache.from_config(
+            self.binding.text_config,
+            batch_size=batch,
+            capacity=length + shape.nodes,
+            block=max(length, shape.nodes),
+            masks_by_type=self.binding.masks_by_type,
+            device=self.context.device,
+        )
+        self.session = DraftSession(
+            drafter, batch_size=batch, capacity=length + shape.draft_block, block=max(length, shape.draft_block)
+        )
+        with torch.no_grad(), self.binding.masked_attention():
+            self._read_context()
+
+    def _read_context(self) -> None:
+        batch, length = self.context.shape
+        with self.binding.capturing():
+            self.cache.place(length)
+            mask = self.cache.attention_mask(dtype=self.binding.compute_dtype)
+            aux = self.binding.forward(self.context, self.cache.position_ids(), mask, self.cache, logits_to_keep=1).aux
+        assert aux is not None, "it was captured"
+        self.cache.commit(length)
+        self.session.absorb(self.context[:, 1:], aux[:, :-1], [length - 1] * batch)
+        absorbed = min(max(1, self.shape.depth // 2), length)
+        self.aux = aux[:, -absorbed:].to(self.drafter.device, self.drafter.dtype).clone()  # (B, absorbed, A*Ht)
+
+    @torch.no_grad()
+    def measure(self, depths: Mapping[int, float] | None = None) -> BareCosts:
+        """One sample of each figure, each forward's the median of a dozen calls.
+
+        Args:
+            depths: share of the rounds that drafted a chain of so many tokens; default: all are as deep as the shape.
+        """
+        if depths is None or self.shape.top_k > 1:
+            widths, steps = {self.shape.nodes: 1.0}, float(self.shape.depth)
+        else:
+            widths = {depth + 1: share for depth, share in depths.items()}
+            steps = sum(depth * share for depth, share in depths.items())
+        with self.binding.masked_attention():
+            return BareCosts(
+                target_step_s=self._seconds(self._target_over(1)),
+                verify_s=sum(share * self._seconds(self._target_over(width)) for width, share in widths.items()),
+                drafter_step_s=self._seconds(self._drafter_step()),
+                absorb_s=self._seconds(self._absorb()),
+                verified_tokens=sum(width * share for width, share in widths.items()),
+                drafter_steps=steps,
+            )
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        return median_seconds(call, self.binding.head_device)
+
+    def _target_over(self, width: int) -> Callable[[], object]:
+        cache = self.cache
+        cache.place(width)
+        tokens = self.context[:, -1:].expand(-1, width)
+        positions = cache.position_ids()
+        # A chain's mask: trees are masked as densely, so they cost the same.
+        mask = cache.attention_mask(dtype=self.binding.compute_dtype)
+        return lambda: self.binding.forward(tokens, positions, mask, cache)
+
+    def _drafter_step(self) -> Callable[[], object]:
+        drafter, width = self.drafter, self.shape.top_k
+        hidden = self.session.root.feedback.expand(-1, width, -1)  # (B, width, H)
+        decode = self._drafter_over(width)
+        return lambda: drafter.draft_logits(decode(hidden))
+
+    def _absorb(self) -> Callable[[], object]:
+        drafter = self.drafter
+        decode = self._drafter_over(self.aux.shape[1])
+        return lambda: drafter.draft_logits(decode(drafter.fuse_aux(self.aux))[:, -1:])
+
+    def _drafter_over(self, width: int) -> Callable[[Tensor], Tensor]:
+        drafter, cache = self.drafter, self.session.cache
+        cache.place(width)
+        tokens = self.context[:, -1:].to(drafter.device).expand(-1, width)
+        rotary = drafter.rotary(cache.position_ids())
+        mask: Any = cache.attention_mask(dtype=drafter.dtype)
+        return lambda hidden: drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache).normed
+
+
+def wished_shape(drafter: Eagle31Drafter, *, batch_size: int) -> DraftShape:
+    """What a round drafts at most by the drafter's settings (a static tree as the dynamic one: they cost the same)."""
+    wishes = drafter.generation_config
+    length = wishes.draft_length(device_type=drafter.device.type, batch_size=batch_size)
+    depth, top_k = length.depth, wishes.draft_top_k
+    if top_k == 1:
+        return DraftShape(depth=depth, floor=length.floor)
+    candidates = top_k + top_k**2 * (depth - 1)
+    size = wishes.draft_tree_size or 2 * top_k * depth
+    return DraftShape(depth=depth, top_k=top_k, size=min(size, candidates + 1))
+
+
+def drafted_depths(stats: SpeculationStats) -> dict[int, float]:
+    """Share of the rounds that drafted so many tokens one after another; doubt and the end of a text shorten drafts."""
+    reached = [stats.rounds, *stats.drafted_at, 0]
+    ended = {depth: reached[depth] - reached[depth + 1] for depth in range(len(reached) - 1)}
+    return {depth: count / stats.rounds for depth, count in ended.items() if count}
+
+
+def now(device: torch.device) -> float:
+    """Seconds, after everything sent to `device` has been computed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median of a dozen calls, the first two not counted."""
+    seconds = []
+    for _ in range(CALLS):
+        started = now(device)
+        call()
+        seconds.append(now(device) - started)
+    return median(seconds[UNCOUNTED_CALLS:])
+
+
+def describe_machine(binding: TargetBinding) -> dict[str, Any]:
+    """What a figure depends on beside the models."""
+    device = binding.head_device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "dtype": str(binding.model.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

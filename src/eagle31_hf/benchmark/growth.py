@@ -1,0 +1,250 @@
+"""`eagle31 bench growth`: what of a round grows with the context, and what a round allocates.
+
+A round's attention must grow with the context; nothing else should. The target is a small random one, so that what is
+not attention is not hidden behind it; drafts are accepted by lot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..decoding import DraftShape
+from ..drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+from .bare import now
+from .prompts import PromptBatch
+from .synthetic import SyntheticDecoder, SyntheticRequest, random_target, target_config
+
+CONTEXTS = (512, 2048, 8192, 32768)
+# As many key/value heads as query heads: copies for grouped heads are attention's, but lie outside its kernel.
+SMALL_TARGET = "hidden=256,layers=4,heads=4,kv=4,intermediate=512,vocab=2048"
+ACCEPTANCE = (0.8,)
+PREFILL_CHUNK = 512
+WARM_UP_ROUNDS = 3  # buffers and masks get their size
+COUNTED_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class GrowthRecord:
+    """Rounds after one length of context.
+
+    Attributes:
+        round_s: median seconds of a round.
+        attention_s: median seconds of the attention kernels in a round.
+        other_s: median seconds of what of a round is not attention, taken round by round.
+        round_bytes: most bytes alive at once that were born within one round.
+        kept_bytes: most bytes born since the first counted round that were alive between two rounds.
+    """
+
+    context: int
+    round_s: float
+    attention_s: float
+    other_s: float
+    round_bytes: int
+    kept_bytes: int
+
+    @property
+    def allocates_steadily(self) -> bool:
+        """Nothing larger than one round's own tensors stays."""
+        return self.kept_bytes <= self.round_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "allocates_steadily": self.allocates_steadily}
+
+
+def small_drafter(dtype: torch.dtype, device: str) -> Eagle31Drafter:
+    """A random drafter on a small random target."""
+    target = random_target(target_config(SMALL_TARGET), dtype=dtype, device=device)
+    return Eagle31Drafter.from_target(target).eval()
+
+
+def check_growth(contexts: Sequence[int], rounds: int) -> None:
+    """Raise a `ConfigurationError` unless these can be measured."""
+    if not contexts or min(contexts) < 2 or rounds < 1:
+        raise ConfigurationError(
+            f"got contexts {list(contexts)} and {rounds} rounds; wanted 2 tokens and 1 round at least"
+        )
+
+
+def measure_growth(
+    drafter: Eagle31Drafter,
+    shape: DraftShape,
+    contexts: Sequence[int] = CONTEXTS,
+    *,
+    rounds: int = 30,
+    on_context: Callable[[], None] = lambda: None,
+) -> list[GrowthRecord]:
+    """Time `rounds` rounds after random text of each length.
+
+    Raises:
+        ConfigurationError: no contexts, or one of fewer than 2 tokens; fewer than one round.
+    """
+    check_growth(contexts, rounds)
+    records = []
+    for context in contexts:
+        records.append(_measure(drafter, shape, context, rounds))
+        on_context()
+    return records
+
+
+@torch.no_grad()
+def _measure(drafter: Eagle31Drafter, shape: DraftShape, context: int, rounds: int) -> GrowthRecord:
+    binding = drafter.require_binding()
+    steps = WARM_UP_ROUNDS + rounds + COUNTED_ROUNDS
+    with binding.capturing(), binding.masked_attention():
+        decoder = _after(drafter, shape, context, new_tokens=(steps + 1) * (shape.depth + 1))
+        for _ in range(WARM_UP_ROUNDS):
+            decoder.one_round()
+        timed = [_timed(decoder, binding.head_device) for _ in range(rounds)]
+        allocated = count_storages(decoder.one_round, COUNTED_ROUNDS)
+    return GrowthRecord(
+        context=context,
+        round_s=median(each.round_s for each in timed),
+        attention_s=median(each.attention_s for each in timed),
+        other_s=median(each.round_s - each.attention_s for each in timed),
+        round_bytes=allocated.round_bytes,
+        kept_bytes=allocated.kept_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class TimedRound:
+    """Seconds of a round, and of the attention kernels in it."""
+
+    round_s: float
+    attention_s: float
+
+
+def _timed(decoder: SteppingDecoder, device: torch.device) -> TimedRound:
+    clock = AttentionClock(device)
+    with clock.running():
+        started = now(device)
+        decoder.one_round()
+        return TimedRound(now(device) - started, clock.seconds)
+
+
+class SteppingDecoder(SyntheticDecoder):
+    """A generation whose rounds are taken from outside."""
+
+    def read_prompt(self) -> None:
+        self._prefill()
+
+    def one_round(self) -> None:
+        assert self.rows, "the text has room for every round that is measured"
+        self._round()
+
+
+def _after(drafter: Eagle31Drafter, shape: DraftShape, context: int, new_tokens: int) -> SteppingDecoder:
+    device = drafter.require_binding().input_device
+    dice = torch.Generator().manual_seed(context)
+    ids = torch.randint(drafter.config.vocab_size, (1, context), generator=dice).to(device)
+    request = SyntheticRequest(new_tokens, shape, ACCEPTANCE, prefill_chunk=PREFILL_CHUNK)
+    decoding = request.to_decoding(PromptBatch(ids, torch.ones_like(ids)))
+    decoder = SteppingDecoder(drafter, decoding, acceptance=ACCEPTANCE, seed=0)
+    decoder.read_prompt()
+    return decoder
+
+
+class AttentionClock:
+    """Adds up the seconds of attention kernels, target's and drafter's, and how often they were called.
+
+    They are timed where they run: called again alone they would find their keys and values in the processor's cache.
+    The function itself is exchanged for the time being, since a torch function mode would slow everything else.
+    """
+
+    def __init__(self, device: torch.device):
+        self.seconds, self.calls = 0.0, 0
+        self._device = device
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        kernel = F.scaled_dot_product_attention
+
+        def timed(*args: Any, **kwargs: Any) -> Tensor:
+            started = now(self._device)
+            out = kernel(*args, **kwargs)
+            self.seconds += now(self._device) - started
+            self.calls += 1
+            return out
+
+        F.scaled_dot_product_attention = timed
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = kernel
+
+
+# --- allocation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Bytes of storages born in rounds: `round_bytes` at most alive within one, `kept_bytes` at most between two."""
+
+    round_bytes: int
+    kept_bytes: int
+
+
+def count_storages(one_round: Callable[[], None], rounds: int) -> Allocation:
+    """Run `rounds` rounds and count every storage they make."""
+    with counting() as counter:
+        round_bytes = kept_bytes = 0
+        for _ in range(rounds):
+            before = counter.live_bytes
+            counter.restart_peak()
+            one_round()
+            round_bytes = max(round_bytes, counter.peak_bytes - before)
+            kept_bytes = max(kept_bytes, counter.live_bytes)
+    return Allocation(round_bytes, kept_bytes)
+
+
+class StorageCounter(TorchDispatchMode):
+    """Counts storages born while active: `live_bytes` now, `peak_bytes` at most since the last restart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def restart_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What goes in was there before, or was counted when it was made.
+        old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in old:
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, key, num_bytes)
+
+    def _release(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= num_bytes
+
+
+@contextmanager
+def counting() -> Iterator[StorageCounter]:
+    counter = StorageCounter()
+    with counter:
+        yield counter

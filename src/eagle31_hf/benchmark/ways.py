@@ -1,0 +1,218 @@
+"""Ways to write the same text: plain `generate`, transformers' alternatives, our drafter in either loop.
+
+Each is a function from prompts to new tokens, so that they can take turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..decoding import DraftShape
+from ..drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+from ..generation_settings import FIXED_DEPTH
+from ..stats import SpeculationStats
+from ..target import TargetBinding
+from .bare import wished_shape
+from .prompts import PromptBatch
+from .synthetic import SyntheticRequest, check_acceptance, write_synthetic
+
+PLAIN = "plain generate"
+LOOKUP_TOKENS = 10  # the proposal of prompt lookup's author
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What to measure.
+
+    Attributes:
+        temperature: 0 is greedy.
+        batch_sizes: rows written together; transformers' own alternatives run with one row only.
+        depth: draft tokens one after another, of chain and tree; `None`: what the drafter does by itself.
+        tree_width, tree_size: children per node of the tree, and its nodes with the root.
+        compiled: measure the accelerated loops, too.
+        acceptance: chance of each draft position where acceptance is synthetic, else `None`.
+    """
+
+    new_tokens: int = 128
+    temperature: float = 0.0
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+    repeats: int = 5
+    depth: int | None = None
+    tree_width: int = 4
+    tree_size: int = 24
+    compiled: bool = False
+    acceptance: tuple[float, ...] | None = None
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` naming the first field that makes no sense."""
+        counts = {"new_tokens": self.new_tokens, "repeats": self.repeats}
+        counts |= {"batch size": min(self.batch_sizes, default=0), "depth": 1 if self.depth is None else self.depth}
+        for name, count in counts.items():
+            if count < 1:
+                raise ConfigurationError(f"{name} is {count}; wanted at least 1")
+        if self.new_tokens < 3:
+            raise ConfigurationError(f"new_tokens is {self.new_tokens}; speculation begins with the third token")
+        if self.tree_width < 2 or self.tree_size < 3:
+            raise ConfigurationError(
+                f"got a tree of width {self.tree_width} and {self.tree_size} nodes; wanted a width of at least 2 and "
+                "at least 3 nodes (chains are measured anyway)"
+            )
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigurationError(f"temperature is {self.temperature}; wanted 0 (greedy) or a positive number")
+        if self.acceptance is not None:
+            check_acceptance(self.acceptance)
+
+    @property
+    def samples(self) -> bool:
+        return self.temperature > 0
+
+    def to_generate(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`."""
+        sampling = {"temperature": self.temperature} if self.samples else {}
+        return {"max_new_tokens": self.new_tokens, "do_sample": self.samples, **sampling}
+
+
+@dataclass(frozen=True)
+class Written:
+    """New tokens `(B, n)`, and our drafter's figures if it helped."""
+
+    tokens: Tensor
+    stats: SpeculationStats | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write.
+
+    Attributes:
+        shapes: what our own loop drafts, by batch size; empty for the others.
+        one_row_only: transformers' assisted loop, which takes no batches.
+        early_exit_layers: layers of the target that draft for it, 0 for other ways.
+    """
+
+    name: str
+    write: Callable[[PromptBatch], Written]
+    shapes: Mapping[int, DraftShape] = field(default_factory=dict)
+    one_row_only: bool = False
+    early_exit_layers: int = 0
+
+
+def ways_to_write(drafter: Eagle31Drafter, settings: LoopSettings) -> list[Way]:
+    """Plain first; then transformers' alternatives, its assisted loop with our drafter, and our loop."""
+    ways = [Way(PLAIN, _by_generate(drafter, settings))]
+    if settings.acceptance is None:
+        exit_layers = max(1, drafter.require_binding().text_config.num_hidden_layers // 2)
+        lookup = _by_generate(drafter, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        early_exit = _by_generate(drafter, settings, assistant_early_exit=exit_layers)
+        stock = _by_drafter(drafter, settings, {"speculation_loop": "stock"})
+        ways += [
+            Way("prompt lookup", lookup, one_row_only=True),
+            Way("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers),
+            Way("stock loop", stock, one_row_only=True),
+        ]
+    tree = {"draft_top_k": settings.tree_width, "draft_tree_size": settings.tree_size}
+    for acceleration in ("eager", "compile") if settings.compiled else ("eager",):
+        for name, shape in (("chain", {}), ("tree", tree)):
+            ways.append(_own_loop(drafter, settings, name, {**shape, "acceleration": acceleration}))
+    return ways
+
+
+def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, wishes: dict[str, Any]) -> Way:
+    wishes = {"speculation_loop": "own", **wishes}
+    with _wishes(drafter, settings, wishes):
+        shapes = {size: wished_shape(drafter, batch_size=size) for size in settings.batch_sizes}
+    own = _by_drafter if settings.acceptance is None else _by_lot
+    compiled = " compiled" if wishes["acceleration"] == "compile" else ""
+    return Way(f"{name}{compiled}", own(drafter, settings, wishes), shapes)
+
+
+def _by_generate(drafter: Eagle31Drafter, settings: LoopSettings, **how: Any) -> Callable[[PromptBatch], Written]:
+    model: Any = drafter.require_binding().model
+
+    def write(prompts: PromptBatch) -> Written:
+        ids = model.generate(**prompts.to_generate(), **settings.to_generate(), **how)
+        return Written(ids[:, prompts.input_ids.shape[1] :])
+
+    return write
+
+
+def _by_drafter(
+    drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]
+) -> Callable[[PromptBatch], Written]:
+    generate = _by_generate(drafter, settings, assistant_model=drafter)
+
+    def write(prompts: PromptBatch) -> Written:
+        with _wishes(drafter, settings, wishes):
+            return Written(generate(prompts).tokens, drafter.stats)
+
+    return write
+
+
+def _by_lot(
+    drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]
+) -> Callable[[PromptBatch], Written]:
+    assert settings.acceptance is not None, "only synthetic acceptance is drawn by lot"
+    acceptance = settings.acceptance
+
+    def write(prompts: PromptBatch) -> Written:
+        with _wishes(drafter, settings, wishes):
+            seed = int(torch.randint(2**31, ()))  # so that prompts differ, and repeats do not
+            request = SyntheticRequest(
+                settings.new_tokens,
+                wished_shape(drafter, batch_size=len(prompts.input_ids)),
+                acceptance,
+                seed=seed,
+                samples=settings.samples,
+            )
+            return Written(*write_synthetic(drafter, prompts, request))
+
+    return write
+
+
+@contextmanager
+def _wishes(drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]) -> Iterator[None]:
+    """Run-time wishes of the drafter for a while."""
+    config = drafter.generation_config
+    # A random drafter doubts everything: with synthetic acceptance drafts have one length.
+    depth = settings.depth if settings.acceptance is None else settings.depth or FIXED_DEPTH
+    wishes = {
+        "num_assistant_tokens": depth,
+        "draft_confidence_floor": None,
+        "draft_top_k": 1,
+        "draft_tree_size": None,
+        **wishes,
+    }
+    before = {name: getattr(config, name) for name in wishes}
+    try:
+        for name, value in wishes.items():
+            setattr(config, name, value)
+        config.check()
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def why_no_early_exit(binding: TargetBinding, layers: int) -> str:
+    """Why the target's first `layers` layers cannot draft for it; empty if they can."""
+    text, ran = binding.text_config, []
+    whole = text.num_hidden_layers
+    handle = binding.layers[-1].register_forward_hook(lambda *_: ran.append(True))
+    try:
+        text.num_hidden_layers = layers  # what transformers' early exit does
+        with torch.no_grad():
+            binding.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=binding.input_device), use_cache=False)
+    except Exception as error:  # a family may break in any way here
+        return f"{type(binding.model).__name__} does not run with fewer layers ({type(error).__name__}: {error})"
+    finally:
+        text.num_hidden_layers = whole
+        handle.remove()
+    return f"{type(binding.model).__name__} runs all its layers whatever its config says" if ran else ""

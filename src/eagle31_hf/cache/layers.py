@@ -1,0 +1,269 @@
+"""Storage of one attention layer's keys and values: preallocated, written in place.
+
+A layer knows three moves: `update` (a forward writes a block and reads what it may attend to), `copy` (accepted nodes
+move to their final slots) and `select_rows`. Every move goes over all `buffers` alike. A storage that keeps its
+contents in another form (`quantized`) names its buffers and brings its own `pack`, `unpack` and `read`; nothing else in
+the cache touches a buffer.
+
+Two layouts:
+
+    FullLayer      slot = position                    | committed ... | block |
+    WindowLayer    slot = position % R, then a scratch | ring of R slots | block |     R = window - 1
+
+Keys are stored after their rotation, so the order of slots means nothing to attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import UnsupportedGenerationError
+from .slot_moves import DeviceCopies, SlotMoves, ring_slots_of_last
+
+
+class Placement:
+    """Where the running forward writes, shared by the layers of one cache. Slots are counted as in `FullLayer`."""
+
+    def __init__(self, batch_size: int, block: int):
+        self.batch_size = batch_size
+        self.block = block
+        self.reserved_slots = 0  # slots a full layer must own
+        self.longest = 0  # committed tokens of the longest row
+        self.clear()
+
+    def clear(self) -> None:
+        self.num_tokens = 0  # 0: nothing placed
+        self.after = 0  # block nodes already written by earlier forwards of this round
+        self.start: int | None = 0  # first slot written when rows have equal length; None: see `slots`
+        self.visible_slots = 0  # slots `[0, visible_slots)` take part in attention
+        self.slots: DeviceCopies | None = None  # rows (B, 1), slots (B, T) when rows differ
+
+    @property
+    def block_end(self) -> int:
+        return self.after + self.num_tokens
+
+    def check(self, key_states: Tensor) -> None:
+        batch_size, _, num_tokens, _ = key_states.shape
+        if num_tokens != self.num_tokens or batch_size != self.batch_size:
+            placed = f"{self.batch_size} rows of {self.num_tokens} tokens" if self.num_tokens else "nothing"
+            raise UnsupportedGenerationError(
+                f"a forward wrote {batch_size} rows of {num_tokens} tokens, but {placed} had been placed; call "
+                "`cache.place(num_tokens)` before each forward (a plain `generate` wants `cache.to_dynamic(config)`)"
+            )
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys `(B, heads, slots, Dk)` and values `(B, heads, slots, Dv)` of one layer; `Dk` and `Dv` may differ (MLA).
+
+    Buffers appear with the first `update`, on the device and in the dtype of its tensors (`kept_on`, once a layer has
+    been moved: what it reads is then brought to where it is attended to, a layer at a time). A layer that shares
+    another layer's keys and values is never updated and stays empty.
+    """
+
+    is_compileable = False
+    is_sliding = False  # the masks are ours for every layer, so transformers must not size one by a window
+    is_croppable = True
+    buffer_names: tuple[str, ...] = ("keys", "values")
+    kept_on: torch.device | None = None
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, placement: Placement):
+        super().__init__()
+        self.placement = placement
+
+    # What is stored ------------------------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """What the layer stores, each `(B, heads, slots, width)`."""
+        return tuple(getattr(self, name) for name in self.buffer_names)
+
+    def _replace_buffers(self, buffers: Iterable[Tensor]) -> None:
+        # All of them are made before the first is replaced: a failure on the way loses nothing.
+        for name, buffer in zip(self.buffer_names, tuple(buffers), strict=True):
+            setattr(self, name, buffer)
+
+    def pack(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
+        """Keys `(B, heads, T, Dk)` and values `(B, heads, T, Dv)` as they are stored, one tensor per buffer."""
+        return key_states, value_states
+
+    def unpack(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values from (slices of) the buffers."""
+        keys, values = parts
+        return keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, self.kept_on or key_states.device
+        # Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
+        one_token = self.pack(key_states[:, :, :1], value_states[:, :, :1])
+        self._replace_buffers(self._zeros_like(part) for part in one_token)
+        self.is_initialized = True
+
+    def _zeros_like(self, states: Tensor) -> Tensor:
+        return states.new_zeros(*states.shape[:2], self.num_slots, states.shape[3], device=self.device)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots the buffers must have for what is placed now."""
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the placed block `(B, heads, T, D)`; return the slots its queries may attend to, as `read` does."""
+        self.placement.check(key_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < self.num_slots:
+            self._grow()
+        self.write([part.to(self.device) for part in self.pack(key_states, value_states)])
+        keys, values = self.read()
+        return keys.to(key_states.device), values.to(key_states.device)
+
+    def write(self, parts: Sequence[Tensor]) -> None:
+        """Put the placed block, packed, into its slots."""
+        raise NotImplementedError
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `(B, heads, visible, D)` of the slots the placed queries may attend to, as views."""
+        return self.unpack([buffer.narrow(2, 0, self.visible_slots) for buffer in self.buffers])
+
+    @property
+    def visible_slots(self) -> int:
+        """Slots that take part in the placed forward, from the first on."""
+        raise NotImplementedError
+
+    def copy(self, moves: SlotMoves) -> None:
+        source, target, *rows = moves.on(self.device)
+        for buffer in self.buffers:  # the sources are read in full before a target is written
+            if rows:
+                buffer[rows[0], :, target] = buffer[rows[0], :, source]
+            else:
+                buffer.index_copy_(2, target, buffer.index_select(2, source))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        if self.is_initialized:
+            index = torch.tensor(rows, device=self.device)
+            self._replace_buffers(buffer.index_select(0, index) for buffer in self.buffers)
+
+    def load(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Take over rows of `length` tokens of which `keys`, `values` hold the newest, oldest first."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        slots = torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device)
+        if keys.shape[2] < len(slots):
+            raise UnsupportedGenerationError(
+                f"a cache layer of {length} tokens holds {keys.shape[2]} of them and {len(slots)} are needed to go on; "
+                "start with an empty cache"
+            )
+        first = keys.shape[2] - len(slots)
+        parts = self.pack(*(states[:, :, first:].to(self.dtype) for states in (keys, values)))
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            buffer.index_copy_(2, slots, part)
+
+    def held(self, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the newest tokens of rows of `length`, oldest first, as copies."""
+        slots = torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device)
+        return self.unpack([buffer.index_select(2, slots) for buffer in self.buffers])
+
+    def held_row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `(1, heads, k, D)` of the newest tokens of one row of `length`; views where they can be."""
+        slots = torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device)
+        return self.unpack([buffer[row : row + 1].index_select(2, slots) for buffer in self.buffers])
+
+    def slots_of(self, length: int) -> list[int]:
+        """Slots of the tokens still held of rows of `length`, oldest first."""
+        raise NotImplementedError
+
+    def move_to(self, device: torch.device) -> None:
+        """Keep everything there from now on. All buffers are copied before one is replaced."""
+        self.kept_on = device
+        if self.is_initialized:
+            self._replace_buffers(buffer.to(device) for buffer in self.buffers)
+            self.device = device
+
+    def make_room(self) -> None:
+        """Grow to the slots that are reserved; an empty layer stays so."""
+        if self.is_initialized and self.keys.shape[2] < self.num_slots:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Move to larger buffers."""
+        keep = self.placement.longest + self.placement.after
+        grown = [self._zeros_like(buffer) for buffer in self.buffers]
+        for new, old in zip(grown, self.buffers, strict=True):
+            new[:, :, :keep].copy_(old[:, :, :keep])
+        self._replace_buffers(grown)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers) if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.visible_slots, 0
+
+    def get_seq_length(self) -> int:
+        return self.placement.longest
+
+    def get_max_length(self) -> int:
+        return -1  # the cache, not the layer, refuses what does not fit
+
+
+class FullLayer(SlotLayer):
+    """Every position visible: token `p` of a row lies in slot `p`."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.placement.reserved_slots
+
+    def slots_of(self, length: int) -> list[int]:
+        return list(range(length))
+
+    @property
+    def visible_slots(self) -> int:
+        return self.placement.visible_slots
+
+    def held_row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.unpack([buffer[row : row + 1, :, :length] for buffer in self.buffers])
+
+    def write(self, parts: Sequence[Tensor]) -> None:
+        placement = self.placement
+        if placement.start is not None:
+            for buffer, part in zip(self.buffers, parts, strict=True):
+                buffer.narrow(2, placement.start, placement.num_tokens).copy_(part)
+            return
+        assert placement.slots is not None
+        rows, slots = placement.slots.on(self.device)
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            buffer[rows, :, slots] = part.transpose(1, 2)  # (B, T, heads, D)
+
+
+class WindowLayer(SlotLayer):
+    """Only the last `window` positions visible, the query's own included: `window - 1` ring slots and a scratch.
+
+    The block is written to the scratch and reaches the ring only when committed, so a rejected node never costs
+    a committed one. Every row writes the same slots: no row index is needed even when lengths differ.
+    """
+
+    def __init__(self, placement: Placement, ring: int):
+        super().__init__(placement)
+        self.ring = ring
+
+    @property
+    def num_slots(self) -> int:
+        return self.ring + self.placement.block
+
+    def slots_of(self, length: int) -> list[int]:
+        return ring_slots_of_last(length, self.ring)
+
+    @property
+    def visible_slots(self) -> int:
+        return self.ring + self.placement.block_end
+
+    def write(self, parts: Sequence[Tensor]) -> None:
+        placement = self.placement
+        for buffer, part in zip(self.buffers, parts, strict=True):
+            buffer.narrow(2, self.ring + placement.after, placement.num_tokens).copy_(part)

@@ -1,0 +1,129 @@
+"""Attention masks for a block of draft nodes behind a committed prefix.
+
+A block has `M` nodes of which the last `T` are the queries of this forward; node `i` of row `b` has slot
+`len_b + i` and position `len_b + depth_i`. Masks are float and additive (0 visible, `finfo.min` hidden): a boolean
+mask is silently wrong under eager attention. Windows count positions, not slots: siblings share a position.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .spans import AttentionSpan
+
+RESIDENT_QUERIES = 128
+"""Blocks of at most so many queries use the resident mask. Prefill chunks are larger; theirs is made and dropped,
+since a resident one would hold `chunk * capacity` elements for the whole generation."""
+
+
+def causal_block(num_queries: int, num_nodes: int, device: torch.device) -> Tensor:
+    """The chain's visibility, `(T, M)` bool: query `i` is node `M - T + i` and sees every node up to itself."""
+    visible = torch.ones(num_queries, num_nodes, dtype=torch.bool, device=device)
+    return visible.tril_(num_nodes - num_queries)
+
+
+def ragged_mask(lengths: Tensor, visible: Tensor, num_slots: int, dtype: torch.dtype) -> Tensor:
+    """Mask of a full layer when rows have different lengths. Work grows with `num_slots`.
+
+    Args:
+        lengths: committed tokens per row, `(B,)`.
+        visible: block visibility, `(1 or B, T, M)` bool.
+        num_slots: `max(lengths) + M`.
+
+    Returns:
+        Tensor: `(B, 1, T, num_slots)`.
+    """
+    (batch_size,), (_, num_queries, num_nodes) = lengths.shape, visible.shape
+    hidden_value = torch.finfo(dtype).min
+    slots = torch.arange(num_slots, device=lengths.device)
+    prefix = torch.zeros(batch_size, 1, num_slots, dtype=dtype, device=lengths.device)
+    prefix.masked_fill_(slots >= lengths[:, None, None], hidden_value)
+    mask = prefix.repeat(1, num_queries, 1)  # (B, T, slots)
+    block = torch.zeros(visible.shape, dtype=dtype, device=lengths.device).masked_fill_(~visible, hidden_value)
+    node_slots = lengths[:, None, None] + slots[:num_nodes]  # (B, 1, M)
+    shape = (batch_size, num_queries, num_nodes)
+    return mask.scatter_(2, node_slots.expand(shape), block.expand(shape))[:, None]
+
+
+def window_mask(
+    span: AttentionSpan, lengths: Tensor, depths: Tensor, visible: Tensor, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Mask of a windowed layer, over its ring slots and then the block.
+
+    Args:
+        lengths: committed tokens, `(B,)`, or `(1,)` when all rows are alike.
+        depths: depth of every node of the block, `(1 or B, M)`; the last `T` are the queries.
+        visible: block visibility, `(1 or B, T, M)` bool.
+
+    Returns:
+        Tensor: `(1 or B, 1, T, ring + M)`.
+    """
+    num_queries = visible.shape[1]
+    positions = lengths[:, None] + depths  # (b, M)
+    queries = positions[:, positions.shape[1] - num_queries :, None]  # (b, T, 1)
+    last = lengths[:, None] - 1
+    slots = torch.arange(span.ring, device=lengths.device)
+    # The newest position <= last that falls on the slot; negative while the ring is not yet full.
+    held = last - (last - slots) % span.ring  # (b, R)
+    in_ring = span.reaches(queries, held[:, None]) & (held >= 0)[:, None]  # (b, T, R)
+    in_block = span.reaches(queries, positions[:, None]) & visible  # (b, T, M)
+    batch_size = max(len(in_ring), len(in_block))
+    hidden = ~torch.cat([part.expand(batch_size, -1, -1) for part in (in_ring, in_block)], dim=-1)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+
+class ResidentMask:
+    """Mask of the full layers, kept between rounds while all rows have one length.
+
+    Prefix columns are visible to every query and stay so; only block columns change. A round therefore writes `T * M`
+    block cells and clears the columns that became prefix since the last round, however long the context is.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None  # (1, 1, queries, slots)
+        self._clean = 0  # columns below are visible to every query; columns above may hold old blocks
+
+    def build(self, length: int, visible: Tensor, num_slots: int, dtype: torch.dtype) -> Tensor:
+        """Mask `(1, 1, T, length + M)` for one block visibility `(T, M)`; `num_slots`: how far slots may go for now.
+
+        Valid until the next call: it is a view of the resident buffer.
+        """
+        num_queries, num_nodes = visible.shape
+        end = length + num_nodes
+        if num_queries > RESIDENT_QUERIES:
+            mask = torch.zeros(1, 1, num_queries, end, dtype=dtype, device=visible.device)
+        else:
+            buffer = self._reserve(num_queries, num_slots, dtype, visible.device)
+            buffer[..., min(self._clean, length) : end].zero_()
+            self._clean = length
+            mask = buffer[:, :, :num_queries, :end]
+        mask[..., length:].masked_fill_(~visible, torch.finfo(dtype).min)
+        return mask
+
+    def _reserve(self, num_queries: int, num_slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        old = self._buffer
+        if old is None or (old.dtype, old.device) != (dtype, device) or old.shape[2] < num_queries:
+            queries = 1 << (num_queries - 1).bit_length()  # trees vary in size: room for the next ones
+        elif old.shape[3] < num_slots:
+            queries = old.shape[2]
+        else:
+            return old
+        self._buffer = torch.zeros(1, 1, queries, num_slots, dtype=dtype, device=device)
+        self._clean = 0
+        return self._buffer
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+
+def block_visibility(
+    ancestors: Tensor | None, num_queries: int, num_nodes: int, device: torch.device
+) -> Tensor:  # fmt: skip
+    """Normalise `ancestors` (`None`, `(T, M)` or `(B, T, M)`) to `(1 or B, T, M)` bool on `device`."""
+    if ancestors is None:
+        return causal_block(num_queries, num_nodes, device)[None]
+    ancestors = ancestors.to(device=device, dtype=torch.bool)
+    return ancestors[None] if ancestors.dim() == 2 else ancestors

@@ -1,0 +1,180 @@
+"""Keys and values in 8 bits: half the bytes of bf16, and speculation over them as exact as over full precision.
+
+Every token and head has one scale for its key and one for its value, and 8 bits for each of its `D` numbers:
+
+    key[b, h, t] = scale[b, h, t] * codes[b, h, t]      codes: int8, or float8 (e4m3)
+
+**A token is rounded once, when it is written**, drafted ones too, and whoever attends to it afterwards, itself
+included, reads the rounded numbers. Were the draft window read as it came and rounded only when kept, a token would see
+its neighbours differently depending on where a round or a prefill chunk happened to end, and drafting would change the
+text. So a rejected node leaves no trace, an accepted one is moved and never rounded again, and the text is what this
+target writes over this cache token by token.
+
+**Scales are powers of two**: the smallest with which no code overflows. Scaling by one is exact in every dtype, so the
+numbers read do not depend on the arithmetic, and packing what was unpacked gives the same numbers: a cache may travel
+through a stock one, from turn to turn, without wearing out. It costs int8 up to one of its bits, and fp8 that the
+largest number of a vector is no longer exact (measured, and small: docs/kv_cache.md).
+
+Scales per token rather than per channel (KIVI, arXiv 2402.02750): a channel's scale would have to be known before its
+later tokens are, or be corrected afterwards by rounding again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..errors import ConfigurationError, IncompatibleTargetError
+from .layers import FullLayer, Placement, SlotLayer, WindowLayer
+from .spans import AttentionSpan
+
+MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32
+SMALLEST_EXPONENT = -24
+"""The smallest power of two that fp16 has. Vectors smaller than 127 times that lose digits."""
+
+
+@dataclass(frozen=True)
+class EightBitCode:
+    """Numbers as codes of `dtype` times a power of two per vector; no code is larger than `largest`."""
+
+    dtype: torch.dtype
+    largest: float
+
+    def encode(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """`(B, heads, T, D)` as the bits of its codes, int8 of the same shape, and scales `(B, heads, T, 1)`."""
+        scales = self._scales(states)
+        codes = states / scales  # exact: a power of two only changes the exponent
+        if not self.dtype.is_floating_point:
+            codes.round_()
+        return codes.to(self.dtype).view(torch.int8), scales
+
+    def _scales(self, states: Tensor) -> Tensor:
+        """The smallest power of two by which each vector may be divided, in the dtype of `states`; read off the bits
+        of its largest number, since a logarithm could round to the wrong side."""
+        largest = torch.maximum(states.amax(-1, keepdim=True), -states.amin(-1, keepdim=True)).float()
+        fraction, exponent = math.frexp(self.largest)  # fraction in [0.5, 1)
+        own_mantissa = int((2 * fraction - 1) * 2**MANTISSA_BITS)
+        # A mantissa larger than that of `self.largest` carries into the exponent.
+        rounded_up = largest.view(torch.int32) + (2**MANTISSA_BITS - 1 - own_mantissa)
+        exponents = (rounded_up >> MANTISSA_BITS) - (exponent - 1)
+        exponents.clamp_(min=EXPONENT_BIAS + SMALLEST_EXPONENT)
+        return (exponents << MANTISSA_BITS).view(torch.float32).to(states.dtype)
+
+    def decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+        """Write what the codes stand for to `out`; nothing else is allocated."""
+        return out.copy_(codes.view(self.dtype)).mul_(scales)
+
+
+CODES = {"int8": EightBitCode(torch.int8, 127.0), "fp8": EightBitCode(torch.float8_e4m3fn, 448.0)}
+CACHE_TYPES = ("full", *CODES)
+"""How keys and values may be stored, best first: at the same bytes int8 comes closer than fp8 (docs/kv_cache.md)."""
+
+
+class Workspace:
+    """Where the layers of one cache unpack what is about to be attended to: one layer after the other in one place."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # layers may live on several devices
+
+    def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`(n,)` with `n >= num_elements`; holds until the next call. Grows only where the layers themselves do."""
+        buffer = self._buffers.get((device, dtype))
+        if buffer is None or buffer.numel() < num_elements:
+            self._buffers.pop((device, dtype), None)
+            buffer = None  # nothing in it is needed: the old one goes before the new one comes
+            self._buffers[device, dtype] = buffer = torch.empty(num_elements, dtype=dtype, device=device)
+        return buffer
+
+    def clear(self) -> None:
+        """Give the memory back; the next reader takes it anew."""
+        self._buffers.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class QuantizedLayer(SlotLayer):
+    """`keys` and `values` hold codes, bit for bit as int8 (not every move exists for float8)."""
+
+    buffer_names = ("keys", "key_scales", "values", "value_scales")
+    key_scales: Tensor
+    value_scales: Tensor
+
+    def __init__(self, *layout: Any, code: EightBitCode, workspace: Workspace):
+        super().__init__(*layout)
+        self.code, self.workspace = code, workspace
+
+    def pack(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
+        return *self.code.encode(key_states), *self.code.encode(value_states)
+
+    def unpack(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        keys, _, values, _ = parts
+        return self._unpack_into(keys.new_empty(keys.numel() + values.numel(), dtype=self.dtype), parts)
+
+    def move_to(self, device: torch.device) -> None:
+        super().move_to(device)
+        self.workspace.clear()  # the one on the old device
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """As `SlotLayer.read`, in the workspace: the numbers hold until the next layer reads."""
+        space = self.workspace.take(self.keys.numel() + self.values.numel(), self.dtype, self.device)
+        return self._unpack_into(space, [buffer.narrow(2, 0, self.visible_slots) for buffer in self.buffers])
+
+    def _unpack_into(self, space: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        keys, key_scales, values, value_scales = parts
+        of_keys, of_values = space[: keys.numel()], space[keys.numel() :][: values.numel()]
+        return (
+            self.code.decode(keys, key_scales, of_keys.view(keys.shape)),
+            self.code.decode(values, value_scales, of_values.view(values.shape)),
+        )
+
+
+class QuantizedFullLayer(QuantizedLayer, FullLayer):
+    """See `FullLayer`."""
+
+
+class QuantizedWindowLayer(QuantizedLayer, WindowLayer):
+    """See `WindowLayer`; its scratch, too, holds codes: what reaches the ring is moved, not rounded again."""
+
+
+def make_layers(
+    spans: Sequence[AttentionSpan], placement: Placement, cache_type: str, workspace: Workspace
+) -> list[SlotLayer]:  # fmt: skip
+    """One empty layer per span.
+
+    Raises:
+        ConfigurationError: unknown cache type.
+    """
+    if cache_type not in CACHE_TYPES:
+        raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
+    if cache_type == "full":
+        return [FullLayer(placement) if s.window is None else WindowLayer(placement, s.ring) for s in spans]
+    how: dict[str, Any] = {"code": CODES[cache_type], "workspace": workspace}
+    return [
+        QuantizedFullLayer(placement, **how) if s.window is None else QuantizedWindowLayer(placement, s.ring, **how)
+        for s in spans
+    ]
+
+
+def refuse_unquantizable(config: PreTrainedConfig, cache_type: str, device: torch.device) -> None:
+    """Say no before anything is allocated.
+
+    Raises:
+        IncompatibleTargetError: layers attend to another layer's keys and values, which by then are overwritten.
+        ConfigurationError: the device has no float8.
+    """
+    shared = getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None)
+    if cache_type != "full" and shared:
+        raise IncompatibleTargetError(
+            f"{shared} layers of {config.model_type} attend to another layer's keys and values, and a cache of type "
+            f"{cache_type!r} unpacks those for one layer at a time; use cache_type='full'"
+        )
+    if cache_type == "fp8" and device.type == "mps":
+        raise ConfigurationError("cache_type='fp8' needs float8 numbers, which MPS does not have; use 'int8'")

@@ -1,0 +1,434 @@
+"""A transformers `Cache` for speculation: preallocated, written in place, with rows of their own length.
+
+One round, for target and drafter alike:
+
+    cache.place(T)                                   # the next T tokens of row b go to slots lengths[b] + i
+    model(tokens, past_key_values=cache, attention_mask=cache.attention_mask(ancestors, depths, dtype),
+          position_ids=cache.position_ids(depths))
+    cache.keep(path, counts)                         # accepted nodes become the row's next tokens
+
+`lengths` moves only in `keep`, `commit` and `rollback`. What a forward writes lies beyond it until then, so a forward
+that fails half-way leaves nothing to undo. Rejected and padded slots are never cleared: masks hide them until they
+are overwritten. With `cache_type` `"int8"` or `"fp8"` they are stored in 8 bits (`quantized`), with nothing else
+changed. Left out on purpose: eviction, paging, prefix sharing.
+
+Use under `torch.no_grad()`: the buffers are written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
+from .layers import Placement, SlotLayer, WindowLayer
+from .masks import ResidentMask, block_visibility, ragged_mask, window_mask
+from .quantized import Workspace, make_layers, refuse_unquantizable
+from .slot_moves import DeviceCopies, full_moves, ring_moves
+from .spans import AttentionSpan, LayerSpans, windows_from_config
+from .stock import read_stock_layers, refill_stock_layers
+
+SMALL_SLAB = 256
+"""Slots a cache grows by once memory has run out."""
+
+
+class SpeculativeCache(Cache):
+    """Keys and values of `B` rows, each with its own number of committed tokens.
+
+    Args:
+        layer_windows: per layer, `None` (full attention) or the sliding window in tokens, the query's own included.
+        batch_size: rows `B`.
+        capacity: most slots a row may need: committed tokens and one block.
+        block: most tokens written between two commits (the larger of prefill chunk and tree nodes).
+        slab: grow full layers in steps of so many slots; `None` allocates `capacity` at once.
+        layer_types: per layer, the key of its mask for models that take a dict of masks; `None` for one tensor.
+        cache_type: `"full"` stores keys and values in the model's dtype, `"int8"` and `"fp8"` in 8 bits.
+        device: where token ids live, hence masks and positions. Each layer's buffers follow that layer's keys.
+
+    Raises:
+        ConfigurationError: a size is not positive, layers that share a mask differ in window, unknown `cache_type`.
+    """
+
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        layer_windows: Sequence[int | None],
+        *,
+        batch_size: int,
+        capacity: int,
+        block: int,
+        slab: int | None = None,
+        layer_types: Sequence[str] | None = None,
+        cache_type: str = "full",
+        device: torch.device | str = "cpu",
+    ):
+        sizes = {"batch_size": batch_size, "capacity": capacity, "block": block, "slab": slab}
+        wrong = {name: size for name, size in sizes.items() if size is not None and size < 1}
+        if wrong or not layer_windows:
+            raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
+        self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
+        self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity)
+        self._placement = Placement(batch_size, min(block, capacity))
+        self._resident_mask, self._workspace = ResidentMask(), Workspace()
+        self._set_batch(batch_size)
+        layers = make_layers(self._spans.spans, self._placement, cache_type, self._workspace)
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig,
+        *,
+        batch_size: int,
+        capacity: int,
+        block: int,
+        slab: int | None = None,
+        masks_by_type: bool | None = None,
+        cache_type: str = "full",
+        device: torch.device | str = "cpu",
+    ) -> SpeculativeCache:
+        """A cache for a model of this configuration; see `windows_from_config` for `masks_by_type`.
+
+        Raises:
+            IncompatibleTargetError: the model has layers that are not plain attention, or share keys and values where
+                `cache_type` is not `"full"`.
+        """
+        refuse_unquantizable(config, cache_type, torch.device(device))
+        windows, types = windows_from_config(config, masks_by_type, capacity)
+        return cls(
+            windows,
+            batch_size=batch_size,
+            capacity=capacity,
+            block=block,
+            slab=slab,
+            layer_types=types,
+            cache_type=cache_type,
+            device=device,
+        )
+
+    def _set_batch(self, batch_size: int) -> None:
+        self._placement.batch_size = batch_size
+        self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
+        self.lengths_tensor = torch.zeros(batch_size, dtype=torch.long, device=self.device)
+        self._set_lengths([0] * batch_size)
+
+    # Lengths -------------------------------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens per row. `lengths_tensor` `(B,)` is the same on `device`."""
+        return list(self._lengths)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys, values, the resident mask and the place where quantised layers are unpacked."""
+        own = self._resident_mask.num_bytes + self._workspace.num_bytes
+        return sum(layer.num_bytes for layer in self.layers) + own
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        """Host first: the device mirror is written, never read back."""
+        self._lengths = lengths
+        self._rows_alike = min(lengths) == max(lengths)
+        if self._rows_alike:
+            self.lengths_tensor.fill_(lengths[0])
+        else:
+            # CUDA stages pageable memory before it returns, so this waits for nothing and the source may go.
+            self.lengths_tensor.copy_(torch.tensor(lengths), non_blocking=self.device.type == "cuda")
+        self._placement.longest = max(lengths)
+        self._placement.clear()
+
+    # One round -----------------------------------------------------------------------------------------------------
+
+    def place(self, num_tokens: int, *, after: int = 0) -> None:
+        """Say where the next forward writes: token `i` of row `b` goes to slot `lengths[b] + after + i`.
+
+        Args:
+            num_tokens: tokens per row, `T`.
+            after: nodes already written by earlier forwards since the last commit (a drafter grows its tree level by
+                level); they keep their numbers `0..after-1`, the new ones continue.
+
+        Raises:
+            MemoryPlanError: a row would outgrow `capacity`, or the block `block`.
+        """
+        placement = self._placement
+        end = after + num_tokens
+        if not 1 <= num_tokens <= end <= placement.block:
+            raise MemoryPlanError(
+                f"got {num_tokens} tokens to place after {after}; wanted 1 to block={placement.block} in all: write "
+                "fewer per forward or make the cache with a larger block"
+            )
+        if placement.longest + end > self.capacity:
+            raise MemoryPlanError(
+                f"a row of {placement.longest} tokens and a block of {end} need {placement.longest + end} slots, the "
+                f"cache was made for capacity={self.capacity}; make it with a larger capacity"
+            )
+        self._reserve(placement.longest + end)
+        placement.num_tokens, placement.after = num_tokens, after
+        placement.visible_slots = placement.longest + end
+        placement.start = placement.longest + after if self._rows_alike else None
+        if not self._rows_alike and None in (span.window for span in self._spans.spans):
+            rows = torch.arange(self.batch_size, device=self.device)[:, None]
+            placement.slots = DeviceCopies(rows, self.position_ids())  # a chain's positions are its slots
+
+    def _reserve(self, num_slots: int) -> None:
+        step = self.slab or self.capacity
+        wanted = min(-(-num_slots // step) * step, self.capacity)
+        self._placement.reserved_slots = max(self._placement.reserved_slots, wanted)
+
+    def make_room(self, num_slots: int) -> None:
+        """Own at least so many slots now instead of during the next forward (a compiled one cannot allocate).
+
+        Call after `place`: what earlier forwards of the round wrote moves along.
+        """
+        self._reserve(num_slots)
+        for layer in self.layers:
+            layer.make_room()
+
+    def release(self) -> None:
+        """Give back what can be made again, forget what is placed, and grow by small steps from now on."""
+        self._resident_mask = ResidentMask()
+        self._workspace.clear()
+        self.slab = min(self.slab or self.capacity, SMALL_SLAB)
+        self._placement.reserved_slots = 0
+        self._placement.clear()
+
+    def move_to(self, device: torch.device) -> None:
+        """Keep keys and values there from now on; masks and positions stay where they are."""
+        for layer in self.layers:
+            layer.move_to(device)
+
+    @property
+    def block(self) -> int:
+        """Most tokens written between two commits."""
+        return self._placement.block
+
+    @property
+    def mask_widths(self) -> dict[str, int]:
+        """Slots of the buffers behind each mask, by layer type."""
+        full, block = self._placement.reserved_slots, self._placement.block
+        return {kind: full if span.window is None else span.ring + block for kind, span in self._spans.by_mask.items()}
+
+    def position_ids(self, depths: Tensor | None = None) -> Tensor:
+        """Positions of the placed tokens, `(B, T)`.
+
+        Args:
+            depths: depth of the placed nodes, `(T,)` or `(B, T)`, or of the whole block, `(M,)` or `(B, M)`; the root
+                of a tree has depth 0. `None` means a chain.
+        """
+        placement = self._placement
+        if depths is None:
+            depths = torch.arange(placement.after, placement.block_end, device=self.device)
+        return self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - placement.num_tokens :]
+
+    def attention_mask(
+        self,
+        ancestors: Tensor | None = None,
+        depths: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        """What stock models take as `attention_mask` for the placed tokens.
+
+        Args:
+            ancestors: `[i, j]` true where block node `j` is query `i` or above it; `(T, M)` or `(B, T, M)` with
+                `M = after + T`. `None` means a chain.
+            depths: depth of every node of the block, `(M,)` or `(B, M)`. `None` derives them from `ancestors`, which
+                then must be square.
+            dtype: the model's.
+
+        Returns:
+            One float mask `(1 or B, 1, T, slots)`, or a dict of them by layer type; 0 is visible, `finfo.min` hidden.
+            `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Valid until the
+            next call (the resident mask is reused).
+        """
+        placement = self._placement
+        assert placement.num_tokens, "place() comes before attention_mask()"
+        spans = self._spans.by_mask
+        # One query, rows alike, nothing of the block hidden from it: there is nothing to mask in a full layer.
+        open_ended = placement.num_tokens == 1 and self._rows_alike and (ancestors is None or placement.after == 0)
+        if open_ended and all(span.window is None for span in spans.values()):
+            return dict.fromkeys(spans) if self._spans.types else None
+        visible = block_visibility(ancestors, placement.num_tokens, placement.block_end, self.device)
+        made: dict[AttentionSpan, Tensor | None] = {}
+        for span in spans.values():
+            if span.window is not None:
+                made.setdefault(span, self._window_mask(span, visible, ancestors, depths, dtype))
+            elif span not in made:
+                made[span] = None if open_ended else self._full_mask(visible, dtype)
+        if self._spans.types is None:
+            return next(iter(made.values()))
+        return {kind: made[span] for kind, span in spans.items()}
+
+    def _full_mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        placement = self._placement
+        if self._rows_alike and len(visible) == 1:
+            return self._resident_mask.build(placement.longest, visible[0], placement.reserved_slots, dtype)
+        return ragged_mask(self.lengths_tensor, visible, placement.visible_slots, dtype)
+
+    def _window_mask(
+        self,
+        span: AttentionSpan,
+        visible: Tensor,
+        ancestors: Tensor | None,
+        depths: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if depths is None and ancestors is None:
+            depths = torch.arange(visible.shape[2], device=self.device)
+        elif depths is None:
+            assert visible.shape[1] == visible.shape[2], "depths of earlier nodes are not in a part of the block"
+            depths = visible.sum(-1) - 1
+        depths = depths.to(self.device)
+        lengths = self.lengths_tensor[:1] if self._rows_alike else self.lengths_tensor
+        return window_mask(span, lengths, depths[None] if depths.dim() == 1 else depths, visible, dtype)
+
+    def keep(self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int]) -> None:
+        """Commit accepted nodes, root included, in path order; whatever else the block holds is dropped.
+
+        Args:
+            path: node numbers, `(B, A)`; entries from `counts[b]` on are ignored. `None` means nodes `0, 1, 2, ...`.
+                A tensor on an accelerator is read back here: hand over the host copy the loop has already.
+            counts: accepted nodes per row, 0 for a row that stands still.
+
+        Raises:
+            UnsupportedGenerationError: a count or node number lies outside the placed block.
+        """
+        end = self._placement.block_end
+        if path is None:
+            kept: list[Sequence[int]] = [range(count) for count in counts]
+        else:
+            rows = path.tolist() if isinstance(path, Tensor) else path
+            kept = [list(row[:count]) for row, count in zip(rows, counts, strict=True)]
+        wrong_nodes = any(not 0 <= node < end for row in kept for node in row) if path is not None else False
+        if len(counts) != self.batch_size or min(counts) < 0 or max(counts) > end or wrong_nodes:
+            raise UnsupportedGenerationError(
+                f"got counts {list(counts)} and path {path} to keep; wanted {self.batch_size} counts of 0 to {end} and "
+                f"nodes below {end}, the tokens placed since the last commit"
+            )
+        self._commit_nodes(kept)
+
+    def _commit_nodes(self, kept: Sequence[Sequence[int]]) -> None:
+        lengths = [length + len(row) for length, row in zip(self._lengths, kept, strict=True)]
+        # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
+        self._ring_end = [max(end, length) for end, length in zip(self._ring_end, lengths, strict=True)]
+        moves = {ring: ring_moves(self._lengths, kept, ring, self.device) for ring in self._spans.rings}
+        full = full_moves(self._lengths, kept, self.device)
+        for layer in self.layers:
+            needed = moves[layer.ring] if isinstance(layer, WindowLayer) else full
+            if needed is not None and layer.is_initialized:
+                layer.copy(needed)
+        self._set_lengths(lengths)
+
+    def commit(self, num_tokens: int | Sequence[int]) -> None:
+        """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""
+        counts = [num_tokens] * self.batch_size if isinstance(num_tokens, int) else num_tokens
+        self.keep(None, counts)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Truncate rows to these committed lengths and forget what is placed. The present lengths undo a forward.
+
+        Windowed layers have overwritten what left their window, so their rows go back to 0, or to any length as long
+        as they never outgrew the ring (`window - 1` tokens).
+
+        Raises:
+            UnsupportedGenerationError: a length is longer than the row, or no longer held. Nothing was changed.
+        """
+        new = [int(length) for length in lengths]
+        if len(new) != self.batch_size or any(not 0 <= n <= old for n, old in zip(new, self._lengths, strict=True)):
+            raise UnsupportedGenerationError(f"got lengths {new} to roll back to; the rows have {self._lengths}")
+        ring = min(self._spans.rings, default=0)
+        if ring:
+            lost = [b for b, n in enumerate(new) if 0 < n < self._ring_end[b] and self._ring_end[b] > ring]
+            if lost:
+                raise UnsupportedGenerationError(
+                    f"rows {lost} cannot go back to {[new[b] for b in lost]} tokens: their sliding-window layers have "
+                    f"written {[self._ring_end[b] for b in lost]} and hold the last {ring}; roll back to 0 and prefill"
+                )
+        self._ring_end = new.copy()
+        self._set_lengths(new)
+
+    # The rest of what a transformers cache does ----------------------------------------------------------------------
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
+        if not rows or not all(0 <= row < self.batch_size for row in rows):
+            raise UnsupportedGenerationError(f"got rows {list(rows)}; wanted some of 0..{self.batch_size - 1}")
+        for layer in self.layers:
+            layer.select_rows(rows)
+        lengths, ring_end = [self._lengths[row] for row in rows], [self._ring_end[row] for row in rows]
+        self._set_batch(len(rows))
+        self._ring_end = ring_end
+        self._set_lengths(lengths)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select_rows(torch.arange(self.batch_size)[indices.cpu()].tolist())  # indices may be a boolean mask
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove `-tokens_to_remove` tokens from every row."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"got crop({tokens_to_remove}); wanted minus the number of tokens to remove, or 0")
+        self.rollback([max(length + tokens_to_remove, 0) for length in self._lengths])
+
+    def reset(self) -> None:
+        """Empty every row; buffers stay allocated."""
+        self.rollback([0] * self.batch_size)
+
+    # Exchange with stock caches --------------------------------------------------------------------------------------
+
+    def load_dynamic(self, dynamic: DynamicCache) -> None:
+        """Take over what a plain `generate` left in its cache. Rows must be of equal length, without left padding.
+
+        Raises:
+            UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
+                another, or a layer no longer holds what is needed. This cache is then empty.
+            MemoryPlanError: it is longer than `capacity`.
+        """
+        self.reset()
+        length = dynamic.get_seq_length()
+        if length > self.capacity:
+            raise MemoryPlanError(f"got a cache of {length} tokens; this one was made for capacity={self.capacity}")
+        states = read_stock_layers(dynamic, self.batch_size)
+        self._reserve(length)
+        for index, (keys, values) in states.items():
+            self.layers[index].load(keys, values, length)
+        self._ring_end = [length] * self.batch_size
+        self._set_lengths([length] * self.batch_size)
+
+    def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
+        """The committed tokens as a stock cache, for a plain `generate` to go on with. Rows must be of equal length.
+
+        Raises:
+            UnsupportedGenerationError: rows differ in length.
+        """
+        dynamic = DynamicCache(config=config)
+        self.export_into(dynamic)
+        return dynamic
+
+    def export_into(self, dynamic: DynamicCache) -> None:
+        """Refill a stock cache in place; see `to_dynamic`.
+
+        Raises:
+            UnsupportedGenerationError: rows differ in length, or the stock cache keeps whole rows where only a window
+                is left (it was made without the model's config). It is then unchanged.
+        """
+        if not self._rows_alike:
+            raise UnsupportedGenerationError(
+                f"rows have lengths {self._lengths}; a stock cache wants rows of equal length: export single rows"
+            )
+        length = self._lengths[0]
+        held = {i: layer.held(length) for i, layer in enumerate(self.layers) if layer.is_initialized}
+        refill_stock_layers(dynamic, held, length)

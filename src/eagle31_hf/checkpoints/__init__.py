@@ -1,0 +1,23 @@
+"""Drafter checkpoints of every published layout: find, recognise, inspect, read and write them."""
+
+from .checkpoint import Checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
+from .checks import expected_shapes
+from .files import resolve_checkpoint
+from .formats import FORMATS
+from .packed import PackingScheme, packable_shapes, published_weights
+from .summary import CheckpointSummary, EngineVerdict
+
+__all__ = [
+    "FORMATS",
+    "Checkpoint",
+    "CheckpointSummary",
+    "EngineVerdict",
+    "PackingScheme",
+    "expected_shapes",
+    "inspect_checkpoint",
+    "packable_shapes",
+    "published_weights",
+    "read_checkpoint",
+    "resolve_checkpoint",
+    "write_checkpoint",
+]

@@ -1,0 +1,331 @@
+"""Drafter checkpoints: find, recognise, read, write and inspect every published EAGLE-3 / EAGLE 3.1 layout.
+
+A checkpoint is checked from its headers before any tensor is loaded, and either read whole or refused. Nothing in a
+file is ever executed: safetensors first, `.bin` only through weights-only unpickling, `auto_map` ignored.
+The layouts are described in `docs/formats.md`; their tables live in `checkpoints.formats`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+from ..configuration_eagle31 import Eagle31Config
+from ..errors import CheckpointFormatError, ConfigurationError
+from .checks import (
+    check_tensor_infos,
+    check_values,
+    check_vocabulary_map,
+    refuse_other_methods,
+)
+from .config_fields import StoredConfig, read_config_fields, write_config_fields
+from .files import (
+    CONFIG_FILE,
+    StoredTensors,
+    TensorInfo,
+    open_tensors,
+    read_json,
+    replace_checkpoint,
+    resolve_checkpoint,
+)
+from .formats import (
+    Format,
+    canonical_name,
+    detect_format,
+    find_format,
+    has_reduced_vocabulary,
+    stored_name,
+)
+from .packed import PackingScheme, packed_infos
+from .summary import (
+    CheckpointSummary,
+    caution_notes,
+    count_bytes,
+    count_parameters,
+    engine_verdicts,
+    method_name,
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter's weights under canonical names.
+
+    Args:
+        config: what the weights are.
+        tensors: canonical name to tensor, see `expected_shapes`; `d2t` is int64 `[Vd]` offsets, present iff `Vd < V`.
+        format: name of the layout it was read from, one of `FORMATS`.
+        metadata: entries of its `config.json` that say nothing about the network (training run, verifier, …);
+            written again to the same format, while another format's markers are left out.
+        scheme: how some of its matrices are packed; `None`: none is.
+        packed: the tensors of those matrices, `"layers.0.mlp.down_proj.absmax"` and the like; the weights they stand
+            for are not among `tensors`.
+    """
+
+    config: Eagle31Config
+    tensors: dict[str, Tensor]
+    format: str = "plain"
+    metadata: dict[str, Any] = field(default_factory=dict)
+    scheme: PackingScheme | None = None
+    packed: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """A checkpoint understood and checked, with no tensor loaded."""
+
+    table: Format
+    config: Eagle31Config
+    stored_config: StoredConfig
+    raw_config: dict[str, Any]
+    tensors: StoredTensors
+    stored_names: dict[str, str]  # canonical -> stored, `t2d` included
+    scheme: PackingScheme | None
+    packed: dict[str, dict[str, TensorInfo]]  # matrix -> its tensors
+
+
+def read_checkpoint(
+    path_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Checkpoint:
+    """Reads a drafter from a folder or Hub id, whichever published layout it is in.
+
+    Args:
+        path_or_id: local folder or Hub id. revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
+        dtype: float dtype of the weights that are not packed; `None` keeps the stored one.
+
+    Raises:
+        CheckpointNotFoundError: no such folder or id, no access, or no network.
+        CheckpointFormatError: not an EAGLE-3 / 3.1 drafter, incomplete, damaged or contradictory.
+        UnsafeCheckpointError: a pickle that would run code; nothing was run.
+    """
+    folder = resolve_checkpoint(
+        path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    headers = _read_headers(folder)
+    by_stored_name = headers.tensors.load(list(headers.stored_names.values()))
+    tensors = {ours: by_stored_name[theirs] for ours, theirs in headers.stored_names.items()}
+    del by_stored_name
+    _check_loaded(headers.config, tensors)
+    packed = {name: tensors.pop(name) for name in _packed_names(headers.packed)}
+    tensors = {name: _converted(name, tensor, dtype) for name, tensor in tensors.items() if name != "t2d"}
+    headers.config.dtype = tensors["fc.weight"].dtype
+    metadata = headers.stored_config.metadata
+    return Checkpoint(headers.config, tensors, headers.table.name, metadata, headers.scheme, packed)
+
+
+def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain") -> None:
+    """Writes `config.json` and `model.safetensors` of a drafter in one of `FORMATS`.
+
+    `"plain"` is the layout that vLLM and both SGLang generations read wherever they can run the drafter at all.
+    `folder` at every moment holds its old checkpoint, none that can be read, or the new one. Packed matrices are
+    written as they are, so that they are read back bit for bit; only `"plain"` holds them, and no engine reads them.
+
+    Raises:
+        ConfigurationError: no such format, or it cannot express this drafter; the message says which can.
+        CheckpointFormatError: the tensors do not fit the config.
+    """
+    table = find_format(format)
+    config, scheme = checkpoint.config, checkpoint.scheme
+    written = write_config_fields(table, config, checkpoint.metadata)
+    packed = _packed_to_write(checkpoint, format)
+    check_tensor_infos(config, {name: _info(tensor) for name, tensor in checkpoint.tensors.items()}, packed)
+    _check_loaded(config, checkpoint.tensors | checkpoint.packed)
+    written["torch_dtype"] = str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch.")
+    if scheme is not None:
+        written["quantization_config"] = scheme.to_dict()
+    tensors = {stored_name(table, name): tensor for name, tensor in (checkpoint.tensors | checkpoint.packed).items()}
+    if "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"].to("cpu", torch.int64)
+        tensors["t2d"] = _draft_vocabulary_mask(tensors["d2t"], config.vocab_size)
+    replace_checkpoint(Path(folder), written, tensors)
+
+
+def inspect_checkpoint(
+    path_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> CheckpointSummary:
+    """What a checkpoint holds, from its headers and config only; arguments and errors as in `read_checkpoint`.
+
+    Values (NaN, the vocabulary map) are not looked at.
+    """
+    folder = resolve_checkpoint(
+        path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    headers = _read_headers(folder)
+    infos, config, raw = headers.tensors.infos, headers.config, headers.raw_config
+    return CheckpointSummary(
+        source=str(path_or_id),
+        format=headers.table.name,
+        format_title=headers.table.title,
+        method=method_name(config),
+        config=config,
+        dtype=infos[headers.stored_names["fc.weight"]].dtype,
+        parameters=count_parameters(infos, config, headers.packed),
+        stored_bytes=count_bytes(infos),
+        tensors={name: info.shape for name, info in infos.items()},
+        aux_layers_as_stored=headers.stored_config.layer_ids,
+        engines=engine_verdicts(raw, infos, config, headers.table.name),
+        notes=caution_notes(headers.table.name, config, raw),
+    )
+
+
+# ---------------------------------------------------------------- reading, step by step
+
+
+def _read_headers(folder: Path) -> _Headers:
+    raw_config = read_json(folder / CONFIG_FILE)
+    _check_sections(raw_config)
+    stored = open_tensors(folder)
+    refuse_other_methods(raw_config, stored.infos)
+    table = detect_format(raw_config, stored.infos)
+    names = _canonical_names(table, stored.infos)
+    infos = {ours: stored.infos[theirs] for ours, theirs in names.items()}
+    stored_config = read_config_fields(table, raw_config)
+    config = _build_config(stored_config, raw_config, infos)
+    if not has_reduced_vocabulary(config):
+        # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
+        _check_identity_map(stored, names)
+        names.pop("d2t", None)
+        names.pop("t2d", None)
+    infos = {ours: stored.infos[theirs] for ours, theirs in names.items() if ours != "t2d"}
+    scheme = _stored_scheme(raw_config)
+    packed = packed_infos(config, scheme, infos) if scheme else {}
+    apart = _packed_names(packed)
+    check_tensor_infos(config, {name: info for name, info in infos.items() if name not in apart}, packed)
+    return _Headers(table, config, stored_config, raw_config, stored, names, scheme, packed)
+
+
+def _stored_scheme(raw_config: Mapping[str, Any]) -> PackingScheme | None:
+    fields = raw_config.get("quantization_config")
+    if not fields:
+        return None
+    try:
+        return PackingScheme.of(fields)
+    except ConfigurationError as error:
+        raise CheckpointFormatError(f"config.json: {error}") from error
+
+
+def _packed_names(packed: Mapping[str, Mapping[str, TensorInfo]]) -> set[str]:
+    return {f"{module}.{part}" for module, parts in packed.items() for part in parts}
+
+
+def _packed_to_write(checkpoint: Checkpoint, format: str) -> Mapping[str, Mapping[str, TensorInfo]]:
+    """The packed matrices of a checkpoint, checked as they will be when it is read."""
+    if checkpoint.scheme is None:
+        return {}
+    if format != "plain":
+        raise ConfigurationError(
+            f"the {format} format has no words for weights packed by bitsandbytes ({checkpoint.scheme.method}); write "
+            "it as plain, or load the drafter without quantization_config"
+        )
+    infos = {name: _info(tensor) for name, tensor in (checkpoint.tensors | checkpoint.packed).items()}
+    return packed_infos(checkpoint.config, checkpoint.scheme, infos)
+
+
+def _check_sections(raw_config: Mapping[str, Any]) -> None:
+    sections = ("eagle_config", "transformer_layer_config", "speculators_config", "quantization_config")
+    wrong = [name for name in sections if not isinstance(raw_config.get(name, {}), dict | None)]
+    architectures = raw_config.get("architectures") or []
+    if not isinstance(architectures, list):
+        wrong.append("architectures")
+    if wrong:
+        raise CheckpointFormatError(
+            f"config.json: {', '.join(wrong)} is of the wrong kind (sections are objects, architectures is a list); "
+            "correct it or fetch the checkpoint again"
+        )
+
+
+def _canonical_names(table: Format, infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for theirs in infos:
+        ours = canonical_name(table, theirs)
+        if ours in names:
+            raise CheckpointFormatError(f"{names[ours]} and {theirs} are both {ours}; remove the wrong one")
+        if ours is not None:
+            names[ours] = theirs
+    return names
+
+
+def _build_config(
+    stored: StoredConfig, raw_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]
+) -> Eagle31Config:
+    """Fields from the table, completed and corrected by what the tensors themselves show."""
+    fields = dict(stored.fields)
+    layers = {match[1] for name in infos if (match := re.match(r"layers\.(\d+)\.", name))}
+    fields["num_hidden_layers"] = max(1, len(layers))
+    fields["own_embedding"] = "embed_tokens.weight" in infos
+    fields["own_lm_head"] = "lm_head.weight" in infos
+    fields["fc_bias"] = "fc.bias" in infos
+    layer_type = (raw_config.get("transformer_layer_config") or {}).get("model_type")
+    fields["qk_norm"] = layer_type == "qwen3" or "layers.0.self_attn.q_norm.weight" in infos
+    if fields["draft_vocab_size"] is None and "d2t" in infos:
+        fields["draft_vocab_size"] = infos["d2t"].shape[0] if infos["d2t"].shape else None
+    if fields.get("num_aux_hidden_states") is None:
+        fields["num_aux_hidden_states"] = len(fields["aux_layers"] or ()) or 3
+    if fields["head_dim"] is None:
+        fields["head_dim"] = _head_dim_of(infos, fields["num_attention_heads"])
+    if raw_config.get("tie_word_embeddings") and fields["own_embedding"] and not fields["own_lm_head"]:
+        raise CheckpointFormatError(
+            "config.json ties the draft head to the drafter's own embedding; such a drafter cannot be read. Store the "
+            "head as lm_head.weight"
+        )
+    try:
+        return Eagle31Config(**fields)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise CheckpointFormatError(f"config.json describes no possible drafter: {error}") from error
+
+
+def _head_dim_of(infos: Mapping[str, TensorInfo], num_heads: Any) -> int | None:
+    query = infos.get("layers.0.self_attn.q_proj.weight")
+    if query is None or not query.shape or not isinstance(num_heads, int) or num_heads < 1:
+        return None
+    return query.shape[0] // num_heads
+
+
+def _check_identity_map(stored: StoredTensors, names: Mapping[str, str]) -> None:
+    if "d2t" in names and stored.load([names["d2t"]])[names["d2t"]].any():
+        raise CheckpointFormatError(
+            "d2t is present though the draft vocabulary is the whole vocabulary, and it is no identity map (all "
+            "zeros); state the reduced draft_vocab_size, or remove d2t and t2d"
+        )
+
+
+def _check_loaded(config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:
+    check_values(tensors)
+    if "d2t" in tensors:
+        check_vocabulary_map(tensors["d2t"].cpu(), tensors.get("t2d"), config.vocab_size)
+
+
+def _converted(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if name == "d2t":
+        return tensor.to(torch.int64)  # nebius stores int32
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _draft_vocabulary_mask(d2t: Tensor, vocab_size: int) -> Tensor:
+    """`t2d`: bool `[V]`, true for the target ids a draft row stands for."""
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[d2t + torch.arange(len(d2t))] = True
+    return mask

@@ -1,0 +1,244 @@
+"""Is this an EAGLE-3 / 3.1 drafter, whole and sound? Refusals say what was found instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..configuration_eagle31 import Eagle31Config
+from ..errors import CheckpointFormatError
+from .config_fields import get_path
+from .files import TensorInfo
+from .formats import filled, has_reduced_vocabulary
+from .packed import LAYOUT, published_weights
+
+Tensors = Mapping[str, TensorInfo]
+
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+_INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_LISTED = 12  # names in one message
+
+
+def _architectures(config: Mapping[str, Any]) -> str:
+    return " ".join(str(name) for name in config.get("architectures") or ())
+
+
+def _any_name(names: Collection[str], pattern: str) -> bool:
+    return any(re.search(pattern, name) for name in names)
+
+
+def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
+    if get_path(config, "eagle_config.use_aux_hidden_state") is False:
+        return True
+    fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
+    two_wide = fc is not None and len(fc.shape) == 2 and fc.shape[1] == 2 * fc.shape[0]  # [embedding ; hidden] -> H
+    return two_wide and not _any_name(tensors, r"hidden_norm\.")
+
+
+# First match wins: what it is, how to tell, what to do.
+_OTHER_METHODS: tuple[tuple[str, Callable[[Mapping[str, Any], Tensors], bool], str], ...] = (
+    (
+        "an EAGLE-3 drafter with MLA attention (Eagle3DeepseekV2ForCausalLM, Kimi or DeepSeek targets)",
+        lambda c, t: "Eagle3Deepseek" in _architectures(c) or _any_name(t, r"kv_a_proj_with_mqa|q_a_proj"),
+        "it is not supported yet",
+    ),
+    (
+        "a DFlash / DSpark block-diffusion drafter",
+        lambda c, t: (
+            bool(re.search(r"DFlash|DSpark|Domino", _architectures(c)))
+            or str(c.get("speculators_model_type", "")).lower() in ("dflash", "dspark")
+            or any(key in c for key in ("target_layer_ids", "dflash_config"))
+        ),
+        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
+    ),
+    (
+        "a P-EAGLE parallel drafter",
+        lambda c, t: bool(c.get("parallel_drafting")) or "mask_hidden" in t or "PEagle" in _architectures(c),
+        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
+    ),
+    (
+        "a set of Medusa heads",
+        lambda c, t: "medusa_num_heads" in c or _any_name(t, r"medusa|parallel_draft_heads|^\d+\.\d+\."),
+        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
+    ),
+    (
+        "a set of Hydra heads",
+        lambda c, t: "hydra_num_heads" in c or _any_name(t, r"hydra"),
+        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
+    ),
+    (
+        "a multi-token-prediction (MTP) head",
+        lambda c, t: "MTP" in _architectures(c) or _any_name(t, r"(^|\.)mtp\.|eh_proj|(^|\.)(enorm|hnorm)\."),
+        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
+    ),
+    (
+        "an EAGLE-1/2 drafter (it reads only the last hidden state)",
+        _is_eagle_1_or_2,
+        "wanted an EAGLE-3 or EAGLE 3.1 drafter for this target",
+    ),
+    (
+        "a whole language model, not a drafter",
+        lambda c, t: (
+            not _any_name(t, r"(^|\.)fc\.weight$|hidden_norm\.")
+            and _any_name(t, r"layers\.\d+\.self_attn\.|transformer\.h\.")
+        ),
+        "pass the drafter here and this model as target=…",
+    ),
+)
+
+
+def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
+    """Names a checkpoint of another method instead of listing its tensors as wrong.
+
+    Raises:
+        CheckpointFormatError: this is not an EAGLE-3 / 3.1 drafter, or its weights are quantised in a foreign layout.
+    """
+    for what, applies, advice in _OTHER_METHODS:
+        if applies(config, tensors):
+            raise CheckpointFormatError(f"this checkpoint is {what}; {advice}")
+    quantization = config.get("quantization_config")
+    if quantization and get_path(config, "quantization_config.layout") != LAYOUT:
+        raise CheckpointFormatError(
+            "this drafter's weights are quantised (config.json has quantization_config); wanted float weights. Take "
+            "the unquantised release and quantise while loading"
+        )
+
+
+def expected_shapes(config: Eagle31Config) -> dict[str, tuple[int, ...]]:
+    """Canonical name to shape of every tensor a drafter of this configuration has, `d2t` included."""
+    hidden, target_hidden = config.hidden_size, filled(config.target_hidden_size)
+    fused_width = config.num_aux_hidden_states * target_hidden
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, fused_width), "norm.weight": (hidden,)}
+    if config.fc_bias:
+        shapes["fc.bias"] = (hidden,)
+    if config.aux_norm == "per_slot":
+        shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(config.num_aux_hidden_states)}
+    if config.aux_norm == "concatenated":
+        shapes["input_norm.weight"] = (fused_width,)
+    for layer in range(config.num_hidden_layers):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
+    if config.own_lm_head:
+        shapes["lm_head.weight"] = (filled(config.draft_vocab_size), hidden)
+    if config.own_embedding:
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
+    if has_reduced_vocabulary(config):
+        shapes["d2t"] = (filled(config.draft_vocab_size),)
+    return shapes
+
+
+def _layer_shapes(config: Eagle31Config, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    head_dim = filled(config.head_dim)
+    query, key = config.num_attention_heads * head_dim, filled(config.num_key_value_heads) * head_dim
+    read = 2 * hidden if layer == 0 else hidden  # [embedding ; hidden] enters the first layer
+    matrices = {"q": (query, read), "k": (key, read), "v": (key, read), "o": (hidden, query)}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{p}_proj.weight": shape for p, shape in matrices.items()}
+    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    shapes |= {f"mlp.{p}_proj.weight": shape for p, shape in mlp.items()}
+    if config.attention_bias:
+        shapes |= {f"self_attn.{p}_proj.bias": shape[:1] for p, shape in matrices.items()}
+    if config.mlp_bias:
+        shapes |= {f"mlp.{p}_proj.bias": shape[:1] for p, shape in mlp.items()}
+    if config.qk_norm:
+        shapes |= {f"self_attn.{p}_norm.weight": (head_dim,) for p in ("q", "k")}
+    norms = ("hidden_norm", "input_layernorm") if layer == 0 else ("input_layernorm",)
+    return shapes | {f"{norm}.weight": (hidden,) for norm in (*norms, "post_attention_layernorm")}
+
+
+def check_tensor_infos(config: Eagle31Config, tensors: Tensors, packed: Collection[str] = ()) -> None:
+    """`tensors` by canonical name against what `config` asks for, but for the weights of the matrices `packed`.
+
+    Raises:
+        CheckpointFormatError: tensors missing, spare, of another shape or not of a float dtype; all are listed.
+    """
+    elsewhere = {name for module in packed for name in published_weights(module)}
+    wanted = {name: shape for name, shape in expected_shapes(config).items() if name not in elsewhere}
+    problems = []
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        problems.append(f"missing: {_shortened(missing)}")
+    if spare := sorted(tensors.keys() - wanted.keys()):
+        problems.append(f"spare: {_shortened(spare)}{_hint(spare)}")
+    both = sorted(wanted.keys() & tensors.keys())
+    problems += [
+        f"{name} is {list(tensors[name].shape)}, wanted {list(wanted[name])}"
+        for name in both
+        if tensors[name].shape != wanted[name]
+    ][:_LISTED]
+    kinds = {name: _INTEGER_DTYPES if name == "d2t" else FLOAT_DTYPES for name in both}
+    problems += [
+        f"{name} has dtype {tensors[name].dtype}, wanted one of {', '.join(kinds[name])}"
+        for name in both
+        if tensors[name].dtype not in kinds[name]
+    ][:_LISTED]
+    if problems:
+        raise CheckpointFormatError(
+            "the weights do not fit config.json, nothing was loaded: " + "; ".join(problems) + ". Correct config.json "
+            "or fetch the checkpoint again"
+        )
+
+
+def _shortened(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def _hint(spare: list[str]) -> str:
+    if any(name.startswith("fc_norm.") for name in spare):
+        return " (does config.json lack fc_norm: true?)"
+    if "input_norm.weight" in spare:
+        return " (does config.json lack norm_before_fc: true?)"
+    return ""
+
+
+def check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Raises:
+    CheckpointFormatError: a weight holds NaN or infinity.
+    """
+    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken:
+        raise CheckpointFormatError(
+            f"NaN or infinite values in {_shortened(broken)}; the training run diverged or the file is damaged"
+        )
+
+
+def check_vocabulary_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> None:
+    """`target_id = i + d2t[i]` must name `Vd` different tokens, the ones set in `t2d` if there is one.
+
+    Args:
+        d2t: `[Vd]` integer offsets. t2d: `[V]` membership mask. vocab_size: `V`.
+
+    Raises:
+        CheckpointFormatError: the map is none, holds absolute ids, or disagrees with `t2d`.
+    """
+    stored = d2t.to(torch.int64)
+    ids = stored + torch.arange(len(stored))  # [Vd] target ids
+    if t2d is not None and tuple(t2d.shape) != (vocab_size,):
+        raise CheckpointFormatError(f"t2d is {list(t2d.shape)}, wanted [{vocab_size}] as vocab_size says")
+    members = None if t2d is None else t2d.nonzero().flatten()  # [Vd] target ids, ascending
+    if _names_tokens(ids, members, vocab_size):
+        return
+    # Offsets of sorted ids never fall, so a rising list of valid ids that fails as offsets is the absolute form.
+    if _names_tokens(stored, members, vocab_size) and bool((stored.diff() > 0).all()):
+        raise CheckpointFormatError(
+            "d2t holds absolute target ids, not offsets (target_id = i + d2t[i]); every engine would draft wrong "
+            "tokens. Convert it: d2t = d2t - torch.arange(len(d2t))"
+        )
+    if _names_tokens(ids, None, vocab_size):
+        raise CheckpointFormatError(
+            f"t2d disagrees with d2t: t2d marks {len(members if members is not None else ())} tokens, d2t names "
+            f"{len(ids)}, and the two sets differ; rebuild t2d from i + d2t[i] or fetch the checkpoint again"
+        )
+    raise CheckpointFormatError(
+        f"d2t is no vocabulary map: i + d2t[i] runs from {int(ids.min())} to {int(ids.max())} with "
+        f"{len(ids) - len(ids.unique())} repeated; wanted {len(ids)} different ids from 0 to {vocab_size - 1}"
+    )
+
+
+def _names_tokens(ids: Tensor, members: Tensor | None, vocab_size: int) -> bool:
+    distinct = ids.unique()  # sorted
+    in_range = bool(distinct[0] >= 0) and bool(distinct[-1] < vocab_size)
+    return len(distinct) == len(ids) and in_range and (members is None or torch.equal(distinct, members))

@@ -1,0 +1,263 @@
+"""Drafter checkpoints as files: find the folder, read headers and tensors, replace a folder's checkpoint at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from huggingface_hub import errors as hub
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_FILE = "pytorch_model.bin"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
+           "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor; `dtype` in torch's words."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """The weights of a checkpoint folder by stored name; nothing is loaded before `load`."""
+
+    infos: dict[str, TensorInfo]
+    files: tuple[Path, ...]
+    _shard_of: dict[str, Path] = field(repr=False)
+    _pickled: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    def load(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The named tensors on CPU, in their stored dtype and independent of the files."""
+        if self._pickled is not None:
+            return {name: self._pickled[name].clone() for name in names}
+        loaded: dict[str, Tensor] = {}
+        for path in self.files:
+            with _open_safetensors(path) as shard:
+                loaded.update({name: shard.get_tensor(name) for name in names if self._shard_of[name] == path})
+        return loaded
+
+
+# ---------------------------------------------------------------- finding
+
+
+def resolve_checkpoint(
+    path_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The local folder of a checkpoint, downloading config and weights if `path_or_id` is a Hub id.
+
+    A `.bin` file is fetched only where there is no safetensors file. A local folder wins over a Hub id of that name.
+
+    Raises:
+        CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
+    options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    try:
+        found = _download(str(path_or_id), [CONFIG_FILE, "*.safetensors", INDEX_FILE], options)
+        if not any(found.glob("*.safetensors")):
+            found = _download(str(path_or_id), [CONFIG_FILE, PICKLE_FILE], options)
+    except (OSError, hub.HFValidationError, hub.EntryNotFoundError) as error:
+        raise CheckpointNotFoundError(_why_not_found(str(path_or_id), revision, error)) from error
+    return found
+
+
+def _download(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
+    found = huggingface_hub.snapshot_download(
+        repo_id, allow_patterns=patterns, ignore_patterns=["*/*"], **options
+    )  # subfolders hold other checkpoints
+    return Path(found)
+
+
+def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
+    local = "or pass a local folder that holds config.json and the weights"
+    if isinstance(error, hub.GatedRepoError):
+        return f"{name!r} is gated: accept its terms on its Hub page and pass token=…, {local}"
+    if isinstance(error, hub.RevisionNotFoundError):
+        return f"{name!r} has no revision {revision!r}; check its branches and tags, {local}"
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return f"{name!r} is neither a local folder nor a Hub id this account can see; check the spelling, {local}"
+    if isinstance(error, hub.HFValidationError):
+        return f"{name!r} is no existing folder and cannot be a Hub id ('owner/name'); check the path"
+    return (
+        f"{name!r} is no local folder, is not (completely) in the local cache, and the Hub could not be asked "
+        f"(offline, HF_HUB_OFFLINE, local_files_only or no network: {type(error).__name__}); connect once to download "
+        f"it, {local}"
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointFormatError: no such file, or it holds no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointFormatError(f"{path.parent} has no {path.name}; a drafter checkpoint needs it") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointFormatError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointFormatError(f"{path} holds a {type(content).__name__}; wanted a JSON object")
+    return content
+
+
+def open_tensors(folder: Path) -> StoredTensors:
+    """Names, shapes and dtypes of a folder's weights: safetensors first, `.bin` only through weights-only unpickling.
+
+    Raises:
+        CheckpointFormatError: no weights, a missing shard, or a file whose header does not fit its content.
+        UnsafeCheckpointError: a pickle that wants to do more than hold tensors; nothing of it was run.
+    """
+    found = sorted(folder.glob("*.safetensors"))
+    if (folder / WEIGHTS_FILE).is_file():
+        return _open_shards([folder / WEIGHTS_FILE])
+    if (folder / INDEX_FILE).is_file():
+        return _open_index(folder)
+    if len(found) == 1:
+        return _open_shards(found)
+    if found:
+        raise CheckpointFormatError(
+            f"{folder} has {len(found)} safetensors files but no {INDEX_FILE} to join them; fetch the index too"
+        )
+    if (folder / PICKLE_FILE).is_file():
+        return _open_pickle(folder / PICKLE_FILE)
+    raise CheckpointFormatError(f"{folder} has no weights; wanted {WEIGHTS_FILE}, {INDEX_FILE} or {PICKLE_FILE}")
+
+
+def _open_index(folder: Path) -> StoredTensors:
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointFormatError(f"{folder / INDEX_FILE} has no weight_map; fetch it again")
+    shards = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in shards if Path(name).name != name]
+    if outside:
+        raise CheckpointFormatError(f"{folder / INDEX_FILE} points outside its folder: {outside}; do not trust it")
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointFormatError(f"{folder} lacks the shards {missing} its index names; fetch them")
+    stored = _open_shards([folder / name for name in shards])
+    absent = sorted(name for name, shard in weight_map.items() if stored._shard_of.get(name) != folder / shard)
+    if absent:
+        raise CheckpointFormatError(f"{folder / INDEX_FILE} puts {absent} in shards that do not hold them")
+    return stored
+
+
+def _open_shards(paths: list[Path]) -> StoredTensors:
+    infos: dict[str, TensorInfo] = {}
+    shard_of: dict[str, Path] = {}
+    for path in paths:
+        with _open_safetensors(path) as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                if name in infos:
+                    raise CheckpointFormatError(f"{name} is in both {shard_of[name].name} and {path.name}")
+                header = shard.get_slice(name)
+                dtype = _DTYPES.get(header.get_dtype(), header.get_dtype().lower())
+                infos[name], shard_of[name] = TensorInfo(tuple(header.get_shape()), dtype), path
+    return StoredTensors(infos, tuple(paths), shard_of)
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointFormatError(f"{path} is damaged or not a safetensors file ({error}); fetch it again") from error
+
+
+def _open_pickle(path: Path) -> StoredTensors:
+    content = _unpickle(path)
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
+        raise CheckpointFormatError(f"{path} holds more than named tensors; wanted a plain state dict")
+    infos = {
+        name: TensorInfo(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in content.items()
+    }
+    return StoredTensors(infos, (path,), {}, content)
+
+
+def _unpickle(path: Path) -> Any:
+    # Files of torch < 1.6 are no zip archives and cannot be mapped.
+    with path.open("rb") as stream:
+        mappable = stream.read(2) == b"PK"
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpointError(
+            f"{path} asks to run code or build objects other than tensors; nothing was run and nothing loaded. "
+            "Ask its author for safetensors, or convert it on a machine you can lose"
+        ) from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointFormatError(
+            f"{path} is damaged or no PyTorch weights file ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+
+
+# ---------------------------------------------------------------- writing
+
+
+def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Puts `config.json` and `model.safetensors` into `folder`, which at every moment holds the old checkpoint, none
+    that can be read, or the new one. Other files stay, except the shards of the checkpoint replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
+    try:
+        new_config.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        save_file(_unshared(tensors), new_weights, metadata={"format": "pt"})
+        # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.
+        (folder / CONFIG_FILE).unlink(missing_ok=True)
+        for stale in folder.iterdir():
+            if stale.name == INDEX_FILE or _SHARD.fullmatch(stale.name):
+                stale.unlink()
+        os.replace(new_weights, folder / WEIGHTS_FILE)
+        os.replace(new_config, folder / CONFIG_FILE)
+    finally:
+        new_config.unlink(missing_ok=True)
+        new_weights.unlink(missing_ok=True)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors without common storage, which safetensors demands."""
+    separate: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        if tensor.untyped_storage().data_ptr() in storages:
+            tensor = tensor.clone()
+        storages.add(tensor.untyped_storage().data_ptr())
+        separate[name] = tensor
+    return separate

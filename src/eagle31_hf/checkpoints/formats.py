@@ -1,0 +1,339 @@
+"""What each published drafter layout calls its tensors and config fields: one table per format, used both ways.
+
+Canonical names are the parameter names of our drafter (`layers.0.…` also for the first layer) and the fields of
+`Eagle31Config`. Layer ids become `hs` indices here (`hs[k]` = residual stream entering target layer `k`).
+Sources: the writers and loaders of SafeAILab/EAGLE, SpecForge, speculators, ModelOpt, TorchSpec, NeMo Automodel,
+vLLM and SGLang; `docs/formats.md` holds the same tables in prose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..configuration_eagle31 import Eagle31Config
+from ..errors import ConfigurationError
+
+REQUIRED: Any = object()
+"""Default of a field that a config must state."""
+
+LLAMA_ROPE_THETA = 10000.0  # SafeAILab's 8B head states none and was trained with Llama's default
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+# How a stored list of layer ids is to be understood.
+HS_INDEX = "hs index"  # residual stream entering layer i
+COMPLETED_LAYER = "completed layer"  # output of 0-based layer i, which is hs[i + 1]
+SGLANG_RULE = "completed layer if the first id is 1, else hs index"  # SGLang since 2026-05
+
+
+@dataclass(frozen=True)
+class Field:
+    """One config fact: its name here, its dotted path in `config.json`, and what a missing or null entry means."""
+
+    name: str
+    stored: str
+    default: Any = None
+    also: tuple[str, ...] = ()  # older spellings, read but never written
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.stored, *self.also)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One published layout. `prefixes` pairs canonical with stored name prefixes; everything else keeps its name."""
+
+    name: str
+    title: str
+    architectures: tuple[str, ...]  # the first is written
+    recognises: Callable[[Mapping[str, Any], Collection[str]], bool]
+    fields: tuple[Field, ...]
+    layer_ids: tuple[tuple[str, str], ...]  # (dotted path, convention) in the order engines look
+    prefixes: tuple[tuple[str, str], ...] = (("layers.0.", "midlayer."),)
+    also_prefixes: tuple[tuple[str, str], ...] = (("layers.0.", "layers.0."),)
+    expresses: frozenset[str] = frozenset()
+    constants: Mapping[str, Any] = field(default_factory=dict)  # written unless the metadata says otherwise
+    demands: Mapping[str, Any] = field(default_factory=dict)  # a file stating another value is another network
+    layer_config: str = ""  # dotted prefix of the Llama fields
+
+
+def filled(value: int | None) -> int:
+    """A size that may be left out when `Eagle31Config` is made and is always filled in by it."""
+    assert value is not None
+    return value
+
+
+def has_reduced_vocabulary(config: Eagle31Config) -> bool:
+    """`Vd < V`: the draft head has rows for some target ids only, and a `d2t` map says which."""
+    return filled(config.draft_vocab_size) < config.vocab_size
+
+
+VARIANTS: dict[str, tuple[str, Callable[[Eagle31Config], bool]]] = {
+    "per_slot": ("one norm per aux state (aux_norm='per_slot')", lambda c: c.aux_norm == "per_slot"),
+    "concatenated": ("one norm over all aux states (aux_norm='concatenated')", lambda c: c.aux_norm == "concatenated"),
+    "norm_output": ("post-norm feedback (norm_output)", lambda c: c.norm_output),
+    "norm_before_residual": ("a normed residual (norm_before_residual)", lambda c: c.norm_before_residual),
+    "qk_norm": ("query and key norms (qk_norm)", lambda c: c.qk_norm),
+    "fc_bias": ("a bias on fc (fc_bias)", lambda c: c.fc_bias),
+    "biases": ("attention or MLP biases", lambda c: c.attention_bias or c.mlp_bias),
+    "layers": ("more than one layer", lambda c: c.num_hidden_layers > 1),
+    "widths": (
+        "a target of another width (target_hidden_size)",
+        lambda c: c.target_hidden_size != c.hidden_size,
+    ),
+    "shared_embedding": ("the target's embedding (own_embedding=False)", lambda c: not c.own_embedding),
+    "shared_head": (
+        "the target's whole LM head (own_lm_head=False)",
+        lambda c: not c.own_lm_head and not has_reduced_vocabulary(c),
+    ),
+    "shared_head_rows": (
+        "draft rows of the target's LM head (own_lm_head=False with a reduced draft vocabulary)",
+        lambda c: not c.own_lm_head and has_reduced_vocabulary(c),
+    ),
+    "aux_count": (
+        "a number of aux states other than 3 without explicit aux_layers",
+        lambda c: c.num_aux_hidden_states != 3 and c.aux_layers is None,
+    ),
+}
+"""Everything a format may be unable to say: description and test."""
+
+
+def _layer_fields(prefix: str = "") -> tuple[Field, ...]:
+    rows: tuple[tuple[str, Any], ...] = (
+        ("vocab_size", REQUIRED),
+        ("hidden_size", REQUIRED),
+        ("intermediate_size", REQUIRED),
+        ("num_hidden_layers", None),  # written exactly, never believed: published files say 36 and 40 for one layer
+        ("num_attention_heads", REQUIRED),
+        ("num_key_value_heads", None),
+        ("head_dim", None),
+        ("hidden_act", "silu"),
+        ("rms_norm_eps", 1e-6),
+        ("max_position_embeddings", 2048),
+        ("initializer_range", 0.02),
+        ("attention_bias", False),
+        ("attention_dropout", 0.0),
+        ("mlp_bias", False),
+        ("bos_token_id", None),
+        ("eos_token_id", None),
+        ("pad_token_id", None),
+    )
+    return tuple(Field(name, prefix + name, default) for name, default in rows)
+
+
+def _drafter_fields(norm_before_residual: bool = False, num_aux: bool = True) -> tuple[Field, ...]:
+    rows = (
+        Field("draft_vocab_size", "draft_vocab_size", None, also=("truncated_vocab_size",)),  # nebius
+        Field("target_hidden_size", "target_hidden_size"),
+        Field("fc_norm", "fc_norm", False, also=("use_aux_norm",)),
+        Field("norm_before_fc", "norm_before_fc", False, also=("eagle_config.norm_before_fc",)),
+        Field("norm_output", "norm_output", False, also=("eagle_config.return_hidden_post_norm",)),
+        Field("norm_before_residual", "norm_before_residual", norm_before_residual),
+    )
+    return (*rows, Field("num_aux_hidden_states", "num_aux_hidden_states")) if num_aux else rows
+
+
+_SGLANG_NAMES = (
+    ("layers.0.", "layers.0."),
+    ("fc_norm.0.", "aux_norm_low."),
+    ("fc_norm.1.", "aux_norm_mid."),
+    ("fc_norm.2.", "aux_norm_high."),
+)
+_EAGLE_CONFIG_IDS = f"eagle_config.{LAYER_IDS}"
+_MODELOPT_MARKS = (
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+)
+_UNTIED = {"model_type": "llama", "tie_word_embeddings": False}
+
+
+def _has_architecture(config: Mapping[str, Any], prefix: str) -> bool:
+    return any(str(name).startswith(prefix) for name in config.get("architectures") or ())
+
+
+_TABLE = (
+    Format(
+        name="speculators",
+        title="Red Hat / speculators",
+        architectures=("Eagle3DraftModel", "Eagle3Speculator"),
+        recognises=lambda config, names: "speculators_model_type" in config or "speculators_config" in config,
+        fields=(*_layer_fields("transformer_layer_config."), *_drafter_fields(norm_before_residual=True)),
+        layer_ids=((LAYER_IDS, HS_INDEX),),
+        prefixes=(),
+        expresses=frozenset(
+            {
+                "per_slot",
+                "concatenated",
+                "norm_output",
+                "norm_before_residual",
+                "qk_norm",
+                "biases",
+                "layers",
+                "shared_embedding",
+                "aux_count",
+            }
+        ),
+        constants={
+            "speculators_model_type": "eagle3",
+            "speculators_config.algorithm": "eagle3",
+            "speculators_config.default_proposal_method": "greedy",
+            "speculators_config.proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "speculators_config.verifier": {"name_or_path": None, "architectures": []},
+        },
+        layer_config="transformer_layer_config.",
+    ),
+    Format(
+        name="torchspec",
+        title="TorchSpec / lightseek",
+        architectures=("LlamaForCausalLMEagle3",),
+        recognises=lambda config, names: "_torchspec_version" in config,
+        fields=(*_layer_fields(), *_drafter_fields()),
+        layer_ids=((LAYER_IDS, COMPLETED_LAYER), (_EAGLE_CONFIG_IDS, COMPLETED_LAYER)),
+        expresses=frozenset({"per_slot", "norm_output", "widths", "shared_embedding", "aux_count"}),
+        constants={**_UNTIED, "_torchspec_version": "unknown"},
+    ),
+    Format(
+        name="nemo",
+        title="NVIDIA NeMo Automodel",
+        architectures=("LlamaEagle3DraftModel",),
+        recognises=lambda config, names: _has_architecture(config, "LlamaEagle3") or "model.fc.weight" in names,
+        fields=(*_layer_fields(), *_drafter_fields()),
+        layer_ids=((LAYER_IDS, COMPLETED_LAYER),),
+        prefixes=tuple((part, f"model.{part}") for part in ("layers.", "fc.", "fc_norm.", "norm.", "embed_tokens.")),
+        also_prefixes=(),
+        # Its class always holds an embedding; a file without one would be filled with random rows.
+        expresses=frozenset({"per_slot", "norm_output", "biases", "widths", "aux_count"}),
+        constants=_UNTIED,
+    ),
+    Format(
+        name="modelopt",
+        title="NVIDIA ModelOpt",
+        architectures=("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
+        recognises=lambda config, names: any(mark in (config.get("eagle_config") or {}) for mark in _MODELOPT_MARKS),
+        fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
+        layer_ids=((_EAGLE_CONFIG_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
+        also_prefixes=(
+            ("layers.0.", "layers.0."),
+            ("layers.0.hidden_norm.", "hidden_norm."),
+            ("layers.0.input_layernorm.", "input_embeds_norm."),
+            ("lm_head.", "eagle_lm_head."),
+        ),
+        expresses=frozenset({"biases", "layers", "shared_embedding", "shared_head"}),
+        constants={**_UNTIED, "eagle_config.use_aux_hidden_state": True},
+        demands={
+            "eagle_config.use_input_layernorm_in_first_layer": True,
+            "eagle_config.use_last_layernorm": True,
+            "eagle_config.use_mtp_layernorm": False,
+        },
+    ),
+    Format(
+        name="specforge",
+        title="SpecForge / SGLang (also AQ-MedAI, AngelSlim, SpecDrift)",
+        architectures=("LlamaForCausalLMEagle3",),
+        recognises=lambda config, names: (
+            _has_architecture(config, "LlamaForCausalLMEagle3") and "num_aux_hidden_states" not in config
+        ),
+        fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
+        layer_ids=((_EAGLE_CONFIG_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
+        also_prefixes=_SGLANG_NAMES,
+        expresses=frozenset({"per_slot", "norm_output", "widths", "shared_embedding"}),
+        constants=_UNTIED,
+    ),
+    Format(
+        name="plain",
+        title="plain (SafeAILab, nebius, and what this package writes)",
+        architectures=("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
+        recognises=lambda config, names: True,
+        fields=(*_layer_fields(), *_drafter_fields(), Field("fc_bias", "bias", False)),
+        layer_ids=((LAYER_IDS, HS_INDEX), (_EAGLE_CONFIG_IDS, SGLANG_RULE)),
+        also_prefixes=_SGLANG_NAMES,
+        # No query/key norms: the class both engines load this layout with has none.
+        expresses=frozenset(VARIANTS) - {"qk_norm"},
+        constants=_UNTIED,
+    ),
+)
+_BY_NAME = {table.name: table for table in _TABLE}
+
+FORMATS: tuple[str, ...] = tuple(sorted(_BY_NAME))
+"""Names accepted by `write_checkpoint(format=…)` and reported by `read_checkpoint`."""
+
+
+def find_format(name: str) -> Format:
+    """The table called `name`.
+
+    Raises:
+        ConfigurationError: there is no such format.
+    """
+    if name not in _BY_NAME:
+        raise ConfigurationError(f"unknown checkpoint format {name!r}; wanted one of {', '.join(FORMATS)}")
+    return _BY_NAME[name]
+
+
+def detect_format(config: Mapping[str, Any], names: Collection[str]) -> Format:
+    """The layout of a checkpoint, from its `config.json` and stored tensor names."""
+    return next(table for table in _TABLE if table.recognises(config, names))
+
+
+def check_expressible(table: Format, config: Eagle31Config) -> None:
+    """Raises:
+    ConfigurationError: the format has no way to say something this drafter needs.
+    """
+    lacking = [text for key, (text, applies) in VARIANTS.items() if applies(config) and key not in table.expresses]
+    if lacking:
+        others = [
+            other.name
+            for other in _BY_NAME.values()
+            if all(key in other.expresses for key, (_, applies) in VARIANTS.items() if applies(config))
+        ]
+        advice = f"write it as {' or '.join(others)}" if others else "no format can; change the drafter"
+        raise ConfigurationError(f"the {table.name} format cannot express {', '.join(lacking)}; {advice}")
+
+
+# ---------------------------------------------------------------- tensor names
+
+_UNUSED = re.compile(r"^verifier_(norm|lm_head)\.|\.rotary_emb\.inv_freq$")
+_SGLANG_EXTRA_LAYER = re.compile(r"^layers\.([1-9]\d*)\.hidden_norm\.")
+
+
+def canonical_name(table: Format, stored: str) -> str | None:
+    """Our name for a stored tensor; `None` for one that takes no part in drafting (teacher copies, rope buffers)."""
+    if _UNUSED.search(stored):
+        return None
+    by_length = sorted((*table.prefixes, *table.also_prefixes), key=lambda pair: -len(pair[1]))
+    for ours, theirs in by_length:
+        if stored.startswith(theirs):
+            stored = ours + stored.removeprefix(theirs)
+            break
+    # SGLang calls the norm before attention `hidden_norm` in every layer; elsewhere only the first layer has one.
+    return _SGLANG_EXTRA_LAYER.sub(r"layers.\1.input_layernorm.", stored)
+
+
+def stored_name(table: Format, canonical: str) -> str:
+    """The name under which `table`'s format stores one of our tensors."""
+    for ours, theirs in table.prefixes:
+        if canonical.startswith(ours):
+            return theirs + canonical.removeprefix(ours)
+    return canonical
+
+
+# ---------------------------------------------------------------- layer ids
+
+
+def to_hs_indices(ids: Sequence[int], convention: str) -> list[int]:
+    """Stored layer ids as `hs` indices."""
+    shift = convention == COMPLETED_LAYER or (convention == SGLANG_RULE and ids[0] == 1)
+    return [i + 1 for i in ids] if shift else list(ids)
+
+
+def from_hs_indices(hs: Sequence[int], convention: str) -> list[int] | None:
+    """`hs` indices as stored layer ids; `None` where the convention has no words for them."""
+    lowered = [k - 1 for k in hs]
+    candidates = [lowered, list(hs)]  # the lowered list first: both SGLang generations agree on a first id of 1
+    return next((ids for ids in candidates if min(ids) >= 0 and to_hs_indices(ids, convention) == list(hs)), None)

@@ -1,0 +1,232 @@
+"""`eagle31 bench`: what the loops are worth, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.text import Text
+from torch import Tensor
+
+from ..benchmark import report
+from ..benchmark.bare import describe_machine
+from ..benchmark.growth import CONTEXTS, check_growth, measure_growth, small_drafter
+from ..benchmark.loop import LoopBenchmark
+from ..benchmark.prompts import read_conversations
+from ..benchmark.synthetic import random_target, target_config
+from ..benchmark.ways import LoopSettings
+from ..decoding import DraftShape
+from ..demo import CONVERSATIONS
+from ..drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+from ..generation_settings import FIXED_DEPTH
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .pairs import DeviceName, PairSource, device_named, encode, load_pair
+
+app = typer.Typer(name="bench", help="Measure what the loops are worth, and what they cost.", no_args_is_help=True)
+
+SYNTHETIC_PROMPT_TOKENS = 128
+DEFAULT_ACCEPTANCE = (0.8, 0.75, 0.7, 0.65, 0.6)
+DTYPES = {
+    "auto": "auto",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+}
+
+
+def _dtype(word: str) -> str:
+    if word not in DTYPES:
+        raise typer.BadParameter(f"got {word!r}; wanted one of {', '.join(DTYPES)}")
+    return DTYPES[word]
+
+
+def _whole_numbers(text: str) -> str:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"got {text!r}; wanted positive whole numbers, e.g. 1,4,16")
+    return text
+
+
+def _numbers(text: str | None) -> str | None:
+    try:
+        [float(part) for part in (text or "0").split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"got {text!r}; wanted probabilities, e.g. 0.8,0.7,0.6") from error
+    return text
+
+
+DTypeOption = Annotated[str, typer.Option(callback=_dtype, help="auto (as stored), bf16, fp16 or fp32.")]
+DeviceOption = Annotated[DeviceName, typer.Option(help="Where to run.")]
+
+
+@app.command()
+@readable_errors
+def loop(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub id; default: the embedded one.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines: chats, prompts or questions; default: the embedded ones.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts to take.")] = 40,
+    new_tokens: Annotated[int, typer.Option(min=3, help="Tokens written to each prompt, no more and no fewer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    batch: Annotated[str, typer.Option(callback=_whole_numbers, help="Batch sizes.")] = "1,4,16",
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes over the prompts.")] = 5,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens drafted in a round; default: as the drafter decides.")
+    ] = None,
+    tree_width: Annotated[int, typer.Option(min=2, help="Children per draft token of the tree.")] = 4,
+    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with the tree.")] = 24,
+    compile_steps: Annotated[bool, typer.Option("--compile", help="Measure the accelerated loops, too.")] = False,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(help="Random target instead: llama-8b, a config.json, or hidden=4096,layers=32,…"),
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(callback=_numbers, help="With --synthetic: chance of each draft position.")
+    ] = None,
+    four_bit: Annotated[bool, typer.Option("--four-bit", help="With --synthetic: NF4 weights.")] = False,
+    dtype: DTypeOption = "auto",
+    device: DeviceOption = "auto",
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Plain generate, transformers' alternatives and our loops on the same prompts, in turns."""
+    settings = LoopSettings(
+        new_tokens=new_tokens,
+        temperature=temperature,
+        batch_sizes=tuple(int(part) for part in batch.split(",")),
+        repeats=repeats,
+        depth=draft_tokens,
+        tree_width=tree_width,
+        tree_size=tree_size,
+        compiled=compile_steps,
+        acceptance=_acceptance(synthetic, acceptance),
+    )
+    settings.check()
+    if synthetic is None:
+        if four_bit:
+            raise ConfigurationError("--four-bit is for random targets; pass --synthetic with it")
+        subject = _real(PairSource(target, drafter, dtype, device), prompts, limit)  # type: ignore[arg-type]
+    else:
+        if target or drafter or prompts:
+            raise ConfigurationError(
+                "--synthetic makes target, drafter and prompts; drop --target, --drafter, --prompts"
+            )
+        subject = _random(synthetic, limit, dtype, device_named(device), four_bit)
+    _run_loop(subject, settings, json_path)
+
+
+class Subject:
+    """What is measured, and on what."""
+
+    def __init__(self, name: str, drafter: Eagle31Drafter, prompts: list[Tensor]):
+        self.name, self.drafter, self.prompts = name, drafter, prompts
+
+
+def _acceptance(synthetic: str | None, text: str | None) -> tuple[float, ...] | None:
+    if synthetic is None:
+        if text is not None:
+            raise ConfigurationError("--acceptance is drawn on random targets only; pass --synthetic with it")
+        return None
+    return DEFAULT_ACCEPTANCE if text is None else tuple(float(part) for part in text.split(","))
+
+
+def _real(source: PairSource, prompts: Path | None, limit: int) -> Subject:
+    # The prompts first: a wrong path should not cost loading a model.
+    conversations = CONVERSATIONS[:limit] if prompts is None else read_conversations(prompts, limit)
+    pair = load_pair(source)
+    return Subject(pair.name, pair.drafter, [encode(pair, chat)["input_ids"][0] for chat in conversations])
+
+
+def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> Subject:
+    config = target_config(spec)
+    precision = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    target = random_target(config, dtype=precision, device=device, four_bit=four_bit)
+    drafter = Eagle31Drafter.from_target(target).eval()
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.get_text_config().vocab_size, (limit, SYNTHETIC_PROMPT_TOKENS), generator=dice)
+    name = f"random weights, {spec}{', 4 bit' if four_bit else ''}"
+    return Subject(name, drafter, list(ids.to(drafter.require_binding().input_device)))
+
+
+def _run_loop(subject: Subject, settings: LoopSettings, json_path: Path | None) -> None:
+    out = make_console()
+    with _progress(out) as (progress, task):
+
+        def show(done: float) -> None:
+            progress.update(task, completed=done)
+            progress.refresh()
+
+        measured = LoopBenchmark(subject.drafter, subject.prompts, settings, show).run()
+    machine = describe_machine(subject.drafter.require_binding())
+    record = {"bench": "loop", "target": subject.name, **machine, "settings": asdict(settings)}
+    record |= {"prompts": len(subject.prompts), **measured.to_dict()}
+    out.print(_conditions(subject.name, machine))
+    for table in (report.ceiling_table(measured), report.loop_table(measured), report.round_table(measured)):
+        out.print(table)
+    for note in report.loop_notes(measured, synthetic=settings.acceptance is not None):
+        out.print(note)
+    _finish(json_path, record)
+
+
+@app.command()
+@readable_errors
+def growth(
+    contexts: Annotated[str, typer.Option(callback=_whole_numbers, help="Lengths of context.")] = ",".join(
+        map(str, CONTEXTS)
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds timed after each context.")] = 30,
+    tree_width: Annotated[int, typer.Option(min=1, help="Children per draft token; 1 drafts a chain.")] = 1,
+    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with a tree.")] = 24,
+    dtype: DTypeOption = "fp32",
+    device: DeviceOption = "auto",
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """What of a round grows with the context, and what it allocates, on a small random target."""
+    lengths = [int(part) for part in contexts.split(",")]
+    check_growth(lengths, rounds)
+    drafter = small_drafter(torch.float32 if dtype == "auto" else getattr(torch, dtype), device_named(device))
+    size = tree_size if tree_width > 1 else 0
+    shape = DraftShape(depth=FIXED_DEPTH, top_k=tree_width, size=size)
+    out = make_console()
+    with _progress(out) as (progress, task):
+
+        def show() -> None:
+            progress.advance(task, 1 / len(lengths))
+            progress.refresh()
+
+        records = measure_growth(drafter, shape, lengths, rounds=rounds, on_context=show)
+    machine = describe_machine(drafter.require_binding())
+    out.print(_conditions("small random target", machine))
+    out.print(report.growth_table(records))
+    rows = [{**each.to_dict(), "growth": report.growth(records[0], each)} for each in records]
+    _finish(json_path, {"bench": "growth", **machine, "tree_width": tree_width, "records": rows})
+
+
+@contextmanager
+def _progress(out: Console) -> Iterator[tuple[Progress, TaskID]]:
+    # The bar is drawn between measurements only: drawing while one runs would slow what is measured.
+    with Progress(console=out, transient=True, auto_refresh=False) as progress:
+        yield progress, progress.add_task("measuring", total=1.0)
+
+
+def _conditions(name: str, machine: dict[str, Any]) -> Text:
+    return Text(f"{name}, {machine['device']}, {machine['threads']} CPU threads, {machine['dtype']}", style="dim")
+
+
+def _finish(json_path: Path | None, record: dict[str, Any]) -> None:
+    write_json(json_path, record)
+    typer.echo(report.json_line(record))

@@ -1,0 +1,58 @@
+"""What commands share: options, errors as one line, the console, the figures' file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import Eagle31Error
+from . import terminal
+
+
+def writable_json(path: Path | None) -> Path | None:
+    """The path, if a file can be made there."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.absolute().parent}")
+    return path
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", dir_okay=False, callback=writable_json, help="Also write the figures to this file."),
+]
+TracebackOption = Annotated[bool, typer.Option("--traceback", help="Show the whole traceback of an error.")]
+
+
+def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except Eagle31Error as error:
+            if kwargs["traceback"]:
+                raise
+            make_console(stderr=True).print(terminal.error_line(error), soft_wrap=True)
+            raise typer.Exit(1) from error
+
+    return wrapped
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console no wider than our tables are made for."""
+    made = Console(stderr=stderr, highlight=False)
+    made.width = min(made.width, terminal.WIDTH)
+    return made
+
+
+def write_json(path: Path | None, record: dict[str, Any]) -> None:
+    """Write the figures if a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")

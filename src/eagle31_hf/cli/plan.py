@@ -1,0 +1,70 @@
+"""`eagle31 plan`: what fits on a card, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ..memory import plan_memory
+from ..memory.report import LEDGER_COLUMNS, decision_rows, frontier_rows, ledger_rows, plot_ledger
+from .options import JsonOption, TracebackOption, make_console, readable_errors
+
+
+@readable_errors
+def plan(
+    target: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a target.", show_default=False)],
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id; default: one shaped like the target.")] = None,
+    quantization: Annotated[str | None, typer.Option("--quant", help="E.g. bf16, bnb-nf4-dq, bnb-int8.")] = None,
+    card: Annotated[str | None, typer.Option(help="E.g. 'RTX 4090' or 24GiB; default: this machine.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the longest row, prompt and answer.")] = 8192,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    draft_tokens: Annotated[int | None, typer.Option(help="Draft depth, 0 for none; default: what fits.")] = None,
+    tree_size: Annotated[int | None, typer.Option(help="Tokens verified per round with a tree.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward; default: what fits.")] = None,
+    margin: Annotated[int | None, typer.Option(help="Bytes of the card to leave free; default: 3 %.")] = None,
+    frontier: Annotated[bool, typer.Option("--frontier", help="Show context × draft × cache type.")] = False,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the ledger to this picture.")] = None,
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""
+    made = plan_memory(
+        target,
+        quantization=quantization,
+        drafter=drafter,
+        card=card,
+        context=context,
+        batch=batch,
+        draft_tokens=draft_tokens,
+        tree_size=tree_size,
+        prefill_chunk=prefill_chunk,
+        margin=margin,
+    )
+    console = make_console()
+    console.print(_table([], decision_rows(made)))
+    console.print()
+    console.print(_table(LEDGER_COLUMNS, ledger_rows(made)))
+    if frontier:
+        header, *rows = frontier_rows(made.frontier())
+        console.print()
+        console.print(_table(header, rows))
+    for warning in made.warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    if plot is not None:
+        plot_ledger(made, plot)
+    if json_path is not None:
+        json_path.write_text(made.to_json() + "\n", encoding="utf-8")
+    raise typer.Exit(0 if made.fits else 1)
+
+
+def _table(header: list[str] | tuple[str, ...], rows: list[tuple[str, ...]] | list[tuple[str, str]]) -> Table:
+    table = Table(*header, show_header=bool(header), box=None, pad_edge=False)
+    if not header:
+        table.add_column(style="dim")
+        table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,156 @@
+"""Graphs of a target and its drafter: made by `torch.compile`, checked against the eager code, kept and let go.
+
+A graph that cannot be made, that disagrees, or that things keep changing under is given up, and why is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from .drafter import Eagle31Drafter
+from .target import TargetBinding
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[..., tuple[Tensor, Tensor]]
+
+
+class CompiledSteps:
+    """What has been compiled for a target and its drafter; outlives the generation that asked for it.
+
+    Attributes:
+        why_not: why nothing more is compiled; empty while all is well.
+    """
+
+    def __init__(self, weights: Hashable):
+        self.weights = weights
+        self.why_not = ""
+        self._by_shape: dict[Hashable, Step] = {}
+        self._trusted: set[Hashable] = set()  # graphs that were found to fit the models as they are now
+
+    @classmethod
+    def of(cls, drafter: Eagle31Drafter) -> CompiledSteps:
+        """Those of the drafter's binding, or fresh ones after weights have changed: graphs have them built in."""
+        binding = drafter.require_binding()
+        weights = (_weight_versions(binding.model), _weight_versions(drafter))
+        if binding.compiled is None or binding.compiled.weights != weights:
+            binding.compiled = cls(weights)
+            binding.compiled.why_not = _why_not(binding)
+        binding.compiled._trusted.clear()
+        return binding.compiled
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copied binding has a target of its own, which these graphs know nothing about."""
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+    @property
+    def shapes(self) -> list[Hashable]:
+        """What graphs there are, by kind and shape."""
+        return list(self._by_shape)
+
+    def has(self, shape: Hashable) -> bool:
+        return shape in self._by_shape
+
+    def run(self, shape: Hashable, inputs: tuple) -> tuple[Tensor, Tensor] | None:
+        """What the graph of `shape` makes of `inputs`; `None` if there is no such graph or it cannot be used.
+
+        Guards, which ask whether model and settings are still those compiled for, cost as much as a layer. Nothing
+        they ask about changes within a generation, so they are asked once in each.
+        """
+        if shape not in self._by_shape:
+            return None
+        try:
+            return self._call(shape, inputs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as failure:  # a hook that counts its calls, say
+            self._stay_eager(failure)
+            return None
+
+    def _call(self, shape: Hashable, inputs: tuple) -> tuple[Tensor, Tensor]:
+        step = self._by_shape[shape]
+        if shape in self._trusted:
+            try:
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                    return step(*inputs)
+            except RuntimeError as failure:
+                if "skip_guard_eval_unsafe" not in str(failure):
+                    raise
+                # The step was compiled more than once, and for none of those things as they are now.
+        outputs = step(*inputs)
+        self._trusted.add(shape)
+        return outputs
+
+    def drop(self, why_not: str) -> None:
+        """Let all graphs go; whoever holds these steps is served by eager code from now on."""
+        self.why_not = why_not
+        self._by_shape.clear()
+
+    def add(self, shape: Hashable, step: Step, inputs: tuple, expected: Tensor | None) -> None:
+        """Compile `step` and try it on `inputs`; its first output must begin with `expected`, up to rounding."""
+        try:
+            compiled = _compile(step, inputs[0].device)
+            found = compiled(*inputs)[0]
+            if expected is not None:
+                _require_agreement(found, expected)
+        except Exception as failure:  # whatever a compiler stumbles over, the text must go on
+            self._stay_eager(failure)
+        else:
+            self._by_shape[shape] = compiled
+            self._trusted.add(shape)
+
+    def _stay_eager(self, failure: Exception) -> None:
+        lines = str(failure).splitlines() or [""]
+        self.why_not = f"compiling failed, steps stay eager: {type(failure).__name__}: {lines[0]}"
+        logger.warning("eagle31: %s", self.why_not)
+
+
+def _require_agreement(found: Tensor, expected: Tensor) -> None:
+    found = found[tuple(slice(size) for size in expected.shape)]
+    error = ((found - expected).abs().max() / (expected.max() - expected.min())).item()
+    if not error <= LARGEST_ERRORS.get(expected.dtype, LARGEST_ROUNDING_ERROR):
+        raise ArithmeticError(f"the compiled step is off by {error:.2g} of the logits' range")
+
+
+LARGEST_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
+LARGEST_ROUNDING_ERROR = 5e-2
+"""Share of the logits' range two right computations may differ by: a wrong one differs by tenths."""
+
+
+def _why_not(binding: TargetBinding) -> str:
+    devices = set(getattr(binding.model, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        return f"the target is spread over {len(devices)} devices, steps stay eager"
+    return ""
+
+
+def _weight_versions(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
+
+
+def _compile(step: Any, device: torch.device) -> Step:
+    # Graphs are kept per code object, with one limit and one list of guards for all of them: each shape gets its own.
+    own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+    if device.type == "cuda":
+        return _replayed(torch.compile(own, fullgraph=True, dynamic=False, mode="reduce-overhead"))
+    # Without freezing, weights are packed anew in every call and the compiled step is slower than the eager one.
+    options: dict[str, Any] = {"freezing": True} if device.type == "cpu" else {}
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+
+
+def _replayed(step: Step) -> Step:
+    """A step whose outputs survive the next replay of its CUDA graph, which overwrites them in place."""
+
+    def call(*inputs: Any) -> tuple[Tensor, Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()
+        first, second = step(*inputs)
+        return first.clone(), second.clone()
+
+    return call

@@ -1,0 +1,133 @@
+"""What a drafter's weights are. Run-time wishes (draft length, tree) live on `generation_config`, never here."""
+
+from __future__ import annotations
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from .errors import ConfigurationError
+
+AUX_NORMS = ("none", "per_slot", "concatenated")
+
+
+@strict
+class Eagle31Config(LlamaConfig):
+    """Shape and variant of an EAGLE-3 or EAGLE 3.1 drafter.
+
+    Everything a Llama decoder layer needs is inherited from `LlamaConfig` (`hidden_size`, `head_dim`,
+    `rope_parameters`, `rms_norm_eps`, ...) and describes the *drafter's* layers. Beside it:
+
+    Args:
+        vocab_size: the target's vocabulary `V`; ids the drafter reads are target ids.
+        draft_vocab_size: rows `Vd` of the draft head; `None` means `V` (no `d2t` map).
+        target_hidden_size: width `Ht` of the target's hidden states; `None` means `hidden_size`.
+        aux_layers: which hidden states of the target are read, as `hs` indices: `hs[k]` is the residual stream
+            entering decoder layer `k` (`hs[0]` = embedding, `hs[L]` = after the last layer, before the final norm).
+            `None` means the published default `2, L//2, L-3` for a target of `L` layers.
+        num_aux_hidden_states: how many of them, `A`.
+        aux_norm: norm before `fc`: `"none"` (EAGLE-3), `"per_slot"` (EAGLE 3.1 `fc_norm`: one RMSNorm per state) or
+            `"concatenated"` (`norm_before_fc`: one RMSNorm over the `A * Ht` wide concatenation).
+        norm_output: feed back the post-norm hidden state (EAGLE 3.1) instead of the pre-norm one (EAGLE-3).
+        norm_before_residual: the first layer's residual branch starts from the normed hidden state.
+        qk_norm: RMSNorm on query and key heads (Qwen3 block).
+        fc_bias: bias on `fc`.
+        own_embedding: the checkpoint holds its own `embed_tokens`; otherwise the target's is shared.
+        own_lm_head: the checkpoint holds its own draft head; otherwise the target's head (or its draft rows) is used.
+
+    Raises:
+        ConfigurationError: a field contradicts another; the message names both.
+    """
+
+    model_type = "eagle31"
+
+    num_hidden_layers: int = 1
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    aux_layers: list[int] | tuple[int, ...] | None = None
+    num_aux_hidden_states: int = 3
+    aux_norm: str = "none"
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    qk_norm: bool = False
+    fc_bias: bool = False
+    own_embedding: bool = False
+    own_lm_head: bool = True
+
+    def __post_init__(self, **kwargs):
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.aux_layers is not None:
+            self.aux_layers = list(self.aux_layers)
+        super().__post_init__(**kwargs)
+        self._check_fields()
+
+    def validate_architecture(self):
+        """Replaces Llama's rule that heads divide `H`: published drafters set `head_dim` freely."""
+
+    def _check_fields(self) -> None:
+        self._require(self.aux_norm in AUX_NORMS, f"aux_norm is {self.aux_norm!r}; wanted one of {AUX_NORMS}")
+        for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+                      "num_key_value_heads", "vocab_size", "draft_vocab_size", "target_hidden_size",
+                      "num_aux_hidden_states"):  # fmt: skip
+            self._require(getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; wanted at least 1")
+        self._require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={self.num_key_value_heads}",
+        )
+        self._require(
+            self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size={self.draft_vocab_size} is larger than vocab_size={self.vocab_size}",
+        )
+        self._require(
+            self.target_hidden_size == self.hidden_size or self.own_embedding,
+            f"target_hidden_size={self.target_hidden_size} differs from hidden_size={self.hidden_size}, so the "
+            "target's embedding cannot be shared: own_embedding must be true and the checkpoint must hold embed_tokens",
+        )
+        self._require(
+            self.target_hidden_size == self.hidden_size or self.own_lm_head,
+            f"target_hidden_size={self.target_hidden_size} differs from hidden_size={self.hidden_size}, so the "
+            "target's LM head cannot be shared: own_lm_head must be true",
+        )
+        if self.aux_layers is not None:
+            self._require(
+                len(self.aux_layers) == self.num_aux_hidden_states and min(self.aux_layers) >= 0,
+                f"aux_layers={self.aux_layers}; wanted {self.num_aux_hidden_states} indices, none negative",
+            )
+
+    @staticmethod
+    def _require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ConfigurationError(message)
+
+    @property
+    def is_eagle31(self) -> bool:
+        """True for the drift-resistant form: normed aux states and post-norm feedback (arXiv 2605.09992)."""
+        return self.aux_norm != "none" and self.norm_output
+
+    def resolve_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """`hs` indices for a target of `num_target_layers` layers (see `aux_layers`).
+
+        Raises:
+            ConfigurationError: an index does not exist in such a target, or there is no default for this many states.
+        """
+        if self.aux_layers is not None:
+            layers = tuple(self.aux_layers)
+        elif self.num_aux_hidden_states == 3:
+            layers = (2, num_target_layers // 2, num_target_layers - 3)
+        else:
+            raise ConfigurationError(
+                f"num_aux_hidden_states={self.num_aux_hidden_states} has no default layers; set aux_layers explicitly"
+            )
+        outside = [k for k in layers if not 0 <= k <= num_target_layers]
+        self._require(
+            not outside,
+            f"aux_layers={list(layers)} asks for {outside}, but a target of {num_target_layers} layers has hidden "
+            f"states 0..{num_target_layers}; use a drafter made for this target or set aux_layers",
+        )
+        return layers
+
+
+__all__ = ["Eagle31Config"]

@@ -1,0 +1,167 @@
+"""The drafter at work: keep its cache in step with the target, and take draft steps.
+
+Row t of the drafter joins the target's hidden state at position t with the token at t+1, so its cache always ends one
+token before the root (the last token, whose hidden state the target has not computed yet). What shape is drafted
+(chain, static tree, dynamic tree) is `proposing`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import SpeculativeCache
+from .drafter import Eagle31Drafter
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """The drafter after some positions: `logits` `(B, T, Vd)` of their next tokens, `feedback` `(B, T, H)`."""
+
+    logits: Tensor
+    feedback: Tensor
+
+    def select(self, positions: Tensor) -> DraftState:
+        """Of each row, the given positions `(B, n)`."""
+        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        return DraftState(self.logits[rows, positions], self.feedback[rows, positions])
+
+
+class DraftSession:
+    """The drafter's side of one generation.
+
+    Args:
+        drafter: attached to its target.
+        batch_size: rows `B`.
+        capacity: slots a row may need: longest sequence and the largest draft.
+        block: most tokens written between two commits (prefill chunk, accepted path, or whole draft).
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int):
+        self.drafter = drafter
+        self.device, self.dtype = drafter.device, drafter.dtype  # properties that walk all parameters: once is enough
+        self.cache = SpeculativeCache(
+            [None] * drafter.config.num_hidden_layers,
+            batch_size=batch_size,
+            capacity=capacity,
+            block=block,
+            slab=SLAB if capacity > SLAB else None,
+            device=drafter.device,
+        )
+        self._root: DraftState | None = None
+        self._rotary: tuple[Tensor, Tensor] | None = None  # (B, depths, d) from the present lengths on
+
+    @property
+    def root(self) -> DraftState:
+        """State after the last absorbed position of each row, `T` = 1: where drafts start."""
+        assert self._root is not None, "absorb comes before drafting"
+        return self._root
+
+    def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> None:
+        """Run the drafter over true hidden states and keep the result in its cache.
+
+        Args:
+            tokens: `(B, T)`, the token *after* each position; the last valid one of a row is its root.
+            aux: `(B, T, A*Ht)` target hidden states of the positions.
+            counts: valid positions per row, first come; a row with 0 keeps its state.
+        """
+        drafter = self.drafter
+        tokens = tokens.to(self.device)
+        hidden = drafter.fuse_aux(aux.to(device=self.device, dtype=self.dtype))
+        width = tokens.shape[1]
+        cos, sin = self._rotary_table(width + ROTARY_DEPTHS)
+        normed, feedback = self._decode(tokens, hidden, (cos[:, :width], sin[:, :width]), after=0)
+        self.cache.commit(counts)
+        self._rotary = None
+        if len(counts) == 1:
+            last = slice(counts[0] - 1, counts[0])
+            normed, feedback = normed[:, last], feedback[:, last]
+            self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
+        else:
+            index = torch.tensor([[max(count - 1, 0)] for count in counts], device=self.device)
+            rows = torch.arange(len(counts), device=self.device)[:, None]
+            normed, feedback = normed[rows, index], feedback[rows, index]  # (B, 1, H)
+        self._root = self._merged(DraftState(drafter.draft_logits(normed), feedback), counts)
+
+    def _merged(self, state: DraftState, counts: Sequence[int]) -> DraftState:
+        """Rows that absorbed nothing keep what they had (prompts of unequal length end in different chunks)."""
+        if self._root is None or min(counts) > 0:
+            return state
+        moved = torch.tensor([count > 0 for count in counts], device=state.logits.device)[:, None, None]
+        return DraftState(
+            torch.where(moved, state.logits, self._root.logits), torch.where(moved, state.feedback, self._root.feedback)
+        )
+
+    def step(
+        self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
+    ) -> DraftState:
+        """One recurrent draft step; nothing is committed.
+
+        Args:
+            tokens: drafted target ids `(B, T)`, all of one depth.
+            feedback: `(B, T, H)` of the positions that proposed them.
+            after: draft positions already stepped over this round.
+            depth: of `tokens`; the root's children have 0.
+            ancestors: which of the round's positions each may see, `(B, T, after + T)`; `None` for a chain.
+        """
+        normed, feedback = self._decode(tokens, feedback, self._rotary_at(depth), after=after, ancestors=ancestors)
+        return DraftState(self.drafter.draft_logits(normed), feedback)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Truncate rows to these lengths of the drafter's cache. `root` stays what it was until the next `absorb`."""
+        self.cache.rollback(lengths)
+        self._rotary = None
+
+    def draft_at_once(self, depth: int) -> Tensor | None:
+        """The likeliest chain as target ids `(B, depth)`, where it can be had in one go; `None`: go step by step."""
+        return None
+
+    def _decode(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        *,
+        after: int,
+        ancestors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        drafter, cache = self.drafter, self.cache
+        cache.place(tokens.shape[1], after=after)
+        mask: Tensor | None = cache.attention_mask(ancestors, dtype=self.dtype)  # type: ignore[assignment]
+        out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
+        return out.normed, out.feedback
+
+    def _rotary_at(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Rotation `(B, 1, d)` of a draft depth; the tables of a round's next depths are made together."""
+        if self._rotary is None or depth >= self._rotary[0].shape[1]:
+            self._rotary = self._rotary_table(max(ROTARY_DEPTHS, 2 * depth))
+        cos, sin = self._rotary
+        return cos[:, depth : depth + 1], sin[:, depth : depth + 1]
+
+    def _rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Rotations `(B, num_positions, d)` of the positions that follow each row's last."""
+        positions = self.cache.lengths_tensor[:, None] + torch.arange(num_positions, device=self.device)
+        return self.drafter.rotary(positions)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.cache.select_rows(rows)
+        self._rotary = None
+        if self._root is not None:
+            index = torch.tensor(rows, device=self._root.logits.device)
+            self._root = DraftState(self._root.logits[index], self._root.feedback[index])
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft-vocabulary ids as target ids."""
+        ids = self.drafter.draft_ids
+        return draft_ids if ids is None else ids[draft_ids]
+
+
+ROTARY_DEPTHS = 16
+"""Draft depths whose rotary tables are made at once: a table costs as much as a linear layer, whatever its length."""
+
+SLAB = 4096
+"""Caches longer than this grow by it, so that a generous `max_new_tokens` costs no memory before it is used."""

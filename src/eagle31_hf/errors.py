@@ -1,0 +1,67 @@
+"""Every error this package raises on purpose.
+
+    Eagle31Error
+    ├── ConfigurationError            a config field is missing, absurd or contradicts another
+    ├── CheckpointError               a drafter checkpoint cannot be used
+    │   ├── CheckpointNotFoundError   no such folder or Hub id, or no network to ask
+    │   ├── CheckpointFormatError     the files are there, their content is not an EAGLE-3 / 3.1 drafter
+    │   └── UnsafeCheckpointError     the file would run code when read; nothing was run
+    ├── IncompatibleTargetError       the drafter does not fit this target, or the target cannot be served
+    ├── NotAttachedError              the drafter was used without a target
+    ├── UnsupportedGenerationError    a `generate` request that cannot be served exactly
+    ├── MemoryPlanError               a memory plan cannot be made or kept
+    ├── OutOfMemoryError              memory ran out, and everything that could be given up was
+    └── TrainingError                 training data, features or the run itself are unusable
+
+Messages say what was got, what was wanted and what to do.
+"""
+
+import torch
+
+
+class Eagle31Error(Exception):
+    """Base class: `except Eagle31Error` catches everything this package raises on purpose."""
+
+
+class ConfigurationError(Eagle31Error, ValueError):
+    """A configuration field is missing, absurd or contradicts another."""
+
+
+class CheckpointError(Eagle31Error):
+    """A drafter checkpoint cannot be used."""
+
+
+class CheckpointNotFoundError(CheckpointError, OSError):
+    """No such folder or Hub id, or no network to ask for it."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """The files are there but do not hold an EAGLE-3 / 3.1 drafter we can read."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """The file would run code when read. Nothing was run and nothing was loaded."""
+
+
+class IncompatibleTargetError(Eagle31Error, ValueError):
+    """The drafter does not fit this target, or this kind of target cannot be served."""
+
+
+class NotAttachedError(Eagle31Error, RuntimeError):
+    """The drafter was used without a target."""
+
+
+class UnsupportedGenerationError(Eagle31Error, ValueError):
+    """A `generate` request that cannot be served with exactly the text the target alone would write."""
+
+
+class MemoryPlanError(Eagle31Error, ValueError):
+    """A memory plan cannot be made, or does not belong to this target or card."""
+
+
+class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError):
+    """Memory ran out during a generation, and everything that could be given up was. Says what took it."""
+
+
+class TrainingError(Eagle31Error, RuntimeError):
+    """Training data, stored features or the training run itself are unusable."""

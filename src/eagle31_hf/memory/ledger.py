@@ -1,0 +1,279 @@
+"""The ledger of one run: every term, its bytes, the formula it came from and the moments at which it is alive.
+
+The peak is the moment whose terms add up to most. Moments follow one generation of our own loop:
+
+    load              weights arrive, one tensor of them not yet packed
+    prefill chunk     the target reads a chunk of the prompt
+    drafter prefill   the drafter reads the same chunk's hidden states
+    verify            the target's forward over the draft's nodes
+    accept            logits become accepted tokens
+    drafter update    the drafter reads the accepted tokens' hidden states
+    draft             the drafter proposes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .activation_bytes import (
+    Block,
+    DecoderShape,
+    absorb_bytes,
+    accept_bytes,
+    draft_step_bytes,
+    full_cache_bytes,
+    logits_bytes,
+    packed_cache_bytes,
+    resident_mask_bytes,
+    target_forward_bytes,
+    unpacked_layer_bytes,
+)
+from .cards import Card
+from .drafter_facts import DrafterFacts
+from .quantization_schemes import SCHEMES, Quantization
+from .target_facts import TargetFacts
+
+LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
+VERIFY, ACCEPT, UPDATE, DRAFT = "verify", "accept", "drafter update", "draft"
+RUNNING = (PREFILL, DRAFTER_PREFILL, VERIFY, ACCEPT, UPDATE, DRAFT)
+MOMENTS = (LOAD, *RUNNING)
+
+# Checkpoints of the other methods are packed already.
+_PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4", "hqq", "torchao-int8", "torchao-fp8")
+_LAYER_FORMULA = "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with keys, values repeated n_q/n_kv times"
+_DRAFTER_FORMULA = "hidden states + b*T * max(7H + 4I, attention)"
+
+DRAFTER_PRECISIONS = ("full", "int8", "nf4")
+"""What a drafter's matrices may be stored as; `"full"` is the target's own dtype, in `"nf4"` the scales are packed too.
+
+Best first.
+"""
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """What a plan decides, and a generation must obey.
+
+    Attributes:
+        context: longest row, prompt and new tokens.
+        batch: rows.
+        draft_tokens: depth of a draft; 0 means no drafter.
+        tree_size: nodes verified per round, root included; `None` for a chain.
+        prefill_chunk: prompt tokens per target forward.
+        cache_type: one of `cache.quantized.CACHE_TYPES`; the target's. The drafter's one layer stays as it is.
+        drafter_precision: one of `DRAFTER_PRECISIONS`.
+    """
+
+    context: int
+    batch: int = 1
+    draft_tokens: int = 6
+    tree_size: int | None = None
+    prefill_chunk: int = 2048
+    cache_type: str = "full"
+    drafter_precision: str = "full"
+
+    @property
+    def speculates(self) -> bool:
+        return self.draft_tokens > 0
+
+    @property
+    def nodes(self) -> int:
+        """Nodes a verification forward has."""
+        return self.tree_size or self.draft_tokens + 1
+
+    @property
+    def top_k(self) -> int:
+        """Nodes per tree level under the default rule `tree_size = 2 * top_k * depth`."""
+        return max(1, self.tree_size // (2 * self.draft_tokens)) if self.tree_size and self.speculates else 1
+
+    @property
+    def draft_block(self) -> int:
+        """Positions the drafter writes per round."""
+        return max(1, self.draft_tokens * self.top_k, self.nodes)
+
+    @property
+    def cache_capacity(self) -> int:
+        """Slots per row the target's cache needs."""
+        return self.context + self.nodes
+
+    @property
+    def drafter_capacity(self) -> int:
+        return self.cache_capacity + self.draft_block
+
+    @property
+    def chunk(self) -> int:
+        return min(self.prefill_chunk, self.context)
+
+
+@dataclass(frozen=True)
+class LedgerTerm:
+    """`num_bytes` that are alive during `moments`."""
+
+    name: str
+    num_bytes: int
+    formula: str
+    moments: tuple[str, ...]
+
+
+def build_ledger(
+    target: TargetFacts, drafter: DrafterFacts | None, card: Card, settings: MemorySettings
+) -> tuple[LedgerTerm, ...]:
+    """Every term of a run, empty ones left out."""
+    terms = [LedgerTerm("context", card.context_bytes, "runtime and kernels, before the first tensor", MOMENTS)]
+    terms += _weight_terms(target)
+    terms += _target_terms(target, card, settings, taps=_taps(target, drafter, settings))
+    if drafter is not None and settings.speculates:
+        terms += _drafter_weight_terms(drafter, drafter_quantization(target, settings.drafter_precision))
+        terms += _drafter_terms(target, drafter, card, settings)
+    return tuple(term for term in terms if term.num_bytes)
+
+
+def bytes_by_moment(terms: tuple[LedgerTerm, ...]) -> dict[str, int]:
+    """Sum of what is alive, for every moment that has a term of its own."""
+    return {moment: sum(term.num_bytes for term in terms if moment in term.moments) for moment in MOMENTS}
+
+
+def drafter_quantization(target: TargetFacts, precision: str) -> Quantization:
+    """How a drafter's matrices are stored at this precision, beside a target of this dtype."""
+    dtype = target.quantization.dtype
+    packed = {"full": SCHEMES[dtype], "int8": SCHEMES["bnb-int8"], "nf4": SCHEMES["bnb-nf4-dq"]}[precision]
+    return Quantization(**{**vars(packed), "dtype": dtype})
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _weight_terms(target: TargetFacts) -> list[LedgerTerm]:
+    weights, packing = target.weights, target.quantization
+    plain = "storages of the loaded model" if target.loaded else f"elements * {packing.dtype_bytes}"
+    on_the_fly = weights.largest_tensor if not target.loaded and packing.method in _PACKED_WHILE_LOADING else 0
+    return [
+        LedgerTerm(f"target weights, {packing.name}", weights.packed, packing.rules.formula, MOMENTS),
+        LedgerTerm("target experts, not packed", weights.experts, f"elements * {packing.dtype_bytes}", MOMENTS),
+        LedgerTerm("target weights, not packed", weights.plain, plain, MOMENTS),
+        LedgerTerm("one tensor before packing", on_the_fly, f"n * {packing.dtype_bytes}", (LOAD,)),
+    ]
+
+
+def _drafter_weight_terms(drafter: DrafterFacts, precision: Quantization) -> list[LedgerTerm]:
+    formula = f"matrices: {precision.rules.formula}; fc, norms, embedding: elements * {precision.dtype_bytes}"
+    return [
+        LedgerTerm(f"drafter weights, {precision.name}", drafter.weight_bytes(precision), formula, MOMENTS),
+        LedgerTerm(f"draft head, {precision.name}", drafter.head_bytes(precision), "Vd rows of H", MOMENTS),
+    ]
+
+
+# --- target -----------------------------------------------------------------------------------------------------------
+
+
+def _taps(target: TargetFacts, drafter: DrafterFacts | None, settings: MemorySettings) -> int:
+    if drafter is None or not settings.speculates:
+        return 0
+    return drafter.shape.aux_width // target.shape.hidden_size
+
+
+def _target_terms(target: TargetFacts, card: Card, settings: MemorySettings, *, taps: int) -> list[LedgerTerm]:
+    shape, batch = target.shape, settings.batch
+    chunk, nodes, capacity = settings.chunk, settings.nodes, settings.cache_capacity
+    prefill = _block(settings, card, chunk, settings.context, capacity)
+    prefilled = target_forward_bytes(shape, prefill, taps=taps)
+    verify = _block(settings, card, nodes, capacity, capacity)
+    tapped = taps * shape.hidden_size * shape.element_bytes
+    logits = logits_bytes(shape, verify.rows)
+    layers = target_forward_bytes(shape, verify, taps=taps)
+    after_layers = verify.rows * (2 * shape.hidden_size * shape.element_bytes + tapped) + logits
+    accept = accept_bytes(shape, verify.rows) + verify.rows * tapped
+    return [
+        *_cache_terms("target", shape, settings, capacity, max(chunk, nodes)),
+        LedgerTerm("prefill activations", prefilled, _LAYER_FORMULA, (PREFILL,)),
+        LedgerTerm("prefill logits", logits_bytes(shape, batch * batch), "B*B*V * b", (PREFILL, DRAFTER_PREFILL)),
+        LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
+        LedgerTerm("verify logits", logits, "B*N*V * b", (ACCEPT, UPDATE)),
+        LedgerTerm("acceptance", accept, "B*N*V * 20 + hidden states", (ACCEPT,)),
+        LedgerTerm("kept scores", verify.rows * shape.vocab_size * 4, "B*N*V * 4", (UPDATE,)),
+        _workspace_term(target, prefill, PREFILL),
+        _workspace_term(target, verify, VERIFY),
+    ]
+
+
+def _workspace_term(target: TargetFacts, block: Block, moment: str) -> LedgerTerm:
+    rows, columns = target.weights.largest_packed
+    needed = target.quantization.workspace_bytes(rows, columns, block.rows) if rows else 0
+    return LedgerTerm(f"unpacking workspace, {moment}", needed, f"largest packed matrix, {rows} x {columns}", (moment,))
+
+
+def _block(settings: MemorySettings, card: Card, tokens: int, context: int, capacity: int) -> Block:
+    return Block(
+        batch=settings.batch,
+        tokens=tokens,
+        context=context,
+        capacity=capacity,
+        ragged=settings.batch > 1,
+        repeats_kv=card.kind != "mps",
+        grows=True,
+    )
+
+
+def _cache_terms(
+    owner: str, shape: DecoderShape, settings: MemorySettings, capacity: int, block: int
+) -> list[LedgerTerm]:
+    batch, kind = settings.batch, settings.cache_type if owner == "target" else "full"
+    nodes = settings.nodes if owner == "target" else settings.draft_block
+    mask = 0 if batch > 1 else resident_mask_bytes(shape, nodes, capacity)
+    if kind == "full":
+        stored, unpacked = batch * full_cache_bytes(shape, capacity, block), 0
+        formula = "B * layers * slots * n_kv(dk+dv) * b"
+    else:
+        stored = batch * packed_cache_bytes(shape, capacity, block)
+        unpacked = batch * unpacked_layer_bytes(shape, capacity, block)
+        formula = "B * layers * slots * n_kv(dk+dv + 2b)"
+    return [
+        LedgerTerm(f"{owner} cache, {kind}", stored, formula, RUNNING),
+        LedgerTerm(f"{owner} layer unpacked", unpacked, "B * slots * n_kv(dk+dv) * b of one layer", RUNNING),
+        LedgerTerm(f"{owner} mask", mask, "2^ceil(log2 N) * slots * b", RUNNING),
+    ]
+
+
+# --- drafter ----------------------------------------------------------------------------------------------------------
+
+
+def _drafter_terms(
+    target: TargetFacts, drafter: DrafterFacts, card: Card, settings: MemorySettings
+) -> list[LedgerTerm]:
+    shape, capacity = drafter.shape, settings.drafter_capacity
+    # Only CUDA kernels want a drafter's grouped keys repeated; main memory and Metal read them as they are.
+    repeats = card.kind == "cuda"
+    prefill = replace(_block(settings, card, settings.chunk, settings.context, capacity), repeats_kv=repeats)
+    update = replace(prefill, tokens=settings.draft_tokens + 1, context=settings.cache_capacity)
+    step = replace(prefill, tokens=settings.top_k, context=capacity)
+    block = max(settings.chunk, settings.draft_block)
+    return [
+        *_cache_terms("drafter", shape.decoder, settings, capacity, block),
+        LedgerTerm("drafter prefill activations", absorb_bytes(shape, prefill), _DRAFTER_FORMULA, (DRAFTER_PREFILL,)),
+        LedgerTerm("drafter update activations", absorb_bytes(shape, update), _DRAFTER_FORMULA, (UPDATE,)),
+        LedgerTerm("draft activations", draft_step_bytes(shape, step), "max(layer, B*T*Vd * (b+8))", (DRAFT,)),
+        *_drafter_workspace_terms(drafter, drafter_quantization(target, settings.drafter_precision), card, settings),
+    ]
+
+
+def _drafter_workspace_terms(
+    drafter: DrafterFacts, precision: Quantization, card: Card, settings: MemorySettings
+) -> list[LedgerTerm]:
+    """What a product with a packed matrix takes. The head sees the last token of a prompt or of a round only."""
+    batch, head = settings.batch, (drafter.head,) if drafter.head else ()
+    work = {
+        DRAFTER_PREFILL: [(matrix, batch * settings.chunk) for matrix in drafter.linears],
+        UPDATE: [(matrix, batch * (settings.draft_tokens + 1)) for matrix in drafter.linears],
+        DRAFT: [(matrix, batch * settings.top_k) for matrix in (*drafter.linears, *head)],
+    }
+    # Only CUDA kernels multiply 4-bit weights with a few tokens as they are; the others unpack them for any number.
+    fewest = 1 if card.kind == "cuda" else 5
+    return [
+        LedgerTerm(
+            f"drafter unpacking workspace, {moment}",
+            max(precision.workspace_bytes(rows, width, max(tokens, fewest)) for (rows, width), tokens in products),
+            "largest packed matrix",
+            (moment,),
+        )
+        for moment, products in work.items()
+    ]

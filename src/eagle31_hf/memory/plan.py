@@ -1,0 +1,221 @@
+"""A memory plan as data: what a run takes and when, the settings decided on, and whether it fits the card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from torch import nn
+
+from ..cache.quantized import CACHE_TYPES
+from ..errors import MemoryPlanError
+from .cards import GIB, Card, find_card
+from .drafter_facts import DrafterFacts
+from .ledger import (
+    LedgerTerm,
+    MemorySettings,
+    build_ledger,
+    bytes_by_moment,
+)
+from .target_facts import TargetFacts, target_fingerprint
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A nearby plan that fits: change `what` to `value` and leave the rest."""
+
+    what: str
+    value: str
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One point of the trade between context, draft and cache."""
+
+    context: int
+    draft_tokens: int
+    cache_type: str
+    peak_bytes: int
+    peak_moment: str
+    fits: bool
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A run's memory: what it takes, when, and the settings decided on.
+
+    Attributes:
+        target, drafter, card: what was planned for. `drafter` is `None` where none was asked for.
+        settings: what a generation must obey. Of a refusal: the smallest settings tried.
+        margin_bytes: of the card, left free.
+        longest_context: tokens per row that fit with these settings (a limit of memory, not of training); 0 if none.
+        alternatives: of a refusal, nearby plans that fit.
+        warnings: what the user should know before loading.
+    """
+
+    target: TargetFacts
+    drafter: DrafterFacts | None
+    card: Card
+    settings: MemorySettings
+    margin_bytes: int
+    longest_context: int = 0
+    alternatives: tuple[Alternative, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    # --- figures -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def ledger(self) -> tuple[LedgerTerm, ...]:
+        return build_ledger(self.target, self.drafter, self.card, self.settings)
+
+    @cached_property
+    def bytes_by_moment(self) -> dict[str, int]:
+        return bytes_by_moment(self.ledger)
+
+    @property
+    def peak_moment(self) -> str:
+        return max(self.bytes_by_moment, key=self.bytes_by_moment.__getitem__)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.bytes_by_moment[self.peak_moment]
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the plan may use: the card's usable bytes less the margin."""
+        return self.card.usable_bytes - self.margin_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def largest_term(self) -> LedgerTerm:
+        """The largest of the terms alive at the peak."""
+        return max((t for t in self.ledger if self.peak_moment in t.moments), key=lambda term: term.num_bytes)
+
+    @property
+    def drafter_bytes(self) -> int:
+        """What adding the drafter costs at the peak: this plan's peak less that of the target alone."""
+        alone = replace(self.settings, draft_tokens=0, tree_size=None)
+        return self.peak_bytes - self._with(alone).peak_bytes
+
+    def _with(self, settings: MemorySettings) -> MemoryPlan:
+        return replace(self, settings=settings)
+
+    def frontier(
+        self,
+        contexts: Sequence[int] = (2048, 4096, 8192, 16384, 32768, 65536, 131072),
+        draft_tokens: Sequence[int] = (0, 3, 6, 10),
+        cache_types: Sequence[str] = CACHE_TYPES,
+    ) -> list[FrontierPoint]:
+        """Peak for every combination, everything else as planned. Drafts are chains; 0 is the target alone."""
+        points = []
+        for context in contexts:
+            for depth in draft_tokens:
+                for kind in cache_types:
+                    changes = {"context": context, "draft_tokens": depth, "tree_size": None, "cache_type": kind}
+                    plan = self._with(replace(self.settings, **changes))  # type: ignore[arg-type]
+                    points.append(FrontierPoint(context, depth, kind, plan.peak_bytes, plan.peak_moment, plan.fits))
+        return points
+
+    # --- keeping the plan --------------------------------------------------------------------------------------------
+
+    def require_fit(self) -> MemoryPlan:
+        """This plan, if it fits.
+
+        Raises:
+            MemoryPlanError: it does not; the message names the largest term and what would fit.
+        """
+        if self.fits:
+            return self
+        nearest = "; ".join(f"{other.what} {other.value}" for other in self.alternatives) or "a larger card"
+        raise MemoryPlanError(
+            f"{self.target.name} ({self.target.quantization.name}) needs {self.peak_bytes / GIB:.1f} GiB at "
+            f"{self.peak_moment!r}, {self.card.name} gives {self.budget_bytes / GIB:.1f}; the largest term is "
+            f"{self.largest_term.name!r} with {self.largest_term.num_bytes / GIB:.1f} GiB; what would fit: {nearest}"
+        )
+
+    def check_target(self, model: nn.Module) -> None:
+        """Refuse a model other than the planned one.
+
+        Raises:
+            MemoryPlanError: its shape is not the planned one's.
+        """
+        found = target_fingerprint(model.config)  # type: ignore[arg-type]
+        if found != self.target.fingerprint:
+            raise MemoryPlanError(
+                f"this plan was made for {self.target.name} (shape {self.target.fingerprint}), got a model of shape "
+                f"{found}; plan again with plan_memory(model)"
+            )
+
+    def check_card(self, card: str | int | Card | None = None) -> None:
+        """Refuse a card other than the planned one; `None` measures this machine's.
+
+        Raises:
+            MemoryPlanError: another kind or amount of memory.
+        """
+        found = find_card(card)
+        if not self.card.is_same_as(found):
+            raise MemoryPlanError(
+                f"this plan was made for {self.card.name} ({self.card.kind}, {self.card.total_bytes / GIB:.1f} GiB), "
+                f"got {found.name} ({found.kind}, {found.total_bytes / GIB:.1f} GiB); plan again for this card"
+            )
+
+    # --- JSON --------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: what the plan was made from (read back by `from_dict`), and the figures that follow from it."""
+        made_from = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        figures = {
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "peak_moment": self.peak_moment,
+            "budget_bytes": self.budget_bytes,
+            "bytes_by_moment": self.bytes_by_moment,
+            "ledger": [asdict(term) for term in self.ledger],
+        }
+        return {**made_from, "figures": figures}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> MemoryPlan:
+        """The plan that `to_dict` described.
+
+        Raises:
+            MemoryPlanError: a field is missing or unknown.
+        """
+        try:
+            return _rebuilt(cls, {key: value for key, value in data.items() if key != "figures"})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise MemoryPlanError(f"this is not a memory plan as `to_dict` writes it: {error}; plan again") from error
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else (
+        [_plain(item) for item in value] if isinstance(value, tuple) else value
+    )  # fmt: skip
+
+
+def _rebuilt(kind: Any, value: Any) -> Any:
+    """`value` (from JSON) as an instance of the annotation `kind`: dataclasses, tuples and optionals of them."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        unknown = set(value) - set(hints)
+        if unknown:
+            raise TypeError(f"unknown fields {sorted(unknown)}")
+        return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if get_origin(kind) in (Union, UnionType):
+        options = [option for option in get_args(kind) if option is not type(None)]
+        return None if value is None else _rebuilt(options[0], value)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(_rebuilt(each, item) for each, item in zip(kinds, value, strict=True))
+    return value

@@ -1,0 +1,300 @@
+"""Does it fit? Bytes of target, drafter, caches and activations before anything is loaded, and the settings that fit.
+
+`plan_memory` needs no GPU and no weights. It keeps the context that was asked for and gives up the cheapest things
+first: prefill chunk, draft length, drafter precision, cache precision, and at last the drafter itself. If nothing fits,
+the plan is a refusal that names the largest term and the nearest plans that do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from ..cache.quantized import CACHE_TYPES
+from ..errors import MemoryPlanError
+from .cards import CARDS, GIB, Card, find_card
+from .drafter_facts import DrafterFacts, read_drafter
+from .ledger import DRAFTER_PRECISIONS, MemorySettings
+from .plan import Alternative, MemoryPlan
+from .quantization_schemes import SCHEMES, Quantization
+from .target_facts import TargetFacts, read_target
+
+LOADABLE_DRAFTER_PRECISIONS = ("full", "int8", "nf4")
+"""Drafter precisions `Eagle31Drafter.from_pretrained` loads, by acceptance, best first (docs/quantization.md)."""
+
+# fp8 takes the bytes of int8 and comes less close (docs/kv_cache.md): on request only.
+_CACHE_TYPES_TRIED = ("full", "int8")
+PREFILL_CHUNKS = (2048, 1024, 512, 256)
+DEFAULT_DRAFT_TOKENS, SHORT_DRAFT_TOKENS = 6, 3
+DEFAULT_CONTEXT = 8192
+_LARGEST_CONTEXT = 2**22
+_LIMITS = {"context": _LARGEST_CONTEXT, "batch": 4096, "draft_tokens": 4096, "tree_size": 4096, "prefill_chunk": 2**22}
+# Tried, in this order, when the asked-for quantisation does not fit.
+_SMALLER_SCHEMES = ("bnb-int8", "bnb-nf4", "bnb-nf4-dq")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What to plan for. Settings left `None` are the planner's to choose."""
+
+    target: TargetFacts
+    drafter: DrafterFacts | None
+    card: Card
+    margin_bytes: int
+    context: int
+    batch: int
+    draft_tokens: int | None
+    tree_size: int | None
+    prefill_chunk: int | None
+    cache_type: str | None
+    drafter_precision: str | None
+
+    def plan(self, settings: MemorySettings) -> MemoryPlan:
+        return MemoryPlan(self.target, self.drafter, self.card, settings, self.margin_bytes)
+
+
+def plan_memory(
+    target: Any,
+    *,
+    quantization: Any = None,
+    drafter: Any = None,
+    card: str | int | Card | None = None,
+    context: int = DEFAULT_CONTEXT,
+    batch: int = 1,
+    draft_tokens: int | None = None,
+    tree_size: int | None = None,
+    prefill_chunk: int | None = None,
+    cache_type: str | None = None,
+    drafter_precision: str | None = None,
+    margin: int | None = None,
+    attention: str | None = None,
+) -> MemoryPlan:
+    """Plan a run's memory. Needs no GPU and no weights.
+
+    Args:
+        target: Hub id, folder, `.gguf` file, configuration, or loaded model (its storages are then measured).
+        quantization: name (`SCHEMES`) or `quantization_config`; `None`: what the target's config says, else its dtype.
+        drafter: folder, Hub id, `Eagle31Config` or drafter; `None`: one shaped like a layer of the target, with a
+            draft vocabulary of 32,000.
+        card: name (`CARDS`), bytes or e.g. `"24GiB"`; `None` measures this machine.
+        context: tokens of the longest row, prompt and new ones.
+        batch: rows.
+        draft_tokens: depth of a draft, 0 for none; `None`: 6, or fewer if that fits.
+        tree_size: nodes verified per round, root included; `None`: a chain.
+        prefill_chunk: prompt tokens per forward; `None`: the largest of 2048 to 256 that fits.
+        cache_type: of the target's cache, `"full"`, `"int8"` or `"fp8"`; `None`: full, or int8 where that does not fit.
+        drafter_precision: `"full"`, `"int8"` or `"nf4"`; `None`: the first that fits of those that load.
+        margin: bytes of the card to leave free; `None`: 3 % (1.5 GiB at least where the driver spills to main memory).
+        attention: the target's `attn_implementation`, if it is to differ from its config's.
+
+    Returns:
+        The plan. It may be a refusal (`plan.fits` is false): `plan.require_fit()` raises then, with the nearest plans.
+
+    Raises:
+        MemoryPlanError: unknown card or quantisation, a size out of range, a config that lacks a field.
+    """
+    sizes = {"context": context, "batch": batch, "draft_tokens": draft_tokens, "tree_size": tree_size,
+             "prefill_chunk": prefill_chunk}  # fmt: skip
+    _check_sizes(sizes)
+    _check_name("cache_type", cache_type, CACHE_TYPES)
+    _check_name("drafter_precision", drafter_precision, DRAFTER_PRECISIONS)
+    found_card = find_card(card)
+    facts = read_target(target, quantization, attention=attention)
+    warnings = _warnings(facts, found_card, context)
+    if not facts.loaded and (reason := _unpacked_reason(facts.quantization, found_card)):
+        packed, facts = facts, read_target(target, "bf16", attention=attention)
+        warnings.insert(0, f"{packed.quantization.name} is unpacked to bf16 while loading, because {reason}: "
+                           f"{_gib(packed.weights.total)} become {_gib(facts.weights.total)}")  # fmt: skip
+    request = _Request(
+        target=facts,
+        drafter=None if draft_tokens == 0 else read_drafter(drafter, facts),
+        card=found_card,
+        margin_bytes=_checked_margin(margin, found_card),
+        context=context,
+        batch=batch,
+        draft_tokens=draft_tokens,
+        tree_size=tree_size,
+        prefill_chunk=prefill_chunk,
+        cache_type=cache_type,
+        drafter_precision=drafter_precision,
+    )
+    plan = _choose(request)
+    if not plan.fits:
+        plan = replace(plan, alternatives=_alternatives(request, target, attention))
+    return replace(plan, longest_context=_longest_context(plan), warnings=tuple(warnings))
+
+
+# --- checking what was asked ------------------------------------------------------------------------------------------
+
+
+def _check_sizes(sizes: dict[str, int | None]) -> None:
+    for name, value in sizes.items():
+        if value is None:
+            continue
+        least = {"draft_tokens": 0, "tree_size": 2}.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LIMITS[name]:
+            raise MemoryPlanError(f"got {name}={value!r}; wanted a whole number from {least} to {_LIMITS[name]:,}")
+    depth, nodes = sizes["draft_tokens"], sizes["tree_size"]
+    if depth is not None and nodes is not None and nodes <= depth:
+        raise MemoryPlanError(
+            f"got tree_size={nodes} with draft_tokens={depth}; wanted more nodes than levels (the root counts): raise "
+            "tree_size, or leave it out for a chain"
+        )
+
+
+def _check_name(what: str, name: str | None, known: Sequence[str]) -> None:
+    if name is not None and name not in known:
+        raise MemoryPlanError(f"got {what}={name!r}; wanted one of {', '.join(known)}")
+
+
+def _checked_margin(margin: int | None, card: Card) -> int:
+    if margin is None:
+        return card.default_margin_bytes
+    if not isinstance(margin, int) or not 0 <= margin < card.usable_bytes:
+        raise MemoryPlanError(f"got margin={margin!r}; wanted bytes, from 0 to below the card's {card.usable_bytes:,}")
+    return margin
+
+
+def _unpacked_reason(packing: Quantization, card: Card) -> str | None:
+    """Why transformers would silently unpack these weights on this card, if it would."""
+    capability = card.compute_capability
+    if packing.method == "fp8-block":
+        if card.kind != "cuda":
+            return f"FP8 kernels need a CUDA card, and {card.name} is none"
+        if capability is not None and capability < (8, 9):
+            return f"FP8 kernels need compute capability 8.9, and {card.name} has {capability[0]}.{capability[1]}"
+    if packing.method == "mxfp4":
+        if card.kind == "mps" or (capability is not None and capability < (7, 5)):
+            return f"MXFP4 kernels do not run on {card.name}"
+        missing = [name for name in ("triton", "kernels") if card.measured and importlib.util.find_spec(name) is None]
+        if missing:
+            return f"MXFP4 needs the packages {missing}, which are not installed"
+    return None
+
+
+def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
+    packing, weights, found = target.quantization, target.weights, []
+    if weights.experts and packing.rules.packs_linears and not packing.rules.packs_experts:
+        found.append(
+            f"{packing.name} packs linear layers only: the experts stay {packing.dtype} and take "
+            f"{_gib(weights.experts)} of {_gib(weights.total)}; use a checkpoint whose format packs experts "
+            "(FP8, MXFP4)"
+        )
+    if packing.method == "mxfp4" and not card.measured:
+        found.append(
+            "MXFP4 stays packed only with the packages triton (3.4 or later) and kernels; else it becomes bf16"
+        )
+    if packing.method == "gguf":
+        found.append("GGUF weights stay packed only with the package kernels and a supported architecture; else they "
+                     "become full precision")  # fmt: skip
+    if packing.method == "fp8-block" and card.kind == "cuda" and card.compute_capability is None:
+        found.append("FP8 stays packed only from compute capability 8.9 on (RTX 40 series); else it becomes bf16")
+    trained = target.max_position_embeddings
+    if trained and context > trained:
+        found.append(f"context {context:,} is longer than the {trained:,} positions the target was trained for")
+    return found
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+# --- deciding ---------------------------------------------------------------------------------------------------------
+
+
+def _choose(request: _Request) -> MemoryPlan:
+    """The first settings that fit; if none do, the last and smallest of them."""
+    plan = None
+    for settings in _candidates(request):
+        plan = request.plan(settings)
+        if plan.fits:
+            return plan
+    assert plan is not None, "there is always a candidate"
+    return plan
+
+
+def _candidates(request: _Request) -> list[MemorySettings]:
+    """All settings, best first: speed before fidelity, and the drafter given up last."""
+    asked = request.draft_tokens
+    depths = (asked,) if asked is not None else (DEFAULT_DRAFT_TOKENS, SHORT_DRAFT_TOKENS)
+    drafts: list[tuple[int, int | None]] = [(depth, request.tree_size) for depth in depths if request.tree_size]
+    drafts = [(depth, nodes) for depth, nodes in drafts if nodes is not None and nodes > depth]
+    drafts = drafts or [(depth, None) for depth in depths]
+    chunks = (request.prefill_chunk,) if request.prefill_chunk else PREFILL_CHUNKS
+    caches = (request.cache_type,) if request.cache_type else _CACHE_TYPES_TRIED
+    precisions = (request.drafter_precision,) if request.drafter_precision else LOADABLE_DRAFTER_PRECISIONS
+    made = [
+        _settings(request, draft, chunk, cache, precision)
+        for cache, precision, draft, chunk in product(caches, precisions, drafts, chunks)
+    ]
+    if asked is None:
+        made += [_settings(request, (0, None), chunk, cache, "full") for cache, chunk in product(caches, chunks)]
+    return made
+
+
+def _settings(
+    request: _Request, draft: tuple[int, int | None], chunk: int, cache_type: str, precision: str
+) -> MemorySettings:
+    return MemorySettings(
+        context=request.context,
+        batch=request.batch,
+        draft_tokens=draft[0],
+        tree_size=draft[1],
+        prefill_chunk=chunk,
+        cache_type=cache_type,
+        drafter_precision=precision,
+    )
+
+
+def _longest_context(plan: MemoryPlan) -> int:
+    """Most tokens per row that fit with the plan's other settings, by bisection: bytes only grow with context."""
+    if not _fits_at(plan, 1):
+        return 0
+    fits, too_long = 1, _LARGEST_CONTEXT + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        fits, too_long = (middle, too_long) if _fits_at(plan, middle) else (fits, middle)
+    return fits
+
+
+def _fits_at(plan: MemoryPlan, context: int) -> bool:
+    return replace(plan, settings=replace(plan.settings, context=context)).fits
+
+
+def _alternatives(request: _Request, target: Any, attention: str | None) -> tuple[Alternative, ...]:
+    """Nearby plans that fit: a shorter context, a smaller quantisation, a larger card."""
+    found = []
+    shorter = max((_longest_context(request.plan(s)) for s in _candidates(request)), default=0)
+    if shorter:
+        found.append(Alternative("context", f"{shorter:,}"))
+    smaller = _smaller_quantization(request, target, attention)
+    if smaller:
+        found.append(Alternative("quantization", smaller))
+    larger = _larger_card(request)
+    if larger:
+        found.append(Alternative("card", larger))
+    return tuple(found)
+
+
+def _smaller_quantization(request: _Request, target: Any, attention: str | None) -> str | None:
+    if request.target.loaded or request.target.quantization.method == "gguf":
+        return None
+    for name in _SMALLER_SCHEMES:
+        facts = read_target(target, SCHEMES[name], attention=attention)
+        smaller = facts.weights.total < request.target.weights.total
+        if smaller and _choose(replace(request, target=facts)).fits:
+            return name
+    return None
+
+
+def _larger_card(request: _Request) -> str | None:
+    by_size = sorted((card for card in CARDS.values() if card.kind == "cuda"), key=lambda card: card.usable_bytes)
+    for card in by_size:
+        if card.usable_bytes <= request.card.usable_bytes or _unpacked_reason(request.target.quantization, card):
+            continue
+        if _choose(replace(request, card=card, margin_bytes=card.default_margin_bytes)).fits:
+            return card.name
+    return None

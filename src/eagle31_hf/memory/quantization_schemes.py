@@ -1,0 +1,255 @@
+"""What each way of packing weights costs in bytes, and which of a model's weights it packs.
+
+The formulas are exact for what transformers loads; `weight_bytes` applies them to a model, and the tests compare both
+with the storages of models really loaded. `n = N*K` for a matrix of `N` rows (outputs) and `K` columns (inputs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import MemoryPlanError
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a target's weights are stored.
+
+    Attributes:
+        method: key of `METHODS`.
+        dtype: of everything left unpacked, and of features and caches: `"bf16"`, `"fp16"` or `"fp32"`.
+        bits, group_size: of group-wise methods; `group_size` -1 is one group per row.
+        double_quant: bitsandbytes packs the scales too.
+        skip_modules: names left unpacked; `None` means what transformers leaves by default.
+    """
+
+    method: str
+    dtype: str = "bf16"
+    bits: int = 16
+    group_size: int = -1
+    double_quant: bool = False
+    skip_modules: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """As in `SCHEMES` for the common ones."""
+        if self.method == "none":
+            return self.dtype
+        bits = f"-{self.bits}bit" if self.method in ("gptq", "awq", "hqq") else ""
+        return f"{self.method}{bits}{'-dq' if self.double_quant else ''}"
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def rules(self) -> Method:
+        return METHODS[self.method]
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of one packed matrix with its scales; a bias is not packed and not counted here."""
+        return self.rules.matrix_bytes(self, rows, columns)
+
+    def workspace_bytes(self, rows: int, columns: int, tokens: int) -> int:
+        """Bytes a matrix product with `tokens` inputs takes beyond input and output."""
+        return self.rules.workspace_bytes(self, rows, columns, tokens)
+
+
+MatrixBytes = Callable[[Quantization, int, int], int]
+WorkspaceBytes = Callable[[Quantization, int, int, int], int]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One packing method: byte formula, its text for the ledger, and what of a model it reaches."""
+
+    formula: str
+    matrix_bytes: MatrixBytes
+    workspace_bytes: WorkspaceBytes
+    packs_linears: bool = True
+    packs_experts: bool = False
+
+
+def _plain(q: Quantization, rows: int, columns: int) -> int:
+    return rows * columns * q.dtype_bytes
+
+
+def _bnb_int8(q: Quantization, rows: int, columns: int) -> int:
+    return rows * columns + 4 * rows
+
+
+def _bnb_4bit(q: Quantization, rows: int, columns: int) -> int:
+    elements, code_bytes = rows * columns, 16 * 4
+    blocks = math.ceil(elements / 64)
+    if not q.double_quant:
+        return math.ceil(elements / 2) + 4 * blocks + code_bytes
+    nested = 4 * math.ceil(blocks / 256) + 256 * 4 + 4  # scales of scales, their code, their offset
+    return math.ceil(elements / 2) + blocks + nested + code_bytes
+
+
+def _groups(q: Quantization, columns: int) -> int:
+    return 1 if q.group_size <= 0 else math.ceil(columns / q.group_size)
+
+
+def _gptq(q: Quantization, rows: int, columns: int) -> int:
+    groups, group_index = _groups(q, columns), 4 * columns
+    return math.ceil(rows * columns * q.bits / 8) + groups * (2 * rows + math.ceil(rows * q.bits / 8)) + group_index
+
+
+def _awq(q: Quantization, rows: int, columns: int) -> int:
+    return math.ceil(rows * columns * q.bits / 8) + _groups(q, columns) * (2 * rows + math.ceil(rows * q.bits / 8))
+
+
+def _hqq(q: Quantization, rows: int, columns: int) -> int:
+    groups = rows * _groups(q, columns)
+    return math.ceil(rows * columns * q.bits / 8) + 2 * q.dtype_bytes * groups
+
+
+def _torchao_int8(q: Quantization, rows: int, columns: int) -> int:
+    return rows * columns + (4 + 1) * rows  # fp32 scale and int8 zero point per row
+
+
+def _torchao_fp8(q: Quantization, rows: int, columns: int) -> int:
+    return rows * columns + 4 * rows
+
+
+def _fp8_block(q: Quantization, rows: int, columns: int) -> int:
+    if q.group_size <= 0:
+        return rows * columns + 4
+    return rows * columns + 4 * math.ceil(rows / q.group_size) * math.ceil(columns / q.group_size)
+
+
+def _mxfp4(q: Quantization, rows: int, columns: int) -> int:
+    return rows * columns // 2 + rows * columns // 32
+
+
+def _no_workspace(q: Quantization, rows: int, columns: int, tokens: int) -> int:
+    return 0
+
+
+def _unpacked_copy(q: Quantization, rows: int, columns: int, tokens: int) -> int:
+    return rows * columns * q.dtype_bytes
+
+
+def _bnb_4bit_copy(q: Quantization, rows: int, columns: int, tokens: int) -> int:
+    """bitsandbytes >= 0.50 always fuses up to 4 tokens; beyond, each card has its own table and may unpack."""
+    return 0 if tokens <= 4 else rows * columns * q.dtype_bytes
+
+
+def _int8_products(q: Quantization, rows: int, columns: int, tokens: int) -> int:
+    return tokens * (columns + 4 * rows)  # int8 inputs, int32 products
+
+
+def _fp8_inputs(q: Quantization, rows: int, columns: int, tokens: int) -> int:
+    return tokens * columns
+
+
+_GROUPED = "n*bits/8 + groups*(2N + N*bits/8)"
+METHODS: dict[str, Method] = {
+    "none": Method("n*dtype", _plain, _no_workspace, packs_linears=False),
+    "bnb-int8": Method("n + 4N", _bnb_int8, _int8_products),
+    "bnb-nf4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bnb_4bit, _bnb_4bit_copy),
+    "bnb-fp4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bnb_4bit, _bnb_4bit_copy),
+    "gptq": Method(f"{_GROUPED} + 4K", _gptq, _unpacked_copy),
+    "awq": Method(_GROUPED, _awq, _unpacked_copy),
+    "hqq": Method("n*bits/8 + 2*dtype*n/group", _hqq, _unpacked_copy),
+    "torchao-int8": Method("n + 5N", _torchao_int8, _unpacked_copy),
+    "torchao-fp8": Method("n + 4N", _torchao_fp8, _unpacked_copy),
+    "fp8-block": Method("n + 4*ceil(N/128)*ceil(K/128)", _fp8_block, _fp8_inputs, packs_experts=True),
+    "mxfp4": Method("n/2 + n/32 (experts only)", _mxfp4, _no_workspace, packs_linears=False, packs_experts=True),
+    "gguf": Method("block bytes of each tensor, from the file's header", _plain, _unpacked_copy),
+}
+
+SCHEMES: dict[str, Quantization] = {
+    "bf16": Quantization("none", "bf16"),
+    "fp16": Quantization("none", "fp16"),
+    "fp32": Quantization("none", "fp32", bits=32),
+    "bnb-int8": Quantization("bnb-int8", bits=8),
+    "bnb-nf4": Quantization("bnb-nf4", bits=4, group_size=64),
+    "bnb-nf4-dq": Quantization("bnb-nf4", bits=4, group_size=64, double_quant=True),
+    "bnb-fp4": Quantization("bnb-fp4", bits=4, group_size=64),
+    "bnb-fp4-dq": Quantization("bnb-fp4", bits=4, group_size=64, double_quant=True),
+    "gptq-4bit": Quantization("gptq", "fp16", bits=4, group_size=128),
+    "awq-4bit": Quantization("awq", "fp16", bits=4, group_size=128),
+    "hqq-4bit": Quantization("hqq", bits=4, group_size=64),
+    "torchao-int8": Quantization("torchao-int8", bits=8),
+    "torchao-fp8": Quantization("torchao-fp8", bits=8),
+    "fp8-block": Quantization("fp8-block", bits=8, group_size=128),
+    "mxfp4": Quantization("mxfp4", bits=4, group_size=32),
+    "gguf": Quantization("gguf", bits=4),
+}
+_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "bnb-int8", "nf4": "bnb-nf4",
+                "nf4-dq": "bnb-nf4-dq", "fp4": "bnb-fp4", "fp8": "fp8-block"}  # fmt: skip
+
+
+def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str = "bf16") -> Quantization:
+    """A scheme by name (`SCHEMES`), or from a `quantization_config` (dict or transformers object).
+
+    Args:
+        dtype: of what stays unpacked, where the scheme leaves it open.
+
+    Raises:
+        MemoryPlanError: unknown; the known ones are listed.
+    """
+    if isinstance(quantization, Quantization):
+        return quantization
+    if isinstance(quantization, str):
+        name = _OTHER_NAMES.get(quantization.lower(), quantization.lower())
+        if name not in SCHEMES:
+            raise MemoryPlanError(f"got quantization {quantization!r}; known: {', '.join(SCHEMES)}")
+        found = SCHEMES[name]
+        return found if found.method == "none" or found.dtype == "fp16" else replace(found, dtype=dtype)
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
+    if method not in _FROM_CONFIG:
+        raise MemoryPlanError(
+            f"got a quantization_config of quant_method {method!r}; known: {', '.join(_FROM_CONFIG)}; name the "
+            f"nearest of {', '.join(SCHEMES)} instead"
+        )
+    skip = fields.get("modules_to_not_convert") or fields.get("llm_int8_skip_modules")
+    return replace(_FROM_CONFIG[method](fields), dtype=dtype, skip_modules=tuple(skip) if skip else None)
+
+
+def _from_bitsandbytes(fields: dict[str, Any]) -> Quantization:
+    if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
+        return SCHEMES["bnb-int8"]
+    kind = SCHEMES[f"bnb-{fields.get('bnb_4bit_quant_type', 'fp4')}"]
+    return replace(kind, double_quant=bool(fields.get("bnb_4bit_use_double_quant")))
+
+
+def _grouped(base: Quantization, fields: dict[str, Any]) -> Quantization:
+    return replace(base, bits=int(fields.get("bits", base.bits)), group_size=int(fields.get("group_size") or -1))
+
+
+def _from_hqq(fields: dict[str, Any]) -> Quantization:
+    params = (fields.get("quant_config") or {}).get("weight_quant_params") or {}
+    return _grouped(SCHEMES["hqq-4bit"], {"bits": params.get("nbits", 4), "group_size": params.get("group_size", 64)})
+
+
+def _from_torchao(fields: dict[str, Any]) -> Quantization:
+    kind = str(fields.get("quant_type")).lower()
+    for words, name in ((("int8weightonly", "int8_weight_only"), "torchao-int8"), (("float8",), "torchao-fp8")):
+        if any(word in kind for word in words):
+            return SCHEMES[name]
+    raise MemoryPlanError(f"got torchao quant_type {kind[:120]!r}; known: int8 and float8 weight-only")
+
+
+def _from_fp8(fields: dict[str, Any]) -> Quantization:
+    block = fields.get("weight_block_size")
+    return replace(SCHEMES["fp8-block"], group_size=int(block[0]) if block else -1)
+
+
+_FROM_CONFIG: dict[str, Callable[[dict[str, Any]], Quantization]] = {
+    "bitsandbytes": _from_bitsandbytes,
+    "gptq": lambda fields: _grouped(SCHEMES["gptq-4bit"], fields),
+    "awq": lambda fields: _grouped(SCHEMES["awq-4bit"], fields),
+    "hqq": _from_hqq,
+    "torchao": _from_torchao,
+    "fp8": _from_fp8,
+    "mxfp4": lambda fields: SCHEMES["mxfp4"],
+}

@@ -1,0 +1,166 @@
+"""A memory plan as rows, text and a picture. Figures come from the plan; nothing is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import MemoryPlanError
+from .cards import GIB, MIB
+from .known_targets import known_targets
+from .ledger import MOMENTS
+from .plan import FrontierPoint, MemoryPlan
+from .planner import plan_memory
+
+LEDGER_COLUMNS = ("term", "size", "alive during", "formula")
+HOME_LAB_CARDS = ("RTX 4090", "RTX A6000")
+HOME_LAB_SCHEMES = ("bf16", "bnb-int8", "bnb-nf4-dq")
+
+
+def size_text(num_bytes: int) -> str:
+    """`"5.31 GiB"`, `"112 MiB"`, `"64 B"`."""
+    if abs(num_bytes) >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.0f} MiB" if abs(num_bytes) >= MIB else f"{num_bytes:,} B"
+
+
+def ledger_rows(plan: MemoryPlan) -> list[tuple[str, ...]]:
+    """One row per term under `LEDGER_COLUMNS`, largest first."""
+    running = set(MOMENTS) - {"load"}
+    rows: list[tuple[str, ...]] = []
+    for term in sorted(plan.ledger, key=lambda term: -term.num_bytes):
+        when = "always" if running <= set(term.moments) else ", ".join(term.moments)
+        rows.append((term.name, size_text(term.num_bytes), when, term.formula))
+    return rows
+
+
+def decision_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """What was decided, as (name, value)."""
+    settings, target = plan.settings, plan.target
+    rows = [
+        ("target", f"{target.name}, {target.num_parameters / 1e9:.2f}B parameters, {target.quantization.name}"),
+        ("card", f"{plan.card.name}, {size_text(plan.budget_bytes)} of {size_text(plan.card.total_bytes)} to use"),
+        ("fits", "yes" if plan.fits else "no"),
+        ("peak", f"{size_text(plan.peak_bytes)}, at {plan.peak_moment}"),
+        ("largest term", f"{plan.largest_term.name}, {size_text(plan.largest_term.num_bytes)}"),
+        ("context", f"{settings.context:,} (longest that fits: {plan.longest_context:,})"),
+        ("batch", str(settings.batch)),
+        ("prefill chunk", f"{settings.prefill_chunk:,}"),
+        ("cache", f"{settings.cache_type}, {settings.cache_capacity:,} slots per row"),
+        ("draft", _draft_text(plan)),
+    ]
+    rows += [("would fit", f"{other.what} {other.value}") for other in plan.alternatives]
+    return rows
+
+
+def _draft_text(plan: MemoryPlan) -> str:
+    settings = plan.settings
+    if not settings.speculates:
+        return "none: no drafter" + ("" if plan.drafter is None else " fits beside the target")
+    shape = f"tree of {settings.tree_size} nodes, depth {settings.draft_tokens}" if settings.tree_size else (
+        f"chain of {settings.draft_tokens} tokens"
+    )  # fmt: skip
+    return f"{shape}, drafter in {settings.drafter_precision} precision (+{size_text(plan.drafter_bytes)})"
+
+
+def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
+    """Context and draft down, cache types across: the peak, or `-` where it does not fit. The first row is a header."""
+    kinds = list(dict.fromkeys(point.cache_type for point in points))
+    cells = {(point.context, point.draft_tokens, point.cache_type): point for point in points}
+    rows: list[tuple[str, ...]] = [("context", "draft tokens", *(f"{kind} cache" for kind in kinds))]
+    for context, depth in dict.fromkeys((point.context, point.draft_tokens) for point in points):
+        found = [cells.get((context, depth, kind)) for kind in kinds]
+        sizes = (size_text(point.peak_bytes) if point and point.fits else "-" for point in found)
+        rows.append((f"{context:,}", str(depth), *sizes))
+    return rows
+
+
+def plan_text(plan: MemoryPlan) -> str:
+    """The whole plan as plain text: decision, ledger, warnings."""
+    decision = decision_rows(plan)
+    width = max(len(name) for name, _ in decision)
+    lines = [f"{name:<{width}}  {value}" for name, value in decision] + [""]
+    rows = [LEDGER_COLUMNS, *ledger_rows(plan)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines += [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}" for row in rows]
+    lines += ["", *(f"warning: {warning}" for warning in plan.warnings)] if plan.warnings else []
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class HomeLabRow:
+    """Longest context in tokens, drafter included, per (card, scheme); 0 where the target does not fit at all."""
+
+    target: str
+    longest_context: dict[tuple[str, str], int]
+
+
+def home_lab_table(
+    targets: dict[str, Any] | None = None,
+    *,
+    cards: Sequence[str] = HOME_LAB_CARDS,
+    schemes: Sequence[str] = HOME_LAB_SCHEMES,
+) -> list[HomeLabRow]:
+    """What fits on which card, with a drafter and caches in full precision, at which context.
+
+    Args:
+        targets: name -> anything `plan_memory` takes as target; default `known_targets`.
+    """
+    targets = targets or {name: known.config for name, known in known_targets().items()}
+    rows = []
+    for name, target in targets.items():
+        found = {(card, scheme): _longest_with_drafter(target, scheme, card) for card in cards for scheme in schemes}
+        rows.append(HomeLabRow(name, found))
+    return rows
+
+
+def _longest_with_drafter(target: Any, scheme: str, card: str) -> int:
+    plan = plan_memory(
+        target, quantization=scheme, card=card, context=2048, draft_tokens=6, prefill_chunk=1024, cache_type="full"
+    )
+    trained = plan.target.max_position_embeddings or plan.longest_context
+    return min(plan.longest_context, trained)
+
+
+def home_lab_markdown(rows: Sequence[HomeLabRow]) -> str:
+    """The table in Markdown, contexts in thousands of tokens."""
+    columns = list(rows[0].longest_context) if rows else []
+    head = ["target", *(f"{card}, {scheme}" for card, scheme in columns)]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [_thousands(row.longest_context[column]) for column in columns]
+        lines.append("| " + " | ".join([row.target, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def _thousands(tokens: int) -> str:
+    return "no" if tokens < 1024 else f"{tokens // 1024}k"
+
+
+def plot_ledger(plan: MemoryPlan, path: str | Path) -> None:
+    """Draw the ledger as one stacked bar per moment against what the card gives. Needs matplotlib.
+
+    Raises:
+        MemoryPlanError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MemoryPlanError("a plot needs matplotlib; install it with: pip install 'eagle31-hf[bench]'") from error
+    moments = [moment for moment in MOMENTS if plan.bytes_by_moment[moment]]
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    floor = [0.0] * len(moments)
+    for term in sorted(plan.ledger, key=lambda term: -len(term.moments) * 2**50 - term.num_bytes):
+        heights = [term.num_bytes / GIB if moment in term.moments else 0.0 for moment in moments]
+        # Slivers would fill the legend with names nobody can find in the picture.
+        visible = term.num_bytes * 100 > plan.peak_bytes
+        axes.bar(moments, heights, bottom=floor, label=term.name if visible else None)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    axes.axhline(plan.budget_bytes / GIB, color="black", linestyle="--", label=f"{plan.card.name}, less margin")
+    axes.set_ylabel("GiB")
+    axes.set_title(f"{plan.target.name}, {plan.target.quantization.name}, context {plan.settings.context:,}")
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(str(path), dpi=150)

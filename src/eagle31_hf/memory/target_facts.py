@@ -1,0 +1,275 @@
+"""What a memory plan must know of a target, read from its config, folder, GGUF header or the loaded model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ..cache.spans import windows_from_config
+from ..errors import IncompatibleTargetError, MemoryPlanError
+from .activation_bytes import DecoderShape
+from .gguf_header import GgufHeader, read_gguf_header
+from .quantization_schemes import SCHEMES, Quantization, scheme
+from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
+
+_REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
+                       "tie_word_embeddings", "num_local_experts", "num_experts")  # fmt: skip
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target's share of a plan.
+
+    Attributes:
+        fingerprint: of its shape (not of its weights or quantisation).
+        weights: bytes by kind; of a loaded model all are `plain`, as measured.
+        loaded: the weights are in memory already.
+    """
+
+    name: str
+    fingerprint: str
+    quantization: Quantization
+    weights: WeightBytes
+    num_parameters: int
+    shape: DecoderShape
+    intermediate_size: int
+    max_position_embeddings: int | None
+    loaded: bool = False
+
+
+def read_target(target: Any, quantization: Any = None, *, attention: str | None = None) -> TargetFacts:
+    """Facts of a Hub id, a folder, a `.gguf` file, a configuration or a loaded model.
+
+    Args:
+        quantization: scheme name or `quantization_config`; `None` takes what the config says, else its own dtype.
+        attention: `attn_implementation`; `None` takes what the config says, else SDPA.
+
+    Raises:
+        MemoryPlanError: it cannot be found or read, or lacks a field (named).
+    """
+    if isinstance(target, nn.Module):
+        if quantization is not None:
+            raise MemoryPlanError(
+                f"got quantization {quantization!r} for a loaded model, which is measured as it is; leave it out, or "
+                "give the model's id to plan another form of it"
+            )
+        return _facts_of_model(target, attention)
+    if isinstance(target, (str, Path)) and str(target).endswith(".gguf"):
+        return _facts_of_gguf(Path(target), quantization)
+    config = target if isinstance(target, PreTrainedConfig) else _load_config(target)
+    config = _with_required_fields(config)
+    packing = _packing(config, quantization)
+    inventory = weight_inventory(config)
+    return TargetFacts(
+        name=str(target) if isinstance(target, (str, Path)) else config.name_or_path or config.model_type,
+        fingerprint=target_fingerprint(config),
+        quantization=packing,
+        weights=count_weights(inventory, packing),
+        num_parameters=inventory.num_parameters,
+        shape=decoder_shape(config, packing, attention),
+        intermediate_size=_intermediate_size(config.get_text_config(decoder=True)),
+        max_position_embeddings=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+    )
+
+
+def _load_config(target: Any) -> PreTrainedConfig:
+    if not isinstance(target, (str, Path)):
+        raise MemoryPlanError(
+            f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a .gguf file, a config or a model"
+        )
+    try:
+        return AutoConfig.from_pretrained(target, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise MemoryPlanError(
+            f"got target {str(target)!r}, whose config cannot be read ({str(error).splitlines()[0][:160]}); wanted a "
+            "folder with config.json, or the id of a model on the Hub that transformers knows without remote code"
+        ) from error
+
+
+def _with_required_fields(config: PreTrainedConfig) -> PreTrainedConfig:
+    text = config.get_text_config(decoder=True)
+    missing = [field for field in _REQUIRED_FIELDS if not isinstance(getattr(text, field, None), int)]
+    if missing:
+        raise MemoryPlanError(
+            f"the {config.model_type!r} config lacks {missing}; a plan needs them: complete the config"
+        )
+    wrong = {field: getattr(text, field) for field in _REQUIRED_FIELDS if getattr(text, field) < 1}
+    if wrong:
+        raise MemoryPlanError(f"the {config.model_type!r} config has {wrong}; wanted at least 1 of each")
+    return config
+
+
+def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
+    text = config.get_text_config(decoder=True)
+    dtype = _DTYPE_NAMES.get(getattr(config, "dtype", None) or getattr(text, "dtype", None), "bf16")  # type: ignore[arg-type]
+    own = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return scheme(own, dtype) if own else SCHEMES[dtype]
+    packing = scheme(quantization, dtype)
+    if packing.method == "gguf":
+        raise MemoryPlanError("quantization 'gguf' is read from the file's header: give the .gguf file as target")
+    return packing
+
+
+def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DecoderShape:
+    """Activation and cache sizes of a model of this configuration.
+
+    Raises:
+        MemoryPlanError: it has layers without keys and values (recurrent ones), which no draft can be verified on.
+    """
+    text = config.get_text_config(decoder=True)
+    try:
+        windows, _ = windows_from_config(text, None, 1)
+    except IncompatibleTargetError as error:
+        raise MemoryPlanError(str(error)) from error
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    latent = getattr(text, "kv_lora_rank", None)
+    key_dim = text.qk_nope_head_dim + text.qk_rope_head_dim if latent else head_dim
+    kinds = set(getattr(text, "layer_types", None) or ())
+    rope = getattr(text, "rope_parameters", None) or {}
+    return DecoderShape(
+        hidden_size=text.hidden_size,
+        q_heads=heads,
+        kv_heads=heads if latent else getattr(text, "num_key_value_heads", None) or heads,
+        key_dim=key_dim,
+        value_dim=text.v_head_dim if latent else head_dim,
+        mlp_units=_mlp_units(text),
+        vocab_size=text.vocab_size,
+        windows=tuple(windows),
+        rotary_tables=max(1, len(kinds & set(rope))),
+        element_bytes=packing.dtype_bytes,
+        score_bytes=_score_bytes(text, attention, packing.dtype_bytes),
+    )
+
+
+def _score_bytes(text: PreTrainedConfig, attention: str | None, element_bytes: int) -> int:
+    """What attention holds per score: nothing with a fused kernel."""
+    if text.model_type == "gpt_oss" and attention in (None, "eager", "sdpa"):  # no SDPA path because of its sinks
+        return 3 * element_bytes  # scores with the sink column, less their maximum, softmax in the same dtype
+    implementation = attention or getattr(text, "_attn_implementation", None) or "sdpa"
+    return 3 * element_bytes + 4 if implementation == "eager" else 0  # scores, masked, fp32 softmax, its cast back
+
+
+def _mlp_units(text: PreTrainedConfig) -> int:
+    """Elements per token at an MLP's widest: gate, up, product; for experts, of every chosen one and its input."""
+    chosen = getattr(text, "num_experts_per_tok", None)
+    width = _intermediate_size(text)
+    if not chosen:
+        return 3 * width
+    expert_width = getattr(text, "moe_intermediate_size", None) or width
+    return chosen * (4 * expert_width + text.hidden_size)
+
+
+def _intermediate_size(text: PreTrainedConfig) -> int:
+    return getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+
+
+def target_fingerprint(config: PreTrainedConfig) -> str:
+    """Identifies a target's shape: what a plan depends on besides the quantisation."""
+    text = config.get_text_config(decoder=True)
+    return digest({field: getattr(text, field, None) for field in _FINGERPRINT_FIELDS})
+
+
+def digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
+    base = getattr(model, "get_base_model", None)  # PEFT
+    inner = base() if callable(base) else model
+    config = getattr(inner, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise MemoryPlanError(
+            f"got a {type(model).__name__} as target; wanted a transformers model, which has a config"
+        )
+    config = _with_required_fields(config)
+    embedding: Any = inner.get_input_embeddings() if isinstance(inner, PreTrainedModel) else None
+    dtype = _DTYPE_NAMES.get(getattr(getattr(embedding, "weight", None), "dtype", None), "bf16")  # type: ignore[arg-type]
+    packing = replace(_packing(config, None), dtype=dtype)
+    num_bytes = storage_bytes(model)
+    return TargetFacts(
+        name=getattr(inner, "name_or_path", "") or type(inner).__name__,
+        fingerprint=target_fingerprint(config),
+        quantization=packing,
+        weights=WeightBytes(packed=0, experts=0, plain=num_bytes, largest_packed=_largest_packed(config, packing)),
+        num_parameters=weight_inventory(config).num_parameters,
+        shape=decoder_shape(config, packing, attention),
+        intermediate_size=_intermediate_size(config.get_text_config(decoder=True)),
+        max_position_embeddings=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+        loaded=True,
+    )
+
+
+def _largest_packed(config: PreTrainedConfig, packing: Quantization) -> tuple[int, int]:
+    return count_weights(weight_inventory(config), packing).largest_packed
+
+
+def _facts_of_gguf(path: Path, quantization: Any) -> TargetFacts:
+    if quantization not in (None, "gguf"):
+        raise MemoryPlanError(
+            f"got quantization {quantization!r} for {path.name!r}; a GGUF file brings its own: leave it out"
+        )
+    header = read_gguf_header(path)
+    shape, context = _gguf_shape(header, path.name)
+    matrices = [t for t in header.tensors if len(t.shape) >= 2 and not t.name.startswith("token_embd")]
+    largest = max((t.shape[-2:] for t in matrices), key=lambda s: s[0] * s[1], default=(0, 0))
+    return TargetFacts(
+        name=path.name,
+        fingerprint=digest(asdict(shape) | {"tensors": len(header.tensors)}),
+        quantization=SCHEMES["gguf"],
+        weights=WeightBytes(sum(t.num_bytes for t in header.tensors), 0, 0, (largest[0], largest[1])),
+        num_parameters=sum(_elements(t.shape) for t in header.tensors),
+        shape=shape,
+        intermediate_size=shape.mlp_units // 3,
+        max_position_embeddings=context,
+    )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _gguf_shape(header: GgufHeader, name: str) -> tuple[DecoderShape, int | None]:
+    metadata = header.metadata
+    prefix = metadata.get("general.architecture")
+    fields = {
+        "embedding_length": None, "block_count": None, "attention.head_count": None, "feed_forward_length": None
+    }  # fmt: skip
+    values = {field: metadata.get(f"{prefix}.{field}") for field in fields}
+    missing = [f"{prefix}.{field}" for field, value in values.items() if not isinstance(value, int) or value < 1]
+    vocab = header.array_lengths.get("tokenizer.ggml.tokens") or metadata.get(f"{prefix}.vocab_size")
+    if missing or not isinstance(vocab, int):
+        missing += [] if isinstance(vocab, int) else ["tokenizer.ggml.tokens"]
+        raise MemoryPlanError(
+            f"{name!r} lacks the metadata {missing}; a plan needs them: use a complete GGUF model file"
+        )
+    sizes = {field: int(value) for field, value in values.items()}  # type: ignore[arg-type]
+    heads, hidden = sizes["attention.head_count"], sizes["embedding_length"]
+    kv_heads = int(metadata.get(f"{prefix}.attention.head_count_kv", heads))
+    key_dim = int(metadata.get(f"{prefix}.attention.key_length", hidden // heads))
+    context = metadata.get(f"{prefix}.context_length")
+    shape = DecoderShape(
+        hidden_size=hidden,
+        q_heads=heads,
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=int(metadata.get(f"{prefix}.attention.value_length", key_dim)),
+        mlp_units=3 * sizes["feed_forward_length"],
+        vocab_size=vocab,
+        windows=(None,) * sizes["block_count"],  # which layers slide is not in the header; full ones need more
+        element_bytes=4,  # packed GGUF weights compute in fp32
+    )
+    return shape, int(context) if isinstance(context, int) else None

@@ -1,0 +1,131 @@
+"""The target's logits processors, applied to the nodes of a draft tree and to the drafter's own scores.
+
+Processors fall into four kinds (tried out of order, repeated and row by row; transformers 5.17 and 5.23):
+
+    scores only   temperature, top-k, top-p, ...    one call for all nodes of all rows
+    prefix        repetition penalty, n-grams, ...  a call per row and depth, on that node's own prefix
+    row-bound     prefix constraints, encoder pair  the same, through a view that knows the true row
+    stateful      SynthID, unbatched guidance       cannot be tried on drafts: the caller decodes without them
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+SCORES_ONLY = (
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+    stock.TopHLogitsWarper,
+    stock.MinPLogitsWarper,
+    stock.TypicalLogitsWarper,
+    stock.EpsilonLogitsWarper,
+    stock.EtaLogitsWarper,
+    stock.InfNanRemoveLogitsProcessor,
+    stock.LogitNormalization,
+)
+# Sound on a reduced vocabulary too: they look at each score's rank or mass, which -inf rows do not change.
+RANKED_BY_SCORE = (
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+    stock.MinPLogitsWarper,
+)
+STATEFUL = (stock.SynthIDTextWatermarkLogitsProcessor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+class ScoreProcessing:
+    """A prepared `LogitsProcessorList`, ready for trees.
+
+    Args:
+        processors: as `generate` prepared them.
+    """
+
+    def __init__(self, processors: LogitsProcessorList):
+        self.processors = list(processors)
+        self.is_empty = not self.processors
+        self.scores_only = all(type(p) in SCORES_ONLY for p in self.processors)
+        self.fits_draft_vocabulary = all(type(p) in RANKED_BY_SCORE for p in self.processors)
+
+    @property
+    def stateful(self) -> list[str]:
+        """Class names of processors that must not see rejected drafts."""
+        return [type(p).__name__ for p in self.processors if isinstance(p, STATEFUL)]
+
+    @property
+    def unknown(self) -> list[str]:
+        """Class names of processors transformers does not ship: alone with one row they are taken to be pure."""
+        return [type(p).__name__ for p in self.processors if type(p).__module__ != stock.__name__]
+
+    def node_scores(self, logits: Tensor, prefix: Callable[[int, int], Tensor], rows: Sequence[int]) -> Tensor:
+        """Processed scores of every node.
+
+        Args:
+            logits: `(B, N, V)` raw, any float dtype.
+            prefix: `prefix(b, node)` gives the token ids `(1, t)` of node `node` of row `b`, that node included.
+            rows: the row of the whole batch each of the `B` rows is.
+
+        Returns:
+            Tensor: `(B, N, V)` float32.
+        """
+        scores = logits.float()
+        if self.is_empty:
+            return scores
+        batch, nodes, width = scores.shape
+        if self.scores_only:
+            flat = self._run(self.processors, torch.empty(0), scores.reshape(-1, width))
+            return flat.view(batch, nodes, width)
+        result = torch.empty_like(scores)
+        for b, row in enumerate(rows):
+            views = self._row_views(row)
+            for node in range(nodes):
+                result[b, node] = self._run(views, prefix(b, node), scores[b, node : node + 1].clone())[0]
+        return result
+
+    def draft_scores(self, logits: Tensor) -> Tensor:
+        """The drafter's scores `(B, Vd)` warped as the target's are; only if `fits_draft_vocabulary`."""
+        assert self.fits_draft_vocabulary, "these processors need the full vocabulary"
+        return self._run(self.processors, torch.empty(0), logits.float())
+
+    def row_scores(self, prefixes: Sequence[Tensor], scores: Tensor, rows: Sequence[int]) -> Tensor:
+        """Processed scores `(B, V)` of one token per row, whose prefixes are `(1, t_b)`."""
+        return self.node_scores(scores[:, None], lambda b, _node: prefixes[b], rows)[:, 0]
+
+    def _row_views(self, row: int) -> list[Any]:
+        return [_view_of_row(processor, row) for processor in self.processors]
+
+    @staticmethod
+    def _run(processors: Sequence[Any], input_ids: Tensor, scores: Tensor) -> Tensor:
+        for processor in processors:
+            scores = processor(input_ids, scores)
+        return scores
+
+
+def _view_of_row(processor: Any, row: int) -> Any:
+    """A processor that treats a one-row batch as row `row` of the whole one."""
+    if isinstance(processor, stock.RepetitionPenaltyLogitsProcessor):
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor) and ignored.numel() > 1:  # one length per row since transformers 5.23
+            return _changed(processor, prompt_ignore_length=int(ignored.flatten()[row]))
+    elif isinstance(processor, stock.EncoderRepetitionPenaltyLogitsProcessor):
+        return _changed(processor, encoder_input_ids=processor.encoder_input_ids[row : row + 1])
+    elif isinstance(processor, stock.EncoderNoRepeatNGramLogitsProcessor):
+        return _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[row]])
+    elif isinstance(processor, stock.PrefixConstrainedLogitsProcessor):
+        allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
+        return stock.PrefixConstrainedLogitsProcessor(lambda _batch, ids: allowed(row // beams, ids), 1)
+    return processor
+
+
+def _changed(processor: Any, **attributes: Any) -> Any:
+    view = copy.copy(processor)
+    for name, value in attributes.items():
+        setattr(view, name, value)
+    return view

@@ -1,0 +1,141 @@
+"""What happened while speculating: counts, acceptance and seconds. Plain numbers, no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpeculationStats:
+    """Figures of one `generate` call.
+
+    A *round* is one verification pass of one row; the prefill pass is not a round. Position `i` (0-based) is the
+    `i`-th draft token after the root on the path that was accepted. A draft token counts as accepted when the target
+    agreed with it, also where the text ended before it: the figures judge the drafter, `new_tokens` what was written.
+
+    Attributes:
+        loop: `"own"`, `"stock"` or `"plain"`; `reason` says why it is not the first choice (empty if it is).
+        cache_type: how the target's keys and values were stored: `"full"`, `"int8"` or `"fp8"`.
+        rounds: verification passes, summed over rows.
+        passes: verification passes, all rows at once.
+        drafted: draft tokens sent to verification (tree nodes without the root), summed over rounds.
+        accepted: draft tokens accepted, summed over rounds.
+        new_tokens: tokens written, summed over rows.
+        draft_s, verify_s, rest_s: host seconds in the drafter, in target forwards, in everything else.
+        prefill_s: host seconds until the first token, not part of the three above.
+        drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
+            accepted all before it, and those that accepted it too.
+        fallbacks: every step down that was taken, in order.
+        memory_steps: what was given up because memory ran out, and how often; empty where it did not.
+    """
+
+    loop: str = "own"
+    reason: str = ""
+    cache_type: str = "full"
+    rounds: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rest_s: float = 0.0
+    drafted_at: list[int] = field(default_factory=list)
+    reached_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    memory_steps: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per verification pass, bonus token included; 0.0 before the first round."""
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+    @property
+    def cumulative_acceptance(self) -> list[float]:
+        """Share of the rounds that drafted position `i` in which it was accepted."""
+        return [_ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Share of the rounds that accepted position `i-1` in which position `i` was accepted too."""
+        return [_ratio(a, r) for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
+
+    def record_round(self, *, depth: int, nodes: int, accepted: Sequence[int]) -> None:
+        """Count one round: `depth` deepest draft position, `nodes` draft tokens per row, `accepted` per live row."""
+        missing = depth - len(self.drafted_at)
+        if missing > 0:
+            for counts in (self.drafted_at, self.reached_at, self.accepted_at):
+                counts.extend([0] * missing)
+        self.passes += 1
+        for count in accepted:
+            self.rounds += 1
+            self.drafted += nodes
+            self.accepted += count
+            for position in range(depth):
+                self.drafted_at[position] += 1
+                self.reached_at[position] += position <= count
+                self.accepted_at[position] += position < count
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, derived figures included, as JSON-ready values."""
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "acceptance_length": self.acceptance_length,
+            "cumulative_acceptance": self.cumulative_acceptance,
+            "conditional_acceptance": self.conditional_acceptance,
+        }
+
+    def __str__(self) -> str:
+        positions = " ".join(f"{value:.2f}" for value in self.cumulative_acceptance)
+        why = f" ({self.reason})" if self.reason else ""
+        cache = "" if self.cache_type == "full" else f", {self.cache_type} cache"
+        steps = ", ".join(f"{what} {count}x" for what, count in self.memory_steps.items())
+        given_up = f"; memory ran out: {steps}" if steps else ""
+        return (
+            f"acceptance length {self.acceptance_length:.2f} over {self.rounds} rounds, "
+            f"{self.accepted}/{self.drafted} draft tokens accepted, by position [{positions}], "
+            f"seconds: prefill {self.prefill_s:.2f}, draft {self.draft_s:.2f}, verify {self.verify_s:.2f}, "
+            f"rest {self.rest_s:.2f}, loop {self.loop}{why}{cache}{given_up}"
+        )
+
+
+class PhaseClock:
+    """Adds host seconds to `prefill_s`, `draft_s`, `verify_s` of a `SpeculationStats`; what is left goes to `rest_s`.
+
+    On a GPU, kernels run on after the host has moved on; the one synchronisation a round makes the sum right and puts
+    waiting time where the host waited.
+    """
+
+    def __init__(self, stats: SpeculationStats):
+        self._stats = stats
+        self._started = time.perf_counter()
+        self._inside_s = 0.0  # seconds of phases within the one that is open
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the block to `name`, one of `"prefill"`, `"draft"`, `"verify"`; a phase inside it has its own time."""
+        start, outside_s = time.perf_counter(), self._inside_s
+        self._inside_s = 0.0
+        try:
+            yield
+        finally:
+            elapsed_s = time.perf_counter() - start
+            key = f"{name}_s"
+            setattr(self._stats, key, getattr(self._stats, key) + elapsed_s - self._inside_s)
+            self._inside_s = outside_s + elapsed_s
+
+    def stop(self) -> None:
+        """Charge to `rest_s` what no phase claimed."""
+        stats = self._stats
+        total = time.perf_counter() - self._started
+        stats.rest_s = max(0.0, total - stats.prefill_s - stats.draft_s - stats.verify_s)
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

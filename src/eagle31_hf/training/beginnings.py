@@ -1,0 +1,114 @@
+"""What a run begins with: the frozen target, settings that suit it, and a drafter to train."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..drafter import Eagle31Drafter
+from ..errors import CheckpointNotFoundError
+from .settings import SMALL_TARGET_PARAMETERS, TrainingSettings
+from .vocabulary import DraftVocabulary
+
+
+def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, quantised as it will be served, and its tokenizer.
+
+    Raises:
+        CheckpointNotFoundError: it cannot be found or loaded.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    options: dict[str, Any] = {}
+    if settings.quantization is not None:
+        four = settings.quantization == "4bit"
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=four,
+            load_in_8bit=not four,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.target)
+        target = AutoModelForCausalLM.from_pretrained(
+            settings.target, dtype=settings.dtype, device_map=_device_map(device), **options
+        )
+    except OSError as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointNotFoundError(
+            f"no target at {settings.target!r} ({reason}); check the name and the network"
+        ) from error
+    return target.requires_grad_(False).eval(), tokenizer
+
+
+def _device_map(device: str) -> Any:
+    """With several processes, each takes the card accelerate gives it."""
+    if device != "cuda":
+        return device
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))}
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether training in mixed precision is faster there: on CUDA cards and on CPUs that multiply bfloat16."""
+    if device.type != "cpu":
+        return device.type == "cuda"
+    # No public name says so; elsewhere products would be emulated and slower than in float32.
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(supported and supported())
+
+
+def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSettings:
+    """Fill what was left open to suit the target's size."""
+    config = target.config.get_text_config()
+    small = target.num_parameters() < SMALL_TARGET_PARAMETERS
+    length = 512 if small else 4096
+    vocabulary = config.vocab_size
+    defaults: dict[str, Any] = {
+        "regenerate": "last" if small else "each",
+        "max_new_tokens": 128 if small else 256,
+        "write_rows": 64 if small else 16,
+        "supervise": "all" if small else "assistant",
+        "max_length": min(length, config.max_position_embeddings),
+        "draft_vocab_size": vocabulary // 2 if vocabulary <= 32_000 else min(32_000, vocabulary),
+        "accumulate": 1 if small else 4,
+        "learning_rate": 8e-3 if small else 1e-4,
+    }
+    return replace(settings, **{name: value for name, value in defaults.items() if getattr(settings, name) is None})
+
+
+def fresh_drafter(target: PreTrainedModel, vocabulary: DraftVocabulary, **form: Any) -> Eagle31Drafter:
+    """An untrained float32 drafter whose head holds the target's own rows for the draft vocabulary.
+
+    Args:
+        form: fields of `Eagle31Config` that shall differ from the EAGLE 3.1 form.
+    """
+    drafter = Eagle31Drafter.from_target(target, draft_vocab_size=len(vocabulary.ids), **form)
+    drafter.float()
+    if drafter.draft_ids is not None:
+        drafter.d2t.copy_(vocabulary.d2t)
+        drafter._draft_ids = None
+    head = target.get_output_embeddings()
+    weight: Any = head.weight  # type: ignore[union-attr]
+    if drafter.lm_head is not None and weight.is_floating_point():
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(weight[vocabulary.ids.to(weight.device)])
+    return drafter
+
+
+def freeze_shared(drafter: Eagle31Drafter) -> None:
+    """Train everything but the embedding, which stays the target's."""
+    drafter.requires_grad_(True)
+    if drafter.embed_tokens is not None:
+        drafter.embed_tokens.requires_grad_(False)

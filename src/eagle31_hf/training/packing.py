@@ -1,0 +1,98 @@
+"""Documents side by side in rows of one length, none cut, none seeing its neighbour."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .rendering import Document
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Packed rows.
+
+    Attributes:
+        input_ids: `(B, T)` token ids; padding holds 0.
+        loss_mask: `(B, T)` bool: the token is supervised; never true on padding.
+        document_ids: `(B, T)`: equal numbers in a row are one document; padding is a document of its own.
+        position_ids: `(B, T)` position within the document.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+
+
+def pack(lengths: Sequence[int], row_length: int, *, seed: int) -> list[list[int]]:
+    """Which documents share a row: best fit in random order, so every row mixes what the data has side by side.
+
+    Args:
+        lengths: tokens per document, none above `row_length`.
+
+    Returns:
+        Document numbers per row; each document once.
+    """
+    assert max(lengths, default=0) <= row_length, "documents were cut to the row length before"
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # free tokens -> rows with so many
+    for document in order:
+        length = lengths[document]
+        # Rows with less room than any document needs stay in the table; it has at most `row_length` keys.
+        fit = min((free for free, numbers in open_rows.items() if free >= length and numbers), default=None)
+        if fit is None:
+            rows.append([document])
+            open_rows.setdefault(row_length - length, []).append(len(rows) - 1)
+        else:
+            row = open_rows[fit].pop()
+            rows[row].append(document)
+            open_rows.setdefault(fit - length, []).append(row)
+    return rows
+
+
+class PackedDocuments(Dataset):
+    """Rows of packed documents, as tensors `(T,)` under the field names of `PackedBatch`."""
+
+    def __init__(self, documents: Sequence[Document], row_length: int, *, seed: int):
+        self.documents, self.row_length = documents, row_length
+        self.rows = pack([len(document.input_ids) for document in documents], row_length, seed=seed)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return pack_row([self.documents[number] for number in self.rows[index]], self.row_length)
+
+
+def pack_row(documents: Sequence[Document], row_length: int) -> dict[str, Tensor]:
+    """One row `(T,)` of each field of `PackedBatch`."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    owners: list[int] = []
+    positions: list[int] = []
+    for number, document in enumerate(documents):
+        length = len(document.input_ids)
+        ids += document.input_ids
+        mask += document.loss_mask
+        owners += [number] * length
+        positions += range(length)
+    padding = row_length - len(ids)
+    return {
+        "input_ids": torch.tensor(ids + [0] * padding),
+        "loss_mask": torch.tensor(mask + [False] * padding),
+        "document_ids": torch.tensor(owners + [-1] * padding),
+        "position_ids": torch.tensor([*positions, *range(padding)]),
+    }
+
+
+def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Rows `(T, ...)` to a batch `(B, T, ...)`."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -1,0 +1,143 @@
+"""What a training run will take, told before it starts: disk and memory by arithmetic, time by a short timed probe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .distill import DistillationModel, packed
+from .packing import collate
+from .test_time import supervised_positions
+
+PROBE_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Figures of a run.
+
+    Attributes:
+        rows, tokens, supervised_tokens: packed rows and what they hold.
+        coverage: share of the supervised tokens that can be drafted.
+        steps: optimiser steps.
+        disk_bytes: checkpoints and stored features at their most.
+        training_bytes: memory beside the target: weights, gradients, optimiser, activations of one batch.
+        step_s: seconds per optimiser step, measured.
+        bare_s: of them, what target forward and drafter passes alone would take, measured.
+    """
+
+    rows: int
+    tokens: int
+    supervised_tokens: int
+    coverage: float | None
+    steps: int
+    disk_bytes: int
+    training_bytes: int
+    step_s: float
+    bare_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Expected seconds, measurements of acceptance not counted."""
+        return self.steps * self.step_s
+
+    def __str__(self) -> str:
+        coverage = "" if self.coverage is None else f", {self.coverage:.2%} of them can be drafted"
+        return "\n".join(
+            (
+                f"data      {self.tokens:,} tokens in {self.rows:,} rows",
+                f"learned   {self.supervised_tokens:,} tokens{coverage}",
+                f"steps     {self.steps:,} at {self.step_s:.2f} s: {self.total_s / 60:.1f} minutes, plus measurements",
+                f"overhead  a step takes {self.step_s / self.bare_s:.2f} x its target forward and drafter passes alone",
+                f"memory    {self.training_bytes / 1e9:.2f} GB beside the target",
+                f"disk      {self.disk_bytes / 1e9:.2f} GB",
+            )
+        )
+
+
+def training_bytes(model: DistillationModel, batch_tokens: int) -> int:
+    """Memory beside the target: float32 weights, gradients and two optimiser moments, and activations of one batch."""
+    config = model.drafter.config
+    parameters = sum(p.numel() for p in model.drafter.parameters() if p.requires_grad)
+    steps = model.settings.steps
+    per_token = 4 * (  # float32 at its most
+        2 * config.draft_vocab_size * (1 if model.gradient_checkpointing else steps)  # type: ignore[operator]
+        + config.draft_vocab_size  # type: ignore[operator]
+        + steps * (12 * config.hidden_size + 3 * config.intermediate_size)
+        + config.num_aux_hidden_states * config.target_hidden_size  # type: ignore[operator]
+    )
+    return 16 * parameters + per_token * batch_tokens
+
+
+def checkpoint_bytes(model: DistillationModel, kept: int) -> int:
+    """Disk for `kept` checkpoints: float32 weights and two moments each."""
+    return 12 * kept * sum(p.numel() for p in model.drafter.parameters())
+
+
+def time_step(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, batch_rows: int, bf16: bool) -> float:
+    """Median seconds of forward and backward over one batch; the model is left as it was."""
+
+    def step(batch: dict[str, Tensor]) -> None:
+        model(**batch).loss.backward()
+
+    return _median_time(step, model, rows, batch_rows=batch_rows, bf16=bf16)
+
+
+def time_bare(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, batch_rows: int, bf16: bool) -> float:
+    """Median seconds of what a step cannot do without: a target forward and `S` drafter passes, each with its backward.
+
+    A bare pass is causal over the batch and ends in the loss at the supervised positions against a fixed answer.
+    """
+    drafter = model.drafter
+    steps = model.settings.steps
+
+    def parts(batch: dict[str, Tensor]) -> None:
+        ids = batch["input_ids"]
+        with torch.no_grad():
+            drafter.require_binding().model(input_ids=ids, use_cache=False)
+            embeddings = drafter.embed(ids)
+        supervised = supervised_positions(packed(batch))
+        answers = torch.zeros(int(supervised.sum()), dtype=torch.long, device=ids.device)
+        width = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size  # type: ignore[operator]
+        aux = torch.randn(*ids.shape, width, device=ids.device)
+        for step in range(steps):
+            hidden = drafter.fuse_aux(aux) if step == 0 else torch.randn_like(embeddings)
+            out = drafter.decode(embeddings, hidden, drafter.rotary(batch["position_ids"]))
+            logits = drafter.draft_logits(out.normed[supervised])
+            torch.nn.functional.cross_entropy(logits.float(), answers).backward()
+
+    return _median_time(parts, model, rows, batch_rows=batch_rows, bf16=bf16)
+
+
+def _median_time(
+    work: Callable[[dict[str, Tensor]], None],
+    model: DistillationModel,
+    rows: Sequence[dict[str, Tensor]],
+    *,
+    batch_rows: int,
+    bf16: bool,
+) -> float:
+    device = model.drafter.device
+    seconds = []
+    with torch.random.fork_rng():
+        for turn in range(1 + PROBE_BATCHES):
+            chosen = [rows[(turn * batch_rows + i) % len(rows)] for i in range(batch_rows)]
+            batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
+            started = _now(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                work(batch)
+            seconds.append(_now(device) - started)
+            model.zero_grad(set_to_none=True)
+    return sorted(seconds[1:])[PROBE_BATCHES // 2]  # the first one warms up
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()

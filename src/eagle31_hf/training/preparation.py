@@ -1,0 +1,206 @@
+"""Everything before the first step: texts the target wrote, draft vocabulary, drafter, rows to train on.
+
+With several processes each lets the target write its share of the texts; then all hold the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from rich.console import Console
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..checkpoints import read_checkpoint
+from ..drafter import Eagle31Drafter
+from ..errors import TrainingError
+from .beginnings import freeze_shared, fresh_drafter
+from .data import Conversation, read_conversations
+from .evaluation import EvaluationPrompt, evaluation_prompts
+from .features import FeatureManifest, StoredFeatures, store_features
+from .packing import PackedDocuments
+from .progress import progress_bar
+from .regeneration import disk_bytes, regenerate
+from .rendering import Document, Documents, render_documents
+from .settings import TrainingSettings
+from .vocabulary import DraftVocabulary, build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
+
+HELD_OUT_ROWS = 64
+VOCABULARY_FILE = "draft_vocabulary.json"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents to train on and prompts to measure acceptance on."""
+
+    documents: Documents
+    prompts: list[EvaluationPrompt]
+
+
+class Preparation:
+    """What a run needs before its first step, for settings that are resolved.
+
+    Args:
+        console: where progress is shown.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        console: Console,
+    ):
+        self.settings, self.target, self.tokenizer, self.console = settings, target, tokenizer, console
+        # Who has written its share waits for the slowest: hours, where a large target writes long answers.
+        self.processes = PartialState(cpu=target.device.type == "cpu", timeout=timedelta(days=1))
+
+    def read_texts(self) -> Texts:
+        """Read the prompts, let the target write, render; says how much was left out and why.
+
+        Raises:
+            TrainingError: a row or file is unusable; it is named.
+        """
+        settings = self.settings
+        assert settings.max_length is not None, "resolve sets it"
+        conversations = read_conversations(settings.prompts, limit=settings.max_rows)
+        if settings.held_out:
+            held_out = read_conversations(settings.held_out, limit=settings.max_rows)
+        else:
+            held_out, conversations = _split(conversations, settings.seed)
+        prompts = evaluation_prompts(held_out, self.tokenizer)
+        written = self._regenerate(conversations)
+        documents = render_documents(
+            written,
+            self.tokenizer,
+            max_length=settings.max_length,
+            too_long=settings.too_long,
+            supervise=settings.supervise or "assistant",
+        )
+        left_out = {
+            "truncated": documents.truncated,
+            "too long and dropped": documents.dropped,
+            "without anything to learn": documents.unsupervised,
+            "with a context too long to answer": len(conversations) - len(written),
+        }
+        told = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
+        self.console.print(
+            f"text      {len(documents.documents):,} conversations" + (f" ({told})" if told else ""),
+            highlight=False,
+            markup=False,
+        )
+        return Texts(documents, prompts)
+
+    def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        settings = self.settings
+        assert settings.max_length is not None, "resolve sets it"
+        if settings.regenerate == "none":
+            return list(conversations)
+        how = settings.to_regeneration(max_prompt_tokens=max(1, settings.max_length - 8))
+        self.console.print(
+            f"the target writes its own turns: at most {disk_bytes(conversations, how) / 1e9:.2f} GB "
+            f"in {settings.out / 'data'}",
+            highlight=False,
+            markup=False,
+        )
+        mine = conversations[self.processes.process_index :: self.processes.num_processes]
+        with progress_bar(self.console) as bar:
+            task = bar.add_task("target writes", total=len(mine), note="")
+            written = regenerate(
+                mine,
+                self.target,
+                self.tokenizer,
+                settings.out / "data" / self._text_file(),
+                how,
+                on_batch=lambda rows: bar.advance(task, rows),
+            )
+        if self.processes.num_processes == 1:
+            return written
+        by_id = {conversation.id: conversation for conversation in gather_object(written)}
+        return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
+
+    def _text_file(self) -> str:
+        index = self.processes.process_index
+        return f"conversations-{index}.jsonl" if index else "conversations.jsonl"
+
+    def make_drafter(self, documents: list[Document]) -> tuple[Eagle31Drafter, float | None]:
+        """A fresh drafter whose head is the target's rows, or the one named; float32, attached. And its coverage."""
+        settings = self.settings
+        counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
+        if settings.drafter is not None:
+            checkpoint = read_checkpoint(settings.drafter, dtype=torch.float32)
+            if checkpoint.scheme is not None:
+                raise TrainingError(
+                    f"{settings.drafter} is packed in {checkpoint.scheme.method}; packed weights cannot be trained: "
+                    "start from the drafter it was packed from"
+                )
+            drafter = Eagle31Drafter.from_checkpoint(checkpoint)
+            drafter.to(device=self.target.get_output_embeddings().weight.device)  # type: ignore[call-arg, union-attr]
+            drafter.attach(self.target)
+            self._check_stored_vocabulary(drafter)
+        else:
+            drafter = fresh_drafter(self.target, self._vocabulary(counts))
+        freeze_shared(drafter)
+        ids = drafter.draft_ids
+        covered = counts if ids is None else counts[ids.cpu()]
+        return drafter.train(), int(covered.sum()) / max(1, int(counts.sum()))
+
+    def _vocabulary(self, counts: torch.Tensor) -> DraftVocabulary:
+        """Built once and kept: the head's rows are tied to it."""
+        settings = self.settings
+        path = settings.out / VOCABULARY_FILE
+        assert settings.draft_vocab_size is not None, "resolve sets it"
+        if settings.resume and path.exists():
+            vocabulary = read_vocabulary(path)
+            if len(vocabulary.ids) != settings.draft_vocab_size or vocabulary.vocab_size != len(counts):
+                raise TrainingError(
+                    f"{path} holds {len(vocabulary.ids)} of {vocabulary.vocab_size} tokens, the run wants "
+                    f"{settings.draft_vocab_size} of {len(counts)}; resume with the settings of the run"
+                )
+            return vocabulary
+        vocabulary = build_vocabulary(counts, settings.draft_vocab_size)
+        if self.processes.is_main_process:
+            settings.out.mkdir(parents=True, exist_ok=True)
+            vocabulary.save(path)
+        return vocabulary
+
+    def _check_stored_vocabulary(self, drafter: Eagle31Drafter) -> None:
+        path = self.settings.out / VOCABULARY_FILE
+        if path.exists():
+            check_vocabulary(read_vocabulary(path), drafter.draft_ids, drafter.config.vocab_size, str(path))
+
+    def make_dataset(self, drafter: Eagle31Drafter, documents: list[Document]) -> Dataset:
+        """Packed rows, with the target's features beside them if those are to be stored."""
+        settings = self.settings
+        assert settings.max_length is not None, "resolve sets it"
+        if not settings.store_features:
+            return PackedDocuments(documents, settings.max_length, seed=settings.seed)
+        binding = drafter.require_binding()
+        folder = settings.out / "features"
+        # The others find every shard written, and write none.
+        with self.processes.main_process_first(), progress_bar(self.console) as bar:
+            task = bar.add_task("storing features", total=None, note="")
+            store_features(
+                binding,
+                documents,
+                folder,
+                on_shard=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        wanted = FeatureManifest.of(binding, documents)
+        return StoredFeatures(folder, wanted, documents, row_length=settings.max_length, seed=settings.seed)
+
+
+def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversation], list[Conversation]]:
+    """Some rows to measure on, the rest to train on."""
+    order = torch.randperm(len(conversations), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = min(HELD_OUT_ROWS, len(conversations) // 5)
+    if count == 0:
+        raise TrainingError(
+            f"{len(conversations)} conversations are too few to keep some for measuring; give more, or name held_out"
+        )
+    return [conversations[i] for i in order[:count]], [conversations[i] for i in order[count:]]

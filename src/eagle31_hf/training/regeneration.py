@@ -1,0 +1,262 @@
+"""The target writes the assistant turns itself, so that the drafter learns the text it will be asked to draft."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import ConfigurationError, TrainingError
+from .data import Conversation, Message, conversation_from_row
+from .evaluation import left_padded, pad_token_id
+from .features import require_disk
+from .rendering import prompt_ids
+
+TURNS = ("each", "last", "none")
+BYTES_PER_TOKEN = 8
+"""Text and ids of one token in a JSON line, measured on English dialogue (4 + 4)."""
+
+
+@dataclass(frozen=True)
+class RegenerationSettings:
+    """How the target writes.
+
+    Attributes:
+        turns: `"each"` rewrites every assistant turn in order, `"last"` one turn per conversation (after a user message
+            drawn at random; the turns before stay as they are), `"none"` leaves the data alone.
+        temperature: `None` takes the target's own generation config, 0 is greedy.
+        max_new_tokens: most tokens per turn; a turn that is cut there ends its conversation.
+        max_prompt_tokens: conversations end before a turn whose context is longer.
+        batch_size: turns written at a time.
+        seed: of sampling and of the choice of turns.
+    """
+
+    turns: str = "each"
+    temperature: float | None = None
+    max_new_tokens: int = 256
+    max_prompt_tokens: int = 1024
+    batch_size: int = 32
+    seed: int = 0
+
+
+def regenerate(
+    conversations: Sequence[Conversation],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    settings: RegenerationSettings,
+    *,
+    on_batch: Callable[[int], None] = lambda rows: None,
+) -> list[Conversation]:
+    """Conversations whose last turn the target wrote, in the order given.
+
+    They are kept in `path` (JSONL), batch by batch; called again, it continues where it was stopped. Rows whose context
+    exceeds the limit before the first turn are left out.
+
+    Args:
+        on_batch: called with the number of rows done since the last call.
+
+    Raises:
+        TrainingError: too little disk, `path` was written with other settings, or a row cannot be rendered.
+    """
+    if settings.turns not in TURNS:
+        raise ConfigurationError(f"turns is {settings.turns!r}; wanted one of {TURNS}")
+    if settings.turns == "none":
+        return list(conversations)
+    done = _resume(path, settings, target)
+    missing = [conversation for conversation in conversations if conversation.id not in done]
+    require_disk(path, disk_bytes(missing, settings), f"writing {len(missing):,} conversations")
+    on_batch(len(conversations) - len(missing))
+    writer = _Writer(target, tokenizer, settings)
+    with path.open("a", encoding="utf-8") as file:
+        for batch in _batches(missing, settings):
+            for row in writer.write(batch):
+                done[row["id"]] = row
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            on_batch(len(batch))
+    rows = (done[conversation.id] for conversation in conversations)
+    return [
+        conversation_from_row(row, where=str(path), fallback_id=row["id"], category=row["category"])
+        for row in rows
+        if row["answer_ids"]
+    ]
+
+
+def disk_bytes(conversations: Sequence[Conversation], settings: RegenerationSettings) -> int:
+    """Most disk the regenerated conversations will take."""
+    kept = sum(len(message["content"]) for conversation in conversations for message in conversation.messages)
+    turns = len(conversations) if settings.turns == "last" else sum(_user_turns(c) for c in conversations)
+    return kept + turns * settings.max_new_tokens * BYTES_PER_TOKEN
+
+
+def _user_turns(conversation: Conversation) -> int:
+    return sum(message["role"] == "user" for message in conversation.messages)
+
+
+def _resume(path: Path, settings: RegenerationSettings, target: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """Rows already written; a line cut short by a kill is removed."""
+    header = {**asdict(settings), "target": target.name_or_path}
+    header.pop("batch_size")
+    notes = path.with_suffix(".settings.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        notes.write_text(json.dumps(header), encoding="utf-8")
+        return {}
+    stored = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
+    differing = [
+        f"{name}: {stored.get(name)!r}, now {value!r}" for name, value in header.items() if stored.get(name) != value
+    ]
+    if differing:
+        raise TrainingError(
+            f"{path} was written otherwise ({'; '.join(differing)}); remove it to write again, or use its settings"
+        )
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    try:
+        rows = [json.loads(line) for line in whole.splitlines()]
+        return {row["id"]: row for row in rows}
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainingError(f"{path} holds a damaged line ({error}); remove the file to write again") from error
+
+
+def _batches(conversations: Sequence[Conversation], settings: RegenerationSettings) -> list[list[Conversation]]:
+    """Conversations of like work together; the longest first, so that a lack of memory shows at once.
+
+    A batch writes until its last row has ended, and the answer that stands in the data tells best how much that is.
+    Among answers of like length, contexts of like length share a batch, so that little of it is padding.
+    """
+    ordered = sorted(conversations, key=lambda c: _work(c, settings), reverse=True)
+    return [list(ordered[i : i + settings.batch_size]) for i in range(0, len(ordered), settings.batch_size)]
+
+
+def _work(conversation: Conversation, settings: RegenerationSettings) -> tuple[int, int]:
+    """Doublings of the characters to be written, and characters of the first context."""
+    lengths = [len(message["content"]) for message in conversation.messages]
+    answered = _answered(conversation, settings)
+    replaced = sum(sum(lengths[user + 1 : user + 2]) for user in answered)
+    return replaced.bit_length(), sum(lengths[: answered[0] + 1]) if answered else 0
+
+
+def _answered(conversation: Conversation, settings: RegenerationSettings) -> list[int]:
+    """Which user messages are answered."""
+    users = [i for i, message in enumerate(conversation.messages) if message["role"] == "user"]
+    if settings.turns == "each" or not users:
+        return users
+    # By id, so that a resumed run chooses the same.
+    return [random.Random(f"{settings.seed} {conversation.id}").choice(users)]
+
+
+class _Writer:
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RegenerationSettings):
+        self.target: Any = target
+        self.tokenizer = tokenizer
+        self.settings = settings
+        ends = target.generation_config.eos_token_id if target.generation_config is not None else None
+        self.ends = set(ends) if isinstance(ends, list) else {ends}
+
+    def write(self, batch: list[Conversation]) -> list[dict[str, Any]]:
+        """One row per conversation; `answer_ids` is empty where nothing could be written."""
+        rows = [_Row(conversation, _answered(conversation, self.settings)) for conversation in batch]
+        while True:
+            waiting = [row for row in rows if row.next_context() is not None]
+            if not waiting:
+                return [row.to_json() for row in rows]
+            self._write_turn(waiting)
+
+    def _write_turn(self, rows: list[_Row]) -> None:
+        prompts = []
+        fitting = []
+        for row in rows:
+            prompt = prompt_ids(self.tokenizer, row.next_context() or [], row.conversation.id)
+            if len(prompt) > self.settings.max_prompt_tokens:
+                row.stop()
+            else:
+                prompts.append(prompt)
+                fitting.append(row)
+        if not fitting:
+            return
+        for row, answer in zip(fitting, self._generate(prompts, fitting[0].conversation.id), strict=True):
+            text = self.tokenizer.decode(answer, skip_special_tokens=True)
+            row.add(answer, str(text))
+            if not answer or answer[-1] not in self.ends:
+                row.stop()
+
+    @torch.no_grad()
+    def _generate(self, prompts: list[list[int]], first: str) -> list[list[int]]:
+        ids, mask = left_padded(prompts, self.target.get_input_embeddings().weight.device)
+        options: dict[str, Any] = {}
+        if self.settings.temperature == 0:
+            options = {"do_sample": False}
+        elif self.settings.temperature is not None:
+            options = {"do_sample": True, "temperature": self.settings.temperature}
+        with torch.random.fork_rng():
+            torch.manual_seed(random.Random(f"{self.settings.seed} {first} {len(prompts[0])}").getrandbits(63))
+            output = self.target.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=self.settings.max_new_tokens,
+                pad_token_id=pad_token_id(self.target),
+                **options,
+            )
+        return [self._until_end(row) for row in output[:, ids.shape[1] :].tolist()]
+
+    def _until_end(self, answer: list[int]) -> list[int]:
+        for position, token in enumerate(answer):
+            if token in self.ends:
+                return answer[: position + 1]
+        return answer
+
+
+class _Row:
+    """A conversation being written."""
+
+    def __init__(self, conversation: Conversation, answered: list[int]):
+        self.conversation = conversation
+        self._answered = answered  # user messages whose answer the target writes
+        self._written: dict[int, str] = {}
+        self._answer_ids: list[int] = []
+        self._last: int | None = None
+        self._stopped = False
+
+    def next_context(self) -> list[Message] | None:
+        """Messages up to the next user message to be answered, earlier answers replaced."""
+        left = [user for user in self._answered if user not in self._written]
+        return None if self._stopped or not left else self._messages_to(left[0])
+
+    def _messages_to(self, user: int) -> list[Message]:
+        messages: list[Message] = []
+        for index, message in enumerate(self.conversation.messages[: user + 1]):
+            if message["role"] == "assistant" and index - 1 in self._written:
+                continue  # the target's own answer stands there already
+            messages.append(message)
+            if index in self._written:
+                messages.append({"role": "assistant", "content": self._written[index]})
+        return messages
+
+    def add(self, answer_ids: list[int], text: str) -> None:
+        user = next(user for user in self._answered if user not in self._written)
+        self._written[user], self._answer_ids, self._last = text, answer_ids, user
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def to_json(self) -> dict[str, Any]:
+        messages = [] if self._last is None else self._messages_to(self._last)
+        return {
+            "id": self.conversation.id,
+            "category": self.conversation.category,
+            "conversations": messages or list(self.conversation.messages),
+            "answer_ids": self._answer_ids,
+        }

@@ -1,0 +1,126 @@
+"""What a training run is told. Every field's `help` is the text of its command-line option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError
+from .losses import find_loss
+from .objectives import DistillationSettings, PolicySettings
+from .optimizers import OPTIMIZERS
+from .regeneration import TURNS, RegenerationSettings
+from .rendering import SUPERVISED, TOO_LONG
+
+STAGES = ("1", "2", "both")
+SMALL_TARGET_PARAMETERS = 200_000_000
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """One training run. `None` means: chosen to suit the target (`beginnings.resolve`)."""
+
+    target: str = field(metadata={"help": "target: folder or Hub id"})
+    prompts: tuple[str, ...] = field(metadata={"help": "JSONL files, folders or Hub data sets with conversations"})
+    out: Path = field(metadata={"help": "folder for the drafter, its checkpoints and its data"})
+    stage: str = _option("1", "1 (distillation), 2 (acceptance, on a trained drafter) or both")
+    resume: bool = _option(False, "continue from the last complete checkpoint in the folder")
+    drafter: str | None = _option(None, "start from this drafter (folder or Hub id) instead of a fresh one")
+    held_out: tuple[str, ...] = _option((), "prompts to measure acceptance on; default: 64 rows kept from the prompts")
+    max_rows: int | None = _option(None, "use at most so many conversations of each source")
+    regenerate: str | None = _option(
+        None, "assistant turns the target writes itself: each, last (one per row) or none; default: last if small"
+    )
+    temperature: float | None = _option(None, "temperature it writes with; default: its generation config")
+    max_new_tokens: int | None = _option(None, "most tokens it writes per turn; default 128 if small, else 256")
+    write_rows: int | None = _option(None, "conversations it writes at a time; default 64 if small, else 16")
+    supervise: str | None = _option(
+        None, "learn from the assistant's tokens or from all; default: all for a small target"
+    )
+    max_length: int | None = _option(None, "tokens per packed row; default 512 for a small target, else 4096")
+    too_long: str = _option("truncate", "longer conversations: truncate, drop or error")
+    draft_vocab_size: int | None = _option(
+        None, "tokens that can be drafted; default: half of 8k, 32000 of a large one"
+    )
+    store_features: bool = _option(False, "compute the target's hidden states once and keep them on disk")
+    ttt_steps: int = _option(4, "draft steps of the training-time test")
+    step_decay: float = _option(0.8, "weight of each step relative to the one before")
+    loss: str = _option("cross_entropy", "cross_entropy, kl, lk_alpha, lk_hybrid or total_variation")
+    reward: str = _option("chain", "stage 2: chain (sampled serving) or tree (greedy serving)")
+    reward_temperature: float | None = _option(None, "stage 2: temperature served; default 1 for chain, 0 for tree")
+    stage2_share: float = _option(0.25, "stage both: share of the steps that stage 2 takes")
+    max_steps: int | None = _option(None, "optimiser steps; default: from the number of epochs")
+    epochs: float = _option(2.0, "passes over the data, if max_steps is not given")
+    batch_rows: int = _option(4, "packed rows per forward")
+    accumulate: int | None = _option(None, "forwards per optimiser step; default 1 for a small target, else 4")
+    optimizer: str = _option("auto", "muon (matrices; AdamW on the rest), adamw, or auto")
+    learning_rate: float | None = _option(
+        None, "of AdamW, a tenth of Muon's; default 8e-3 if small, else 1e-4; stage 2: a tenth"
+    )
+    warmup_share: float = _option(0.03, "share of the steps with rising learning rate; cosine decay follows")
+    max_grad_norm: float = _option(0.5, "gradients are scaled down to this norm")
+    gradient_checkpointing: bool = _option(False, "compute draft logits twice instead of keeping them")
+    eval_steps: int = _option(200, "steps between measurements of served acceptance, each with a checkpoint")
+    patience: int = _option(5, "stop after so many measurements without progress")
+    draft_tokens: int = _option(5, "draft tokens per round when acceptance is measured")
+    quantization: str | None = _option(None, "load the target in 4bit or 8bit (bitsandbytes), as it will be served")
+    dtype: str = _option("auto", "precision of the target")
+    device: str = _option("auto", "auto, cpu, cuda or mps")
+    seed: int = _option(0, "of data order, sampling and initial weights")
+    report_to: str = _option("none", "where Trainer logs to: none, tensorboard, wandb, ...")
+    push: str | None = _option(None, "upload the drafter to this Hub repository at the end")
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` naming the first field that makes no sense."""
+        for name, allowed in (
+            ("stage", STAGES),
+            ("regenerate", (None, *TURNS)),
+            ("too_long", TOO_LONG),
+            ("supervise", (None, *SUPERVISED)),
+            ("optimizer", OPTIMIZERS),
+            ("quantization", (None, "4bit", "8bit")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}; wanted one of {allowed}")
+        for name in (
+            "ttt_steps", "batch_rows", "eval_steps", "patience", "draft_tokens", "max_new_tokens", "write_rows"
+        ):  # fmt: skip
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
+        if not self.prompts:
+            raise ConfigurationError("no prompts given; name a JSONL file, a folder of them or a Hub data set")
+        if self.stage == "2" and self.drafter is None:
+            raise ConfigurationError("stage 2 improves a trained drafter; name it with drafter, or use stage='both'")
+        if not 0 < self.stage2_share < 1:
+            raise ConfigurationError(f"stage2_share is {self.stage2_share}; wanted a share between 0 and 1")
+        find_loss(self.loss)
+        self.to_policy().check()
+
+    def to_distillation(self) -> DistillationSettings:
+        """The token loss."""
+        return DistillationSettings(self.ttt_steps, self.step_decay, self.loss)
+
+    def to_policy(self) -> PolicySettings:
+        """The acceptance objective."""
+        default = 1.0 if self.reward == "chain" else 0.0
+        temperature = default if self.reward_temperature is None else self.reward_temperature
+        return PolicySettings(reward=self.reward, depth=self.draft_tokens, temperature=temperature)
+
+    def to_regeneration(self, max_prompt_tokens: int) -> RegenerationSettings:
+        """How the target writes."""
+        assert self.regenerate is not None, "resolve sets it"
+        assert self.max_new_tokens is not None, "resolve sets it"
+        assert self.write_rows is not None, "resolve sets it"
+        return RegenerationSettings(
+            turns=self.regenerate,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            batch_size=self.write_rows,
+            seed=self.seed,
+        )

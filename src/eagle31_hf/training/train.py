@@ -1,0 +1,303 @@
+"""One call from a target and prompts to a drafter: `train_drafter`. The parts are in the other files of this folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+
+from ..drafter import Eagle31Drafter
+from ..errors import TrainingError
+from .beginnings import load_target, multiplies_bfloat16, resolve
+from .distill import DistillationModel, DistillationTrainer, copy_weights, last_checkpoint
+from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
+from .features import require_disk
+from .model_card import CardFacts, Evidence, model_card
+from .optimizers import OptimizerSettings
+from .plan import TrainingPlan, checkpoint_bytes, time_bare, time_step, training_bytes
+from .policy import PolicyModel
+from .preparation import Preparation
+from .progress import LiveProgress
+from .rendering import Documents
+from .settings import TrainingSettings
+
+KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
+RESULT_FILE = "result.json"
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One stage: its name, optimiser steps done, last training loss and served acceptance by category."""
+
+    name: str
+    steps: int
+    loss: float
+    acceptance: dict[str, AcceptanceCounts]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready figures."""
+        acceptance = {
+            category: {**asdict(counts), "acceptance_length": counts.acceptance_length}
+            for category, counts in self.acceptance.items()
+        }
+        return {"name": self.name, "steps": self.steps, "loss": self.loss, "acceptance": acceptance}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> StageResult:
+        """What `to_dict` gave."""
+        acceptance = {}
+        for category, figures in stored["acceptance"].items():
+            counts = {name: value for name, value in figures.items() if name != "acceptance_length"}
+            acceptance[category] = AcceptanceCounts(**counts)
+        return cls(stored["name"], stored["steps"], stored["loss"], acceptance)
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What a run made: the drafter's folder, the plan it began with and the stages in order."""
+
+    folder: Path
+    plan: TrainingPlan
+    stages: tuple[StageResult, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready figures."""
+        return {
+            "folder": str(self.folder),
+            "plan": asdict(self.plan),
+            "stages": [stage.to_dict() for stage in self.stages],
+        }
+
+
+def train_drafter(settings: TrainingSettings, *, console: Console | None = None) -> TrainingReport:
+    """Make a drafter: let the target write its text, choose the draft vocabulary, distil, improve acceptance, write.
+
+    The plan is printed before the first step. The folder `settings.out` ends with the drafter in the published layout,
+    its card and `training_report.json`; beside them `stage1/`, `stage2/` hold checkpoints and `data/` the texts.
+
+    Args:
+        console: where progress is shown; default: standard error.
+
+    Raises:
+        TrainingError: data, features, disk or the run itself are unusable; rows and files are named.
+        ConfigurationError: a setting makes no sense.
+        CheckpointError, IncompatibleTargetError: the target or the drafter to start from cannot be used.
+    """
+    settings.check()
+    console = console or Console(stderr=True)
+    if not _is_first_process():
+        console = Console(quiet=True)
+    out = settings.out
+    if settings.resume and not out.is_dir():
+        raise TrainingError(f"nothing to resume: there is no folder {out}; start without resume")
+    if not settings.resume and out.is_dir() and any(out.glob("stage*/checkpoint-*")):
+        raise TrainingError(f"{out} holds the checkpoints of an earlier run; resume it, or name another folder")
+    set_seed(settings.seed)
+    target, tokenizer = load_target(settings)
+    settings = resolve(settings, target)
+    with warnings.catch_warnings():
+        # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        report = _Run(settings, target, tokenizer, console).execute()
+    # A process that ends with its group still open may abort after all its work is done.
+    PartialState().destroy_process_group()
+    return report
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        console: Console,
+    ):
+        self.settings, self.target, self.tokenizer, self.console = settings, target, tokenizer, console
+        self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
+        self.evaluation = EvaluationSettings(depth=settings.draft_tokens)
+        self.bf16 = target.dtype == torch.bfloat16 and multiplies_bfloat16(target.device)
+
+    def execute(self) -> TrainingReport:
+        settings = self.settings
+        preparation = Preparation(settings, self.target, self.tokenizer, self.console)
+        data = preparation.read_texts()
+        drafter, coverage = preparation.make_drafter(data.documents.documents)
+        dataset = preparation.make_dataset(drafter, data.documents.documents)
+        model = DistillationModel(drafter, settings.to_distillation())
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        plan = self._plan(model, data.documents, dataset, coverage)
+        self.console.print(str(plan), highlight=False, markup=False)
+        stages: list[StageResult] = []
+        if settings.stage in ("1", "both"):
+            share = 1.0 if settings.stage == "1" else 1.0 - settings.stage2_share
+            stages.append(self._train("stage1", model, dataset, data.prompts, max(1, round(plan.steps * share))))
+        if settings.stage in ("2", "both"):
+            share = 1.0 if settings.stage == "2" else settings.stage2_share
+            policy = PolicyModel(drafter, settings.to_distillation(), settings.to_policy())
+            policy.gradient_checkpointing = settings.gradient_checkpointing
+            if settings.stage == "2":
+                stages.append(self._measure_start(policy, dataset, data.prompts))
+            stages.append(self._train("stage2", policy, dataset, data.prompts, max(1, round(plan.steps * share))))
+        report = TrainingReport(settings.out, plan, tuple(stages))
+        self._write(drafter, report)
+        return report
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def _plan(
+        self, model: DistillationModel, documents: Documents, dataset: Any, coverage: float | None
+    ) -> TrainingPlan:
+        settings = self.settings
+        accumulate = settings.accumulate or 1
+        rows_per_step = settings.batch_rows * accumulate * self.processes
+        steps = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
+        rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
+        disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
+        require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
+        probe: dict[str, Any] = {"batch_rows": settings.batch_rows, "bf16": self.bf16}
+        return TrainingPlan(
+            rows=len(dataset),
+            tokens=documents.tokens,
+            supervised_tokens=documents.supervised_tokens,
+            coverage=coverage,
+            steps=steps,
+            disk_bytes=disk,
+            training_bytes=training_bytes(model, settings.batch_rows * (settings.max_length or 0)),
+            step_s=accumulate * time_step(model, rows, **probe),
+            bare_s=accumulate * time_bare(model, rows, **probe),
+        )
+
+    def _arguments(self, stage: str, steps: int) -> TrainingArguments:
+        settings = self.settings
+        eval_steps = min(settings.eval_steps, steps)
+        return TrainingArguments(
+            output_dir=str(settings.out / stage),
+            max_steps=steps,
+            per_device_train_batch_size=settings.batch_rows,
+            gradient_accumulation_steps=settings.accumulate or 1,
+            learning_rate=self._optimizer(stage).learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=math.ceil(settings.warmup_share * steps),
+            max_grad_norm=settings.max_grad_norm,
+            bf16=self.bf16,
+            use_cpu=self.target.device.type == "cpu",
+            eval_strategy="steps",
+            eval_steps=eval_steps,
+            save_strategy="steps",
+            save_steps=eval_steps,
+            save_total_limit=KEPT_CHECKPOINTS - 1,
+            load_best_model_at_end=True,
+            metric_for_best_model="acceptance_length",
+            greater_is_better=True,
+            logging_steps=min(10, eval_steps),
+            report_to=settings.report_to,
+            seed=settings.seed,
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            ddp_find_unused_parameters=False,
+        )
+
+    def _optimizer(self, stage: str) -> OptimizerSettings:
+        assert self.settings.learning_rate is not None, "resolve sets it"
+        rate = self.settings.learning_rate * (0.1 if stage == "stage2" else 1.0)
+        return OptimizerSettings(self.settings.optimizer, rate, 10 * rate)
+
+    def _trainer(
+        self, stage: str, model: DistillationModel, dataset: Any, prompts: list[EvaluationPrompt], steps: int
+    ) -> DistillationTrainer:
+        trainer = DistillationTrainer(
+            model,
+            self._arguments(stage, steps),
+            dataset,
+            prompts=prompts,
+            evaluation=self.evaluation,
+            optimizer_settings=self._optimizer(stage),
+            callbacks=[
+                LiveProgress(self.console, stage),
+                EarlyStoppingCallback(early_stopping_patience=self.settings.patience),
+            ],
+        )
+        for callback in list(trainer.callback_handler.callbacks):  # its lines would tear ours apart
+            if type(callback).__name__ == "PrinterCallback":
+                trainer.remove_callback(callback)
+        return trainer
+
+    def _train(
+        self, stage: str, model: DistillationModel, dataset: Any, prompts: list[EvaluationPrompt], steps: int
+    ) -> StageResult:
+        """One stage, from where it was left; a stage that was finished is not trained again."""
+        folder = self.settings.out / stage
+        if self.settings.resume and (folder / RESULT_FILE).exists():
+            copy_weights(folder, model.drafter)
+            return StageResult.from_dict(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+        trainer = self._trainer(stage, model, dataset, prompts, steps)
+        checkpoint = last_checkpoint(folder) if self.settings.resume else None
+        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        result = StageResult(stage, trainer.state.global_step, outcome.training_loss, trainer.measure_best())
+        trainer.save_model(str(folder))
+        if trainer.is_world_process_zero():
+            (folder / RESULT_FILE).write_text(json.dumps(result.to_dict()), encoding="utf-8")
+        return result
+
+    def _measure_start(self, model: DistillationModel, dataset: Any, prompts: list[EvaluationPrompt]) -> StageResult:
+        """What stage 2 begins with, measured as its result will be."""
+        measured = self._trainer("stage2", model, dataset, prompts, 1).measure()
+        return StageResult("before", 0, float("nan"), measured)
+
+    # --- result --------------------------------------------------------------------------------------------------
+
+    def _write(self, drafter: Eagle31Drafter, report: TrainingReport) -> None:
+        if not _is_first_process():
+            return
+        settings = self.settings
+        precision = self.target.dtype if self.target.dtype.is_floating_point else torch.bfloat16
+        drafter.eval().to(precision)  # type: ignore[call-arg]
+        drafter.save_pretrained(settings.out)
+        facts = CardFacts(
+            repository=settings.push or settings.out.name,
+            target=settings.target if not Path(settings.target).exists() else Path(settings.target).name,
+            recipe=_recipe(settings),
+            conditions=(
+                f"Greedy, chain of {settings.draft_tokens} draft tokens, at most {self.evaluation.max_new_tokens} new "
+                "tokens, held-out prompts; mean tokens per target pass, bonus token included, prefill not counted."
+            ),
+        )
+        evidence = [Evidence(stage.name, stage.acceptance) for stage in report.stages]
+        (settings.out / "README.md").write_text(model_card(facts, evidence), encoding="utf-8")
+        (settings.out / "training_report.json").write_text(json.dumps(report.to_dict(), indent=2), encoding="utf-8")
+        if settings.push is not None:
+            drafter.save_pretrained(settings.out, push_to_hub=True, repo_id=settings.push)
+
+
+def _is_first_process() -> bool:
+    """The one that writes and speaks; `accelerate launch` numbers them here before anything is loaded."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _recipe(settings: TrainingSettings) -> dict[str, str]:
+    hidden = ("target", "prompts", "out", "resume", "drafter", "held_out", "device", "push", "report_to")
+    return {
+        item.name: str(getattr(settings, item.name))
+        for item in dataclasses.fields(settings)
+        if item.name not in hidden and getattr(settings, item.name) is not None
+    }
+
+
+__all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]

@@ -1,0 +1,306 @@
+"""A draft tree as data: grow, prune, mask, depths, paths.
+
+Node 0 is the root, the last token the target has accepted; every other node is a drafted token whose parent has a
+smaller number. Verification reads `tokens`, `depths` and `ancestors`; acceptance reads `tokens`, `parents` and
+`proposal`. Three ways to make one:
+
+    DraftTree.chain(tokens)                               width 1
+    topology.StaticTopology.from_paths(...).tree(tokens)  one shape for every round (Medusa, EAGLE-1)
+    TreeGrowth.start(...).expand(...)....prune(...)       shape chosen by drafter confidence (EAGLE-2, EAGLE-3)
+
+Nothing here waits for the device except `DraftTree.paths`, so all of it can be captured in a CUDA graph. The shapes
+of chains and static topologies are cached per device: run once before capturing, as for any captured step.
+
+`B` batch, `N` nodes with the root, `D` longest path without the root, `k` top-k, `V` / `Vd` target / draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How sampled draft tokens were drawn; rejection sampling needs it, deterministic drafts have none.
+
+    Attributes:
+        probs: `(B, M, Vd)` float32; row `i` is the distribution node `i`'s children were drawn from, without
+            replacement, in node order. Nodes from `M` on have no children (a chain of `N` nodes needs `M = N - 1`).
+        draft_ids: `(B, N)` node tokens as ids of the draft vocabulary; column 0 (the root) is not read.
+        draft_to_target: `(Vd,)` target id of each draft id, each at most once; `None` if the vocabularies are one.
+    """
+
+    probs: Tensor
+    draft_ids: Tensor
+    draft_to_target: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens of one round, one tree of `N` nodes per row.
+
+    Attributes:
+        tokens: `(B, N)` int64 target ids; node 0 is the last accepted token.
+        parents: `(B, N)` int64; the root is its own parent, every other parent has a smaller number.
+        depths: `(B, N)` int64; root 0.
+        ancestors: `(B, N, N)` bool; `[b, i, j]`: `j` is `i` or above it.
+        max_depth: `D`, no path is longer (known without asking the device; the longest may be shorter).
+        max_children: no node has more children; at most 1 means the tree is a chain.
+        scores: `(B, N)` cumulative draft log-probability of each node, root 0; `None` if the drafter kept none.
+        proposal: distribution of sampled children; `None` for children chosen deterministically.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    max_depth: int
+    max_children: int
+    scores: Tensor | None = None
+    proposal: Proposal | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.tokens.shape
+        assert self.parents.shape == shape, "one parent per node"
+        assert self.depths.shape == shape, "one depth per node"
+        assert self.ancestors.shape == (*shape, shape[1]), "ancestors is (B, N, N)"
+
+    @classmethod
+    def chain(cls, tokens: Tensor, proposal: Proposal | None = None) -> DraftTree:
+        """A tree of width 1: `tokens (B, K+1)`, the last accepted token and `K` drafts in order."""
+        batch, size = tokens.shape
+        parents, depths = _chain_parents_and_depths(size, tokens.device)
+        return cls(
+            tokens=tokens,
+            parents=parents.expand(batch, -1),
+            depths=depths.expand(batch, -1),
+            ancestors=chain_ancestors(size, tokens.device).expand(batch, -1, -1),
+            max_depth=size - 1,
+            max_children=min(1, size - 1),
+            proposal=proposal,
+        )
+
+    @property
+    def size(self) -> int:
+        """Nodes per row, root included."""
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Every node has at most one child, so node `i` hangs below node `i - 1`."""
+        return self.max_children <= 1
+
+    def path_to(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Root-to-node paths of one node per row.
+
+        Args:
+            nodes: `(B,)` node numbers.
+
+        Returns:
+            `path (B, D+1)`: node numbers from the root down, and `count (B,)`: how many are valid. Entries from
+            `count` on are padding: 0, so that they stay usable as an index.
+        """
+        batch, size = self.tokens.shape
+        on_path = self.ancestors.gather(1, nodes[:, None, None].expand(batch, 1, size)).squeeze(1)  # (B, N)
+        # A path holds one node per depth, so depth is the slot; everything off the path lands in a spare last slot.
+        slots = torch.where(on_path, self.depths, self.max_depth + 1)
+        numbers = torch.arange(size, device=nodes.device).expand(batch, size)
+        path = numbers.new_zeros(batch, self.max_depth + 2).scatter_(1, slots, numbers)
+        return path[:, :-1], on_path.sum(1)
+
+    def leaves(self) -> Tensor:
+        """`(B, N)` bool: nodes without children (below nobody but themselves)."""
+        return self.ancestors.sum(1) == 1
+
+    def children(self) -> Tensor:
+        """`(B, N, max_children)` child nodes of each node in node order; 0 means none (the root is nobody's child)."""
+        batch, size = self.tokens.shape
+        numbers = torch.arange(size, device=self.tokens.device)
+        elder = (numbers[None, :] < numbers[:, None]) & (numbers > 0)  # (N, N) smaller number, and not the root
+        same_parent = self.parents[:, :, None] == self.parents[:, None, :]  # (B, N, N)
+        rank = (same_parent & elder).sum(2)  # (B, N) elder siblings
+        # The root is written to a spare slot past the table: as its own parent it would else be its own child.
+        spare = size * self.max_children
+        slots = torch.where(numbers == 0, spare, self.parents * self.max_children + rank)
+        table = numbers.new_zeros(batch, spare + 1).scatter_(1, slots, numbers.expand(batch, size))
+        return table[:, :-1].view(batch, size, self.max_children)
+
+    def paths(self, row: int = 0) -> list[list[int]]:
+        """All root-to-leaf paths of one row, in leaf order. For display and tests: it waits for the device."""
+        parents, leaves = self.parents[row].tolist(), self.leaves()[row].tolist()
+        return [_climb(parents, node) for node, is_leaf in enumerate(leaves) if is_leaf]
+
+
+def _climb(parents: list[int], node: int) -> list[int]:
+    path = [node]
+    while path[-1] != 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+@lru_cache(maxsize=64)
+def chain_ancestors(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """`(size, size)` bool lower triangle: the `ancestors` of a chain, and of a prefill chunk. Cached: do not write."""
+    with torch.inference_mode(False):  # a cached inference tensor would be refused by a later training step
+        return torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+
+
+@lru_cache(maxsize=64)
+def _chain_parents_and_depths(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        depths = torch.arange(size, device=device)
+        return (depths - 1).clamp_(min=0), depths
+
+
+def ancestors_from_parents(parents: Tensor, max_depth: int) -> Tensor:
+    """Reachability of parent links, `parents (B, N)` -> `(B, N, N)` bool, by repeated squaring of one step."""
+    size = parents.shape[1]
+    reach = torch.eye(size, device=parents.device).repeat(parents.shape[0], 1, 1)  # (B, N, N)
+    reach.scatter_(2, parents[:, :, None], 1.0)
+    steps = 1
+    while steps < max_depth:
+        reach = torch.bmm(reach, reach).clamp_(max=1.0)  # path counts would overflow on long chains
+        steps *= 2
+    return reach > 0
+
+
+# --- dynamic trees ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The `k` nodes the drafter expands next.
+
+    Attributes:
+        draft_ids: `(B, k)` their tokens, ids of the draft vocabulary.
+        scores: `(B, k)` cumulative log-probabilities.
+        parent_rows: `(B, k)` their parents' rows in the frontier before; gather feedback hidden states by it
+            (all 0 at level 1, whose only parent is the root).
+        numbers: `(B, k)` their candidate numbers, root 0.
+        ancestors: `(B, k, levels * k)` bool; which rows forwarded so far, this frontier's included, each may see.
+    """
+
+    draft_ids: Tensor
+    scores: Tensor
+    parent_rows: Tensor
+    numbers: Tensor
+    ancestors: Tensor
+
+
+@dataclass(frozen=True)
+class TreeGrowth:
+    """Candidates of a dynamic tree while it grows (EAGLE-2 §4.1; EAGLE-3 `topK_genrate`).
+
+    Level 1 holds the root's best `k` tokens; each expansion adds the best `k` children of the `k` frontier nodes,
+    `k * k` candidates, of which the best `k` become the next frontier. Candidates are numbered in that order after the
+    root, which is 0, so parents precede children; scores are sums of log-probabilities, so they never rise along a
+    path. Left out of the reference: its unused score threshold.
+
+    Attributes:
+        draft_ids, scores, parents: one `(B, k)` or `(B, k * k)` tensor per level; `parents` are candidate numbers.
+        frontier: what to forward next.
+    """
+
+    draft_ids: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
+    parents: tuple[Tensor, ...]
+    frontier: Frontier
+
+    @classmethod
+    def start(cls, logprobs: Tensor, top_k: int) -> TreeGrowth:
+        """Level 1 from the drafter's log-probabilities after the root, `(B, Vd)` float32."""
+        scores, draft_ids = logprobs.topk(top_k, dim=-1)  # (B, k)
+        no_parent = torch.zeros_like(draft_ids)
+        frontier = Frontier(
+            draft_ids=draft_ids,
+            scores=scores,
+            parent_rows=no_parent,
+            numbers=torch.arange(1, top_k + 1, device=logprobs.device).expand_as(draft_ids),
+            ancestors=_own_row(draft_ids),
+        )
+        return cls((draft_ids,), (scores,), (no_parent,), frontier)
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates so far, root not counted."""
+        return sum(level.shape[1] for level in self.draft_ids)
+
+    def expand(self, logprobs: Tensor) -> TreeGrowth:
+        """Add one level from the frontier's log-probabilities, `(B, k, Vd)` float32."""
+        parent = self.frontier
+        top_k = parent.draft_ids.shape[1]
+        logp, children = logprobs.topk(top_k, dim=-1)  # (B, k, k)
+        scores = (parent.scores[:, :, None] + logp).flatten(1)  # (B, k*k)
+        draft_ids = children.flatten(1)
+        parents = parent.numbers[:, :, None].expand_as(children).flatten(1)
+
+        best_scores, best = scores.topk(top_k, dim=1)  # (B, k)
+        rows = best // top_k
+        seen = parent.ancestors.gather(1, rows[:, :, None].expand_as(parent.ancestors))
+        frontier = Frontier(
+            draft_ids=draft_ids.gather(1, best),
+            scores=best_scores,
+            parent_rows=rows,
+            numbers=best + (1 + self.num_candidates),
+            ancestors=torch.cat([seen, _own_row(best)], dim=2),
+        )
+        return TreeGrowth((*self.draft_ids, draft_ids), (*self.scores, scores), (*self.parents, parents), frontier)
+
+    def prune(self, root_tokens: Tensor, size: int, draft_to_target: Tensor | None = None) -> DraftTree:
+        """Keep the root and the `size - 1` candidates of highest score, every one with its ancestors.
+
+        Equal scores (a child the drafter is certain of scores what its parent does) are broken by candidate number:
+        a parent has the smaller one, so it is always kept first.
+
+        Args:
+            root_tokens: `(B,)` last accepted token, target ids.
+            size: nodes of the tree, root included.
+            draft_to_target: `(Vd,)` target id of each draft id; `None` if the vocabularies are one.
+
+        Raises:
+            ConfigurationError: there are fewer candidates than `size` asks for.
+        """
+        if not 1 <= size <= self.num_candidates + 1:
+            raise ConfigurationError(
+                f"tree size is {size}, but {len(self.scores)} levels hold the root and {self.num_candidates} "
+                f"candidates; wanted 1..{self.num_candidates + 1}: lower the size, or draft deeper or wider"
+            )
+        all_scores = torch.cat(self.scores, dim=1)  # (B, M)
+        by_score = all_scores.sort(dim=1, descending=True, stable=True).indices
+        kept = by_score[:, : size - 1].sort(dim=1).values  # (B, N-1), ascending = topological
+
+        draft_ids = torch.cat(self.draft_ids, dim=1).gather(1, kept)
+        tokens = draft_ids if draft_to_target is None else draft_to_target[draft_ids]
+        parents = self._renumber_parents(kept)
+        ancestors = ancestors_from_parents(parents, len(self.scores))
+        return DraftTree(
+            tokens=torch.cat([root_tokens[:, None], tokens], dim=1),
+            parents=parents,
+            depths=ancestors.sum(2) - 1,
+            ancestors=ancestors,
+            max_depth=min(len(self.scores), size - 1),
+            max_children=min(self.frontier.draft_ids.shape[1], size - 1),
+            scores=_prepend_zero(all_scores.gather(1, kept)),
+        )
+
+    def _renumber_parents(self, kept: Tensor) -> Tensor:
+        """Candidate numbers of the kept nodes' parents -> their places among the kept, root first. `(B, N)`."""
+        numbers = _prepend_zero(kept + 1)  # (B, N), ascending
+        parents = torch.cat(self.parents, dim=1).gather(1, kept)
+        return _prepend_zero(torch.searchsorted(numbers, parents))
+
+
+def _own_row(rows: Tensor) -> Tensor:
+    """`(B, k, k)` identity: a frontier node sees itself, not its neighbours."""
+    batch, top_k = rows.shape
+    return torch.eye(top_k, dtype=torch.bool, device=rows.device).expand(batch, -1, -1)
+
+
+def _prepend_zero(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (1, 0))

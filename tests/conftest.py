@@ -1,0 +1,25 @@
+"""Options of the test suite."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that what failed once fails again; `--hypothesis-profile default` tries new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--few-row-runs",
+        type=int,
+        default=4000,
+        help="runs of each sampling test that writes one or four rows at a time; the log's figures are from 20000",
+    )
+
+
+@pytest.fixture
+def few_row_runs(request: pytest.FixtureRequest) -> int:
+    """How many seeded runs a slow sampling test makes."""
+    return request.config.getoption("--few-row-runs")

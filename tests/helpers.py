@@ -1,0 +1,254 @@
+"""Targets, drafters and prompts that several test files share. Models are built once per test process.
+
+The random targets are tiny but lively: their weights are spread so that attention matters and greedy text wanders.
+A random drafter is almost never right there, so `oracle_drafts` puts the text the target is going to write into the
+drafts, cut off at a random depth: every number of accepted tokens, 0 to K, occurs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.assisted import Eagle31CandidateGenerator
+from eagle31_hf.decoding import SpeculativeDecoder
+from eagle31_hf.tree import DraftTree
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+MODELS = SHARED / "models"
+DEMO_DRAFTER = MODELS / "demo-drafter-eagle31"
+HELD_OUT = ("gsm8k", "sgd", "taskmaster")
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+WINDOW = 8
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**GROUPED),
+    "qwen2": lambda: hf.Qwen2Config(**{k: v for k, v in GROUPED.items() if k != "head_dim"}),
+    "qwen3": lambda: hf.Qwen3Config(**GROUPED),
+    "mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **GROUPED, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=16,
+    ),
+    "mixtral": lambda: hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**SIZES, rotary_pct=0.5),
+}  # fmt: skip
+FAMILIES = tuple(CONFIGS)
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Everything random inside follows `seed`; the generator outside is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def random_target(config: Any, seed: int = 0) -> Any:
+    """An fp32 causal LM with random weights."""
+    with seeded(seed):
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+@cache
+def target_of(name: str) -> Any:
+    """The fp32 target called `name`: a family, `"stories260K"` or `"demo-target"`. Shared: leave it as it is."""
+    if name in CONFIGS:
+        return random_target(CONFIGS[name]())
+    return hf.AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
+
+
+@cache
+def demo_tokenizer() -> Any:
+    return hf.AutoTokenizer.from_pretrained(MODELS / "demo-target", padding_side="left")
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+def random_drafter(target: Any, seed: int = 1, **overrides: Any) -> Eagle31Drafter:
+    """An untrained drafter attached to `target`."""
+    with seeded(seed):
+        drafter = Eagle31Drafter.from_target(target, **overrides).eval()
+        if drafter.draft_ids is not None:
+            size, vocabulary = drafter.config.draft_vocab_size, drafter.config.vocab_size
+            drafter.d2t.copy_(torch.randperm(vocabulary)[:size].sort().values - torch.arange(size))
+            drafter._draft_ids = None
+            drafter.attach(target)  # again: rows of a shared head are gathered by these ids
+    return drafter
+
+
+@cache
+def drafter_of(name: str) -> Eagle31Drafter:
+    """The drafter tests use with `target_of(name)`: the trained one for the demo target, else a random one."""
+    target = target_of(name)
+    if name == "demo-target":
+        return Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
+    reduced = name in ("qwen3", "gpt_neox")
+    return random_drafter(target, aux_layers=[1, 2, 4], **({"draft_vocab_size": 40} if reduced else {}))
+
+
+@contextmanager
+def wishes(drafter: Eagle31Drafter, **fields: Any) -> Iterator[Eagle31Drafter]:
+    """`drafter` with these fields of its `generation_config`, and its own again afterwards."""
+    before = {name: getattr(drafter.generation_config, name) for name in fields}
+    for name, value in fields.items():
+        setattr(drafter.generation_config, name, value)
+    try:
+        yield drafter
+    finally:
+        for name, value in before.items():
+            setattr(drafter.generation_config, name, value)
+
+
+# --- drafts that are right for a while --------------------------------------------------------------------------------
+
+
+@contextmanager
+def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int | None = None) -> Iterator[None]:
+    """Drafts that follow `truth` `(B, L + n)`, what plain decoding writes, up to a depth `right`, then go astray.
+
+    The drafter runs as ever; only the tokens it proposes are replaced, along the longest path of the tree. Without
+    `right` the depth is a random one every time.
+    """
+    dice = torch.Generator().manual_seed(seed)
+    own_draft, stock_draft = SpeculativeDecoder._draft, Eagle31CandidateGenerator._draft
+
+    def coming(row: int, written: int, depth: int) -> list[int]:
+        count = int(torch.randint(0, depth + 1, (), generator=dice)) if right is None else right
+        start = prompt_length + written
+        return truth[row, start : start + min(count, depth)].tolist()
+
+    def own(self: SpeculativeDecoder) -> DraftTree:
+        tree = own_draft(self)
+        tokens = tree.tokens.clone()
+        for b, row in enumerate(self.rows):
+            path = max(tree.paths(b), key=len)
+            for node, token in zip(path[1:], coming(row, len(self.sequences.new[row]), len(path) - 1), strict=False):
+                tokens[b, node] = token
+        return dataclasses.replace(tree, tokens=tokens)
+
+    def stock(self: Eagle31CandidateGenerator, input_ids: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        candidates, logits = stock_draft(self, input_ids, depth)
+        length = input_ids.shape[1]
+        tokens = coming(0, length - prompt_length, candidates.shape[1] - length)
+        candidates = candidates.clone()
+        candidates[0, length : length + len(tokens)] = torch.tensor(tokens, dtype=candidates.dtype)
+        self._drafted = self._length_up_to_eos(candidates[0, length:])
+        return candidates[:, : length + self._drafted], logits
+
+    with (
+        mock.patch.object(SpeculativeDecoder, "_draft", own),
+        mock.patch.object(Eagle31CandidateGenerator, "_draft", stock),
+    ):
+        yield
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad_id: int = 0) -> dict[str, Tensor]:
+    """Prompts of unlike length as `generate` wants them."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def random_prompts(count: int, vocabulary: int = VOCABULARY, seed: int = 0, longest: int = 21) -> list[list[int]]:
+    """`count` prompts of 2 to `longest` random ids, shorter and longer than the sliding windows of the targets."""
+    dice = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest + 1, (count,), generator=dice).tolist()
+    return [torch.randint(3, vocabulary, (length,), generator=dice).tolist() for length in lengths]
+
+
+@cache
+def held_out_prompts(name: str) -> list[list[int]]:
+    """Token ids of the 75 held-out conversations of one set, cut as in the demo drafter's README."""
+    rows = (SHARED / "data" / "chat" / f"{name}_heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return [_prompt_ids(json.loads(row)["conversations"]) for row in rows]
+
+
+def _prompt_ids(messages: list[dict[str, str]]) -> list[int]:
+    last_user = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    text = demo_tokenizer().apply_chat_template(
+        messages[: min(last_user, 4) + 1], add_generation_prompt=True, tokenize=False
+    )
+    return demo_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def prompts_for(name: str, count: int, seed: int = 0) -> list[list[int]]:
+    """`count` prompts for `target_of(name)`: held-out conversations for the demo target, random ids for the others."""
+    if name == "demo-target":
+        return [prompt for sets in zip(*map(held_out_prompts, HELD_OUT), strict=True) for prompt in sets][:count]
+    return random_prompts(count, target_of(name).config.vocab_size, seed)
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def assert_same_or_tie(model: Any, plain: Tensor, other: Tensor, mask: Tensor | None = None) -> int:
+    """Rows `(B, T)` are equal up to the first token where the model itself cannot tell the two candidates apart.
+
+    A tie is proven under `model`: after the shared prefix the logits of the two tokens are equal within its rounding,
+    four units in the last place in bf16, a hundred-thousandth of the logits' range in fp32. What follows a tie proves
+    nothing and is not compared.
+
+    Args:
+        model: the target.
+        plain, other: text of plain decoding, and of ours.
+        mask: attention mask of the prompts; `None` if nothing is padded.
+
+    Returns:
+        int: rows that ended in a tie.
+    """
+    width = min(plain.shape[1], other.shape[1])
+    differences = plain[:, :width] != other[:, :width]
+    ties = [_assert_tie(model, plain[row], other[row], mask, row) for row in differences.any(1).nonzero().flatten()]
+    assert ties or plain.shape == other.shape, f"got {tuple(other.shape)}, wanted {tuple(plain.shape)}"
+    return len(ties)
+
+
+@torch.no_grad()
+def _assert_tie(model: Any, plain: Tensor, other: Tensor, mask: Tensor | None, row: Tensor) -> None:
+    width = min(len(plain), len(other))
+    at = int((plain[:width] != other[:width]).nonzero()[0])
+    pads = 0 if mask is None else int(mask[row].argmax())
+    logits = model(plain[None, pads:at]).logits[0, -1].float()
+    first, second = logits[plain[at]], logits[other[at]]
+    if model.dtype == torch.bfloat16:
+        rounding = 4 * torch.finfo(torch.bfloat16).eps * max(1.0, float(first.abs()))
+    else:
+        rounding = 1e-5 * float(logits.max() - logits.min())
+    gap = float((first - second).abs())
+    assert gap <= rounding, f"row {int(row)} differs at {at}: logits {gap:.3g} apart, a tie is {rounding:.3g}"

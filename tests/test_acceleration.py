@@ -1,0 +1,335 @@
+"""Compiled steps write the text of the eager ones, with few graphs, and make way for them where they cannot."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter, acceleration, compiled_steps, decoding
+from eagle31_hf.acceleration import NODE_BUCKET, CompiledForward, node_bucket, slot_bucket
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.compiled_steps import CompiledSteps
+from eagle31_hf.stats import SpeculationStats
+from helpers import (
+    CONFIGS,
+    DEMO_DRAFTER,
+    MODELS,
+    assert_same_or_tie,
+    left_padded,
+    oracle_drafts,
+    prompts_for,
+    random_drafter,
+    random_prompts,
+    random_target,
+    wishes,
+)
+
+CHAIN: dict[str, Any] = {"num_assistant_tokens": 5}
+STATIC: dict[str, Any] = {"draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14, "num_assistant_tokens": 4}
+DYNAMIC: dict[str, Any] = {"draft_top_k": 3, "draft_tree_size": 14, "num_assistant_tokens": 4}
+SHAPES = {"chain": CHAIN, "static": STATIC, "dynamic": DYNAMIC}
+NEW_TOKENS = 40
+
+
+def pair_of(family: str, layers: int = 4, **overrides: Any) -> Eagle31Drafter:
+    """A drafter of its own attached to a target of its own, so that no test sees another's graphs."""
+    config = CONFIGS[family]()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return random_drafter(random_target(config), aux_layers=[0, 1, 2], **overrides)
+
+
+def write(drafter: Eagle31Drafter, prompts: list[list[int]], oracle_seed: int = 0, **fields: Any) -> tuple[Any, Any]:
+    """What the target writes plainly, and with the drafter under these wishes."""
+    target, inputs = drafter.require_binding().model, left_padded(prompts)
+    kwargs = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(**kwargs)
+    with (
+        wishes(drafter, speculation_loop="own", acceleration="compile", **fields),
+        oracle_drafts(plain, inputs["input_ids"].shape[1], oracle_seed),
+    ):
+        return plain, target.generate(**kwargs, assistant_model=drafter)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that compiling needs (buckets, padding, fixed buffers), without the compiler and with buckets that fill."""
+    monkeypatch.setattr(compiled_steps, "_compile", lambda step, device: step)
+    monkeypatch.setattr(acceleration, "SLOT_BUCKET", 16)
+    monkeypatch.setattr(decoding, "SLOT_BUCKET", 16)
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10**6))
+def test_rows_have_a_length_of_few(slots: int) -> None:
+    bucket = slot_bucket(slots)
+    assert bucket >= slots
+    assert bucket < 2 * slots or bucket == 256
+    assert bucket % 256 == 0
+    assert (bucket // 256).bit_count() == 1
+    assert slot_bucket(bucket) == bucket
+
+
+@given(st.integers(2, 200).flatmap(lambda most: st.tuples(st.integers(1, most), st.just(most))))
+def test_rounds_have_two_widths(nodes_and_most: tuple[int, int]) -> None:
+    nodes, most = nodes_and_most
+    assert nodes <= node_bucket(nodes, most) < most + NODE_BUCKET
+    assert node_bucket(nodes, most) in (NODE_BUCKET, node_bucket(most, most))
+
+
+# --- fixed shapes, without the compiler -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "gpt_neox"])
+def test_fixed_shapes_write_the_plain_text(family: str, shape: str, uncompiled: None) -> None:
+    drafter = pair_of(family)
+    for size in (1, 3):
+        prompts = random_prompts(size, seed=size)
+        plain, ours = write(drafter, prompts, **SHAPES[shape])
+        assert (
+            assert_same_or_tie(drafter.require_binding().model, plain, ours, left_padded(prompts)["attention_mask"])
+            == 0
+        )
+        assert drafter.stats.fallbacks == []
+    kinds = {shape[0] for shape in drafter.require_binding().compiled.shapes}
+    assert kinds == {"verify", "step"}
+
+
+def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    for seed in range(6):
+        write(drafter, random_prompts(1, seed=seed), oracle_seed=seed, **CHAIN)
+    shapes = drafter.require_binding().compiled.shapes
+    # Rows of 16, 32, 64 and 128 slots at most, and one width of rounds and steps.
+    assert len([shape for shape in shapes if shape[0] == "verify"]) <= 4
+    assert len([shape for shape in shapes if shape[0] == "step"]) <= 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+def test_a_chain_at_once_is_the_chain_step_by_step(
+    family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    target, drafted = drafter.require_binding().model, []
+    propose = decoding.propose_chain
+    monkeypatch.setattr(
+        decoding, "propose_chain", lambda *args, **kw: drafted.append(propose(*args, **kw)) or drafted[-1]
+    )
+    for size in (1, 3):
+        texts, drafts = [], []
+        for at_once in (False, True):
+            monkeypatch.setattr(acceleration.CompiledDraftSession, "chains_at_once", at_once)
+            drafted.clear()
+            with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+                texts.append(
+                    target.generate(**left_padded(random_prompts(size)), max_new_tokens=20, assistant_model=drafter)
+                )
+            drafts.append([tree.tokens.tolist() for tree in drafted])
+        assert torch.equal(*texts)
+        assert drafts[0] == drafts[1]
+    assert {shape[:3] for shape in drafter.require_binding().compiled.shapes if shape[0] == "chain"} == {
+        ("chain", 1, 5), ("chain", 3, 5)
+    }  # fmt: skip
+
+
+def test_rows_that_end_do_not_make_new_shapes(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    plain, ours = write(drafter, random_prompts(4, seed=2), **CHAIN)  # rows get to their end in different rounds
+    assert torch.equal(plain, ours)
+    assert {shape[1] for shape in drafter.require_binding().compiled.shapes} == {4}
+
+
+def test_sampling_draws_the_same_tokens(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    target, inputs = drafter.require_binding().model, left_padded(random_prompts(2, seed=5))
+    texts = []
+    for mode in ("eager", "compile"):
+        with wishes(drafter, speculation_loop="own", acceleration=mode, **CHAIN):
+            torch.manual_seed(0)
+            texts.append(target.generate(**inputs, max_new_tokens=30, do_sample=True, assistant_model=drafter))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_hidden_states_are_those_of_the_eager_forward(family: str, uncompiled: None) -> None:
+    drafter = pair_of(family)
+    binding = drafter.require_binding()
+    cache = SpeculativeCache.from_config(
+        binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
+    )
+    forward = CompiledForward(drafter, cache, most_nodes=5, stats=SpeculationStats())
+    prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), binding.capturing():
+        cache.place(20)
+        binding.forward(prompts, cache.position_ids(), cache.attention_mask(), cache)
+        cache.commit([20, 13])
+        cache.place(5)
+        inputs = (prompts[:, :5], cache.position_ids(), cache.attention_mask(), cache)
+        eager = binding.forward(*inputs)
+        forward(*inputs)  # makes the step
+        fixed = forward(*inputs)
+    torch.testing.assert_close(fixed.logits, eager.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fixed.aux, eager.aux, rtol=1e-4, atol=1e-4)
+    assert len(forward.steps.shapes) == 1
+
+
+# --- when it cannot be ------------------------------------------------------------------------------------------------
+
+
+def test_eager_is_the_default() -> None:
+    drafter = pair_of("llama")
+    assert drafter.generation_config.acceleration == "eager"
+    drafter.require_binding().model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, assistant_model=drafter)
+    assert drafter.require_binding().compiled is None
+
+
+def failing(failure: Exception) -> Callable:
+    def compile_nothing(*args: Any, **kwargs: Any) -> Any:
+        raise failure
+
+    return compile_nothing
+
+
+def test_a_failing_compiler_leaves_the_text_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "compile", failing(RuntimeError("no compiler here\nat line 7")))
+    drafter = pair_of("llama")
+    with caplog.at_level(logging.WARNING, logger="eagle31_hf.compiled_steps"):
+        for _ in range(3):
+            plain, ours = write(drafter, random_prompts(1), **CHAIN)
+            assert torch.equal(plain, ours)
+            (reason,) = drafter.stats.fallbacks
+            assert "no compiler here" in reason
+            assert "\n" not in reason
+    assert len(caplog.records) == 1
+    assert drafter.require_binding().compiled.shapes == []
+
+
+def test_a_graph_that_computes_something_else_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(step: Callable, device: torch.device) -> Callable:
+        return lambda *inputs: tuple(output.flip(-1) for output in step(*inputs))
+
+    monkeypatch.setattr(compiled_steps, "_compile", wrong)
+    drafter = pair_of("llama")
+    plain, ours = write(drafter, random_prompts(2), **CHAIN)
+    assert torch.equal(plain, ours)
+    assert "is off by" in drafter.stats.fallbacks[0]
+
+
+@pytest.mark.slow
+def test_a_hook_that_keeps_changing_costs_the_graph_not_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at once in a generation; graph after graph is made for it until the compiler has had enough."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, **_: compile_(step, fullgraph=True, backend="eager"))
+    drafter = pair_of("llama", layers=3)
+
+    class Counter:
+        count = 0
+
+        def __call__(self, *_: Any) -> None:
+            self.count += 1
+
+    drafter.require_binding().model.register_forward_hook(Counter())
+    reasons = []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            plain, ours = write(drafter, random_prompts(1), **CHAIN)
+            assert torch.equal(plain, ours)
+            reasons.append(drafter.stats.fallbacks)
+    assert reasons[0] == [], "one graph serves a whole generation"
+    assert "recompile" in reasons[-1][0].lower()
+
+
+def test_a_target_on_several_devices_stays_eager(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    drafter.require_binding().model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    plain, ours = write(drafter, random_prompts(1), **CHAIN)
+    assert torch.equal(plain, ours)
+    assert "2 devices" in drafter.stats.fallbacks[0]
+
+
+def test_an_interrupt_while_compiling_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = pair_of("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", failing(KeyboardInterrupt()))  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt):
+            write(drafter, random_prompts(1), **CHAIN)
+    monkeypatch.setattr(compiled_steps, "_compile", lambda step, device: step)
+    plain, ours = write(drafter, random_prompts(1), **CHAIN)
+    assert torch.equal(plain, ours)
+    assert drafter.stats.fallbacks == []
+
+
+def test_graphs_go_when_weights_change() -> None:
+    drafter = pair_of("llama")
+    steps = CompiledSteps.of(drafter)
+    assert CompiledSteps.of(drafter) is steps
+    with torch.no_grad():
+        drafter.require_binding().model.lm_head.weight.mul_(2)
+    assert CompiledSteps.of(drafter) is not steps
+
+
+def test_graphs_are_not_copied_with_their_target() -> None:
+    steps = CompiledSteps(())
+    assert copy.deepcopy(steps) is None
+    assert pickle.loads(pickle.dumps(steps)) is None
+
+
+def test_outputs_survive_the_next_replay() -> None:
+    pool = torch.zeros(3)
+
+    def step(value: int) -> tuple[Tensor, Tensor]:
+        pool.fill_(value)
+        return pool, pool
+
+    replayed = compiled_steps._replayed(step)
+    first, _ = replayed(1)
+    replayed(2)
+    assert first.tolist() == [1, 1, 1]
+
+
+# --- with the compiler ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_compiled_text_is_the_plain_text() -> None:
+    torch._dynamo.utils.counters.clear()
+    drafter = pair_of("gemma3", layers=2)  # a windowed and a full layer
+    for seed in range(6):
+        plain, ours = write(drafter, random_prompts(1, seed=seed), oracle_seed=seed, **DYNAMIC)
+        assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
+        assert drafter.stats.fallbacks == []
+    shapes = drafter.require_binding().compiled.shapes
+    assert len(shapes) <= 3  # a draft step, a full round, and perhaps the narrow round at the end of a text
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(shapes), "a shape was compiled again"
+
+
+@pytest.mark.slow
+def test_compiled_batch_on_the_demo_target() -> None:
+    """Two layers of it: compile time grows with their number, what could go wrong does not."""
+    target = hf.AutoModelForCausalLM.from_pretrained(
+        MODELS / "demo-target", dtype=torch.float32, num_hidden_layers=2
+    ).eval()
+    drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER)
+    drafter.config.aux_layers = [0, 1, 2]
+    drafter = drafter.float().attach(target)
+    prompts = [prompt[-50:] for prompt in prompts_for("demo-target", 3)]
+    plain, ours = write(drafter, prompts, **CHAIN)
+    assert assert_same_or_tie(target, plain, ours, left_padded(prompts)["attention_mask"]) == 0
+    assert drafter.stats.fallbacks == []
+    assert len(drafter.require_binding().compiled.shapes) == 2

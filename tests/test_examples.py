@@ -1,0 +1,73 @@
+"""Every example runs as a person would run it, without a network."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+
+from eagle31_hf.cli import app
+from eagle31_hf.training.settings import TrainingSettings
+
+FOLDER = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+RECIPES = sorted((FOLDER / "recipes").glob("*.sh"))
+
+
+def arguments_of(example: Path, folder: Path) -> list[str]:
+    """What an example is called with; most need nothing."""
+    if example.stem != "train_demo_drafter":
+        return []
+    chats = folder / "chats.jsonl"
+    turns = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "It is four."}]
+    chats.write_text("\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(8)))
+    return [str(chats), "--out", str(folder / "out"), "--max-steps", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_offline(example, tmp_path):
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(example), *arguments_of(example, tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=offline,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = "read by ['vLLM'" if example.stem == "convert" else "acceptance length"
+    assert expected in done.stdout
+
+
+def test_examples_stay_short():
+    assert EXAMPLES
+    assert not [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= 60]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_runs_that_can_be_told(recipe: Path) -> None:
+    """Every option of a recipe exists, has the right type, and the settings it makes are sound."""
+    script = re.sub(r"\\\n", " ", recipe.read_text())
+    (line,) = [line for line in script.splitlines() if line.startswith("exec ")]
+    words = shlex.split(line.removesuffix('"$@"'))
+    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    told = command.make_context("train", words[words.index("train") + 1 :]).params
+    known = {field.name for field in fields(TrainingSettings)}
+    settings = TrainingSettings(**{
+        name: tuple(value) if isinstance(value, list) else value for name, value in told.items() if name in known
+    })  # fmt: skip
+    settings.check()
+    assert settings.target.startswith("meta-llama/")
+    assert os.access(recipe, os.X_OK)
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) >= 2

@@ -1,0 +1,336 @@
+"""The planner: what it decides, what it refuses, and that its arithmetic hangs together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
+
+from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.errors import MemoryPlanError
+from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
+from eagle31_hf.memory.ledger import MOMENTS
+from eagle31_hf.memory.report import (
+    decision_rows,
+    frontier_rows,
+    home_lab_markdown,
+    home_lab_table,
+    ledger_rows,
+    plan_text,
+    plot_ledger,
+)
+from eagle31_hf.memory.weight_bytes import storage_bytes
+
+LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                       num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
+LLAMA_70B = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+                        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
+TINY = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+                   num_key_value_heads=2, vocab_size=300, max_position_embeddings=2048)  # fmt: skip
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def test_an_8b_in_nf4_fits_a_24_gb_card_with_its_drafter() -> None:
+    plan = plan_memory(LLAMA_8B, quantization="bnb-nf4-dq", card="RTX 4090", context=32768)
+    assert plan.fits
+    assert plan.require_fit() is plan
+    assert (plan.settings.draft_tokens, plan.settings.cache_type) == (6, "full")
+    # Weights 5.31 GiB, cache 128 KiB a token, drafter 560 + 250 MiB, 900 MiB of context, transients below 2 GiB.
+    floor = 5.31 * GIB + 32768 * 128 * 1024 + 810 * 2**20 + 900 * 2**20
+    assert floor < plan.peak_bytes < floor + 2 * GIB
+    assert plan.longest_context > 90_000
+
+
+def test_the_drafter_is_given_up_last() -> None:
+    full = plan_memory(LLAMA_8B, quantization="bf16", card="RTX 3090", context=16384)
+    assert full.settings.prefill_chunk == 2048
+    alone = plan_memory(LLAMA_8B, quantization="bf16", card="RTX 3090", context=16384, draft_tokens=0)
+    between = (alone.peak_bytes + full.peak_bytes) // 2 + full.margin_bytes
+    without = plan_memory(LLAMA_8B, quantization="bf16", card=between, context=16384, margin=full.margin_bytes)
+    assert without.fits
+    chunk_or_drafter = (without.settings.prefill_chunk, without.settings.draft_tokens)
+    assert chunk_or_drafter != (2048, 6)
+    tight = plan_memory(LLAMA_8B, quantization="bf16", card=without.peak_bytes + 2**20, context=16384, margin=0)
+    assert tight.fits
+
+
+def test_a_refusal_names_the_largest_term_and_what_would_fit() -> None:
+    plan = plan_memory(LLAMA_70B, quantization="bf16", card="RTX A6000", context=8192)
+    assert not plan.fits
+    assert plan.longest_context == 0
+    found = {other.what: other.value for other in plan.alternatives}
+    assert found["quantization"].startswith("bnb-nf4")
+    assert found["card"] == "H200"
+    with pytest.raises(MemoryPlanError, match=r"target weights.*131\.4 GiB.*H200"):
+        plan.require_fit()
+    # The alternatives are true.
+    assert plan_memory(LLAMA_70B, quantization=found["quantization"], card="RTX A6000", context=8192).fits
+    assert plan_memory(LLAMA_70B, quantization="bf16", card=found["card"], context=8192).fits
+
+
+def test_a_context_too_long_is_answered_with_one_that_fits() -> None:
+    plan = plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=131072)
+    shorter = int(next(o.value for o in plan.alternatives if o.what == "context").replace(",", ""))
+    assert plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=shorter).fits
+    assert not plan_memory(LLAMA_8B, quantization="bf16", card="RTX 4090", context=shorter + 1).fits
+
+
+def test_longest_context_is_the_edge() -> None:
+    plan = plan_memory(LLAMA_8B, quantization="bnb-int8", card="RTX 3090", context=4096)
+    at = replace(plan, settings=replace(plan.settings, context=plan.longest_context))
+    beyond = replace(plan, settings=replace(plan.settings, context=plan.longest_context + 1))
+    assert at.fits
+    assert not beyond.fits
+
+
+def test_drafter_terms_cover_what_a_drafter_adds() -> None:
+    plan = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", context=8192)
+    alone = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", context=8192, draft_tokens=0)
+    assert alone.drafter is None
+    resident = plan.drafter.weight_bytes(plan.target.quantization) + plan.drafter.head_bytes(plan.target.quantization)
+    assert resident < plan.peak_bytes - alone.peak_bytes == plan.drafter_bytes
+
+
+def test_trees_need_more_than_chains() -> None:
+    chain = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5)
+    tree = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5, tree_size=60)
+    assert tree.settings.nodes == 60
+    assert tree.bytes_by_moment["verify"] > chain.bytes_by_moment["verify"]
+    assert tree.settings.cache_capacity == chain.settings.cache_capacity + 54
+
+
+# --- invariants -------------------------------------------------------------------------------------------------------
+
+BASE = plan_memory(LLAMA_8B, quantization="bnb-nf4", card="RTX 4090", context=4096)
+
+
+@given(st.integers(1, 2**17), st.integers(1, 2**12), st.integers(1, 4), st.integers(1, 12), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_more_of_anything_never_takes_less(context: int, chunk: int, batch: int, depth: int, packed: bool) -> None:
+    kind = "int8" if packed else "full"
+    small = replace(
+        BASE.settings, context=context, prefill_chunk=chunk, batch=batch, draft_tokens=depth, cache_type=kind
+    )
+    peak = replace(BASE, settings=small).peak_bytes
+    for more in (
+        {"context": context + 129},
+        {"prefill_chunk": chunk + 129},
+        {"batch": batch + 1},
+        {"draft_tokens": depth + 1},
+    ):
+        assert replace(BASE, settings=replace(small, **more)).peak_bytes >= peak, more
+
+
+@given(st.sampled_from(sorted(CARDS)), st.sampled_from(["bf16", "bnb-int8", "bnb-nf4-dq", "gptq-4bit"]))
+@settings(max_examples=25, deadline=None)
+def test_plans_survive_json_and_add_up(card: str, quantization: str) -> None:
+    plan = plan_memory(LLAMA_8B, quantization=quantization, card=card, context=2048)
+    assert MemoryPlan.from_dict(json.loads(plan.to_json())) == plan
+    for moment in MOMENTS:
+        assert plan.bytes_by_moment[moment] == sum(t.num_bytes for t in plan.ledger if moment in t.moments)
+    assert plan.peak_bytes == max(plan.bytes_by_moment.values())
+    assert plan.fits == (plan.peak_bytes <= plan.budget_bytes)
+    assert all(term.num_bytes > 0 and term.moments for term in plan.ledger)
+
+
+def test_frontier_agrees_with_plans_of_its_own() -> None:
+    points = BASE.frontier(contexts=(4096, 65536), draft_tokens=(0, 6))
+    assert len(points) == 2 * 2 * 3
+    full = next(p for p in points if (p.context, p.draft_tokens, p.cache_type) == (65536, 6, "full"))
+    own = plan_memory(
+        LLAMA_8B, quantization="bnb-nf4", card="RTX 4090", context=65536, draft_tokens=6, prefill_chunk=2048
+    )
+    assert full.peak_bytes == own.peak_bytes
+    packed = next(p for p in points if (p.context, p.draft_tokens, p.cache_type) == (65536, 6, "int8"))
+    assert packed.peak_bytes < full.peak_bytes
+
+
+# --- targets, drafters, cards -----------------------------------------------------------------------------------------
+
+
+def test_a_loaded_model_is_measured_and_recognised() -> None:
+    model = AutoModelForCausalLM.from_config(TINY)
+    plan = plan_memory(model, card=8 * GIB, context=512)
+    assert plan.target.weights.total == storage_bytes(model)
+    assert plan.target.quantization.name == "fp32"
+    plan.check_target(model)
+    with pytest.raises(MemoryPlanError, match="measured as it is"):
+        plan_memory(model, card=8 * GIB, quantization="bnb-nf4")
+    other = AutoModelForCausalLM.from_config(LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 3}))
+    with pytest.raises(MemoryPlanError, match="made for"):
+        plan.check_target(other)
+
+
+def test_folders_and_configs_give_the_same_plan(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(TINY).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # weights are never needed
+    from_folder = plan_memory(tmp_path, card="RTX 3060", context=512, quantization="fp32")
+    from_config = plan_memory(TINY, card="RTX 3060", context=512, quantization="fp32")
+    assert from_folder.peak_bytes == from_config.peak_bytes
+    assert from_folder.target.fingerprint == from_config.target.fingerprint
+
+
+def test_a_config_that_is_quantised_needs_no_name() -> None:
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    config = LlamaConfig(**{**LLAMA_8B.to_dict(), "quantization_config": fields, "dtype": "float16"})
+    plan = plan_memory(config, card="RTX 3060", context=2048)
+    assert plan.target.quantization.name == "gptq-4bit"
+    assert 5.0 < plan.target.weights.total / GIB < 5.6
+
+
+def test_a_drafter_for_another_target_is_refused() -> None:
+    drafter = Eagle31Config(hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=300)
+    assert plan_memory(TINY, drafter=drafter, card="RTX 3060", context=512).fits
+    with pytest.raises(MemoryPlanError, match="made for hidden size 64 and 300"):
+        plan_memory(LLAMA_8B, quantization="bnb-nf4", drafter=drafter, card="RTX 3060")
+
+
+def test_experts_left_unpacked_are_reported_with_their_bytes() -> None:
+    plan = plan_memory(MixtralConfig(), quantization="bnb-nf4", card="H200")
+    assert any("experts stay bf16 and take 84.0 GiB of 85.2 GiB" in warning for warning in plan.warnings)
+    assert not plan_memory(MixtralConfig(), quantization="fp8-block", card="H200").warnings
+
+
+@pytest.mark.parametrize(
+    ("card", "gib"), [("RTX 3090", 14.96), ("RTX A6000", 14.96), ("RTX 4090", 8.46), ("H100", 8.46)]
+)
+def test_fp8_is_planned_as_this_card_loads_it(card: str, gib: float) -> None:
+    plan = plan_memory(LLAMA_8B, quantization="fp8-block", card=card, context=1024)
+    assert plan.target.weights.total / GIB == pytest.approx(gib, abs=0.01)
+    assert any("unpacked to bf16" in warning for warning in plan.warnings) == (gib > 10)
+
+
+def test_mxfp4_without_its_packages_is_planned_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+    measured = replace(find_card("H100"), measured=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    unpacked = plan_memory(config, quantization="mxfp4", card=measured, context=1024)
+    assert any("triton" in warning and "12.8 GiB become 39.0 GiB" in warning for warning in unpacked.warnings)
+    packed = plan_memory(config, quantization="mxfp4", card="H100", context=1024)
+    assert packed.target.weights.total < 13 * GIB
+
+
+def test_card_names_are_forgiving_and_sizes_are_cards() -> None:
+    for name in ("4090", "rtx4090", "NVIDIA GeForce RTX 4090"):
+        assert find_card(name) is CARDS["RTX 4090"]
+    assert find_card("24GiB").total_bytes == 24 * GIB
+    assert find_card("24 GB").total_bytes == 24 * 10**9
+    assert find_card("Apple M3 Max 64GB").usable_bytes == 48 * GIB
+
+
+def test_this_machine_is_measured() -> None:
+    card = measure_card()
+    assert card.measured
+    assert 0 < card.usable_bytes <= card.total_bytes
+    assert plan_memory(TINY, context=64).card.kind == card.kind
+
+
+def test_a_plan_is_kept_to_its_card() -> None:
+    plan = plan_memory(TINY, card="RTX 4090", context=64)
+    plan.check_card("RTX 3090 Ti")
+    plan.check_card(Card("RTX 4090", "cuda", 24 * GIB, 20 * GIB, measured=True))
+    with pytest.raises(MemoryPlanError, match="RTX 3060"):
+        plan.check_card("RTX 3060")
+    with pytest.raises(MemoryPlanError, match="mps"):
+        plan.check_card("Apple M4 24GB")
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"card": "RTX 4900"}, r"RTX 4090.*known"),
+        ({"card": 12}, "12 bytes"),
+        ({"quantization": "int3"}, "known: bf16"),
+        ({"quantization": "gguf"}, "as target"),
+        ({"context": 0}, "context=0"),
+        ({"context": -5}, "context=-5"),
+        ({"context": 10**12}, "context=1000000000000"),
+        ({"batch": 0}, "batch=0"),
+        ({"batch": 2.5}, "batch=2.5"),
+        ({"draft_tokens": -1}, "draft_tokens=-1"),
+        ({"draft_tokens": 8, "tree_size": 4}, "more nodes than levels"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0"),
+        ({"cache_type": "int2"}, "full, int8, fp8"),
+        ({"drafter_precision": "int3"}, "full, int8, nf4"),
+        ({"margin": -1}, "margin=-1"),
+        ({"margin": 10**15}, "below the card"),
+        ({"drafter": 7}, "got a int as drafter"),
+    ],
+)
+def test_nonsense_is_refused_with_what_was_wanted(arguments: dict, message: str) -> None:
+    with pytest.raises(MemoryPlanError, match=message):
+        plan_memory(TINY, **{"card": "RTX 4090", **arguments})
+
+
+def test_targets_that_cannot_be_planned_say_why(tmp_path: Path) -> None:
+    with pytest.raises(MemoryPlanError, match=r"lacks \['hidden_size'.*vocab_size"):
+        plan_memory(PreTrainedConfig(), card="RTX 4090")
+    with pytest.raises(MemoryPlanError, match="wanted a Hub id"):
+        plan_memory(42, card="RTX 4090")
+    with pytest.raises(MemoryPlanError, match="cannot be read"):
+        plan_memory(tmp_path / "nothing", card="RTX 4090")
+    with pytest.raises(MemoryPlanError, match=r"mamba|lacks"):
+        plan_memory(MambaConfig(num_hidden_layers=2, hidden_size=64, vocab_size=300), card="RTX 4090")
+
+
+def test_configs_with_other_field_names_are_read() -> None:
+    plan = plan_memory(GPT2Config(n_layer=4), card="RTX 3060", context=512, quantization="fp32")
+    assert plan.target.shape.num_layers == 4
+    assert plan.target.intermediate_size == 4 * 768
+
+
+@pytest.mark.parametrize("change", [{"extra": 1}, {"settings": {"depth": 3}}, {"target": None}])
+def test_foreign_json_is_refused(change: dict) -> None:
+    with pytest.raises(MemoryPlanError, match="not a memory plan"):
+        MemoryPlan.from_dict({**BASE.to_dict(), **change})
+
+
+# --- rendering --------------------------------------------------------------------------------------------------------
+
+
+def test_report_shows_every_term_and_the_decision(tmp_path: Path) -> None:
+    text = plan_text(BASE)
+    assert all(term.name in text for term in BASE.ledger)
+    assert len(ledger_rows(BASE)) == len(BASE.ledger)
+    assert ("fits", "yes") in decision_rows(BASE)
+    refusal = plan_memory(LLAMA_70B, quantization="bf16", card="RTX 3090", context=4096)
+    assert ("would fit", "card H200") in decision_rows(refusal)
+    header, *rows = frontier_rows(BASE.frontier(contexts=(2048, 131072), draft_tokens=(6,)))
+    assert header[2:] == ("full cache", "int8 cache", "fp8 cache")
+    assert [row[0] for row in rows] == ["2,048", "131,072"]
+
+
+def test_plot_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_ledger(BASE, tmp_path / "ledger.png")
+    assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_home_lab_table_has_a_cell_per_card_and_scheme() -> None:
+    rows = home_lab_table({"8B": LLAMA_8B, "70B": LLAMA_70B})
+    assert len(rows[0].longest_context) == 6
+    small = rows[0].longest_context
+    assert 16_000 < small["RTX 4090", "bf16"] < small["RTX 4090", "bnb-int8"] < small["RTX 4090", "bnb-nf4-dq"]
+    assert rows[1].longest_context["RTX 4090", "bnb-nf4-dq"] == 0
+    table = home_lab_markdown(rows).splitlines()
+    assert len(table) == 4
+    assert table[3].startswith("| 70B | no | no | no | no |")
