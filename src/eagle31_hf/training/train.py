@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from rich.console import Console
 from transformers import (
     EarlyStoppingCallback,
@@ -33,6 +32,7 @@ from .optimizers import OptimizerSettings
 from .plan import TrainingPlan, checkpoint_bytes, time_bare, time_step, training_bytes
 from .policy import PolicyModel
 from .preparation import Preparation
+from .processes import leave_process_group
 from .progress import LiveProgress
 from .rendering import Documents
 from .settings import TrainingSettings
@@ -115,8 +115,7 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         report = _Run(settings, target, tokenizer, console).execute()
-    # A process that ends with its group still open may abort after all its work is done.
-    PartialState().destroy_process_group()
+    leave_process_group()
     return report
 
 
