@@ -100,14 +100,29 @@ def test_depth_shares_follow_where_chains_ended():
 def test_bare_costs_weigh_the_widths_that_occurred(drafter, monkeypatch):
     seen = []
     forward = drafter.require_binding().forward
-    meter = BareMeter(drafter, torch.arange(9)[None], CHAIN)
     monkeypatch.setattr(
-        drafter.require_binding(), "forward", lambda ids, *rest, **more: seen.append(ids.shape) or forward(ids, *rest)
+        drafter.require_binding(), "forward", lambda ids, *rest, **_: seen.append(ids.shape) or forward(ids, *rest)
     )
+    meter = BareMeter(drafter, torch.arange(9)[None], CHAIN)
+    seen.clear()  # the context
     costs = meter.measure({4: 0.5, 2: 0.5})
     assert {tuple(shape) for shape in seen} == {(1, 1), (1, 5), (1, 3)}
     assert (costs.verified_tokens, costs.drafter_steps) == (4.0, 3.0)
     assert meter.cache.lengths == [9], "nothing is committed: the context stays as long as it was"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_bare_costs_of_compiled_loops_are_those_of_compiled_forwards(drafter, shape, monkeypatch):
+    monkeypatch.setattr("eagle31_hf.compiled_steps._compile", lambda step, device: step)
+    meter = BareMeter(drafter, torch.arange(9)[None], shape, compiled=True)
+    costs = meter.measure()
+    graphs = {kind for kind, *_ in drafter.require_binding().compiled.shapes}
+    assert graphs == {"verify", "step"}
+    assert drafter.require_binding().compiled.why_not == ""
+    assert min(costs.verify_s, costs.drafter_step_s, costs.absorb_s) > 0
+    assert meter.cache.lengths == [9]
+    assert meter.session.cache.lengths == [8]
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ..acceleration import NODE_BUCKET, CompiledDraftSession, CompiledForward, slot_bucket
 from ..cache import SpeculativeCache
 from ..decoding import DraftShape
 from ..drafter import Eagle31Drafter
@@ -26,7 +28,7 @@ from ..stats import SpeculationStats
 from ..target import TargetBinding
 
 CALLS = 12
-UNCOUNTED_CALLS = 2  # the first ones pay for allocation
+UNCOUNTED_CALLS = 2  # the first ones pay for allocation and compiling
 
 
 @dataclass(frozen=True)
@@ -67,35 +69,43 @@ class BareMeter:
     """Times the forwards of rounds that follow one context, which stays as long as it is.
 
     Placement, positions and masks are made before the clock starts, and nothing is committed after it: what is timed
-    are the two networks.
+    are the two networks, one forward after another in the order of a round. Timed over and over, a small drafter would
+    stay in the processor's cache, from which in a round the target has pushed it out.
 
     Args:
         drafter: attached to the target.
         context: ids `(B, T)`, `T` of at least 2, without padding.
         shape: what is drafted and verified in a round.
+        compiled: time the compiled forwards, copying their inputs into fixed buffers included.
 
     Raises:
         ConfigurationError: the context is too short.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, context: Tensor, shape: DraftShape):
+    def __init__(self, drafter: Eagle31Drafter, context: Tensor, shape: DraftShape, *, compiled: bool = False):
         batch, length = context.shape
         if length < 2:
             raise ConfigurationError(f"got a context of {length} token; bare figures want at least 2")
-        self.drafter, self.shape = drafter, shape
+        self.drafter, self.shape, self.compiled = drafter, shape, compiled
         self.binding: TargetBinding = drafter.require_binding()
         self.context = context.to(self.binding.input_device)
+        slots, block = length + shape.nodes, max(length, shape.nodes)
+        if compiled:
+            slots, block = slot_bucket(slots + NODE_BUCKET), slot_bucket(block)
         self.cache = SpeculativeCache.from_config(
             self.binding.text_config,
             batch_size=batch,
-            capacity=length + shape.nodes,
-            block=max(length, shape.nodes),
+            capacity=slots,
+            block=block,
             masks_by_type=self.binding.masks_by_type,
             device=self.context.device,
         )
-        self.session = DraftSession(
+        self.session = (CompiledDraftSession if compiled else DraftSession)(
             drafter, batch_size=batch, capacity=length + shape.draft_block, block=max(length, shape.draft_block)
         )
+        self._forward: Callable[..., object] = self.binding.forward
+        if compiled:
+            self._forward = CompiledForward(drafter, self.cache, most_nodes=shape.nodes, stats=SpeculationStats())
         with torch.no_grad(), self.binding.masked_attention():
             self._read_context()
 
@@ -113,41 +123,80 @@ class BareMeter:
 
     @torch.no_grad()
     def measure(self, depths: Mapping[int, float] | None = None) -> BareCosts:
-        """One sample of each figure, each forward's the median of a dozen calls.
+        """One sample of each figure, each forward's the median of a dozen rounds.
 
         Args:
             depths: share of the rounds that drafted a chain of so many tokens; default: all are as deep as the shape.
         """
         if depths is None or self.shape.top_k > 1:
-            widths, steps = {self.shape.nodes: 1.0}, float(self.shape.depth)
+            rounds = {(self.shape.nodes, self.shape.depth): 1.0}
         else:
-            widths = {depth + 1: share for depth, share in depths.items()}
-            steps = sum(depth * share for depth, share in depths.items())
+            rounds = {(depth + 1, depth): share for depth, share in depths.items()}
+        absorbed: list[float] = []
+        stepped: list[float] = []
+        verify_s = 0.0
         with self.binding.masked_attention():
-            return BareCosts(
-                target_step_s=self._seconds(self._target_over(1)),
-                verify_s=sum(share * self._seconds(self._target_over(width)) for width, share in widths.items()),
-                drafter_step_s=self._seconds(self._drafter_step()),
-                absorb_s=self._seconds(self._absorb()),
-                verified_tokens=sum(width * share for width, share in widths.items()),
-                drafter_steps=steps,
-            )
+            plain = self._timed(self._target_over(1, self.binding.forward))
+            target_step_s = median([plain() for _ in range(CALLS)][UNCOUNTED_CALLS:])
+            for (width, depth), share in rounds.items():
+                verified = self._rounds(width, depth, absorbed, stepped)
+                verify_s += share * median(verified)
+        return BareCosts(
+            target_step_s=target_step_s,
+            verify_s=verify_s,
+            drafter_step_s=median(stepped or absorbed),
+            absorb_s=median(absorbed),
+            verified_tokens=sum(share * width for (width, _), share in rounds.items()),
+            drafter_steps=sum(share * depth for (_, depth), share in rounds.items()),
+        )
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        return median_seconds(call, self.binding.head_device)
+    def _rounds(self, width: int, depth: int, absorbed: list[float], stepped: list[float]) -> list[float]:
+        """Run a dozen rounds: seconds of each verification; those of the drafter are added to the lists."""
+        verify = self._timed(self._target_over(width, self._forward))
+        absorb, step = self._timed(self._absorb()), self._timed(self._drafter_step())
+        verified: list[float] = []
+        for call in range(CALLS):
+            with self.binding.capturing() if self.compiled else nullcontext():  # compiled graphs give hidden states
+                verify_s = verify()
+            absorb_s, steps_s = absorb(), [step() for _ in range(depth - 1)]
+            if call >= UNCOUNTED_CALLS:
+                verified.append(verify_s)
+                absorbed.append(absorb_s)
+                stepped += steps_s
+        return verified
 
-    def _target_over(self, width: int) -> Callable[[], object]:
+    def _timed(self, call: Callable[[], object]) -> Callable[[], float]:
+        device = self.binding.head_device
+
+        def seconds() -> float:
+            started = now(device)
+            call()
+            return now(device) - started
+
+        return seconds
+
+    def _target_over(self, width: int, forward: Callable[..., object]) -> Callable[[], object]:
         cache = self.cache
         cache.place(width)
         tokens = self.context[:, -1:].expand(-1, width)
         positions = cache.position_ids()
         # A chain's mask: trees are masked as densely, so they cost the same.
         mask = cache.attention_mask(dtype=self.binding.compute_dtype)
-        return lambda: self.binding.forward(tokens, positions, mask, cache)
+
+        def verify() -> None:
+            cache.place(width)
+            forward(tokens, positions, mask, cache)
+
+        return verify
 
     def _drafter_step(self) -> Callable[[], object]:
-        drafter, width = self.drafter, self.shape.top_k
+        drafter, width, batch = self.drafter, self.shape.top_k, self.context.shape[0]
         hidden = self.session.root.feedback.expand(-1, width, -1)  # (B, width, H)
+        if self.compiled:
+            tokens = self.context[:, -1:].to(drafter.device).expand(-1, width)
+            alone = torch.eye(width, dtype=torch.bool, device=drafter.device).expand(batch, -1, -1)
+            ancestors = None if width == 1 else alone
+            return lambda: self.session.step(tokens, hidden, after=0, depth=0, ancestors=ancestors)
         decode = self._drafter_over(width)
         return lambda: drafter.draft_logits(decode(hidden))
 
@@ -162,7 +211,12 @@ class BareMeter:
         tokens = self.context[:, -1:].to(drafter.device).expand(-1, width)
         rotary = drafter.rotary(cache.position_ids())
         mask: Any = cache.attention_mask(dtype=drafter.dtype)
-        return lambda hidden: drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache).normed
+
+        def decode(hidden: Tensor) -> Tensor:
+            cache.place(width)
+            return drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache).normed
+
+        return decode
 
 
 def wished_shape(drafter: Eagle31Drafter, *, batch_size: int) -> DraftShape:
@@ -191,16 +245,6 @@ def now(device: torch.device) -> float:
     elif device.type == "mps":
         torch.mps.synchronize()
     return time.perf_counter()
-
-
-def median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median of a dozen calls, the first two not counted."""
-    seconds = []
-    for _ in range(CALLS):
-        started = now(device)
-        call()
-        seconds.append(now(device) - started)
-    return median(seconds[UNCOUNTED_CALLS:])
 
 
 def describe_machine(binding: TargetBinding) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decoding import DraftShape
 from ..drafter import Eagle31Drafter
 from ..errors import ConfigurationError, UnsupportedGenerationError
 from ..stats import SpeculationStats
@@ -112,15 +111,12 @@ class LoopBenchmark:
         return LoopReport(tuple(records), left_out)
 
     def _meters(self, ways: Sequence[Way]) -> dict[Key, BareMeter]:
-        """One per way of ours and batch size; accelerated ways are held against the same eager forwards."""
-        made: dict[tuple[DraftShape, int], BareMeter] = {}
-        meters = {}
-        for way in ways:
-            for size, shape in way.shapes.items():
-                if (shape, size) not in made:
-                    made[shape, size] = BareMeter(self.drafter, self.context.expand(size, -1), shape)
-                meters[way.name, size] = made[shape, size]
-        return meters
+        """One per way of ours and batch size; accelerated ways are held against accelerated forwards."""
+        return {
+            (way.name, size): BareMeter(self.drafter, self.context.expand(size, -1), shape, compiled=way.compiled)
+            for way in ways
+            for size, shape in way.shapes.items()
+        }
 
     def _tell_progress(self, repeat: int, size: int) -> None:
         sizes = list(self.batches)

@@ -94,6 +94,7 @@ class Way:
 
     Attributes:
         shapes: what our own loop drafts, by batch size; empty for the others.
+        compiled: whether our own loop is accelerated.
         one_row_only: transformers' assisted loop, which takes no batches.
         early_exit_layers: layers of the target that draft for it, 0 for other ways.
     """
@@ -101,6 +102,7 @@ class Way:
     name: str
     write: Callable[[PromptBatch], Written]
     shapes: Mapping[int, DraftShape] = field(default_factory=dict)
+    compiled: bool = False
     one_row_only: bool = False
     early_exit_layers: int = 0
 
@@ -130,8 +132,8 @@ def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, wishes
     with _wishes(drafter, settings, wishes):
         shapes = {size: wished_shape(drafter, batch_size=size) for size in settings.batch_sizes}
     own = _by_drafter if settings.acceptance is None else _by_lot
-    compiled = " compiled" if wishes["acceleration"] == "compile" else ""
-    return Way(f"{name}{compiled}", own(drafter, settings, wishes), shapes)
+    compiled = wishes["acceleration"] == "compile"
+    return Way(f"{name}{' compiled' * compiled}", own(drafter, settings, wishes), shapes, compiled)
 
 
 def _by_generate(drafter: Eagle31Drafter, settings: LoopSettings, **how: Any) -> Callable[[PromptBatch], Written]:
