@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagle31_hf import Eagle31Drafter, acceleration, compiled_steps, decoding
+from eagle31_hf import Eagle31Drafter, acceleration, compiled_drafting, compiled_steps, decoding
 from eagle31_hf.acceleration import NODE_BUCKET, CompiledForward, node_bucket, slot_bucket
 from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.compiled_steps import CompiledSteps
@@ -106,7 +106,7 @@ def test_fixed_shapes_write_the_plain_text(family: str, shape: str, uncompiled: 
         )
         assert drafter.stats.fallbacks == []
     kinds = {shape[0] for shape in drafter.require_binding().compiled.shapes}
-    assert kinds == {"verify", "step"}
+    assert kinds == {"verify", "absorb", "step"}
 
 
 def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) -> None:
@@ -132,7 +132,7 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
     for size in (1, 3):
         texts, drafts = [], []
         for at_once in (False, True):
-            monkeypatch.setattr(acceleration.CompiledDraftSession, "chains_at_once", at_once)
+            monkeypatch.setattr(compiled_drafting.CompiledDraftSession, "chains_at_once", at_once)
             drafted.clear()
             with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
                 texts.append(

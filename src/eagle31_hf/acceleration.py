@@ -1,4 +1,4 @@
-"""Compiled steps: the target's verify forward and the drafter's draft step, one graph per shape bucket.
+"""Compiled steps: the target's verify forward here, the drafter's in `compiled_drafting`, one graph per shape bucket.
 
 `torch.compile` pays only where shapes repeat, so blocks are padded to a few node counts, rows to a few lengths
 (buckets of 256 slots, then doubling), and what is padded is masked. The first call at a new shape is served by the
@@ -21,7 +21,6 @@ from .cache import SpeculativeCache
 from .cache.fixed_shape import FixedShapeCache
 from .compiled_steps import CompiledSteps, Step
 from .drafter import Eagle31Drafter
-from .drafting import DraftSession, DraftState
 from .stats import SpeculationStats
 from .target import TargetBinding, TargetOutput
 
@@ -68,7 +67,7 @@ class InputBuffers:
         return self.fill(name, F.pad(source, pads, value=torch.finfo(source.dtype).min), shape)
 
 
-class _Placed:
+class PlacedSteps:
     """Slots and buffers of the running step."""
 
     def __init__(self, cache: SpeculativeCache):
@@ -112,15 +111,15 @@ class CompiledForward:
         self.binding = drafter.require_binding()
         self.steps = CompiledSteps.of(drafter)
         self.most_nodes, self.stats = most_nodes, stats
-        self.placed = _Placed(cache)
+        self.placed = PlacedSteps(cache)
         self.first_rows = cache.batch_size
-        _note(self.steps, stats)
+        note_why_not(self.steps, stats)
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Masks, cache: SpeculativeCache) -> TargetOutput:
         """See `TargetBinding.forward`; logits of all tokens `(B, T, V)`."""
         rows, size = tokens.shape
         nodes = node_bucket(size, self.most_nodes)
-        _note(self.steps, self.stats)  # a draft step may have failed
+        note_why_not(self.steps, self.stats)  # a draft step may have failed
         if self.steps.why_not or size == 1 or not self.placed.make_room(nodes):
             return self.binding.forward(tokens, positions, mask, cache)
         widths = cache.mask_widths
@@ -136,7 +135,7 @@ class CompiledForward:
         output = self.binding.forward(tokens, positions, mask, cache)
         if not known:
             self.steps.add(shape, _verify_step(self.binding), inputs, output.logits)
-        _note(self.steps, self.stats)
+        note_why_not(self.steps, self.stats)
         return output
 
     def _inputs(self, tokens: Tensor, positions: Tensor, masks: Masks, nodes: int) -> tuple:
@@ -166,136 +165,6 @@ def _verify_step(binding: TargetBinding) -> Step:
     return verify
 
 
-class CompiledDraftSession(DraftSession):
-    """A draft session whose steps are compiled; what is absorbed stays eager, its width being another every round."""
-
-    def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int):
-        super().__init__(
-            drafter, batch_size=batch_size, capacity=slot_bucket(capacity + NODE_BUCKET), block=slot_bucket(block)
-        )
-        self.cache.slab = SLOT_BUCKET
-        self.steps = CompiledSteps.of(drafter)
-        self.placed = _Placed(self.cache)
-        self.first_rows = batch_size
-        self.chain_depth = 0  # of the deepest chain so far; shallower ones are cut from it
-
-    @property
-    def chains_at_once(self) -> bool:
-        """Whether greedy chains of fixed length are one graph."""
-        return self.cache.device.type == "cuda"
-
-    def draft_at_once(self, depth: int) -> Tensor | None:
-        self.chain_depth = deepest = max(depth, self.chain_depth)
-        rows = self.cache.batch_size
-        if not self.chains_at_once or self.steps.why_not:
-            return None
-        self.cache.place(1)
-        if not self.placed.make_room(deepest):
-            return None
-        (slots,) = self.cache.mask_widths.values()
-        shape, inputs = ("chain", rows, deepest, slots), self._chain_inputs(deepest)
-        if not self.steps.has(shape) and rows == self.first_rows:
-            self.steps.add(shape, _draft_chain(self.drafter, deepest), inputs, None)
-        outputs = self.steps.run(shape, inputs)
-        return None if outputs is None else outputs[0][:, :depth]
-
-    def _chain_inputs(self, depth: int) -> tuple:
-        fill, root = self.placed.inputs.fill, self.root
-        self._rotary_at(depth)
-        assert self._rotary is not None, "just made"
-        cos, sin = (table[:, :depth] for table in self._rotary)  # (B, depth, d)
-        self.placed.point_at(0, depth)
-        return (
-            fill("root", root.logits, tuple(root.logits.shape)),
-            fill("feedback", root.feedback, tuple(root.feedback.shape)),
-            (fill("cos", cos, tuple(cos.shape)), fill("sin", sin, tuple(sin.shape))),
-            self.placed.fixed,
-        )
-
-    def step(
-        self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
-    ) -> DraftState:
-        rows, size = tokens.shape
-        width = 1 << (size - 1).bit_length()
-        self.cache.place(size, after=after)
-        if self.steps.why_not or not self.placed.make_room(after + width):
-            return super().step(tokens, feedback, after=after, depth=depth, ancestors=ancestors)
-        (slots,) = self.cache.mask_widths.values()
-        mask = self._mask(ancestors, (rows, 1, width, slots))
-        shape = ("step", rows, width, slots, mask is not None)
-        known = self.steps.has(shape)
-        if not known and rows != self.first_rows:
-            return super().step(tokens, feedback, after=after, depth=depth, ancestors=ancestors)
-        inputs = self._inputs(tokens, feedback, after, depth, mask)
-        outputs = self.steps.run(shape, inputs)
-        if outputs is not None:
-            logits, feedback = outputs
-            return DraftState(logits[:, :size], feedback[:, :size])
-        state = super().step(tokens, feedback, after=after, depth=depth, ancestors=ancestors)
-        if not known:
-            self.steps.add(shape, _draft_step(self.drafter), inputs, state.logits)
-        return state
-
-    def _mask(self, ancestors: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-        """`None` for a chain, whose mask the graph makes itself."""
-        mask = None if ancestors is None else self.cache.attention_mask(ancestors, dtype=self.drafter.dtype)
-        return None if mask is None else self.placed.inputs.fill_mask("mask", mask, shape)  # type: ignore[arg-type]
-
-    def _inputs(self, tokens: Tensor, feedback: Tensor, after: int, depth: int, mask: Tensor | None) -> tuple:
-        fill, (rows, size) = self.placed.inputs.fill, tokens.shape
-        width = 1 << (size - 1).bit_length()
-        cos, sin = self._rotary_at(depth)
-        self.placed.point_at(after, width)
-        return (
-            fill("tokens", tokens, (rows, width)),
-            fill("feedback", feedback, (rows, width, feedback.shape[-1])),
-            (fill("cos", cos, tuple(cos.shape)), fill("sin", sin, tuple(sin.shape))),
-            mask,
-            self.placed.fixed,
-        )
-
-
-def _draft_step(drafter: Eagle31Drafter) -> Step:
-    def draft(
-        tokens: Tensor,
-        feedback: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: FixedShapeCache,
-    ) -> tuple[Tensor, Tensor]:
-        if mask is None:  # a row sees its slots up to the one it writes
-            slots = cache.block.slots  # (B, T)
-            columns = torch.arange(cache.layers[0].keys.shape[2], device=slots.device)
-            hidden = columns > slots[:, None, :, None]  # (B, 1, T, S)
-            mask = torch.zeros(hidden.shape, dtype=feedback.dtype, device=slots.device)
-            mask = mask.masked_fill(hidden, torch.finfo(feedback.dtype).min)
-        out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
-        return drafter.draft_logits(out.normed), out.feedback
-
-    return draft
-
-
-def _draft_chain(drafter: Eagle31Drafter, depth: int) -> Step:
-    draft = _draft_step(drafter)
-
-    def chain(
-        root: Tensor, feedback: Tensor, rotary: tuple[Tensor, Tensor], cache: FixedShapeCache
-    ) -> tuple[Tensor, Tensor]:
-        slots, ids, logits, tokens = cache.block.slots, drafter.draft_ids, root, []
-        for k in range(depth):
-            choice = logits[:, -1].argmax(-1)
-            tokens.append(choice if ids is None else ids[choice])
-            if k + 1 < depth:
-                here = slice(k, k + 1)
-                cache.block.slots = slots[:, here]
-                cos, sin = (table[:, here] for table in rotary)
-                logits, feedback = draft(tokens[-1][:, None], feedback, (cos, sin), None, cache)
-        cache.block.slots = slots
-        return torch.stack(tokens, 1), feedback  # (B, depth), (B, 1, H)
-
-    return chain
-
-
-def _note(steps: CompiledSteps, stats: SpeculationStats) -> None:
+def note_why_not(steps: CompiledSteps, stats: SpeculationStats) -> None:
     if steps.why_not and steps.why_not not in stats.fallbacks:
         stats.fallbacks.append(steps.why_not)

@@ -19,7 +19,7 @@ from .target import TargetBinding
 
 logger = logging.getLogger(__name__)
 
-Step = Callable[..., tuple[Tensor, Tensor]]
+Step = Callable[..., tuple[Tensor, ...]]
 
 
 class CompiledSteps:
@@ -60,7 +60,7 @@ class CompiledSteps:
     def has(self, shape: Hashable) -> bool:
         return shape in self._by_shape
 
-    def run(self, shape: Hashable, inputs: tuple) -> tuple[Tensor, Tensor] | None:
+    def run(self, shape: Hashable, inputs: tuple) -> tuple[Tensor, ...] | None:
         """What the graph of `shape` makes of `inputs`; `None` if there is no such graph or it cannot be used.
 
         Guards, which ask whether model and settings are still those compiled for, cost as much as a layer. Nothing
@@ -74,7 +74,7 @@ class CompiledSteps:
             self._stay_eager(failure)
             return None
 
-    def _call(self, shape: Hashable, inputs: tuple) -> tuple[Tensor, Tensor]:
+    def _call(self, shape: Hashable, inputs: tuple) -> tuple[Tensor, ...]:
         step = self._by_shape[shape]
         if shape in self._trusted:
             try:
@@ -148,9 +148,8 @@ def _compile(step: Any, device: torch.device) -> Step:
 def _replayed(step: Step) -> Step:
     """A step whose outputs survive the next replay of its CUDA graph, which overwrites them in place."""
 
-    def call(*inputs: Any) -> tuple[Tensor, Tensor]:
+    def call(*inputs: Any) -> tuple[Tensor, ...]:
         torch.compiler.cudagraph_mark_step_begin()
-        first, second = step(*inputs)
-        return first.clone(), second.clone()
+        return tuple(output.clone() for output in step(*inputs))
 
     return call

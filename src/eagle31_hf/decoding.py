@@ -12,8 +12,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledDraftSession, CompiledForward, slot_bucket
+from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledForward, slot_bucket
 from .cache import SpeculativeCache
+from .compiled_drafting import CompiledDraftSession
 from .conversation import TurnEnd
 from .decoding_request import DecodingRequest, DraftShape
 from .drafter import Eagle31Drafter

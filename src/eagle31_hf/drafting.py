@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,38 @@ from .cache import SpeculativeCache
 from .drafter import Eagle31Drafter
 
 
+class Belief(NamedTuple):
+    """What the drafter expects of one next token: `probs` `(B, V)` float32, the largest of them and its id, `(B,)`."""
+
+    probs: Tensor
+    largest: Tensor
+    likeliest: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Belief:
+        """From logits or scores `(B, V)`."""
+        probs = logits.float().softmax(-1)
+        return cls(probs, *probs.max(-1))
+
+
 @dataclass(frozen=True)
 class DraftState:
-    """The drafter after some positions: `logits` `(B, T, Vd)` of their next tokens, `feedback` `(B, T, H)`."""
+    """The drafter after some positions.
+
+    Attributes:
+        logits: `(B, T, Vd)` of their next tokens.
+        feedback: `(B, T, H)`.
+        known: the belief at a single position, if the step has computed it already.
+    """
 
     logits: Tensor
     feedback: Tensor
+    known: Belief | None = None
+
+    @property
+    def belief(self) -> Belief:
+        """What is expected after the first position."""
+        return Belief.of(self.logits[:, 0]) if self.known is None else self.known
 
     def select(self, positions: Tensor) -> DraftState:
         """Of each row, the given positions `(B, n)`."""
@@ -68,23 +95,26 @@ class DraftSession:
             aux: `(B, T, A*Ht)` target hidden states of the positions.
             counts: valid positions per row, first come; a row with 0 keeps its state.
         """
-        drafter = self.drafter
-        tokens = tokens.to(self.device)
-        hidden = drafter.fuse_aux(aux.to(device=self.device, dtype=self.dtype))
+        tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
         width = tokens.shape[1]
         cos, sin = self._rotary_table(width + ROTARY_DEPTHS)
-        normed, feedback = self._decode(tokens, hidden, (cos[:, :width], sin[:, :width]), after=0)
+        state = self.read(tokens, aux, (cos[:, :width], sin[:, :width]), counts)
         self.cache.commit(counts)
-        self._rotary = None
+        # At least as many depths as a new table has.
+        self._rotary = (cos[:, counts[0] :], sin[:, counts[0] :]) if len(counts) == 1 else None
+        self._root = self._merged(state, counts)
+
+    def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
+        """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
+        normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
         if len(counts) == 1:
             last = slice(counts[0] - 1, counts[0])
             normed, feedback = normed[:, last], feedback[:, last]
-            self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
         else:
             index = torch.tensor([[max(count - 1, 0)] for count in counts], device=self.device)
             rows = torch.arange(len(counts), device=self.device)[:, None]
             normed, feedback = normed[rows, index], feedback[rows, index]  # (B, 1, H)
-        self._root = self._merged(DraftState(drafter.draft_logits(normed), feedback), counts)
+        return DraftState(self.drafter.draft_logits(normed), feedback)
 
     def _merged(self, state: DraftState, counts: Sequence[int]) -> DraftState:
         """Rows that absorbed nothing keep what they had (prompts of unequal length end in different chunks)."""

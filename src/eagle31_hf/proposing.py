@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .drafting import DraftSession, DraftState
+from .drafting import Belief, DraftSession, DraftState
 from .generation_settings import DraftLength
 from .sampling import draw, draw_without_replacement, likeliest
 from .topology import StaticTopology
@@ -52,16 +52,15 @@ def propose_chain(
         logits = state.logits[:, 0]  # (B, Vd)
         ranked = logits if scores is None else scores(logits, tokens[1:])  # (B, Vd) or (B, V)
         if sample or length.floor:
-            probs = ranked.float().softmax(-1)
+            belief = state.belief if scores is None else Belief.of(ranked)
             # The largest probability, sampled or not: an unlikely draw from a flat distribution is accepted as often
             # as the flat one agrees with the target's, which the draw's own probability says nothing about.
-            largest, choice = probs.max(-1)
-            confidence = confidence * largest
+            confidence = confidence * belief.largest
+            choice = draw(belief.probs) if sample else belief.likeliest
+            if sample:
+                sampled_from.append(belief.probs)
         else:
             choice = likeliest(ranked)
-        if sample:
-            sampled_from.append(probs)
-            choice = draw(probs)
         in_draft_vocabulary = ranked.shape[-1] == logits.shape[-1]
         draft_ids.append(choice)
         tokens.append(session.target_ids(choice) if in_draft_vocabulary else choice)

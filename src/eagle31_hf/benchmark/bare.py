@@ -18,8 +18,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..acceleration import NODE_BUCKET, CompiledDraftSession, CompiledForward, slot_bucket
+from ..acceleration import NODE_BUCKET, CompiledForward, slot_bucket
 from ..cache import SpeculativeCache
+from ..compiled_drafting import CompiledDraftSession
 from ..decoding import DraftShape
 from ..drafter import Eagle31Drafter
 from ..drafting import DraftSession
@@ -201,8 +202,12 @@ class BareMeter:
         return lambda: drafter.draft_logits(decode(hidden))
 
     def _absorb(self) -> Callable[[], object]:
-        drafter = self.drafter
-        decode = self._drafter_over(self.aux.shape[1])
+        drafter, (batch, width, _) = self.drafter, self.aux.shape
+        if self.compiled:
+            tokens = self.context[:, -1:].to(drafter.device).expand(-1, width)
+            rotary = drafter.rotary(self.session.cache.lengths_tensor[:, None] + torch.arange(width).to(drafter.device))
+            return lambda: self.session.read(tokens, self.aux, rotary, [width] * batch)
+        decode = self._drafter_over(width)
         return lambda: drafter.draft_logits(decode(drafter.fuse_aux(self.aux))[:, -1:])
 
     def _drafter_over(self, width: int) -> Callable[[Tensor], Tensor]:
