@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -c constraints.txt -e ".[dev,bnb]"
+	$(PIP) -c constraints.txt -e ".[dev,bnb,train,bench]"
 	@touch $@ $(VENV)/.installed
 
 # Only transformers is swapped: torch and the rest stay those of the main environment.
