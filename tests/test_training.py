@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from eagle31_hf import Eagle31Drafter
@@ -38,6 +40,7 @@ from eagle31_hf.training.policy import (
     chain_policy_loss,
     tree_reward,
 )
+from eagle31_hf.training.progress import LiveProgress
 from eagle31_hf.training.rendering import Document
 from eagle31_hf.training.rollouts import chain_logits, choose_contexts, roll_out_chains, roll_out_trees
 from eagle31_hf.training.test_time import make_teacher, step_losses, supervised_positions, unroll
@@ -428,6 +431,16 @@ def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch) -> None:
     events = EventAccumulator(str(next((tmp_path / "board").rglob("events*")).parent))
     events.Reload()
     assert {"train/loss", "train/accuracy_step_0", "train/loss_step_2"} <= set(events.Tags()["scalars"])
+
+
+def test_a_log_file_is_told_how_far_training_is(tmp_path: Path) -> None:
+    written = io.StringIO()
+    trainer = make_trainer(tmp_path, steps=3)
+    trainer.add_callback(LiveProgress(Console(file=written, width=200), "stage1"))
+    trainer.train()
+    lines = written.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("stage1, step 1 of 3: loss ")], lines
+    assert not [line for line in lines if "step 2 of 3" in line], "a line a minute, not one a step"
 
 
 def test_nan_stops_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:

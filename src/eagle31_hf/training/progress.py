@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
@@ -22,13 +23,21 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
+LINE_EVERY_S = 60.0
+"""Where no bar can be drawn, the log file gets a line so often."""
+
+
 class LiveProgress(TrainerCallback):
-    """A bar with the latest loss and accuracies; a line for each measurement of served acceptance."""
+    """A bar with the latest loss and accuracies; a line for each measurement of served acceptance.
+
+    Where the console is no terminal, the bar is a line a minute.
+    """
 
     def __init__(self, console: Console, title: str):
         self._console, self._title = console, title
         self._bar = progress_bar(console)
         self._task: Any = None
+        self._next_line_at = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -44,7 +53,9 @@ class LiveProgress(TrainerCallback):
             return
         if "loss" in logs:
             accuracy = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("accuracy_step_"))
-            self._bar.update(self._task, note=f"loss {logs['loss']:.3f}, accuracy by step {accuracy}")
+            note = f"loss {logs['loss']:.3f}, accuracy by step {accuracy}"
+            self._bar.update(self._task, note=note)
+            self._print_now_and_then(state, note)
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
             self._console.print(
@@ -53,6 +64,18 @@ class LiveProgress(TrainerCallback):
                 highlight=False,
                 markup=False,
             )
+
+    def _print_now_and_then(self, state: Any, note: str) -> None:
+        if self._console.is_terminal or time.monotonic() < self._next_line_at:
+            return
+        self._next_line_at = time.monotonic() + LINE_EVERY_S
+        left = self._bar.tasks[0].time_remaining
+        told = "" if left is None else f", {left / 60:.0f} minutes left"
+        self._console.print(
+            f"{self._title}, step {state.global_step:,} of {state.max_steps:,}: {note}{told}",
+            highlight=False,
+            markup=False,
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.stop()
