@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .oldest
 BIN := $(VENV)/bin
+RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Two test workers on two cores: more threads would only make them wait for each other.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -25,8 +26,17 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device
+# One process after the other: what is measured must have the card to itself.
+gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then what to measure on one, into docs/records
 	$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
+	{ echo "no CUDA device here: nothing to measure"; exit 0; }; \
+	set -e; mkdir -p $(RECORDS); \
+	$(BIN)/eagle31 bench memory --device cuda --out $(RECORDS)/memory.md --json $(RECORDS)/memory.json; \
+	$(BIN)/eagle31 bench loop --device cuda --dtype bf16 --compile --json $(RECORDS)/loop.json; \
+	$(BIN)/eagle31 bench loop --device cuda --synthetic llama-8b --four-bit --compile --limit 8 --repeats 3 --batch 1,4 \
+	  --json $(RECORDS)/loop_8b_nf4.json; \
+	$(BIN)/eagle31 bench growth --device cuda --json $(RECORDS)/growth.json
 
 $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no environment: $(PYTHON) needs its venv module" >&2; exit 1; }

@@ -424,7 +424,7 @@ def test_buffers_stay_where_they_are(slab):
         mirror.cache.attention_mask(torch.ones(4, 4).tril().bool())
         mirror.cache.keep([[0, 3]], [2])
         held = [t.data_ptr() for layer in mirror.cache.layers for t in (layer.keys, layer.values)]
-        pointers.append((*held, mirror.cache._resident_mask._buffer.data_ptr()))
+        pointers.append((*held, mirror.cache._masks.resident._buffer.data_ptr()))
     assert mirror.cache.lengths == [40]
     # 2 tokens a round and 4 on top: slabs of 16 are outgrown at 44 slots twice, full size never.
     assert len(set(pointers)) == (1 if slab is None else 3)

@@ -250,7 +250,9 @@ def test_the_test_would_notice() -> None:
     triples = sample("good", "top_p", wish, batch=1000)
     assert p_value(triples, exact_joint("t1")) < 1e-6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle31_hf.sampling._uniform", lambda shape, *_: torch.rand(shape, dtype=torch.float64) * 0.8)
+        patch.setattr(
+            "eagle31_hf.sampling.uniform_numbers", lambda shape, *_: torch.rand(shape, dtype=torch.float64) * 0.8
+        )
         assert p_value(sample("good", "t1", wish, batch=1000), exact_joint("t1")) < 1e-3
 
 

@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import BitsAndBytesConfig, DynamicCache
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.conversation import fingerprint
 from eagle31_hf.errors import UnsupportedGenerationError
+from eagle31_hf.quantization import packed_tensors
 from helpers import (
     demo_tokenizer,
     drafter_of,
@@ -489,3 +491,22 @@ def test_fingerprints_follow_the_weights():
         next(iter(drafter.fc.parameters())).add_(1e-3)
     drafter.detach()
     assert fingerprint(drafter) != before
+
+
+def test_fingerprints_tell_how_a_drafter_is_packed(tmp_path):
+    """Its keys are other numbers then: a cache written by one is not for the other."""
+    pytest.importorskip("bitsandbytes")
+    random_drafter(target_of("llama"), seed=4).save_pretrained(tmp_path)
+    packings = (None, {"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+                {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"})  # fmt: skip
+
+    def load(packing):
+        config = None if packing is None else BitsAndBytesConfig(**packing)
+        return Eagle31Drafter.from_pretrained(tmp_path, target=target_of("llama"), quantization_config=config)
+
+    found = [fingerprint(load(packing)) for packing in packings]
+    assert len(set(found)) == len(packings)
+    assert found == [fingerprint(load(packing)) for packing in packings]
+    other = load(packings[1])
+    next(iter(packed_tensors(other).values())).fill_(1)
+    assert fingerprint(other) != found[1], "packed weights that were trained further"

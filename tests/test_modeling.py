@@ -263,6 +263,27 @@ def test_drafts_leave_no_trace_in_the_cache() -> None:
     torch.testing.assert_close(with_drafts.root.logits, without.root.logits, atol=1e-6, rtol=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [[3], [20], [3, 3], [5, 0, 2], [20, 1, 7]], ids=str)
+def test_a_round_makes_one_rotary_table_at_most(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What turned the absorbed positions goes on to turn the drafts, to the bit, whatever each row absorbed."""
+    _, drafter, formulas = build(VARIANTS[0])
+    rows, width = len(counts), max(counts)
+    session = DraftSession(drafter, batch_size=rows, capacity=64, block=32)
+    rotary, tables = drafter.rotary, []
+    monkeypatch.setattr(drafter, "rotary", lambda positions: tables.append(positions) or rotary(positions))
+    for before in (range(1, rows + 1), counts):  # rows start the round that is looked at with unlike lengths
+        tables.clear()
+        aux = torch.zeros(rows, max(before), 3 * formulas.config.target_hidden_size)
+        session.absorb(torch.zeros(rows, max(before), dtype=torch.long), aux, list(before))
+    for depth in range(5):
+        session.step(torch.zeros(rows, 1, dtype=torch.long), session.root.feedback, after=depth, depth=depth)
+        wanted = rotary(session.cache.lengths_tensor[:, None] + depth)
+        assert all(map(torch.equal, session._rotary_at(depth), wanted))
+    made = [tuple(positions.shape) for positions in tables]
+    assert made == ([] if rows == 1 else [(rows, width + 16)]), "a single row goes on with what is left of its table"
+
+
 def test_canonical_tensors_are_views() -> None:
     """Splitting the fused matrices copies nothing."""
     _, drafter, _ = build(VARIANTS[0])

@@ -29,13 +29,13 @@ from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.weight_bytes import storage_bytes
 from eagle31_hf.quantization import FourBitLinear, Int8Linear, PackedLinear, pack_matrix, packed_modules
-from eagle31_hf.target import TargetBinding
 from eagle31_hf.target_quantization import OneTokenArithmetic, gather_head_rows, quantization_cautions
 from helpers import (
     DEMO_DRAFTER,
     GROUPED,
     MODELS,
     SIZES,
+    assert_same_or_own_tie,
     left_padded,
     oracle_drafts,
     prompts_for,
@@ -90,44 +90,6 @@ def load(folder: Path, packing: str, dtype: torch.dtype = torch.float32, **field
 
 
 # --- text of packed targets -------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def own_noise(binding: TargetBinding, text: Tensor, prompt_length: int, tokens: list[int]) -> Tensor:
-    """How far the logits of `tokens` after `text` move when the target reads the same tokens in other steps.
-
-    All are right: the prompt at once, as `generate` does, and what was written one by one, or in blocks of 2, 3 and 5
-    of which each token is computed as alone.
-    """
-    seen = []
-    for block in (1, 2, 3, 5):
-        out = binding.model(text[None, :prompt_length], use_cache=True)
-        for start in range(prompt_length, len(text), block):
-            with binding.one_token_arithmetic.active():
-                out = binding.model(text[None, start : start + block], past_key_values=out.past_key_values)
-        seen.append(out.logits[0, -1, tokens].float())
-    return (torch.stack(seen) - seen[0]).abs().amax(0)
-
-
-@torch.no_grad()
-def assert_same_or_own_tie(binding: TargetBinding, plain: Tensor, ours: Tensor, prompt_length: int) -> bool:
-    """Texts `(T,)` are equal up to a token where the target contradicts itself: a tie within twice its own noise.
-
-    Packed weights round their inputs, so that the last bit of an attention score may become a step of a hundredth.
-    """
-    width = min(len(plain), len(ours))
-    different = (plain[:width] != ours[:width]).nonzero()
-    if not len(different):
-        assert plain.shape == ours.shape
-        return False
-    at = int(different[0])
-    candidates = [int(plain[at]), int(ours[at])]
-    noise = own_noise(binding, plain[:at], prompt_length, candidates)
-    logits = binding.model(plain[None, :at]).logits[0, -1, candidates].float()
-    gap = float((logits[0] - logits[1]).abs())
-    rounding = 4 * torch.finfo(torch.bfloat16).eps * max(1.0, float(logits.abs().max()))
-    assert gap <= max(rounding, 2 * float(noise.sum())), f"differs at {at}: {gap:.3g} apart, noise {noise.tolist()}"
-    return True
 
 
 def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, prompts: list[list[int]], new_tokens: int) -> int:

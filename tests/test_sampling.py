@@ -80,15 +80,15 @@ def test_draw_follows_weights_and_skips_zeros() -> None:
 def test_draw_keeps_the_share_of_rare_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     # A float32 running sum near 1 moves in steps of 6e-8 and would lose this token's 1e-9 altogether.
     weights = torch.tensor([[1.0, 1e-9, 0.0]])
-    monkeypatch.setattr(sampling, "_uniform", lambda *_: torch.full((1, 1), 1.0 - 0.9e-9, dtype=torch.float64))
+    monkeypatch.setattr(sampling, "uniform_numbers", lambda *_: torch.full((1, 1), 1.0 - 0.9e-9, dtype=torch.float64))
     assert draw(weights).item() == 1
-    monkeypatch.setattr(sampling, "_uniform", lambda *_: torch.full((1, 1), 1.0 - 1.1e-9, dtype=torch.float64))
+    monkeypatch.setattr(sampling, "uniform_numbers", lambda *_: torch.full((1, 1), 1.0 - 1.1e-9, dtype=torch.float64))
     assert draw(weights).item() == 0
 
 
 @pytest.mark.parametrize(("uniform", "index"), [(0.0, 1), (1.0 - 2.0**-53, 2)])
 def test_draw_at_either_end_skips_zeros(monkeypatch: pytest.MonkeyPatch, uniform: float, index: int) -> None:
-    monkeypatch.setattr(sampling, "_uniform", lambda *_: torch.full((1, 1), uniform, dtype=torch.float64))
+    monkeypatch.setattr(sampling, "uniform_numbers", lambda *_: torch.full((1, 1), uniform, dtype=torch.float64))
     assert draw(torch.tensor([[0.0, 0.3, 0.4, 0.0]])).item() == index
 
 

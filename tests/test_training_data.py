@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,11 +16,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.training.beginnings import resolve
 from eagle31_hf.training.data import Conversation, read_conversations
 from eagle31_hf.training.distill import DistillationModel, DistillationSettings
 from eagle31_hf.training.evaluation import evaluation_prompts
@@ -32,6 +35,7 @@ from eagle31_hf.training.features import (
     store_features,
 )
 from eagle31_hf.training.packing import PackedDocuments, collate, pack
+from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.regeneration import RegenerationSettings, _batches, regenerate
 from eagle31_hf.training.rendering import Document, render, render_documents
 from eagle31_hf.training.settings import TrainingSettings
@@ -406,6 +410,25 @@ def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokeniz
     assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == []
     with pytest.raises(ConfigurationError, match="turns is 'some'"):
         regenerate([], target, tokenizer, tmp_path / "d.jsonl", replace(how, turns="some"))
+
+
+def test_further_runs_read_what_the_first_let_the_target_write(tmp_path: Path, target, tokenizer) -> None:
+    rows, judged = tmp_path / "rows.jsonl", tmp_path / "judged.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(6)))
+    judged.write_text(json.dumps({"id": "j", "conversations": CHAT[:2]}))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), held_out=(str(judged),), out=tmp_path / "out", max_rows=5,
+        regenerate="last", max_new_tokens=4, max_length=64,
+    )  # fmt: skip
+    preparation = Preparation(resolve(told, target), target, tokenizer, Console(file=io.StringIO()))
+    written = preparation.read_texts().documents.documents
+    further = preparation.settings_of_further_runs()
+    assert further == replace(preparation.settings, prompts=further.prompts, regenerate="none", max_rows=None)
+    again = Preparation(further, target, tokenizer, Console(file=io.StringIO()))
+    read = again.read_texts().documents.documents
+    assert [document.input_ids for document in read] == [document.input_ids for document in written]
+    assert len(read) == 5
+    assert again.settings_of_further_runs() is further
 
 
 # --- all together -----------------------------------------------------------------------------------------------------

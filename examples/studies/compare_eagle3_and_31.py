@@ -138,13 +138,11 @@ def study(told: TrainingSettings, seeds: int, rows: int, new_tokens: int) -> dic
     assert told.draft_vocab_size is not None, "resolve sets it"
     assert told.max_length is not None, "resolve sets it"
     console = Console(stderr=True)
-    texts = Preparation(told, target, tokenizer, console).read_texts()
+    preparation = Preparation(told, target, tokenizer, console)
+    texts = preparation.read_texts()
     counts = count_supervised(texts.documents.documents, target.config.get_text_config().vocab_size)
     vocabulary = build_vocabulary(counts, told.draft_vocab_size)
-    if told.regenerate != "none":  # every run reads what was written once
-        told = replace(
-            told, prompts=(str(told.out / "data" / "conversations.jsonl"),), regenerate="none", max_rows=None
-        )
+    told = preparation.settings_of_further_runs()  # every run reads what was written once
     prompts = conditions(tokenizer, read_conversations(told.held_out, limit=rows), told.max_length)
     results: dict[str, Any] = {}
     for seed in range(seeds):

@@ -52,11 +52,9 @@ def acceptance(folder: Path, target: Any, prompts: Any, depth: int, seed: int) -
 def study(told: TrainingSettings, steps: int, share: float) -> dict[str, Any]:
     target, tokenizer = load_target(told)
     told = resolve(told, target)
-    Preparation(told, target, tokenizer, Console(stderr=True)).read_texts()
-    if told.regenerate != "none":  # every run reads what was written once
-        told = replace(
-            told, prompts=(str(told.out / "data" / "conversations.jsonl"),), regenerate="none", max_rows=None
-        )
+    preparation = Preparation(told, target, tokenizer, Console(stderr=True))
+    preparation.read_texts()
+    told = preparation.settings_of_further_runs()  # every run reads what was written once
     first, second, alone = (told.out / name for name in ("stage1", "stage2", "stage1-as-long"))
     first_steps = round(steps * (1 - share))
     prompts = evaluation_prompts(read_conversations(told.held_out), tokenizer)

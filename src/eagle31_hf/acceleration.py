@@ -50,7 +50,12 @@ class InputBuffers:
         self._buffers: dict[Hashable, Tensor] = {}
 
     def fill(self, name: str, source: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`source` in the leading corner of a buffer; the rest holds whatever was there, and nothing reads it."""
+        """`source` in the leading corner of a buffer; the rest holds whatever was there, and nothing reads it.
+
+        On a CPU, where graphs take memory from anywhere, a source of that very shape is taken as it is.
+        """
+        if source.device.type == "cpu" and tuple(source.shape) == shape and source.is_contiguous():
+            return source
         buffer = self._buffers.get((name, shape, source.dtype))
         if buffer is None:
             buffer = self._buffers[name, shape, source.dtype] = source.new_zeros(shape)

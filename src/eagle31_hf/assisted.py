@@ -171,7 +171,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
             if self.processing.is_empty:
                 ranked = logits
             elif self.processing.fits_draft_vocabulary:
-                ranked = self.processing.draft_scores(logits)
+                ranked = self.processing.draft_warping()(logits)
             else:
                 prefix = torch.cat((input_ids[0], *drafted))[None]
                 ranked = self.processing.row_scores([prefix], self._full_vocabulary(logits), [0])
@@ -208,4 +208,9 @@ def draft_length(drafter: Eagle31Drafter, generation_config: GenerationConfig, *
     asked = getattr(generation_config, "num_assistant_tokens", None)
     if asked == GenerationConfig._get_default_generation_params()["num_assistant_tokens"]:
         asked = None
-    return drafter.generation_config.draft_length(device_type=drafter.device.type, batch_size=batch_size, asked=asked)
+    return drafter.generation_config.draft_length(
+        device_type=drafter.device.type,
+        batch_size=batch_size,
+        sampled=bool(generation_config.do_sample),
+        asked=asked,
+    )

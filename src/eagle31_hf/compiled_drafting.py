@@ -5,7 +5,7 @@ See `acceleration` for what is compiled when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,12 @@ from .acceleration import NODE_BUCKET, SLOT_BUCKET, PlacedSteps, slot_bucket
 from .cache.fixed_shape import FixedShapeCache
 from .compiled_steps import CompiledSteps, Step
 from .drafter import Eagle31Drafter
-from .drafting import Belief, DraftSession, DraftState
+from .drafting import Belief, DraftSession, DraftState, WholeChain
+from .processing import DraftWarping
+from .sampling import draw, uniform_numbers
+
+MOST_WAYS_TO_DRAW = 4
+"""Sampling settings (and greedy) that chains are compiled for; compiling takes as long as thousands of tokens."""
 
 
 class CompiledDraftSession(DraftSession):
@@ -31,36 +36,49 @@ class CompiledDraftSession(DraftSession):
         self.first_rows = batch_size
         self.chain_depth = 0  # of the deepest chain so far; shallower ones are cut from it
 
-    @property
-    def chains_at_once(self) -> bool:
-        """Whether greedy chains of fixed length are one graph."""
-        return self.cache.device.type == "cuda"
-
-    def draft_at_once(self, depth: int) -> Tensor | None:
+    def draft_at_once(self, depth: int, *, sample: bool, warping: DraftWarping | None = None) -> WholeChain | None:
         self.chain_depth = deepest = max(depth, self.chain_depth)
         rows = self.cache.batch_size
-        if not self.chains_at_once or self.steps.why_not:
-            return None
         self.cache.place(1)
-        if not self.placed.make_room(deepest):
+        if self.steps.why_not or not self.placed.make_room(deepest):
             return None
         (slots,) = self.cache.mask_widths.values()
-        shape, inputs = ("chain", rows, deepest, slots), self._chain_inputs(deepest)
-        if not self.steps.has(shape) and rows == self.first_rows:
-            self.steps.add(shape, _draft_chain(self.drafter, deepest), inputs, None)
+        way = (sample, () if warping is None else warping.key)
+        shape = ("chain", rows, deepest, slots, way)
+        known = self.steps.has(shape)
+        if not known and (rows != self.first_rows or self._meets_too_many(way)):
+            return None
+        inputs = self._chain_inputs(depth, deepest, sample=sample)
+        if not known:
+            chain = _DraftChain(self.drafter, deepest, sample=sample, warping=warping)
+            expected = chain.belief(self.root.logits[:, 0])[:, None] if sample else None
+            self.steps.add(shape, chain.as_step(), inputs, expected)
         outputs = self.steps.run(shape, inputs)
-        return None if outputs is None else outputs[0][:, :depth]
+        if outputs is None:
+            return None
+        probs, tokens, draft_ids = outputs
+        return WholeChain(tokens[:, :depth], draft_ids[:, :depth], probs[:, :depth] if sample else None)
 
-    def _chain_inputs(self, depth: int) -> tuple:
+    def _meets_too_many(self, way: Hashable) -> bool:
+        """Whether chains were compiled for other ways to draw so often that one more would not pay."""
+        ways = {shape[-1] for shape in self.steps.shapes if shape[0] == "chain"}  # type: ignore[index]
+        return way not in ways and len(ways) >= MOST_WAYS_TO_DRAW
+
+    def _chain_inputs(self, depth: int, deepest: int, *, sample: bool) -> tuple:
         fill, root = self.placed.inputs.fill, self.root
-        self._rotary_at(depth)
+        self._rotary_at(deepest)
         assert self._rotary is not None, "just made"
-        cos, sin = (table[:, :depth] for table in self._rotary)  # (B, depth, d)
-        self.placed.point_at(0, depth)
+        cos, sin = (table[:, :deepest] for table in self._rotary)  # (B, deepest, d)
+        self.placed.point_at(0, deepest)
+        numbers = None
+        if sample:  # as many as a chain of this depth drawn step by step takes, in the same order
+            drawn = [uniform_numbers((root.logits.shape[0], 1), self.device) for _ in range(depth)]
+            numbers = fill("numbers", torch.stack(drawn, 1), (len(drawn[0]), deepest, 1))
         return (
             fill("root", root.logits, tuple(root.logits.shape)),
             fill("feedback", root.feedback, tuple(root.feedback.shape)),
             (fill("cos", cos, tuple(cos.shape)), fill("sin", sin, tuple(sin.shape))),
+            numbers,
             self.placed.fixed,
         )
 
@@ -194,22 +212,46 @@ def _absorb_step(drafter: Eagle31Drafter) -> Step:
     return absorb
 
 
-def _draft_chain(drafter: Eagle31Drafter, depth: int) -> Step:
-    draft = _draft_step(drafter)
+class _DraftChain:
+    """A whole chain of draft steps.
 
-    def chain(
-        root: Tensor, feedback: Tensor, rotary: tuple[Tensor, Tensor], cache: FixedShapeCache
-    ) -> tuple[Tensor, Tensor]:
-        slots, ids, logits, tokens = cache.block.slots, drafter.draft_ids, root, []
-        for k in range(depth):
-            choice = logits[:, -1].argmax(-1)
-            tokens.append(choice if ids is None else ids[choice])
-            if k + 1 < depth:
-                here = slice(k, k + 1)
-                cache.block.slots = slots[:, here]
-                cos, sin = (table[:, here] for table in rotary)
-                logits, feedback = draft(tokens[-1][:, None], feedback, (cos, sin), None, cache)
-        cache.block.slots = slots
-        return torch.stack(tokens, 1), feedback  # (B, depth), (B, 1, H)
+    Args:
+        depth: tokens.
+        sample: draw them.
+        warping: the target's processors, if tokens are drawn.
+    """
 
-    return chain
+    def __init__(self, drafter: Eagle31Drafter, depth: int, *, sample: bool, warping: DraftWarping | None):
+        self.drafter, self.depth, self.sample, self.warping = drafter, depth, sample, warping
+
+    def belief(self, logits: Tensor) -> Tensor:
+        """What is drawn from, `(B, Vd)` float32."""
+        return (logits.float() if self.warping is None else self.warping(logits)).softmax(-1)
+
+    def as_step(self) -> Step:
+        """What each token was drawn from `(B, depth, Vd)` (of a greedy chain, nothing), target ids, draft ids."""
+        depth, sample, belief = self.depth, self.sample, self.belief
+        ids, draft = self.drafter.draft_ids, _draft_step(self.drafter)
+
+        def chain(
+            root: Tensor, feedback: Tensor, rotary: tuple[Tensor, Tensor], numbers: Tensor, cache: FixedShapeCache
+        ) -> tuple[Tensor, ...]:
+            slots, logits = cache.block.slots, root
+            beliefs, choices, tokens = [], [], []
+            for k in range(depth):
+                if sample:
+                    beliefs.append(belief(logits[:, -1]))
+                    choices.append(draw(beliefs[-1], uniform=numbers[:, k]))
+                else:
+                    choices.append(logits[:, -1].argmax(-1))
+                tokens.append(choices[-1] if ids is None else ids[choices[-1]])
+                if k + 1 < depth:
+                    here = slice(k, k + 1)
+                    cache.block.slots = slots[:, here]
+                    cos, sin = (table[:, here] for table in rotary)
+                    logits, feedback = draft(tokens[-1][:, None], feedback, (cos, sin), None, cache)
+            cache.block.slots = slots
+            probs = torch.stack(beliefs, 1) if sample else logits.new_zeros(0)
+            return probs, torch.stack(tokens, 1), torch.stack(choices, 1)
+
+        return chain

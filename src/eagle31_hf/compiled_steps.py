@@ -107,8 +107,9 @@ class CompiledSteps:
             self._trusted.add(shape)
 
     def _stay_eager(self, failure: Exception) -> None:
-        lines = str(failure).splitlines() or [""]
-        self.why_not = f"compiling failed, steps stay eager: {type(failure).__name__}: {lines[0]}"
+        told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
+        reasons = [f"{type(each).__name__}: {(str(each).splitlines() or [''])[0]}" for each in told]
+        self.why_not = f"compiling failed, steps stay eager: {', '.join(reasons)}"
         logger.warning("eagle31: %s", self.why_not)
 
 

@@ -35,6 +35,7 @@ from .cache.stock import LayerStates, read_stock_layers, refill_stock_layers
 from .drafter import Eagle31Drafter
 from .drafting import DraftSession
 from .errors import UnsupportedGenerationError
+from .quantization import packed_tensors
 
 UNKNOWN_TOKEN = -1
 """Stands in a record for history that was never shown to us; no prompt agrees with it."""
@@ -323,14 +324,14 @@ def _joined(cache: DynamicCache, rows: Sequence[LayerStates], length: int | None
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Changes with the network's class, its parameters' names and shapes, and with training."""
+    """Changes with the network's class, its weights' names, shapes and packing, and with training."""
     digest = hashlib.sha256(type(network).__name__.encode())
     samples: dict[torch.device, list[Tensor]] = {}
-    for name, parameter in network.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        # Packed weights are subclasses that need not support indexing; offloaded ones are not here.
-        if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
-            few = parameter.detach().flatten()[:: max(1, parameter.numel() // 4)][:4]
+    for name, weight in (*network.named_parameters(), *packed_tensors(network).items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        # A target's packed weights are subclasses that need not support indexing; offloaded ones are not here.
+        if type(weight) in (nn.Parameter, Tensor) and not weight.is_meta and weight.numel():
+            few = weight.detach().flatten()[:: max(1, weight.numel() // 4)][:4]
             samples.setdefault(few.device, []).append(few.float())
     for few_of_each in samples.values():
         digest.update(torch.cat(few_of_each).cpu().numpy().tobytes())

@@ -198,7 +198,7 @@ class SpeculativeDecoder:
         if processing.is_empty or (processing.fits_draft_vocabulary and not self.request.do_sample):
             return None
         if processing.fits_draft_vocabulary:
-            return lambda logits, _drafted: processing.draft_scores(logits)
+            return processing.draft_warping()
 
         def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
             taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(self.rows), 0, dtype=torch.long)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .cache import SpeculativeCache
 from .drafter import Eagle31Drafter
+from .processing import DraftWarping
 
 
 class Belief(NamedTuple):
@@ -55,6 +56,14 @@ class DraftState:
         """Of each row, the given positions `(B, n)`."""
         rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
         return DraftState(self.logits[rows, positions], self.feedback[rows, positions])
+
+
+class WholeChain(NamedTuple):
+    """Drafted tokens as target and as draft ids, `(B, K)`, and what they were drawn from, `(B, K, Vd)` float32."""
+
+    tokens: Tensor
+    draft_ids: Tensor
+    probs: Tensor | None
 
 
 class DraftSession:
@@ -97,17 +106,21 @@ class DraftSession:
         """
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
         width = tokens.shape[1]
-        cos, sin = self._rotary_table(width + ROTARY_DEPTHS)
+        cos, sin = self._rotary_ahead(width)
         state = self.read(tokens, aux, (cos[:, :width], sin[:, :width]), counts)
+        before = self.cache.lengths_tensor.clone()
         self.cache.commit(counts)
-        # At least as many depths as a new table has.
-        self._rotary = (cos[:, counts[0] :], sin[:, counts[0] :]) if len(counts) == 1 else None
+        if _may_view(counts, width):
+            self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
+        else:
+            committed = self.cache.lengths_tensor - before  # `counts` again, without bringing them to the device
+            self._rotary = _columns_from(cos, committed), _columns_from(sin, committed)
         self._root = self._merged(state, counts)
 
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
         """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
         normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
-        if len(counts) == 1:
+        if _may_view(counts, tokens.shape[1]):
             last = slice(counts[0] - 1, counts[0])
             normed, feedback = normed[:, last], feedback[:, last]
         else:
@@ -145,8 +158,13 @@ class DraftSession:
         self.cache.rollback(lengths)
         self._rotary = None
 
-    def draft_at_once(self, depth: int) -> Tensor | None:
-        """The likeliest chain as target ids `(B, depth)`, where it can be had in one go; `None`: go step by step."""
+    def draft_at_once(self, depth: int, *, sample: bool, warping: DraftWarping | None = None) -> WholeChain | None:
+        """A chain of `depth` tokens, where it can be had in one go; `None`: go step by step.
+
+        Args:
+            sample: draw from the drafter's distribution instead of taking the likeliest token.
+            warping: the target's processors on draft logits.
+        """
         return None
 
     def _decode(
@@ -171,6 +189,14 @@ class DraftSession:
         cos, sin = self._rotary
         return cos[:, depth : depth + 1], sin[:, depth : depth + 1]
 
+    def _rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
+        """Rotations of the next `width` positions and of a draft behind them: those left over, if they reach so far."""
+        needed = width + ROTARY_DEPTHS
+        if self._rotary is not None and self._rotary[0].shape[1] >= needed:
+            return self._rotary
+        one_row = self.cache.batch_size == 1 and width <= ROTARY_DEPTHS
+        return self._rotary_table(max(needed, ROTARY_AHEAD) if one_row else needed)
+
     def _rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Rotations `(B, num_positions, d)` of the positions that follow each row's last."""
         positions = self.cache.lengths_tensor[:, None] + torch.arange(num_positions, device=self.device)
@@ -190,8 +216,23 @@ class DraftSession:
         return draft_ids if ids is None else ids[draft_ids]
 
 
+def _may_view(counts: Sequence[int], width: int) -> bool:
+    """Whether one row's last position is kept as a view; of a prompt's chunk that would keep all of it alive."""
+    return len(counts) == 1 and width <= ROTARY_DEPTHS
+
+
+def _columns_from(table: Tensor, first: Tensor) -> Tensor:
+    """Of each row of a rotary table `(B, T, d)` the `ROTARY_DEPTHS` columns from `first` `(B,)` on."""
+    columns = first[:, None] + torch.arange(ROTARY_DEPTHS, device=table.device)
+    rows = torch.arange(table.shape[0], device=table.device)[:, None]
+    return table[rows, columns]
+
+
 ROTARY_DEPTHS = 16
 """Draft depths whose rotary tables are made at once: a table costs as much as a linear layer, whatever its length."""
+
+ROTARY_AHEAD = 64
+"""Positions whose tables are made at once for a single row, whose rounds follow one another in them."""
 
 SLAB = 4096
 """Caches longer than this grow by it, so that a generous `max_new_tokens` costs no memory before it is used."""

@@ -9,6 +9,9 @@ from transformers import GenerationConfig
 from .errors import ConfigurationError
 
 LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR, FIXED_DEPTH = 12, 0.02, 6
+COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
+"""A compiled chain is one graph whatever it is sure of: 7 and the root fill the 8 nodes that are verified anyway. Drawn
+tokens cost more and are accepted less (docs/LOG.md)."""
 LOOPS = ("auto", "own", "stock", "plain")
 CACHE_TYPES = ("auto", "full", "int8", "fp8")
 
@@ -27,7 +30,7 @@ class Eagle31GenerationConfig(GenerationConfig):
     Args:
         num_assistant_tokens: draft depth, tokens drafted one after the other in a round. `None` (default) decides by
             `draft_length`: where asking the device costs nothing (CPU, one row, chain) up to 12 tokens, ended early
-            by the drafter's own doubt; elsewhere 6.
+            by the drafter's own doubt; compiled chains 7 (sampled ones 5); elsewhere 6.
         draft_confidence_floor: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
@@ -55,7 +58,9 @@ class Eagle31GenerationConfig(GenerationConfig):
         kwargs.setdefault("num_assistant_tokens_schedule", "constant")
         super().__init__(**kwargs)
 
-    def draft_length(self, *, device_type: str, batch_size: int, asked: int | None = None) -> DraftLength:
+    def draft_length(
+        self, *, device_type: str, batch_size: int, sampled: bool = False, asked: int | None = None
+    ) -> DraftLength:
         """How long this round's drafts may get.
 
         The floor was chosen on the embedded pair (docs/LOG.md): its drafter doubts itself more than it errs, so a low
@@ -64,6 +69,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         Args:
             device_type: where the drafter runs; reading its confidence makes an accelerator wait.
             batch_size: rows.
+            sampled: whether drafts are drawn.
             asked: depth the `generate` call itself asks for.
         """
         depth = asked or self.num_assistant_tokens
@@ -71,6 +77,8 @@ class Eagle31GenerationConfig(GenerationConfig):
         floor = self.draft_confidence_floor
         if depth is not None:
             return DraftLength(depth, floor or 0.0)
+        if self.acceleration == "compile" and self.draft_top_k == 1:
+            return DraftLength(COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH, floor or 0.0)
         if free_to_ask:
             return DraftLength(LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR if floor is None else floor)
         return DraftLength(FIXED_DEPTH, floor or 0.0)

@@ -44,6 +44,20 @@ class DrafterOutput:
     feedback: Tensor
 
 
+class AttendingCache:
+    """Keys and values that know a shorter way to attend than a mask over all of them (training-time test)."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layer_idx: int
+    ) -> Tensor:
+        """Append keys and values `(B, n_kv, T, d)` of a layer and attend to all with `query` `(B, n, T, d)`.
+
+        Returns:
+            Tensor: `(B, n, T, d)`.
+        """
+        raise NotImplementedError
+
+
 class Eagle31Attention(nn.Module):
     """Grouped-query attention whose first layer reads `[embedding ; hidden]` and so is twice as wide at the input."""
 
@@ -59,7 +73,11 @@ class Eagle31Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention_mask: Tensor | None, cache: Cache | None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        cache: Cache | AttendingCache | None,
     ) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv_proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)  # (B, n_q + 2 n_kv, T, d)
@@ -69,24 +87,30 @@ class Eagle31Attention(nn.Module):
             heads = torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
         heads = _rotate(heads, *rotary)
         query, key = heads.split((self.num_heads, self.num_kv_heads), dim=1)
-        if hasattr(cache, "attend"):  # it knows a shorter way than a mask over all its keys (training-time test)
-            out = cache.attend(query, key, value, attention_mask, self.layer_idx)  # type: ignore[union-attr]
-            return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        if isinstance(cache, AttendingCache):
+            out = cache.attend(query, key, value, attention_mask, self.layer_idx)
+        else:
+            out = self._attend(query, key, value, attention_mask, cache)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """Of `query` `(B, n, T, d)` over these keys and values and all cached before them; `(B, n, T, d)`."""
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)  # (B, n_kv, S, d)
         grouped = self.num_heads != self.num_kv_heads
         if grouped and attention_mask is not None and query.is_cuda:  # grouped heads: no fused kernel
             key, value = (repeat_kv(states, self.num_heads // self.num_kv_heads) for states in (key, value))
             grouped = False
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=attention_mask,
-            is_causal=attention_mask is None and length > 1,
+            is_causal=attention_mask is None and query.shape[2] > 1,
             enable_gqa=grouped,
         )
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Eagle31MLP(nn.Module):
@@ -124,7 +148,7 @@ class Eagle31DecoderLayer(nn.Module):
         embeddings: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        cache: Cache | None,
+        cache: Cache | AttendingCache | None,
     ) -> Tensor:
         if embeddings is not None:
             normed = self.hidden_norm(hidden)
@@ -196,7 +220,7 @@ class Eagle31Network(PreTrainedModel):
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | AttendingCache | None = None,
     ) -> DrafterOutput:
         """One pass over `embeddings` and `hidden`, both `(B, T, H)`; see the module docstring.
 

@@ -41,6 +41,25 @@ RANKED_BY_SCORE = (
 STATEFUL = (stock.SynthIDTextWatermarkLogitsProcessor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
+class DraftWarping:
+    """Processors that look at scores alone, for the drafter's logits over its own vocabulary.
+
+    Attributes:
+        key: equal for processors that do the same.
+    """
+
+    def __init__(self, processors: Sequence[Any]):
+        self._processors = list(processors)
+        self.key = tuple((type(p).__name__, *sorted(vars(p).items())) for p in self._processors)
+
+    def __call__(self, logits: Tensor, _drafted: Sequence[Tensor] = ()) -> Tensor:
+        """Float32 scores of logits `(B, Vd)`."""
+        scores = logits.float()
+        for processor in self._processors:
+            scores = processor(torch.empty(0), scores)
+        return scores
+
+
 class ScoreProcessing:
     """A prepared `LogitsProcessorList`, ready for trees.
 
@@ -89,10 +108,10 @@ class ScoreProcessing:
                 result[b, node] = self._run(views, prefix(b, node), scores[b, node : node + 1].clone())[0]
         return result
 
-    def draft_scores(self, logits: Tensor) -> Tensor:
-        """The drafter's scores `(B, Vd)` warped as the target's are; only if `fits_draft_vocabulary`."""
+    def draft_warping(self) -> DraftWarping:
+        """What warps the drafter's scores as the target's are; only if `fits_draft_vocabulary`."""
         assert self.fits_draft_vocabulary, "these processors need the full vocabulary"
-        return self._run(self.processors, torch.empty(0), logits.float())
+        return DraftWarping(self.processors)
 
     def row_scores(self, prefixes: Sequence[Tensor], scores: Tensor, rows: Sequence[int]) -> Tensor:
         """Processed scores `(B, V)` of one token per row, whose prefixes are `(1, t_b)`."""

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .drafting import Belief, DraftSession, DraftState
+from .drafting import Belief, DraftSession, DraftState, WholeChain
 from .generation_settings import DraftLength
+from .processing import DraftWarping
 from .sampling import draw, draw_without_replacement, likeliest
 from .topology import StaticTopology
 from .tree import DraftTree, Proposal, TreeGrowth
@@ -40,10 +41,10 @@ def propose_chain(
         sample: draw from `q` instead of taking the likeliest token.
         scores: the target's processors on draft logits; `None` leaves them as they are.
     """
-    is_free = not sample and scores is None and length.floor == 0
-    drafted = session.draft_at_once(length.depth) if is_free else None
-    if drafted is not None:
-        return DraftTree.chain(torch.cat((roots[:, None], drafted), dim=1))
+    if length.floor == 0 and (scores is None or isinstance(scores, DraftWarping)):
+        whole = session.draft_at_once(length.depth, sample=sample, warping=scores)
+        if whole is not None:
+            return _as_drafted(whole, roots, session.drafter.draft_ids)
     state = session.root
     tokens, draft_ids, sampled_from = [roots], [roots], []
     reduced = session.drafter.draft_ids
@@ -73,6 +74,11 @@ def propose_chain(
         state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
     proposal = Proposal(torch.stack(sampled_from, 1), torch.stack(draft_ids, 1), reduced) if sample else None
     return DraftTree.chain(torch.stack(tokens, 1), proposal)
+
+
+def _as_drafted(whole: WholeChain, roots: Tensor, draft_to_target: Tensor | None) -> DraftTree:
+    tokens, draft_ids = (torch.cat((roots[:, None], ids), dim=1) for ids in (whole.tokens, whole.draft_ids))
+    return DraftTree.chain(tokens, None if whole.probs is None else Proposal(whole.probs, draft_ids, draft_to_target))
 
 
 def propose_dynamic_tree(session: DraftSession, roots: Tensor, depth: int, *, top_k: int, size: int) -> DraftTree:

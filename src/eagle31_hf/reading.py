@@ -51,6 +51,10 @@ class ChunkReader:
         end = max(reading.to_read)
         for start in range(0, end, chunk):
             self._read_columns(reading, start, min(start + chunk, end))
+        # A last chunk may be small enough for the masks of rounds, and wider than any round.
+        self.cache.forget_mask()
+        if self.session is not None:
+            self.session.cache.forget_mask()
 
     def _read_columns(self, reading: Reading, start: int, end: int) -> None:
         counts = [min(max(length - start, 0), end - start) for length in reading.to_read]

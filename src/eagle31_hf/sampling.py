@@ -15,6 +15,7 @@ target / draft distribution. Probabilities are float32, warped (temperature, top
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,7 +51,7 @@ class Acceptance:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def draw(weights: Tensor, generator: torch.Generator | None = None, *, uniform: Tensor | None = None) -> Tensor:
     """Draw one index per row, `weights (..., V)` -> `(...)` int64; weights are non-negative and need not sum to 1.
 
     Inverts the cumulative sum, in float64 so that rare tokens keep their exact share; an index of weight 0 is never
@@ -58,10 +59,15 @@ def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     `torch.multinomial`, which needs a random number per index instead of one per row.
 
     A row of zeros or NaN yields `V`, out of range on purpose: the next lookup fails instead of inventing a token.
+
+    Args:
+        uniform: `(..., 1)` numbers of `uniform_numbers` to draw with; default: new ones.
     """
     cumulative = weights.cumsum(-1, dtype=_wide_dtype(weights.device))
     total = cumulative[..., -1:]
-    threshold = _uniform(total.shape, weights.device, generator) * total  # < total: uniform is below 1
+    if uniform is None:
+        uniform = uniform_numbers(total.shape, weights.device, generator)
+    threshold = uniform * total  # < total: uniform is below 1
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
@@ -82,7 +88,8 @@ def draw_without_replacement(probs: Tensor, k: int, generator: torch.Generator |
     return (noise / probs).topk(k, dim=-1, largest=False, sorted=True).indices
 
 
-def _uniform(shape: torch.Size, device: torch.device, generator: torch.Generator | None) -> Tensor:
+def uniform_numbers(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Random numbers from 0 to below 1, in the precision draws are made in."""
     return torch.rand(shape, dtype=_wide_dtype(device), device=device, generator=generator)
 
 
@@ -171,7 +178,7 @@ def accept_chain_rejection(
     drafts = tree.size - 1  # K
     q_drafted = proposal.probs[:, :drafts].gather(2, proposal.draft_ids[:, 1:, None]).squeeze(2)  # (B, K)
     p_drafted = target_probs[:, :drafts].gather(2, tree.tokens[:, 1:, None]).squeeze(2)
-    accepted = _uniform(q_drafted.shape, q_drafted.device, generator) * q_drafted < p_drafted
+    accepted = uniform_numbers(q_drafted.shape, q_drafted.device, generator) * q_drafted < p_drafted
     best = accepted.cumprod(1).sum(1)  # (B,)
 
     p_best = _rows_at(target_probs, best)  # (B, V)
@@ -213,7 +220,7 @@ def _try_children(
     tokens = tree.tokens.gather(1, candidates)  # (B, C)
     # Where there is no child this would look up the root, whose token may lie outside the draft vocabulary.
     draft_ids = proposal.draft_ids.gather(1, candidates).masked_fill(candidates == 0, 0)
-    uniform = _uniform(candidates.shape, q.device, generator)
+    uniform = uniform_numbers(candidates.shape, q.device, generator)
     accepted = torch.zeros_like(parent)
     for rank in range(candidates.shape[1]):
         child, draft_id = candidates[:, rank], draft_ids[:, rank : rank + 1]

@@ -39,9 +39,8 @@ class BareCosts:
     Attributes:
         target_step_s: the target over one token per row, with its cache.
         verify_s: the target over the tokens of one round, `verified_tokens` on average.
-        drafter_step_s: one drafter step, head included; a round takes `drafter_steps` of them on average, the first of
-            which reads the accepted tokens' hidden states.
-        absorb_s: that first step over half the depth, for comparison; ceilings count it as one more step.
+        drafter_step_s: one drafter step, head included; a round takes `drafter_steps` of them on average.
+        absorb_s: the first of them, which reads the accepted tokens' hidden states, here half as many as the depth.
     """
 
     target_step_s: float
@@ -54,7 +53,8 @@ class BareCosts:
     @property
     def round_s(self) -> float:
         """What one round must compute."""
-        return self.verify_s + self.drafter_steps * self.drafter_step_s
+        more_steps = max(self.drafter_steps - 1, 0.0)
+        return self.verify_s + (self.drafter_steps - more_steps) * self.absorb_s + more_steps * self.drafter_step_s
 
     def ceiling(self, acceptance_length: float, plain_step_s: float | None = None) -> float:
         """Speedup of loops that cost nothing: tokens per round times a plain step, over what a round must compute.
@@ -224,10 +224,10 @@ class BareMeter:
         return decode
 
 
-def wished_shape(drafter: Eagle31Drafter, *, batch_size: int) -> DraftShape:
+def wished_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False) -> DraftShape:
     """What a round drafts at most by the drafter's settings (a static tree as the dynamic one: they cost the same)."""
     wishes = drafter.generation_config
-    length = wishes.draft_length(device_type=drafter.device.type, batch_size=batch_size)
+    length = wishes.draft_length(device_type=drafter.device.type, batch_size=batch_size, sampled=sampled)
     depth, top_k = length.depth, wishes.draft_top_k
     if top_k == 1:
         return DraftShape(depth=depth, floor=length.floor)
@@ -254,11 +254,15 @@ def now(device: torch.device) -> float:
 
 def describe_machine(binding: TargetBinding) -> dict[str, Any]:
     """What a figure depends on beside the models."""
-    device = binding.head_device
+    return describe_device(binding.head_device, binding.model.dtype)
+
+
+def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The same before any model is there."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
-        "dtype": str(binding.model.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -6,7 +6,6 @@ not attention is not hidden behind it; drafts are accepted by lot.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..decoding import DraftShape
 from ..drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from .bare import now
 from .prompts import PromptBatch
+from .storages import count_storages
 from .synthetic import SyntheticDecoder, SyntheticRequest, random_target, target_config
 
 CONTEXTS = (512, 2048, 8192, 32768)
@@ -183,68 +181,3 @@ class AttentionClock:
             yield
         finally:
             F.scaled_dot_product_attention = kernel
-
-
-# --- allocation -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Bytes of storages born in rounds: `round_bytes` at most alive within one, `kept_bytes` at most between two."""
-
-    round_bytes: int
-    kept_bytes: int
-
-
-def count_storages(one_round: Callable[[], None], rounds: int) -> Allocation:
-    """Run `rounds` rounds and count every storage they make."""
-    with counting() as counter:
-        round_bytes = kept_bytes = 0
-        for _ in range(rounds):
-            before = counter.live_bytes
-            counter.restart_peak()
-            one_round()
-            round_bytes = max(round_bytes, counter.peak_bytes - before)
-            kept_bytes = max(kept_bytes, counter.live_bytes)
-    return Allocation(round_bytes, kept_bytes)
-
-
-class StorageCounter(TorchDispatchMode):
-    """Counts storages born while active: `live_bytes` now, `peak_bytes` at most since the last restart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def restart_peak(self) -> None:
-        self.peak_bytes = self.live_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What goes in was there before, or was counted when it was made.
-        old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in old:
-                self._count(leaf.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._release, key, num_bytes)
-
-    def _release(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= num_bytes
-
-
-@contextmanager
-def counting() -> Iterator[StorageCounter]:
-    counter = StorageCounter()
-    with counter:
-        yield counter

@@ -130,7 +130,8 @@ def ways_to_write(drafter: Eagle31Drafter, settings: LoopSettings) -> list[Way]:
 def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, wishes: dict[str, Any]) -> Way:
     wishes = {"speculation_loop": "own", **wishes}
     with _wishes(drafter, settings, wishes):
-        shapes = {size: wished_shape(drafter, batch_size=size) for size in settings.batch_sizes}
+        sampled = settings.samples
+        shapes = {size: wished_shape(drafter, batch_size=size, sampled=sampled) for size in settings.batch_sizes}
     own = _by_drafter if settings.acceptance is None else _by_lot
     compiled = wishes["acceleration"] == "compile"
     return Way(f"{name}{' compiled' * compiled}", own(drafter, settings, wishes), shapes, compiled)
@@ -169,7 +170,7 @@ def _by_lot(
             seed = int(torch.randint(2**31, ()))  # so that prompts differ, and repeats do not
             request = SyntheticRequest(
                 settings.new_tokens,
-                wished_shape(drafter, batch_size=len(prompts.input_ids)),
+                wished_shape(drafter, batch_size=len(prompts.input_ids), sampled=settings.samples),
                 acceptance,
                 seed=seed,
                 samples=settings.samples,

@@ -22,38 +22,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedGenerationError
-from .slot_moves import DeviceCopies, SlotMoves, ring_slots_of_last
-
-
-class Placement:
-    """Where the running forward writes, shared by the layers of one cache. Slots are counted as in `FullLayer`."""
-
-    def __init__(self, batch_size: int, block: int):
-        self.batch_size = batch_size
-        self.block = block
-        self.reserved_slots = 0  # slots a full layer must own
-        self.longest = 0  # committed tokens of the longest row
-        self.clear()
-
-    def clear(self) -> None:
-        self.num_tokens = 0  # 0: nothing placed
-        self.after = 0  # block nodes already written by earlier forwards of this round
-        self.start: int | None = 0  # first slot written when rows have equal length; None: see `slots`
-        self.visible_slots = 0  # slots `[0, visible_slots)` take part in attention
-        self.slots: DeviceCopies | None = None  # rows (B, 1), slots (B, T) when rows differ
-
-    @property
-    def block_end(self) -> int:
-        return self.after + self.num_tokens
-
-    def check(self, key_states: Tensor) -> None:
-        batch_size, _, num_tokens, _ = key_states.shape
-        if num_tokens != self.num_tokens or batch_size != self.batch_size:
-            placed = f"{self.batch_size} rows of {self.num_tokens} tokens" if self.num_tokens else "nothing"
-            raise UnsupportedGenerationError(
-                f"a forward wrote {batch_size} rows of {num_tokens} tokens, but {placed} had been placed; call "
-                "`cache.place(num_tokens)` before each forward (a plain `generate` wants `cache.to_dynamic(config)`)"
-            )
+from .placement import Placement
+from .slot_moves import SlotMoves, ring_slots_of_last
 
 
 class SlotLayer(CacheLayerMixin):

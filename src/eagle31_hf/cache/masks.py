@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .spans import AttentionSpan
+from .placement import Placement
+from .spans import AttentionSpan, LayerSpans
 
 RESIDENT_QUERIES = 128
 """Blocks of at most so many queries use the resident mask. Prefill chunks are larger; theirs is made and dropped,
@@ -127,3 +128,76 @@ def block_visibility(
         return causal_block(num_queries, num_nodes, device)[None]
     ancestors = ancestors.to(device=device, dtype=torch.bool)
     return ancestors[None] if ancestors.dim() == 2 else ancestors
+
+
+class BlockMasks:
+    """The masks of the placed block: of each kind of layer its own, and none where nothing is hidden.
+
+    Args:
+        spans: how far back each layer sees.
+        placement: rows and block; read whenever a mask is wanted.
+    """
+
+    def __init__(self, spans: LayerSpans, placement: Placement):
+        self.spans, self.placement = spans, placement
+        self.resident = ResidentMask()
+
+    def forget(self) -> None:
+        """Drop what is kept between rounds."""
+        self.resident = ResidentMask()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.resident.num_bytes
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Slots of the buffers behind each mask, by layer type."""
+        full, block = self.placement.reserved_slots, self.placement.block
+        return {kind: full if span.window is None else span.ring + block for kind, span in self.spans.by_mask.items()}
+
+    def build(
+        self, ancestors: Tensor | None, depths: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        """See `SpeculativeCache.attention_mask`."""
+        placement = self.placement
+        assert placement.num_tokens, "place() comes before attention_mask()"
+        spans = self.spans.by_mask
+        # One query, rows alike, nothing of the block hidden from it: there is nothing to mask in a full layer.
+        open_ended = placement.num_tokens == 1 and placement.rows_alike and (ancestors is None or placement.after == 0)
+        if open_ended and all(span.window is None for span in spans.values()):
+            return dict.fromkeys(spans) if self.spans.types else None
+        visible = block_visibility(ancestors, placement.num_tokens, placement.block_end, placement.device)
+        made: dict[AttentionSpan, Tensor | None] = {}
+        for span in spans.values():
+            if span.window is not None:
+                made.setdefault(span, self._of_window(span, visible, ancestors, depths, dtype))
+            elif span not in made:
+                made[span] = None if open_ended else self._of_all(visible, dtype)
+        if self.spans.types is None:
+            return next(iter(made.values()))
+        return {kind: made[span] for kind, span in spans.items()}
+
+    def _of_all(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        placement = self.placement
+        if placement.rows_alike and len(visible) == 1:
+            return self.resident.build(placement.longest, visible[0], placement.reserved_slots, dtype)
+        return ragged_mask(placement.lengths_tensor, visible, placement.visible_slots, dtype)
+
+    def _of_window(
+        self,
+        span: AttentionSpan,
+        visible: Tensor,
+        ancestors: Tensor | None,
+        depths: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        placement = self.placement
+        if depths is None and ancestors is None:
+            depths = torch.arange(visible.shape[2], device=placement.device)
+        elif depths is None:
+            assert visible.shape[1] == visible.shape[2], "depths of earlier nodes are not in a part of the block"
+            depths = visible.sum(-1) - 1
+        depths = depths.to(placement.device)
+        lengths = placement.lengths_tensor[:1] if placement.rows_alike else placement.lengths_tensor
+        return window_mask(span, lengths, depths[None] if depths.dim() == 1 else depths, visible, dtype)

@@ -31,7 +31,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigurationError, IncompatibleTargetError
-from .layers import FullLayer, Placement, SlotLayer, WindowLayer
+from .layers import FullLayer, SlotLayer, WindowLayer
+from .placement import Placement
 from .spans import AttentionSpan
 
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32

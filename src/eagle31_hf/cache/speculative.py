@@ -25,11 +25,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
-from .layers import Placement, SlotLayer, WindowLayer
-from .masks import ResidentMask, block_visibility, ragged_mask, window_mask
+from .layers import SlotLayer, WindowLayer
+from .masks import BlockMasks
+from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import DeviceCopies, full_moves, ring_moves
-from .spans import AttentionSpan, LayerSpans, windows_from_config
+from .spans import LayerSpans, windows_from_config
 from .stock import read_stock_layers, refill_stock_layers
 
 SMALL_SLAB = 256
@@ -73,9 +74,9 @@ class SpeculativeCache(Cache):
             raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
         self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity)
-        self._placement = Placement(batch_size, min(block, capacity))
-        self._resident_mask, self._workspace = ResidentMask(), Workspace()
-        self._set_batch(batch_size)
+        self._placement = Placement(batch_size, min(block, capacity), self.device)
+        self._masks, self._workspace = BlockMasks(self._spans, self._placement), Workspace()
+        self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
         layers = make_layers(self._spans.spans, self._placement, cache_type, self._workspace)
         super().__init__(layers=layers)  # type: ignore[arg-type]
 
@@ -111,40 +112,27 @@ class SpeculativeCache(Cache):
             device=device,
         )
 
-    def _set_batch(self, batch_size: int) -> None:
-        self._placement.batch_size = batch_size
-        self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
-        self.lengths_tensor = torch.zeros(batch_size, dtype=torch.long, device=self.device)
-        self._set_lengths([0] * batch_size)
-
     # Lengths -------------------------------------------------------------------------------------------------------
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens per row. `lengths_tensor` `(B,)` is the same on `device`."""
-        return list(self._lengths)
+        """Committed tokens per row."""
+        return list(self._placement.lengths)
+
+    @property
+    def lengths_tensor(self) -> Tensor:
+        """The same on `device`, `(B,)`; rewritten in place as rows grow."""
+        return self._placement.lengths_tensor
 
     @property
     def batch_size(self) -> int:
-        return len(self._lengths)
+        return self._placement.batch_size
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys, values, the resident mask and the place where quantised layers are unpacked."""
-        own = self._resident_mask.num_bytes + self._workspace.num_bytes
+        own = self._masks.num_bytes + self._workspace.num_bytes
         return sum(layer.num_bytes for layer in self.layers) + own
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        """Host first: the device mirror is written, never read back."""
-        self._lengths = lengths
-        self._rows_alike = min(lengths) == max(lengths)
-        if self._rows_alike:
-            self.lengths_tensor.fill_(lengths[0])
-        else:
-            # CUDA stages pageable memory before it returns, so this waits for nothing and the source may go.
-            self.lengths_tensor.copy_(torch.tensor(lengths), non_blocking=self.device.type == "cuda")
-        self._placement.longest = max(lengths)
-        self._placement.clear()
 
     # One round -----------------------------------------------------------------------------------------------------
 
@@ -174,8 +162,8 @@ class SpeculativeCache(Cache):
         self._reserve(placement.longest + end)
         placement.num_tokens, placement.after = num_tokens, after
         placement.visible_slots = placement.longest + end
-        placement.start = placement.longest + after if self._rows_alike else None
-        if not self._rows_alike and None in (span.window for span in self._spans.spans):
+        placement.start = placement.longest + after if placement.rows_alike else None
+        if not placement.rows_alike and None in (span.window for span in self._spans.spans):
             rows = torch.arange(self.batch_size, device=self.device)[:, None]
             placement.slots = DeviceCopies(rows, self.position_ids())  # a chain's positions are its slots
 
@@ -193,9 +181,13 @@ class SpeculativeCache(Cache):
         for layer in self.layers:
             layer.make_room()
 
+    def forget_mask(self) -> None:
+        """Drop the mask kept between rounds: the next one is made for the blocks that come now, not for past ones."""
+        self._masks.forget()
+
     def release(self) -> None:
         """Give back what can be made again, forget what is placed, and grow by small steps from now on."""
-        self._resident_mask = ResidentMask()
+        self.forget_mask()
         self._workspace.clear()
         self.slab = min(self.slab or self.capacity, SMALL_SLAB)
         self._placement.reserved_slots = 0
@@ -214,8 +206,7 @@ class SpeculativeCache(Cache):
     @property
     def mask_widths(self) -> dict[str, int]:
         """Slots of the buffers behind each mask, by layer type."""
-        full, block = self._placement.reserved_slots, self._placement.block
-        return {kind: full if span.window is None else span.ring + block for kind, span in self._spans.by_mask.items()}
+        return self._masks.widths
 
     def position_ids(self, depths: Tensor | None = None) -> Tensor:
         """Positions of the placed tokens, `(B, T)`.
@@ -224,10 +215,7 @@ class SpeculativeCache(Cache):
             depths: depth of the placed nodes, `(T,)` or `(B, T)`, or of the whole block, `(M,)` or `(B, M)`; the root
                 of a tree has depth 0. `None` means a chain.
         """
-        placement = self._placement
-        if depths is None:
-            depths = torch.arange(placement.after, placement.block_end, device=self.device)
-        return self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - placement.num_tokens :]
+        return self._placement.position_ids(depths)
 
     def attention_mask(
         self,
@@ -249,46 +237,7 @@ class SpeculativeCache(Cache):
             `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Valid until the
             next call (the resident mask is reused).
         """
-        placement = self._placement
-        assert placement.num_tokens, "place() comes before attention_mask()"
-        spans = self._spans.by_mask
-        # One query, rows alike, nothing of the block hidden from it: there is nothing to mask in a full layer.
-        open_ended = placement.num_tokens == 1 and self._rows_alike and (ancestors is None or placement.after == 0)
-        if open_ended and all(span.window is None for span in spans.values()):
-            return dict.fromkeys(spans) if self._spans.types else None
-        visible = block_visibility(ancestors, placement.num_tokens, placement.block_end, self.device)
-        made: dict[AttentionSpan, Tensor | None] = {}
-        for span in spans.values():
-            if span.window is not None:
-                made.setdefault(span, self._window_mask(span, visible, ancestors, depths, dtype))
-            elif span not in made:
-                made[span] = None if open_ended else self._full_mask(visible, dtype)
-        if self._spans.types is None:
-            return next(iter(made.values()))
-        return {kind: made[span] for kind, span in spans.items()}
-
-    def _full_mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
-        placement = self._placement
-        if self._rows_alike and len(visible) == 1:
-            return self._resident_mask.build(placement.longest, visible[0], placement.reserved_slots, dtype)
-        return ragged_mask(self.lengths_tensor, visible, placement.visible_slots, dtype)
-
-    def _window_mask(
-        self,
-        span: AttentionSpan,
-        visible: Tensor,
-        ancestors: Tensor | None,
-        depths: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        if depths is None and ancestors is None:
-            depths = torch.arange(visible.shape[2], device=self.device)
-        elif depths is None:
-            assert visible.shape[1] == visible.shape[2], "depths of earlier nodes are not in a part of the block"
-            depths = visible.sum(-1) - 1
-        depths = depths.to(self.device)
-        lengths = self.lengths_tensor[:1] if self._rows_alike else self.lengths_tensor
-        return window_mask(span, lengths, depths[None] if depths.dim() == 1 else depths, visible, dtype)
+        return self._masks.build(ancestors, depths, dtype)
 
     def keep(self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int]) -> None:
         """Commit accepted nodes, root included, in path order; whatever else the block holds is dropped.
@@ -316,16 +265,17 @@ class SpeculativeCache(Cache):
         self._commit_nodes(kept)
 
     def _commit_nodes(self, kept: Sequence[Sequence[int]]) -> None:
-        lengths = [length + len(row) for length, row in zip(self._lengths, kept, strict=True)]
+        before = self.lengths
+        lengths = [length + len(row) for length, row in zip(before, kept, strict=True)]
         # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
         self._ring_end = [max(end, length) for end, length in zip(self._ring_end, lengths, strict=True)]
-        moves = {ring: ring_moves(self._lengths, kept, ring, self.device) for ring in self._spans.rings}
-        full = full_moves(self._lengths, kept, self.device)
+        moves = {ring: ring_moves(before, kept, ring, self.device) for ring in self._spans.rings}
+        full = full_moves(before, kept, self.device)
         for layer in self.layers:
             needed = moves[layer.ring] if isinstance(layer, WindowLayer) else full
             if needed is not None and layer.is_initialized:
                 layer.copy(needed)
-        self._set_lengths(lengths)
+        self._placement.set_lengths(lengths)
 
     def commit(self, num_tokens: int | Sequence[int]) -> None:
         """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""
@@ -342,8 +292,8 @@ class SpeculativeCache(Cache):
             UnsupportedGenerationError: a length is longer than the row, or no longer held. Nothing was changed.
         """
         new = [int(length) for length in lengths]
-        if len(new) != self.batch_size or any(not 0 <= n <= old for n, old in zip(new, self._lengths, strict=True)):
-            raise UnsupportedGenerationError(f"got lengths {new} to roll back to; the rows have {self._lengths}")
+        if len(new) != self.batch_size or any(not 0 <= n <= old for n, old in zip(new, self.lengths, strict=True)):
+            raise UnsupportedGenerationError(f"got lengths {new} to roll back to; the rows have {self.lengths}")
         ring = min(self._spans.rings, default=0)
         if ring:
             lost = [b for b, n in enumerate(new) if 0 < n < self._ring_end[b] and self._ring_end[b] > ring]
@@ -353,7 +303,7 @@ class SpeculativeCache(Cache):
                     f"written {[self._ring_end[b] for b in lost]} and hold the last {ring}; roll back to 0 and prefill"
                 )
         self._ring_end = new.copy()
-        self._set_lengths(new)
+        self._placement.set_lengths(new)
 
     # The rest of what a transformers cache does ----------------------------------------------------------------------
 
@@ -363,10 +313,10 @@ class SpeculativeCache(Cache):
             raise UnsupportedGenerationError(f"got rows {list(rows)}; wanted some of 0..{self.batch_size - 1}")
         for layer in self.layers:
             layer.select_rows(rows)
-        lengths, ring_end = [self._lengths[row] for row in rows], [self._ring_end[row] for row in rows]
-        self._set_batch(len(rows))
-        self._ring_end = ring_end
-        self._set_lengths(lengths)
+        before = self.lengths
+        self._ring_end = [self._ring_end[row] for row in rows]
+        self._placement.set_batch(len(rows))
+        self._placement.set_lengths([before[row] for row in rows])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_rows(beam_idx.tolist())
@@ -381,7 +331,7 @@ class SpeculativeCache(Cache):
         """Remove `-tokens_to_remove` tokens from every row."""
         if tokens_to_remove > 0:
             raise ValueError(f"got crop({tokens_to_remove}); wanted minus the number of tokens to remove, or 0")
-        self.rollback([max(length + tokens_to_remove, 0) for length in self._lengths])
+        self.rollback([max(length + tokens_to_remove, 0) for length in self.lengths])
 
     def reset(self) -> None:
         """Empty every row; buffers stay allocated."""
@@ -406,7 +356,7 @@ class SpeculativeCache(Cache):
         for index, (keys, values) in states.items():
             self.layers[index].load(keys, values, length)
         self._ring_end = [length] * self.batch_size
-        self._set_lengths([length] * self.batch_size)
+        self._placement.set_lengths([length] * self.batch_size)
 
     def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
         """The committed tokens as a stock cache, for a plain `generate` to go on with. Rows must be of equal length.
@@ -425,10 +375,10 @@ class SpeculativeCache(Cache):
             UnsupportedGenerationError: rows differ in length, or the stock cache keeps whole rows where only a window
                 is left (it was made without the model's config). It is then unchanged.
         """
-        if not self._rows_alike:
+        if not self._placement.rows_alike:
             raise UnsupportedGenerationError(
-                f"rows have lengths {self._lengths}; a stock cache wants rows of equal length: export single rows"
+                f"rows have lengths {self.lengths}; a stock cache wants rows of equal length: export single rows"
             )
-        length = self._lengths[0]
+        length = self.lengths[0]
         held = {i: layer.held(length) for i, layer in enumerate(self.layers) if layer.is_initialized}
         refill_stock_layers(dynamic, held, length)

@@ -16,9 +16,10 @@ from rich.text import Text
 from torch import Tensor
 
 from ..benchmark import report
-from ..benchmark.bare import describe_machine
+from ..benchmark.bare import describe_device, describe_machine
 from ..benchmark.growth import CONTEXTS, check_growth, measure_growth, small_drafter
 from ..benchmark.loop import LoopBenchmark
+from ..benchmark.memory_peaks import RUNS, measure_peaks, runs_on
 from ..benchmark.prompts import read_conversations
 from ..benchmark.synthetic import random_target, target_config
 from ..benchmark.ways import LoopSettings
@@ -27,7 +28,8 @@ from ..demo import CONVERSATIONS
 from ..drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..generation_settings import FIXED_DEPTH
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from ..quantization import bitsandbytes
+from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json
 from .pairs import DeviceName, PairSource, device_named, encode, load_pair
 
 app = typer.Typer(name="bench", help="Measure what the loops are worth, and what they cost.", no_args_is_help=True)
@@ -214,6 +216,50 @@ def growth(
     out.print(report.growth_table(records))
     rows = [{**each.to_dict(), "growth": report.growth(records[0], each)} for each in records]
     _finish(json_path, {"bench": "growth", **machine, "tree_width": tree_width, "records": rows})
+
+
+@app.command()
+@readable_errors
+def memory(
+    synthetic: Annotated[
+        str | None,
+        typer.Option(help="Another random target in every run: a known name, a config.json, or hidden=512,layers=4,…"),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="With --synthetic: tokens of the longest row.")] = 2048,
+    out_path: Annotated[
+        Path | None,
+        typer.Option("--out", dir_okay=False, callback=writable_json, help="Also write the table as a Markdown page."),
+    ] = None,
+    dtype: DTypeOption = "bf16",
+    device: DeviceOption = "auto",
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """What plans say of runs against what the runs take, on random targets of 8 and 70 billion parameters."""
+    place = torch.device(device_named(device))
+    if synthetic is None and place.type != "cuda":
+        raise ConfigurationError(
+            f"targets of 8 and 70 billion parameters are for a CUDA card, and this is a {place.type}; pass --synthetic "
+            "with a small target, e.g. hidden=512,layers=4"
+        )
+    precision = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    runs = RUNS if synthetic is None else runs_on(synthetic, context)
+    out = make_console()
+    with _progress(out) as (progress, task):
+
+        def show() -> None:
+            progress.advance(task, 1 / len(runs))
+            progress.refresh()
+
+        measured = measure_peaks(runs, dtype=precision, device=place, on_run=show)
+    machine = {**describe_device(place, precision), "bitsandbytes": bitsandbytes().__version__}
+    out.print(_conditions("random weights" if synthetic is None else f"random weights, {synthetic}", machine))
+    out.print(report.memory_table(measured))
+    for note in report.memory_notes(measured):
+        out.print(Text(note, style="dim"))
+    if out_path is not None:
+        out_path.write_text(report.memory_markdown(measured, machine), encoding="utf-8")
+    _finish(json_path, {"bench": "memory", **machine, **measured.to_dict()})
 
 
 @contextmanager

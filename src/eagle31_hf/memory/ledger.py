@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..cache.masks import RESIDENT_QUERIES
 from .activation_bytes import (
     Block,
     DecoderShape,
@@ -219,7 +220,8 @@ def _cache_terms(
 ) -> list[LedgerTerm]:
     batch, kind = settings.batch, settings.cache_type if owner == "target" else "full"
     nodes = settings.nodes if owner == "target" else settings.draft_block
-    mask = 0 if batch > 1 else resident_mask_bytes(shape, nodes, capacity)
+    small_chunk = settings.chunk if settings.chunk <= RESIDENT_QUERIES else 0  # read with the mask of rounds
+    mask = 0 if batch > 1 else resident_mask_bytes(shape, max(nodes, small_chunk), capacity)
     if kind == "full":
         stored, unpacked = batch * full_cache_bytes(shape, capacity, block), 0
         formula = "B * layers * slots * n_kv(dk+dv) * b"

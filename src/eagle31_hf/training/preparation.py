@@ -6,8 +6,9 @@ With several processes each lets the target write its share of the texts; then a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -115,7 +116,7 @@ class Preparation:
                 mine,
                 self.target,
                 self.tokenizer,
-                settings.out / "data" / self._text_file(),
+                self._text_file(self.processes.process_index),
                 how,
                 on_batch=lambda rows: bar.advance(task, rows),
             )
@@ -124,9 +125,19 @@ class Preparation:
         by_id = {conversation.id: conversation for conversation in gather_object(written)}
         return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
 
-    def _text_file(self) -> str:
-        index = self.processes.process_index
-        return f"conversations-{index}.jsonl" if index else "conversations.jsonl"
+    def _text_file(self, process: int) -> Path:
+        name = f"conversations-{process}.jsonl" if process else "conversations.jsonl"
+        return self.settings.out / "data" / name
+
+    def settings_of_further_runs(self) -> TrainingSettings:
+        """Settings for other runs on the texts of this one, after `read_texts`: what the target wrote is read again.
+
+        Rows kept for measuring are not among those it wrote. Without regeneration the settings are the run's own.
+        """
+        if self.settings.regenerate == "none":
+            return self.settings
+        files = (self._text_file(process) for process in range(self.processes.num_processes))
+        return replace(self.settings, prompts=tuple(map(str, files)), regenerate="none", max_rows=None)
 
     def make_drafter(self, documents: list[Document]) -> tuple[Eagle31Drafter, float | None]:
         """A fresh drafter whose head is the target's rows, or the one named; float32, attached. And its coverage."""

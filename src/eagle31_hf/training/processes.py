@@ -1,10 +1,16 @@
-"""The processes of `accelerate launch`: how one of them leaves."""
+"""The processes of `accelerate launch`: which one speaks, and how each leaves."""
 
 from __future__ import annotations
 
 import gc
+import os
 
 from accelerate import PartialState
+
+
+def is_first_process() -> bool:
+    """The one that writes and speaks; `accelerate launch` numbers them here before anything is loaded."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def leave_process_group() -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from ..drafter import Eagle31Drafter
+from ..modeling_eagle31 import AttendingCache
 from .losses import LossFunction
 from .packing import PackedBatch
 
@@ -50,7 +51,7 @@ class GrowingCache:
                 store[layer] = tensor.repeat_interleave(times, dim=0)
 
 
-class DiagonalCache:
+class DiagonalCache(AttendingCache):
     """The keys of step 0 as they are, those of later steps only where they are read: row `i` sees its own alone.
 
     `S` times the keys, all but one diagonal of them masked out, are most of a step's time on a CPU. Scores are held in
@@ -61,18 +62,21 @@ class DiagonalCache:
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer_idx: int) -> Tensor:
-        """Append this step's keys and values `(B, n_kv, T, d)` and attend with `query (B, n, T, d)`.
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layer_idx: int
+    ) -> Tensor:
+        """See `AttendingCache`.
 
         Args:
-            mask: `(B, 1, T, T)` additive, over the keys of step 0.
+            attention_mask: `(B, 1, T, T)` additive, over the keys of step 0.
         """
+        assert attention_mask is not None, "texts are packed side by side"
         groups = query.shape[1] // key.shape[1]
         keys, values = self._keys.setdefault(layer_idx, []), self._values.setdefault(layer_idx, [])
         keys.append(repeat_kv(key, groups))
         values.append(repeat_kv(value, groups))
         query = query * query.shape[-1] ** -0.5
-        scores = query @ keys[0].transpose(-1, -2) + mask.to(query.dtype)  # (B, n, T, T)
+        scores = query @ keys[0].transpose(-1, -2) + attention_mask.to(query.dtype)  # (B, n, T, T)
         own = [(query * later).sum(-1, keepdim=True) for later in keys[1:]]  # s times (B, n, T, 1)
         weights = torch.cat((scores, *own), dim=-1).softmax(-1).to(value.dtype)  # (B, n, T, T + s)
         length = query.shape[2]

@@ -32,7 +32,7 @@ from .optimizers import OptimizerSettings
 from .plan import TrainingPlan, checkpoint_bytes, time_bare, time_step, training_bytes
 from .policy import PolicyModel
 from .preparation import Preparation
-from .processes import leave_process_group
+from .processes import is_first_process, leave_process_group
 from .progress import LiveProgress
 from .rendering import Documents
 from .settings import TrainingSettings
@@ -101,7 +101,7 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
     """
     settings.check()
     console = console or Console(stderr=True)
-    if not _is_first_process():
+    if not is_first_process():
         console = Console(quiet=True)
     out = settings.out
     if settings.resume and not out.is_dir():
@@ -263,7 +263,7 @@ class _Run:
     # --- result --------------------------------------------------------------------------------------------------
 
     def _write(self, drafter: Eagle31Drafter, report: TrainingReport) -> None:
-        if not _is_first_process():
+        if not is_first_process():
             return
         settings = self.settings
         precision = self.target.dtype if self.target.dtype.is_floating_point else torch.bfloat16
@@ -283,11 +283,6 @@ class _Run:
         (settings.out / "training_report.json").write_text(json.dumps(report.to_dict(), indent=2), encoding="utf-8")
         if settings.push is not None:
             drafter.save_pretrained(settings.out, push_to_hub=True, repo_id=settings.push)
-
-
-def _is_first_process() -> bool:
-    """The one that writes and speaks; `accelerate launch` numbers them here before anything is loaded."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _recipe(settings: TrainingSettings) -> dict[str, str]:

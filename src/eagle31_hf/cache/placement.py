@@ -1,0 +1,76 @@
+"""What the rows of a cache hold for good, and where the running forward writes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedGenerationError
+from .slot_moves import DeviceCopies
+
+
+class Placement:
+    """Committed lengths and the placed block, shared by the layers and masks of one cache.
+
+    Slots are counted as in `FullLayer`: token `p` of a row lies in slot `p`.
+
+    Args:
+        batch_size: rows `B`, all empty.
+        block: most tokens written between two commits.
+        device: where masks and positions live.
+    """
+
+    def __init__(self, batch_size: int, block: int, device: torch.device):
+        self.block, self.device = block, device
+        self.reserved_slots = 0  # slots a full layer must own
+        self.set_batch(batch_size)
+
+    def set_batch(self, batch_size: int) -> None:
+        """So many empty rows."""
+        self.lengths_tensor = torch.zeros(batch_size, dtype=torch.long, device=self.device)
+        self.set_lengths([0] * batch_size)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Committed tokens of each row from now on. Host first: the device mirror is written, never read back."""
+        self.lengths = lengths
+        self.longest = max(lengths)
+        self.rows_alike = min(lengths) == self.longest
+        if self.rows_alike:
+            self.lengths_tensor.fill_(lengths[0])
+        else:
+            # CUDA stages pageable memory before it returns, so this waits for nothing and the source may go.
+            self.lengths_tensor.copy_(torch.tensor(lengths), non_blocking=self.device.type == "cuda")
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is placed."""
+        self.num_tokens = 0  # 0: nothing placed
+        self.after = 0  # block nodes already written by earlier forwards of this round
+        self.start: int | None = 0  # first slot written when rows have equal length; None: see `slots`
+        self.visible_slots = 0  # slots `[0, visible_slots)` take part in attention
+        self.slots: DeviceCopies | None = None  # rows (B, 1), slots (B, T) when rows differ
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def block_end(self) -> int:
+        """Nodes of the block so far, the placed ones included."""
+        return self.after + self.num_tokens
+
+    def position_ids(self, depths: Tensor | None = None) -> Tensor:
+        """See `SpeculativeCache.position_ids`."""
+        if depths is None:
+            depths = torch.arange(self.after, self.block_end, device=self.device)
+        return self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - self.num_tokens :]
+
+    def check(self, key_states: Tensor) -> None:
+        """Raise an `UnsupportedGenerationError` unless keys `(B, heads, T, D)` are those of the placed tokens."""
+        batch_size, _, num_tokens, _ = key_states.shape
+        if num_tokens != self.num_tokens or batch_size != self.batch_size:
+            placed = f"{self.batch_size} rows of {self.num_tokens} tokens" if self.num_tokens else "nothing"
+            raise UnsupportedGenerationError(
+                f"a forward wrote {batch_size} rows of {num_tokens} tokens, but {placed} had been placed; call "
+                "`cache.place(num_tokens)` before each forward (a plain `generate` wants `cache.to_dynamic(config)`)"
+            )

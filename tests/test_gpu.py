@@ -1,0 +1,240 @@
+"""What must hold on a CUDA card. Each test also runs on the CPU, so that nothing but the device is new on a card."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.benchmark.memory_peaks import RUNS, AllocatorMeter, PeakRun, StorageMeter, measure_peak
+from eagle31_hf.benchmark.storages import StorageCounter
+from eagle31_hf.memory.cards import measure_card
+from helpers import (
+    CONFIGS,
+    GROUPED,
+    assert_same_or_own_tie,
+    assert_same_or_tie,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+    use_fixed_shapes_only,
+    wishes,
+)
+
+on_a_card = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_card)])
+
+CHAIN: dict[str, Any] = {"speculation_loop": "own", "num_assistant_tokens": 4}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": CHAIN,
+    "static": {**CHAIN, "draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
+    "dynamic": {**CHAIN, "draft_top_k": 2, "draft_tree_size": 15},
+}
+NEW_TOKENS = 24
+
+
+def _pair(family: str, device: str, dtype: torch.dtype = torch.float32) -> Eagle31Drafter:
+    target = random_target(CONFIGS[family]()).to(device=device, dtype=dtype)
+    return random_drafter(target, aux_layers=[1, 2, 4])
+
+
+def _inputs(rows: int, device: str, seed: int = 0) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in left_padded(random_prompts(rows, seed=seed)).items()}
+
+
+def _greedy(drafter: Eagle31Drafter, inputs: dict[str, Tensor], **arguments: Any) -> Tensor:
+    model = drafter.require_binding().model
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **arguments)
+
+
+def _with_drafts(drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tensor, **fields: Any) -> Tensor:
+    """The text with drafts that are right for a while."""
+    with wishes(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
+        return _greedy(drafter, inputs, assistant_model=drafter)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # full layers, windows
+def test_every_loop_writes_the_plain_text(family: str, dtype: torch.dtype, device: str) -> None:
+    drafter = _pair(family, device, dtype)
+    for rows in (1, 3):
+        inputs = _inputs(rows, device, seed=rows)
+        plain = _greedy(drafter, inputs)
+        loops = {**SHAPES, "stock": {"speculation_loop": "stock"}} if rows == 1 else SHAPES
+        for fields in loops.values():
+            ours = _with_drafts(drafter, inputs, plain, **fields)
+            assert drafter.stats is not None
+            assert drafter.stats.loop == fields["speculation_loop"]
+            ties = assert_same_or_tie(drafter.require_binding().model, plain, ours, inputs["attention_mask"])
+            assert ties == 0 or dtype == torch.bfloat16
+
+
+@devices
+def test_a_static_cache_is_left_to_plain_decoding(device: str) -> None:
+    drafter = _pair("llama", device)
+    inputs = _inputs(1, device)
+    how = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(_greedy(drafter, inputs, assistant_model=drafter, **how), _greedy(drafter, inputs, **how))
+    assert drafter.stats is not None
+    assert "StaticCache" in drafter.stats.reason
+
+
+@devices
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_cache_in_eight_bits_reads_the_same_with_drafts(kind: str, device: str) -> None:
+    drafter = _pair("llama", device)
+    inputs = _inputs(2, device)
+    with wishes(drafter, cache_type=kind, **CHAIN):
+        with oracle_drafts(_greedy(drafter, inputs), inputs["input_ids"].shape[1], right=0):
+            truth = _greedy(drafter, inputs, assistant_model=drafter)
+        assert drafter.stats is not None
+        assert drafter.stats.cache_type == kind
+    for fields in SHAPES.values():
+        assert torch.equal(_with_drafts(drafter, inputs, truth, cache_type=kind, **fields), truth)
+
+
+# --- packed -----------------------------------------------------------------------------------------------------------
+
+PACKINGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+
+
+@devices
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packed_targets_and_drafters_write_the_plain_text(packing: str, device: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    bits = hf.BitsAndBytesConfig(**PACKINGS[packing])
+    made = random_target(hf.LlamaConfig(**GROUPED | {"intermediate_size": 128}))
+    random_drafter(made, aux_layers=[1, 2, 4]).save_pretrained(tmp_path / "drafter")
+    made.save_pretrained(tmp_path / "target")
+    target = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", dtype=torch.float32, quantization_config=bits, device_map={"": device}
+    ).eval()
+    for quantization_config in (None, bits):
+        drafter = Eagle31Drafter.from_pretrained(
+            tmp_path / "drafter", target=target, quantization_config=quantization_config
+        )
+        inputs = _inputs(1, device)
+        plain = _greedy(drafter, inputs)
+        for fields in SHAPES.values():
+            ours = _with_drafts(drafter, inputs, plain, **fields)
+            assert_same_or_own_tie(drafter.require_binding(), plain[0], ours[0], inputs["input_ids"].shape[1])
+        drafter.detach()
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA every step is a captured graph, and so is a whole chain; on the CPU the same steps run uncompiled."""
+    if device == "cpu":
+        use_fixed_shapes_only(monkeypatch)
+    drafter = _pair("llama", device)
+    for rows in (1, 3):
+        inputs = _inputs(rows, device, seed=rows)
+        plain = _greedy(drafter, inputs)
+        for _ in range(2):  # made, then replayed
+            ours = _with_drafts(drafter, inputs, plain, acceleration="compile", **SHAPES[shape])
+            assert drafter.stats is not None
+            assert drafter.stats.fallbacks == []
+            model = drafter.require_binding().model
+            assert assert_same_or_tie(model, plain, ours, inputs["attention_mask"]) == 0
+    compiled: Any = drafter.require_binding().compiled
+    assert ("chain" in {kind[0] for kind in compiled.shapes}) == (shape == "chain")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_runs_take_what_was_planned(run: PeakRun) -> None:
+    """Within 3 % of what the allocator counts, and never below it by more than 1 %.
+
+    On the CPU: `test_small_runs_take_what_was_planned`.
+    """
+    device = torch.device("cuda")
+    gc.collect()
+    torch.cuda.empty_cache()
+    plan = run.to_plan(torch.bfloat16, measure_card(device))
+    if not plan.fits:
+        pytest.skip(f"needs {plan.peak_bytes / 2**30:.1f} GiB")
+    record = measure_peak(run, plan, dtype=torch.bfloat16, device=device)
+    assert abs(record.planned_weights - record.measured_weights) <= 0.01 * record.measured_weights
+    assert record.is_kept, record
+
+
+class _Scarce(StorageCounter):
+    """A CPU on which no more than `spare_bytes` can be had."""
+
+    def __init__(self, spare_bytes: int):
+        super().__init__()
+        self.spare_bytes = spare_bytes
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if self.live_bytes + storage.nbytes() > self.spare_bytes:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes.")
+        super()._count(storage)
+
+
+@contextmanager
+def _scarce(device: str, spare_bytes: int) -> Iterator[None]:
+    if device == "cpu":
+        with _Scarce(spare_bytes):
+            yield
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare_bytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# The CUDA allocator hands out pieces of 2 and 20 MiB: what is to run out there must be much larger than those.
+LONG: dict[str, tuple[dict[str, Any], int]] = {
+    "cpu": ({}, 400),
+    "cuda": ({"hidden_size": 1024, "intermediate_size": 2816, "head_dim": 64, "max_position_embeddings": 8192}, 4096),
+}
+
+
+@devices
+def test_too_little_memory_costs_steps_and_not_the_text(device: str) -> None:
+    sizes, length = LONG[device]
+    target = random_target(hf.LlamaConfig(**GROUPED | {"initializer_range": 0.05} | sizes)).to(device)
+    drafter = random_drafter(target, aux_layers=[1, 2, 4])
+    ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    plain = _greedy(drafter, inputs)
+    with wishes(drafter, **CHAIN):
+        meter = AllocatorMeter(torch.device(device)) if device == "cuda" else StorageMeter()
+        peak = meter.peak(lambda: _greedy(drafter, inputs, assistant_model=drafter))
+        with _scarce(device, int(0.6 * peak)):
+            ours = _greedy(drafter, inputs, assistant_model=drafter)
+        assert drafter.stats is not None
+        assert drafter.stats.memory_steps
+        again = _greedy(drafter, inputs, assistant_model=drafter)
+        assert not drafter.stats.memory_steps, "the next call starts as configured"
+    for text in (ours, again):
+        assert assert_same_or_tie(target, plain, text) == 0
