@@ -496,6 +496,18 @@ def test_attention_of_target_and_drafter_is_caught(drafter):
     assert clock.calls == 4 + 2 + 4
 
 
+def test_rounds_can_be_taken_without_attention(drafter, monkeypatch):
+    (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
+    kernel, asked = torch.nn.functional.scaled_dot_product_attention, []
+    watched = lambda *args, **kwargs: asked.append(1) or kernel(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    clock = AttentionClock(torch.device("cpu"), absent=True)
+    with clock.running():
+        write_synthetic(drafter, prompts, SyntheticRequest(2, CHAIN, (1.0,)))
+    assert clock.calls == 4 + 2 + 4
+    assert not asked
+
+
 def test_growth_is_against_the_first_context():
     first, later = GrowthRecord(8, 0.010, 0.002, 0.008, 1, 0), GrowthRecord(80, 0.020, 0.010, 0.010, 1, 2)
     assert report.growth(first, later) == pytest.approx(0.25)
