@@ -472,7 +472,9 @@ def test_rounds_keep_nothing_and_attention_is_found(drafter, shape):
     assert (first.context, longer.context) == (8, 70)
     assert first.allocates_steadily
     assert longer.allocates_steadily
-    assert longer.round_bytes == first.round_bytes > 0, "a round allocates the same after any context"
+    # The same after any context, but for a rotary table, which not every round makes.
+    assert longer.round_bytes == pytest.approx(first.round_bytes, rel=0.05)
+    assert first.round_bytes > 0
     assert first.attention_s > 0
 
 
