@@ -21,6 +21,7 @@ from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.compiled_drafting import MOST_WAYS_TO_DRAW
 from eagle31_hf.compiled_steps import CompiledSteps
 from eagle31_hf.drafting import DraftSession
+from eagle31_hf.sampling import draw
 from eagle31_hf.stats import SpeculationStats
 from helpers import (
     CONFIGS,
@@ -361,6 +362,41 @@ def test_compiled_text_is_the_plain_text(family: str, monkeypatch: pytest.Monkey
 
 def is_verification(step: Callable) -> bool:
     return step.__name__ == "verify"
+
+
+@pytest.mark.slow
+def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejection sampling is lossless if drafts follow the distribution that comes with them, whatever that is."""
+    compile_ = compiled_steps._compile
+    monkeypatch.setattr(
+        compiled_steps, "_compile", lambda step, device: step if is_verification(step) else compile_(step, device)
+    )
+    drafter = pair_of("llama", layers=2)
+    target, inputs = drafter.require_binding().model, left_padded(random_prompts(2))
+    numbers, chains = [], []
+    uniform, whole = compiled_drafting.uniform_numbers, compiled_drafting.CompiledDraftSession.draft_at_once
+
+    def keep_numbers(*args: Any) -> Tensor:
+        numbers.append(uniform(*args))
+        return numbers[-1]
+
+    def keep_chain(self: Any, depth: int, **how: Any) -> Any:
+        numbers.clear()
+        chains.append((whole(self, depth, **how), list(numbers)))
+        return chains[-1][0]
+
+    monkeypatch.setattr(compiled_drafting, "uniform_numbers", keep_numbers)
+    monkeypatch.setattr(compiled_drafting.CompiledDraftSession, "draft_at_once", keep_chain)
+    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+        sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+        target.generate(**inputs, max_new_tokens=24, assistant_model=drafter, **sampling)
+    assert drafter.stats.fallbacks == []
+    drawn = [chain for chain in chains if chain[0] is not None]
+    assert len(drawn) > 3
+    for chain, used in drawn:
+        assert ((chain.probs > 0).sum(-1) <= 20).all(), "warped as the target's"
+        for k, number in enumerate(used):
+            assert torch.equal(chain.draft_ids[:, k], draw(chain.probs[:, k], uniform=number))
 
 
 @pytest.mark.slow
