@@ -53,8 +53,13 @@ class BareCosts:
     @property
     def round_s(self) -> float:
         """What one round must compute."""
-        more_steps = max(self.drafter_steps - 1, 0.0)
-        return self.verify_s + (self.drafter_steps - more_steps) * self.absorb_s + more_steps * self.drafter_step_s
+        first_steps = self.drafter_steps - self.further_steps
+        return self.verify_s + first_steps * self.absorb_s + self.further_steps * self.drafter_step_s
+
+    @property
+    def further_steps(self) -> float:
+        """Drafter steps of a round behind the first, which reads hidden states."""
+        return max(self.drafter_steps - 1, 0.0)
 
     def ceiling(self, acceptance_length: float, plain_step_s: float | None = None) -> float:
         """Speedup of loops that cost nothing: tokens per round times a plain step, over what a round must compute.

@@ -39,7 +39,7 @@ def ceiling_table(report: LoopReport) -> Table:
             _ms(record.plain_step_s),
             _ms(bare.target_step_s),
             f"{_ms(bare.verify_s)} ({bare.verified_tokens:.3g})",
-            f"{bare.drafter_steps:.3g} × {_ms(bare.drafter_step_s)}",
+            f"{_ms(bare.absorb_s)} + {bare.further_steps:.3g} × {_ms(bare.drafter_step_s)}",
             Text(f"{ceiling:.2f}×", style="bold"),
         )
     return table

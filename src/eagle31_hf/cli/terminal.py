@@ -140,8 +140,9 @@ def ceiling_text(costs: BareCosts, acceptance_length: float) -> Text:
         (f"{costs.ceiling(acceptance_length):.2f}×", "bold"),
         (
             f" by bare forwards: a round writes {acceptance_length:.2f} tokens in {_ms(costs.verify_s)} "
-            f"({costs.verified_tokens:.3g} tokens verified) + {costs.drafter_steps:.3g} × {_ms(costs.drafter_step_s)} "
-            f"(drafter steps); alone the target takes {_ms(costs.target_step_s)} per token.",
+            f"({costs.verified_tokens:.3g} tokens verified) + {_ms(costs.absorb_s)} (the drafter reads what was "
+            f"accepted) + {costs.further_steps:.3g} × {_ms(costs.drafter_step_s)} (further drafter steps); alone the "
+            f"target takes {_ms(costs.target_step_s)} per token.",
             "dim",
         ),
     )
