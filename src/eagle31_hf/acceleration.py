@@ -5,8 +5,8 @@
 eager code, which is the reference: a graph that cannot be made, or that disagrees, is given up and the text goes on
 unchanged. Prefill and single tokens always stay eager.
 
-On CUDA the graphs are replayed as CUDA graphs (`mode="reduce-overhead"`) and their outputs copied out of the pool; a
-greedy chain of fixed length is one graph. On a CPU that would only cost compile time: chains there end by doubt.
+A chain of fixed length is one graph, whether its tokens are drawn or not; one that doubt may end is a graph per step.
+On CUDA the graphs are replayed as CUDA graphs (`mode="reduce-overhead"`) and their outputs copied out of the pool.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The drafter's compiled steps: what it reads after a round, a draft step, and on CUDA a whole greedy chain.
+"""The drafter's compiled steps: what it reads after a round, a draft step, and a whole chain of fixed length.
 
 See `acceleration` for what is compiled when.
 """

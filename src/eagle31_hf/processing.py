@@ -54,10 +54,7 @@ class DraftWarping:
 
     def __call__(self, logits: Tensor, _drafted: Sequence[Tensor] = ()) -> Tensor:
         """Float32 scores of logits `(B, Vd)`."""
-        scores = logits.float()
-        for processor in self._processors:
-            scores = processor(torch.empty(0), scores)
-        return scores
+        return ScoreProcessing._run(self._processors, torch.empty(0), logits.float())
 
 
 class ScoreProcessing:
