@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
+from eagle31_hf.cli.processor import avoid_unusable_tiles
+
+avoid_unusable_tiles()  # before any test multiplies; processes that tests start inherit it
+
 # The same examples in every run, so that what failed once fails again; `--hypothesis-profile default` tries new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

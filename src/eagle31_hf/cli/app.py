@@ -22,6 +22,7 @@ from . import plan as cli_plan
 from . import train as cli_train
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import DecodingWishes, DeviceName, DTypeName, Pair, PairSource, encode, load_pair, write
+from .processor import avoid_unusable_tiles
 
 app = typer.Typer(
     name="eagle31",
@@ -44,6 +45,7 @@ CheckpointArgument = Annotated[str, typer.Argument(help="Folder or Hub id of a d
 
 def main() -> None:
     """Entry point of the `eagle31` script."""
+    avoid_unusable_tiles()
     app()
 
 
