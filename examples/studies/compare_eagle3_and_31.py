@@ -182,6 +182,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-rows", type=int, help="conversations of each source to train on")
+    parser.add_argument("--regenerate", help="which turns the target writes: each, last or none; default suits it")
+    parser.add_argument("--dtype", default="auto", help="precision of the target")
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--max-length", type=int, help="trained length; contexts of twice as much are measured")
     parser.add_argument("--measured-rows", type=int, default=25, help="held-out conversations of each source")
@@ -193,6 +195,8 @@ def main() -> None:
         held_out=tuple(given.held_out),
         out=given.out,
         max_rows=given.max_rows,
+        regenerate=given.regenerate,
+        dtype=given.dtype,
         max_steps=given.max_steps,
         max_length=given.max_length,
     )
