@@ -18,11 +18,12 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter, compiled_drafting, compiled_steps, decoding
 from eagle31_hf.acceleration import NODE_BUCKET, CompiledForward, node_bucket, slot_bucket
 from eagle31_hf.cache import SpeculativeCache
-from eagle31_hf.compiled_drafting import MOST_WAYS_TO_DRAW
-from eagle31_hf.compiled_steps import CompiledSteps
+from eagle31_hf.compiled_acceptance import CompiledAcceptance
+from eagle31_hf.compiled_steps import MOST_WAYS_TO_DRAW, CompiledSteps
 from eagle31_hf.drafting import DraftSession
-from eagle31_hf.sampling import draw
+from eagle31_hf.sampling import Acceptance, accept_rejection, draw
 from eagle31_hf.stats import SpeculationStats
+from eagle31_hf.tree import DraftTree
 from helpers import (
     CONFIGS,
     DEMO_DRAFTER,
@@ -166,6 +167,62 @@ def test_sampling_draws_the_same_tokens(uncompiled: None) -> None:
             torch.manual_seed(0)
             texts.append(target.generate(**inputs, max_new_tokens=30, do_sample=True, assistant_model=drafter))
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+def test_a_sampled_chain_is_judged_at_once_as_by_the_eager_rule(
+    family: str, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers accept as many drafts and draw the same token after them."""
+    if compiler == "none":
+        use_fixed_shapes_only(monkeypatch)
+    else:
+        compile_ = compiled_steps._compile
+        monkeypatch.setattr(
+            compiled_steps,
+            "_compile",
+            lambda step, device: compile_(step, device) if step.__name__ == "accept" else step,
+        )
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    judge, judged = CompiledAcceptance.__call__, []
+
+    def judge_twice(self: CompiledAcceptance, tree: DraftTree, logits: Tensor) -> Acceptance | None:
+        state = torch.get_rng_state()
+        at_once = judge(self, tree, logits)
+        if at_once is not None:
+            torch.set_rng_state(state)
+            judged.append((at_once, accept_rejection(tree, self._probs(logits))))
+        return at_once
+
+    monkeypatch.setattr(CompiledAcceptance, "__call__", judge_twice)
+    target = drafter.require_binding().model
+    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+        for rows in (1, 3):
+            target.generate(
+                **left_padded(random_prompts(rows)),
+                max_new_tokens=30,
+                assistant_model=drafter,
+                do_sample=True,
+                top_p=0.9,
+            )
+    assert drafter.stats.fallbacks == []
+    assert len(judged) > 8
+    for at_once, by_the_rule in judged:
+        for name in ("count", "best", "bonus"):
+            assert torch.equal(getattr(at_once, name), getattr(by_the_rule, name)), name
+    kept = [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "accept"]
+    assert [shape[1:3] for shape in kept] == [(1, 6), (3, 6)]
+
+
+def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
+    drafter = pair_of("llama")
+    target, inputs = drafter.require_binding().model, left_padded(random_prompts(1))
+    asked: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}
+    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+        told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
+    assert len(told.scores) == 20
+    assert not [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "accept"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -197,10 +197,10 @@ def test_one_token_arithmetic_computes_each_row_as_alone(rows: int, size: float,
 @torch.no_grad()
 def test_stock_int8_mixes_the_rows_of_a_forward() -> None:
     """Why `OneTokenArithmetic` is there. Should this begin to fail, it can go."""
-    layer, x = int8_layer(), torch.randn(1, 6, 64)
+    layer, x = int8_layer(), torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0))
     x[0, 0, 3] = 20  # one token's outlier, in one column
     alone = torch.cat([layer(x[:, i : i + 1]) for i in range(6)], 1)
-    assert torch.equal(layer(x)[:, 0], alone[:, 0])
+    torch.testing.assert_close(layer(x)[:, 0], alone[:, 0], atol=1e-5, rtol=1e-5)
     assert (layer(x)[:, 1:] - alone[:, 1:]).abs().max() > 1e-4
 
 

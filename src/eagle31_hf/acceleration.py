@@ -1,4 +1,5 @@
-"""Compiled steps: the target's verify forward here, the drafter's in `compiled_drafting`, one graph per shape bucket.
+"""Compiled steps, one graph per shape bucket: the target's verify forward here, the drafter's in `compiled_drafting`,
+the acceptance of sampled chains in `compiled_acceptance`.
 
 `torch.compile` pays only where shapes repeat, so blocks are padded to a few node counts, rows to a few lengths
 (buckets of 256 slots, then doubling), and what is padded is masked. The first call at a new shape is served by the

@@ -5,7 +5,7 @@ See `acceleration` for what is compiled when.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,6 @@ from .drafter import Eagle31Drafter
 from .drafting import Belief, DraftSession, DraftState, WholeChain
 from .processing import DraftWarping
 from .sampling import draw, uniform_numbers
-
-MOST_WAYS_TO_DRAW = 4
-"""Sampling settings (and greedy) that chains are compiled for; compiling takes as long as thousands of tokens."""
 
 
 class CompiledDraftSession(DraftSession):
@@ -46,7 +43,7 @@ class CompiledDraftSession(DraftSession):
         way = (sample, () if warping is None else warping.key)
         shape = ("chain", rows, deepest, slots, way)
         known = self.steps.has(shape)
-        if not known and (rows != self.first_rows or self._meets_too_many(way)):
+        if not known and (rows != self.first_rows or not self.steps.takes("chain", way)):
             return None
         inputs = self._chain_inputs(depth, deepest, sample=sample)
         if not known:
@@ -58,11 +55,6 @@ class CompiledDraftSession(DraftSession):
             return None
         probs, tokens, draft_ids = outputs
         return WholeChain(tokens[:, :depth], draft_ids[:, :depth], probs[:, :depth] if sample else None)
-
-    def _meets_too_many(self, way: Hashable) -> bool:
-        """Whether chains were compiled for other ways to draw so often that one more would not pay."""
-        ways = {shape[-1] for shape in self.steps.shapes if shape[0] == "chain"}  # type: ignore[index]
-        return way not in ways and len(ways) >= MOST_WAYS_TO_DRAW
 
     def _chain_inputs(self, depth: int, deepest: int, *, sample: bool) -> tuple:
         fill, root = self.placed.inputs.fill, self.root

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 Step = Callable[..., tuple[Tensor, ...]]
 
+MOST_WAYS_TO_DRAW = 4
+"""Sampling settings (greedy is one) that a kind of step is compiled for; compiling takes the time of thousands."""
+
 
 class CompiledSteps:
     """What has been compiled for a target and its drafter; outlives the generation that asked for it.
@@ -59,6 +62,11 @@ class CompiledSteps:
 
     def has(self, shape: Hashable) -> bool:
         return shape in self._by_shape
+
+    def takes(self, kind: str, way: Hashable) -> bool:
+        """Whether a graph of `kind` for this way to draw, the last item of its shape, is there or would still pay."""
+        ways = {shape[-1] for shape in self._by_shape if shape[0] == kind}  # type: ignore[index]
+        return way in ways or len(ways) < MOST_WAYS_TO_DRAW
 
     def run(self, shape: Hashable, inputs: tuple) -> tuple[Tensor, ...] | None:
         """What the graph of `shape` makes of `inputs`; `None` if there is no such graph or it cannot be used.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledForward, slot_bucket
 from .cache import SpeculativeCache
+from .compiled_acceptance import CompiledAcceptance
 from .compiled_drafting import CompiledDraftSession
 from .conversation import TurnEnd
 from .decoding_request import DecodingRequest, DraftShape
@@ -100,7 +101,19 @@ class SpeculativeDecoder:
             if compiled and cache_type == "full"  # compiled code reads the buffers as they are
             else self.binding.forward
         )
+        self.accept_at_once = (
+            CompiledAcceptance(drafter, request.processing.draft_warping(), nodes=shape.nodes, batch_size=batch_size)
+            if compiled and self._draws_whole_chains()
+            else None
+        )
         request.stats.cache_type = cache_type
+
+    def _draws_whole_chains(self) -> bool:
+        """Whether rounds verify sampled chains of one length, by scores that nobody else asks for."""
+        request, shape = self.request, self.shape
+        if request.keep_scores or request.keep_logits or not request.processing.fits_draft_vocabulary:
+            return False
+        return self.rule is AcceptanceRule.REJECTION and shape.top_k == 1 and shape.floor == 0
 
     def run(self) -> Tensor:
         """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
@@ -159,8 +172,10 @@ class SpeculativeDecoder:
         self.stage = Stage.VERIFY
         with self.clock.phase("verify"):
             logits, aux = self._verify(tree)
-        scores = self._node_scores(tree, logits)
-        acceptance = self._accept(tree, scores)
+        acceptance = None if self.accept_at_once is None else self.accept_at_once(tree, logits)
+        if acceptance is None:
+            scores = self._node_scores(tree, logits)
+            acceptance = self._accept(tree, scores)
         path, emitted = self._read_back(tree, acceptance)
         if self.request.keep_scores or self.request.keep_logits:
             self._collect([[(scores[b, node], logits[b, node]) for node in nodes] for b, nodes in enumerate(path)])

@@ -130,10 +130,11 @@ def accept_sampled_target(
 def _follow_chain(tree: DraftTree, target_choice: Tensor) -> Acceptance:
     matches = tree.tokens[:, 1:] == target_choice[:, :-1]
     best = matches.cumprod(1).sum(1)
-    return _chain_acceptance(tree, best, target_choice.gather(1, best[:, None]).squeeze(1))
+    return chain_acceptance(tree, best, target_choice.gather(1, best[:, None]).squeeze(1))
 
 
-def _chain_acceptance(tree: DraftTree, best: Tensor, bonus: Tensor) -> Acceptance:
+def chain_acceptance(tree: DraftTree, best: Tensor, bonus: Tensor) -> Acceptance:
+    """A chain accepted down to node `best (B,)`, with the token `bonus (B,)` after it."""
     return Acceptance(path=tree.depths, count=best + 1, bonus=bonus, best=best)  # in a chain, node = depth
 
 
@@ -174,17 +175,39 @@ def accept_chain_rejection(
     Draft `x` is accepted with probability `min(1, p(x) / q(x))`; at the first rejection the bonus is drawn from
     `max(p - q, 0)`, after the last acceptance from `p`. Arguments as in `accept_rejection`.
     """
-    proposal = _proposal_of(tree)
-    drafts = tree.size - 1  # K
+    numbers = rejection_numbers(tree, generator)
+    best, bonus = reject_along_chain(tree.tokens, _proposal_of(tree), target_probs, *numbers)
+    return chain_acceptance(tree, best, bonus)
+
+
+def rejection_numbers(tree: DraftTree, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """The random numbers a chain's rejection takes: `(B, K)` to accept by and `(B, 1)` for the bonus."""
+    device, batch = tree.tokens.device, tree.tokens.shape[0]
+    drafts = uniform_numbers((batch, tree.size - 1), device, generator)
+    return drafts, uniform_numbers((batch, 1), device, generator)
+
+
+def reject_along_chain(
+    tokens: Tensor, proposal: Proposal, target_probs: Tensor, draft_numbers: Tensor, bonus_number: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`accept_chain_rejection` on tensors alone: the last accepted node and the bonus, `(B,)` each.
+
+    Args:
+        tokens: `(B, K+1)`, root first.
+        proposal: what the drafts were drawn from.
+        target_probs: `(B, K+1, V)`.
+        draft_numbers, bonus_number: as `rejection_numbers` gives them.
+    """
+    drafts = tokens.shape[1] - 1  # K
     q_drafted = proposal.probs[:, :drafts].gather(2, proposal.draft_ids[:, 1:, None]).squeeze(2)  # (B, K)
-    p_drafted = target_probs[:, :drafts].gather(2, tree.tokens[:, 1:, None]).squeeze(2)
-    accepted = uniform_numbers(q_drafted.shape, q_drafted.device, generator) * q_drafted < p_drafted
+    p_drafted = target_probs[:, :drafts].gather(2, tokens[:, 1:, None]).squeeze(2)
+    accepted = draft_numbers * q_drafted < p_drafted
     best = accepted.cumprod(1).sum(1)  # (B,)
 
     p_best = _rows_at(target_probs, best)  # (B, V)
     q_best = _rows_at(proposal.probs, best.clamp(max=drafts - 1))  # (B, Vd)
     q_best = q_best * (best < drafts)[:, None]  # nothing was rejected after a fully accepted chain
-    return _chain_acceptance(tree, best, draw(_residual(p_best, q_best, proposal), generator))
+    return best, draw(_residual(p_best, q_best, proposal), uniform=bonus_number)
 
 
 def accept_tree_rejection(
