@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafting import DraftSession
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.training import test_time
+from eagle31_hf.training import beginnings, test_time
 from eagle31_hf.training.distill import (
     DistillationModel,
     DistillationSettings,
@@ -525,3 +526,14 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(json.loads((folder / "losses.json").read_text()))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("ratio", "pays"), [(0.5, True), (0.9, False), (1.3, False)])
+def test_mixed_precision_is_for_processors_that_are_faster_with_it(
+    ratio: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PartialState(cpu=True)
+    monkeypatch.setattr(beginnings, "_product_s", lambda dtype: ratio if dtype == torch.bfloat16 else 1.0)
+    assert beginnings.multiplies_bfloat16(torch.device("cpu")) is pays
+    assert beginnings.multiplies_bfloat16(torch.device("cuda"))
+    assert not beginnings.multiplies_bfloat16(torch.device("mps"))

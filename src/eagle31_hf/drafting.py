@@ -213,7 +213,7 @@ class DraftSession:
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids as target ids."""
         ids = self.drafter.draft_ids
-        return draft_ids if ids is None else ids[draft_ids]
+        return draft_ids if ids is None else ids.take(draft_ids)
 
 
 def _may_view(counts: Sequence[int], width: int) -> bool:

@@ -48,15 +48,12 @@ def propose_chain(
     state = session.root
     tokens, draft_ids, sampled_from = [roots], [roots], []
     reduced = session.drafter.draft_ids
-    confidence: Tensor | float = 1.0  # (B,) how sure the drafter has been of every step so far
+    confidence = [1.0] * roots.shape[0]  # of each row, how sure the drafter has been of every step so far
     for step in range(length.depth):
         logits = state.logits[:, 0]  # (B, Vd)
         ranked = logits if scores is None else scores(logits, tokens[1:])  # (B, Vd) or (B, V)
         if sample or length.floor:
             belief = state.belief if scores is None else Belief.of(ranked)
-            # The largest probability, sampled or not: an unlikely draw from a flat distribution is accepted as often
-            # as the flat one agrees with the target's, which the draw's own probability says nothing about.
-            confidence = confidence * belief.largest
             choice = draw(belief.probs) if sample else belief.likeliest
             if sample:
                 sampled_from.append(belief.probs)
@@ -69,8 +66,12 @@ def propose_chain(
             reduced = None
         if step + 1 == length.depth:
             break
-        if length.floor and confidence.max().item() < length.floor:  # type: ignore[union-attr]
-            break
+        if length.floor:
+            # The largest probability, sampled or not: an unlikely draw from a flat distribution is accepted as often
+            # as the flat one agrees with the target's, which the draw's own probability says nothing about.
+            confidence = [before * now for before, now in zip(confidence, belief.largest.tolist(), strict=True)]
+            if max(confidence) < length.floor:
+                break
         state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
     proposal = Proposal(torch.stack(sampled_from, 1), torch.stack(draft_ids, 1), reduced) if sample else None
     return DraftTree.chain(torch.stack(tokens, 1), proposal)

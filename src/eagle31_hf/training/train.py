@@ -130,11 +130,11 @@ class _Run:
         self.settings, self.target, self.tokenizer, self.console = settings, target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
         self.evaluation = EvaluationSettings(depth=settings.draft_tokens)
-        self.bf16 = target.dtype == torch.bfloat16 and multiplies_bfloat16(target.device)
 
     def execute(self) -> TrainingReport:
         settings = self.settings
         preparation = Preparation(settings, self.target, self.tokenizer, self.console)
+        self.bf16 = self.target.dtype == torch.bfloat16 and multiplies_bfloat16(self.target.device)
         data = preparation.read_texts()
         drafter, coverage = preparation.make_drafter(data.documents.documents)
         dataset = preparation.make_dataset(drafter, data.documents.documents)
