@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from eagle31_hf import sampling
 from eagle31_hf.sampling import (
     Acceptance,
     AcceptanceRule,
-    accept_chain_rejection,
+    accept_block,
     accept_greedy,
     accept_rejection,
     accept_sampled_target,
@@ -192,7 +194,7 @@ def first_tokens(accept: Rule, tree: DraftTree, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("accept", [accept_chain_rejection, accept_tree_rejection, accept_sampled_target])
+@pytest.mark.parametrize("accept", [accept_block, accept_tree_rejection, accept_sampled_target])
 def test_one_draft_is_lossless(accept: Rule, drafter: str) -> None:
     assert chi_square(first_tokens(accept, sampled_star(DRAFTERS[drafter], 1, seed=7)), P) > P_VALUE
 
@@ -204,7 +206,7 @@ def test_sampled_children_are_lossless(drafter: str, children: int) -> None:
     assert chi_square(first_tokens(accept_rejection, tree), P) > P_VALUE
 
 
-@pytest.mark.parametrize("accept", [accept_chain_rejection, accept_tree_rejection])
+@pytest.mark.parametrize("accept", [accept_block, accept_tree_rejection])
 def test_disjoint_support_is_never_accepted(accept: Rule) -> None:
     p = torch.tensor([0.5, 0.3, 0.2, 0.0, 0.0, 0.0])
     tree = sampled_star(torch.tensor([0.0, 0.0, 0.0, 0.2, 0.5, 0.3]), 1, seed=9)
@@ -242,7 +244,7 @@ def test_deterministic_children_are_lossless() -> None:
 
 
 def test_rejection_with_target_equal_to_draft_accepts_all() -> None:
-    accepted = accept_chain_rejection(sampled_star(P, 1, seed=11), P.expand(ROWS, 2, V), generator=seeded())
+    accepted = accept_block(sampled_star(P, 1, seed=11), P.expand(ROWS, 2, V), generator=seeded())
     assert (accepted.count == 2).all()
 
 
@@ -251,7 +253,7 @@ def test_acceptance_is_one_minus_total_variation(drafter: str) -> None:
     q = DRAFTERS[drafter]
     expected = rejection_acceptance(P, q)
     assert expected == pytest.approx(1 - (P - q).abs().sum().item() / 2, abs=1e-6)
-    accepted = accept_chain_rejection(sampled_star(q, 1, seed=12), P.expand(ROWS, 2, V), generator=seeded())
+    accepted = accept_block(sampled_star(q, 1, seed=12), P.expand(ROWS, 2, V), generator=seeded())
     assert (accepted.count == 2).double().mean() == pytest.approx(expected.item(), abs=0.015)
 
 
@@ -270,7 +272,7 @@ def accept_always(tree: DraftTree, target_probs: Tensor, *, generator: torch.Gen
 
 
 def accept_without_residual(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator) -> Acceptance:
-    right = accept_chain_rejection(tree, target_probs, generator=generator)
+    right = accept_block(tree, target_probs, generator=generator)
     return Acceptance(right.path, right.count, draw(target_probs[:, 0], generator), right.best)
 
 
@@ -301,6 +303,10 @@ def draft_chain(last: Tensor, q_table: Tensor, generator: torch.Generator, draft
         tokens.append(draw(probs[-1], generator))
     ids = torch.stack(tokens, dim=1)
     return DraftTree.chain(ids, Proposal(torch.stack(probs, dim=1), ids))
+
+
+def draft_longer_chain(last: Tensor, q_table: Tensor, generator: torch.Generator) -> DraftTree:
+    return draft_chain(last, q_table, generator, drafts=4)
 
 
 def draft_sampled_tree(last: Tensor, q_table: Tensor, generator: torch.Generator) -> DraftTree:
@@ -348,6 +354,7 @@ def joint_distribution(num_tokens: int) -> Tensor:
     ("accept", "draft"),
     [
         (accept_rejection, draft_chain),
+        (accept_rejection, draft_longer_chain),
         (accept_tree_rejection, draft_chain),
         (accept_rejection, draft_sampled_tree),
         (accept_sampled_target, draft_chain),
@@ -359,6 +366,41 @@ def test_joint_distribution_is_the_targets(accept: Rule, draft: Draft, num_token
     tokens = generate(accept, draft, num_tokens)
     weights = V ** torch.arange(num_tokens - 1, -1, -1)
     assert chi_square((tokens * weights).sum(1), joint_distribution(num_tokens)) > P_VALUE
+
+
+def reached(ratios: Sequence[float]) -> list[float]:
+    """`P_i` of `accept_block`, as written there."""
+    chances = [1.0]
+    for ratio in ratios:
+        chances.append(min(1.0, chances[-1] * ratio))
+    return chances[1:]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 8), min_size=1, max_size=7))
+def test_chance_to_reach_a_node(ratios: list[float]) -> None:
+    drafts, q = len(ratios), 0.1
+    tokens = torch.zeros(1, drafts + 1, dtype=torch.long)
+    target_probs = torch.tensor([[*ratios, 0.0]])[..., None] * q  # (1, K+1, 1): of token 0 only
+    proposal = Proposal(torch.full((1, drafts, 1), q), tokens)
+    chances = sampling._chance_to_reach(tokens, proposal, target_probs)[0]
+    assert chances.tolist() == pytest.approx([1.0, *reached(ratios)], rel=1e-4, abs=1e-6)
+
+
+def test_a_block_is_accepted_as_far_as_any_rule_may() -> None:
+    """By every chain of four drafts: more than token by token, and what was accepted is that much."""
+    p_table, q_table = random_table(1, size=V), random_table(2, size=V)
+    best = one_by_one = 0.0
+    for chain in itertools.product(range(V), repeat=4):
+        steps = list(itertools.pairwise((0, *chain)))
+        drawn = math.prod(float(q_table[step]) for step in steps)
+        ratios = [float(p_table[step] / q_table[step]) for step in steps]
+        best += drawn * sum(reached(ratios))
+        one_by_one += drawn * sum(math.prod(min(1.0, r) for r in ratios[:k]) for k in range(1, 5))
+    tree = draft_longer_chain(torch.zeros(ROWS, dtype=torch.long), q_table, seeded(20))
+    accepted = accept_rejection(tree, p_table[tree.tokens], generator=seeded(21)).count - 1
+    assert best > 1.05 * one_by_one
+    assert accepted.double().mean() == pytest.approx(best, abs=0.03)
 
 
 def test_pruning_sampled_children_by_probability_is_found_out() -> None:

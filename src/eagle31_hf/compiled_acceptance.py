@@ -11,7 +11,7 @@ from .acceleration import InputBuffers
 from .compiled_steps import CompiledSteps, Step
 from .drafter import Eagle31Drafter
 from .processing import DraftWarping
-from .sampling import Acceptance, chain_acceptance, reject_along_chain, rejection_numbers
+from .sampling import Acceptance, chain_acceptance, judge_block, rejection_numbers
 from .tree import DraftTree, Proposal
 
 
@@ -59,6 +59,6 @@ def _acceptance_step(warping: DraftWarping, draft_ids: Tensor | None) -> Step:
         scores = warping(logits.flatten(0, 1))  # (B * N, V)
         target_probs = scores.softmax(-1).view(logits.shape)
         proposal = Proposal(probs, drafted, draft_ids)
-        return target_probs, *reject_along_chain(tokens, proposal, target_probs, draft_numbers, bonus_number)
+        return target_probs, *judge_block(tokens, proposal, target_probs, draft_numbers, bonus_number)
 
     return accept

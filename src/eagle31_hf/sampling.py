@@ -4,7 +4,7 @@ Three rules, each a function of one round's `DraftTree` and what the target said
 
     accept_greedy           follow the target's arg-max                        (temperature 0)
     accept_sampled_target   draw the target's token first, keep it if drafted  (children chosen in any way)
-    accept_rejection        accept with min(1, p/q), else draw the residual    (children drawn from a known `q`)
+    accept_rejection        as much as `p / q` allows, then draw what is left  (children drawn from a known `q`)
 
 `choose_rule` says which accepts most where. Random numbers come from `generator` (`None`: torch's global one), on the
 device of the probabilities. Nothing waits for the device.
@@ -21,6 +21,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .tree import DraftTree, Proposal
 
@@ -163,21 +164,28 @@ def accept_rejection(tree: DraftTree, target_probs: Tensor, *, generator: torch.
     """
     if tree.size == 1:
         return accept_sampled_target(tree, target_probs, generator=generator)
-    accept = accept_chain_rejection if tree.is_chain else accept_tree_rejection
+    accept = accept_block if tree.is_chain else accept_tree_rejection
     return accept(tree, target_probs, generator=generator)
 
 
-def accept_chain_rejection(
-    tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None
-) -> Acceptance:
-    """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1) for a chain of at least one draft.
+def accept_block(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None) -> Acceptance:
+    """Block verification (Sun et al., arXiv 2403.10444) for a chain of at least one draft: no rule accepts more of it.
 
-    Draft `x` is accepted with probability `min(1, p(x) / q(x))`; at the first rejection the bonus is drawn from
-    `max(p - q, 0)`, after the last acceptance from `p`. Arguments as in `accept_rejection`.
+    Judged one by one, drafts are accepted with `min(1, p / q)` each, and a token that the drafter likes too much ends
+    the chain even if the target makes up for it further on. Here node `i` is reached with probability
+
+        P_i = min(1, P_{i-1} p(x_i) / q(x_i)),  P_0 = 1
+
+    which is never less than the product of those. The chain is kept down to its deepest node that holds with chance
+
+        h_i = (P_i - m_i) / (1 - m_i),  m_i = sum_x min(P_i p(x), q(x)) over the next token, 0 at the last node
+
+    and the bonus is drawn from `max(P_i p - q, 0)` there, after the last node from `p`. The output is the target's as
+    long as each draft is drawn from its `q` and the chain's length depends on drafts alone. Arguments as in
+    `accept_rejection`.
     """
     numbers = rejection_numbers(tree, generator)
-    best, bonus = reject_along_chain(tree.tokens, _proposal_of(tree), target_probs, *numbers)
-    return chain_acceptance(tree, best, bonus)
+    return chain_acceptance(tree, *judge_block(tree.tokens, _proposal_of(tree), target_probs, *numbers))
 
 
 def rejection_numbers(tree: DraftTree, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -187,10 +195,10 @@ def rejection_numbers(tree: DraftTree, generator: torch.Generator | None = None)
     return drafts, uniform_numbers((batch, 1), device, generator)
 
 
-def reject_along_chain(
+def judge_block(
     tokens: Tensor, proposal: Proposal, target_probs: Tensor, draft_numbers: Tensor, bonus_number: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`accept_chain_rejection` on tensors alone: the last accepted node and the bonus, `(B,)` each.
+    """`accept_block` on tensors alone: the last accepted node and the bonus, `(B,)` each.
 
     Args:
         tokens: `(B, K+1)`, root first.
@@ -199,15 +207,38 @@ def reject_along_chain(
         draft_numbers, bonus_number: as `rejection_numbers` gives them.
     """
     drafts = tokens.shape[1] - 1  # K
-    q_drafted = proposal.probs[:, :drafts].gather(2, proposal.draft_ids[:, 1:, None]).squeeze(2)  # (B, K)
-    p_drafted = target_probs[:, :drafts].gather(2, tokens[:, 1:, None]).squeeze(2)
-    accepted = draft_numbers * q_drafted < p_drafted
-    best = accepted.cumprod(1).sum(1)  # (B,)
+    reached = _chance_to_reach(tokens, proposal, target_probs)  # (B, K+1)
+    overlap = _overlap(target_probs[:, 1:drafts], proposal, reached[:, 1:drafts, None])  # (B, K-1)
+    overlap = F.pad(overlap, (0, 1))  # nothing follows the last node
+    holds = draft_numbers * (1 - overlap) < reached[:, 1:] - overlap  # (B, K)
+    best = (holds * torch.arange(1, drafts + 1, device=tokens.device)).amax(1)  # (B,) the deepest, 0 if none
 
-    p_best = _rows_at(target_probs, best)  # (B, V)
+    p_best = _rows_at(target_probs, best) * reached.gather(1, best[:, None])  # (B, V)
     q_best = _rows_at(proposal.probs, best.clamp(max=drafts - 1))  # (B, Vd)
     q_best = q_best * (best < drafts)[:, None]  # nothing was rejected after a fully accepted chain
     return best, draw(_residual(p_best, q_best, proposal), uniform=bonus_number)
+
+
+def _chance_to_reach(tokens: Tensor, proposal: Proposal, target_probs: Tensor) -> Tensor:
+    """`P_i` of every node of a chain, `(B, K+1)`, given its tokens (`accept_block`).
+
+    `log P` is a walk that never rises above 0: the sum of all log-ratios, minus the most it ever exceeded 0 by.
+    """
+    drafts = tokens.shape[1] - 1
+    q_drafted = proposal.probs[:, :drafts].gather(2, proposal.draft_ids[:, 1:, None]).squeeze(2)  # (B, K)
+    p_drafted = target_probs[:, :drafts].gather(2, tokens[:, 1:, None]).squeeze(2)
+    # A draft that `q` rules out was not drawn from it: -inf, never accepted.
+    log_ratio = torch.where(q_drafted > 0, p_drafted.log() - q_drafted.log(), -torch.inf)
+    walk = F.pad(log_ratio, (1, 0)).cumsum(1)  # (B, K+1), the root at 0
+    return (walk - walk.cummax(1).values).exp()
+
+
+def _overlap(target_probs: Tensor, proposal: Proposal, scale: Tensor) -> Tensor:
+    """`sum_x min(scale * p(x), q(x))` at nodes 1, 2, ... of a chain, `target_probs (B, M, V)` -> `(B, M)`."""
+    if proposal.draft_to_target is not None:
+        target_probs = target_probs.index_select(2, proposal.draft_to_target)  # (B, M, Vd)
+    q = proposal.probs[:, 1 : 1 + target_probs.shape[1]]
+    return torch.minimum(target_probs * scale, q).sum(2)
 
 
 def accept_tree_rejection(
@@ -217,7 +248,7 @@ def accept_tree_rejection(
 
     At each node, for its children `x_1, x_2, ...` in drawing order: accept `x_j` with probability
     `min(1, p_j(x_j) / q_j(x_j))`, else `p_{j+1} = norm(max(p_j - q_j, 0))` and `q_{j+1}` is `q_j` without `x_j`,
-    renormalised. Having refused all, draw the bonus from what is left of `p`. One child is the chain's rule.
+    renormalised. Having refused all, draw the bonus from what is left of `p`. One child is `min(1, p / q)`.
     Arguments as in `accept_rejection`.
     """
     children = tree.children()  # (B, N, C)
@@ -299,7 +330,7 @@ def choose_rule(*, do_sample: bool, dynamic_tree: bool = False) -> AcceptanceRul
 
     - Temperature 0: `GREEDY`, whatever the tree.
     - Sampling, chain or static tree: `REJECTION` with children drawn from `q`, the drafter's distribution at the
-      target's temperature.
+      target's temperature; chains are judged as blocks, trees child by child.
     - Sampling, dynamic tree: `SAMPLED_TARGET`. Its shape is chosen by the drafts' probabilities, so its children
       are no draws from `q` and rejection sampling would not be lossless.
 

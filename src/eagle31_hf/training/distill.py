@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -177,12 +178,14 @@ class DistillationTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def _stop_at_nan(self, loss: Tensor) -> None:
-        good = last_checkpoint(Path(str(self.args.output_dir)))
-        kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
         raise TrainingError(
-            f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {kept}. Lower the "
-            "learning rate, or resume from the checkpoint with another seed"
+            f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {self._kept()}. "
+            "Lower the learning rate, or resume from the checkpoint with another seed"
         )
+
+    def _kept(self) -> str:
+        good = last_checkpoint(Path(str(self.args.output_dir)))
+        return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
     def _note(self, output: LossOutput) -> None:
         figures = {"batches": 1.0, **output.figures}
@@ -249,6 +252,23 @@ class DistillationTrainer(Trainer):
         return merged
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As `Trainer`.
+
+        Raises:
+            TrainingError: it cannot be written, for want of disk most often; earlier ones stay.
+        """
+        try:
+            super()._save_checkpoint(model, trial)
+        except TrainingError:
+            raise
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch's file writer raises the last
+            reason = str(error).strip().splitlines()[0]
+            raise TrainingError(
+                f"the checkpoint at step {self.state.global_step} cannot be written ({reason}); training stopped and "
+                f"{self._kept()}. Make room on the disk and go on with resume"
+            ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """The drafter in the published layout, at training precision.

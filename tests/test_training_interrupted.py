@@ -1,0 +1,108 @@
+"""`eagle31 train` stopped from outside, at a bad moment, and told to go on: what it would have made uninterrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from eagle31_hf.demo import target_path
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits another process by prlimit"),
+]
+
+STEPS = 5
+CHAT = [
+    {"role": "user", "content": "I would like a large coffee with milk, please."},
+    {"role": "assistant", "content": "One large coffee with milk. Is there anything else I can do for you?"},
+]
+
+
+def start(out: Path, *options: str) -> subprocess.Popen:
+    rows = out.parent / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT}) for i in range(10)))
+    told: dict[str, Any] = {
+        "prompts": rows, "out": out, "regenerate": "none", "max-length": 48, "draft-vocab-size": 256, "batch-rows": 2,
+        "max-steps": STEPS, "eval-steps": 1, "patience": 99, "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", "train", str(target_path())]
+    command += [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([*command, *options], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    """What it said to its end."""
+    try:
+        return process.communicate(timeout=240)[1]
+    finally:
+        process.kill()
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.stderr.read()[-2000:]  # type: ignore[union-attr]
+        time.sleep(0.002)
+
+
+def losses(out: Path) -> dict[int, float]:
+    state = json.loads((out / "stage1" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    process = start(out)
+    said = finish(process)
+    assert process.returncode == 0, said[-2000:]
+    assert list(losses(out)) == list(range(1, STEPS + 1))
+    return out
+
+
+def fill_the_disk(process: subprocess.Popen) -> None:
+    """From now on no file of it can grow past 64 KiB, which a checkpoint is larger than."""
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+
+INTERRUPTIONS: dict[str, Callable[[subprocess.Popen], None]] = {
+    "SIGTERM": lambda process: process.send_signal(signal.SIGTERM),
+    "SIGKILL": lambda process: process.send_signal(signal.SIGKILL),
+    "full disk": fill_the_disk,
+}
+
+
+@pytest.mark.parametrize("interruption", INTERRUPTIONS)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(
+    interruption: str, uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = start(out)
+    wait_for(out / "stage1" / "checkpoint-2", process)  # while its files are being written
+    INTERRUPTIONS[interruption](process)
+    said = finish(process)
+    assert process.returncode != 0
+    if interruption == "full disk":
+        told = " ".join(said.split())
+        assert "cannot be written" in told, said[-2000:]
+        assert "Traceback" not in told, said[-2000:]
+    assert not (out / "model.safetensors").exists(), "it was stopped before its end"
+    resumed = start(out, "--resume")
+    said = finish(resumed)
+    assert resumed.returncode == 0, said[-2000:]
+    assert losses(out) == losses(uninterrupted)
+    made, wanted = (load_file(folder / "model.safetensors") for folder in (out, uninterrupted))
+    assert made.keys() == wanted.keys()
+    assert all(made[name].equal(wanted[name]) for name in wanted)
