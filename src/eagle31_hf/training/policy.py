@@ -19,6 +19,8 @@ Left out, and why:
   bounds one step instead of the whole training; the anchor to stage 1 is the KL term.
 - Dividing by the group's standard deviation in the chain form: it overweights contexts whose samples hardly differ, and
   the estimate would no longer be the gradient of J. The tree form keeps it, as published.
+- The chance to be reached under block verification (`sampling.accept_block`) in place of `prod w_s`, which is its lower
+  bound: other engines judge token by token.
 - VSD's EM over oracle-filtered samples (arXiv 2602.05774) and PPOW's cost-aware windows (arXiv 2605.14978): both need a
   model of the serving cost; draft length is chosen at run time here, by calibration.
 - Draft-OPD's replay from rejection points (arXiv 2605.29343): contexts are positions of texts the target wrote itself,
