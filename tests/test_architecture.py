@@ -19,7 +19,7 @@ ROOMS = [  # a room may import from itself and from those above it
     {"target_quantization", "target", "selftest"},
     {"quantization", "fixed_dtypes", "modeling_eagle31"},
     {"drafter"},
-    {"drafting", "proposing", "compiled_steps", "acceleration", "compiled_drafting"},
+    {"drafting", "proposing", "compiled_steps", "acceleration", "compiled_drafting", "compiled_acceptance"},
     {"conversation"},
     {"assisted", "reading", "decoding_request", "decoding", "recovery", "generate_call"},
     {"generation"},
