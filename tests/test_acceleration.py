@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter, compiled_drafting, compiled_steps, decoding
 from eagle31_hf.acceleration import NODE_BUCKET, CompiledForward, node_bucket, slot_bucket
 from eagle31_hf.cache import SpeculativeCache
-from eagle31_hf.compiled_acceptance import CompiledAcceptance
+from eagle31_hf.compiled_acceptance import CompiledAcceptance, warped_probs
 from eagle31_hf.compiled_steps import MOST_WAYS_TO_DRAW, CompiledSteps
 from eagle31_hf.drafting import DraftSession
 from eagle31_hf.sampling import Acceptance, accept_rejection, draw
@@ -194,7 +194,7 @@ def test_a_sampled_chain_is_judged_at_once_as_by_the_eager_rule(
         at_once = judge(self, tree, logits)
         if at_once is not None:
             torch.set_rng_state(state)
-            judged.append((at_once, accept_rejection(tree, self._probs(logits))))
+            judged.append((at_once, accept_rejection(tree, warped_probs(self.warping, logits))))
         return at_once
 
     monkeypatch.setattr(CompiledAcceptance, "__call__", judge_twice)

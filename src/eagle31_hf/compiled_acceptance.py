@@ -44,20 +44,22 @@ class CompiledAcceptance:
         inputs = tuple(fill(name, tensor, tuple(tensor.shape)) for name, tensor in named.items())
         inputs += rejection_numbers(tree)
         if not known:
-            self.steps.add(shape, _acceptance_step(self.warping, self.draft_ids), inputs, self._probs(logits))
+            probs = warped_probs(self.warping, logits)
+            self.steps.add(shape, _acceptance_step(self.warping, self.draft_ids), inputs, probs)
         outputs = self.steps.run(shape, inputs)
         return None if outputs is None else chain_acceptance(tree, *outputs[1:])
 
-    def _probs(self, logits: Tensor) -> Tensor:
-        return self.warping(logits.flatten(0, 1)).softmax(-1).view(logits.shape)
+
+def warped_probs(warping: DraftWarping, logits: Tensor) -> Tensor:
+    """The target's distribution `(B, N, V)` after each node, float32, from its logits."""
+    return warping(logits.flatten(0, 1)).softmax(-1).view(logits.shape)
 
 
 def _acceptance_step(warping: DraftWarping, draft_ids: Tensor | None) -> Step:
     def accept(
         logits: Tensor, tokens: Tensor, probs: Tensor, drafted: Tensor, draft_numbers: Tensor, bonus_number: Tensor
     ) -> tuple[Tensor, ...]:
-        scores = warping(logits.flatten(0, 1))  # (B * N, V)
-        target_probs = scores.softmax(-1).view(logits.shape)
+        target_probs = warped_probs(warping, logits)
         proposal = Proposal(probs, drafted, draft_ids)
         return target_probs, *judge_block(tokens, proposal, target_probs, draft_numbers, bonus_number)
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Step = Callable[..., tuple[Tensor, ...]]
 
 MOST_WAYS_TO_DRAW = 4
-"""Sampling settings (greedy is one) that a kind of step is compiled for; compiling takes the time of thousands."""
+"""Sampling settings (and greedy) a kind of step is compiled for; compiling takes as long as thousands of tokens."""
 
 
 class CompiledSteps:

@@ -264,7 +264,7 @@ class DistillationTrainer(Trainer):
         except TrainingError:
             raise
         except (OSError, SafetensorError, RuntimeError) as error:  # torch's file writer raises the last
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TrainingError(
                 f"the checkpoint at step {self.state.global_step} cannot be written ({reason}); training stopped and "
                 f"{self._kept()}. Make room on the disk and go on with resume"

@@ -134,6 +134,7 @@ class _Run:
     def execute(self) -> TrainingReport:
         settings = self.settings
         preparation = Preparation(settings, self.target, self.tokenizer, self.console)
+        # After the processes have met, which all take the first one's answer.
         self.bf16 = self.target.dtype == torch.bfloat16 and multiplies_bfloat16(self.target.device)
         data = preparation.read_texts()
         drafter, coverage = preparation.make_drafter(data.documents.documents)
