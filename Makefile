@@ -4,8 +4,7 @@ OLDEST := .oldest
 BIN := $(VENV)/bin
 RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Two test workers on two cores: more threads would only make them wait for each other.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help demo test lint gpu
 .DEFAULT_GOAL := help

@@ -174,9 +174,12 @@ def naive_losses(drafter: Eagle31Drafter, document: Document, steps: int, loss_n
 @pytest.mark.parametrize("fields", [{}, {"norm_output": False, "aux_norm": "none", "norm_before_residual": True}])
 @pytest.mark.parametrize("loss", list(LOSSES))
 @torch.no_grad()
-def test_vectorised_loss_equals_a_loop_over_inference(target, fields: dict, loss: str) -> None:
-    """Masks, shifts and packing: what is trained is exactly what generation drafts, for S = 1..4."""
+def test_vectorised_loss_equals_a_loop_over_inference(
+    target, fields: dict, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks, shifts, packing and blocks: what is trained is exactly what generation drafts, for S = 1..4."""
     drafter = make_drafter(target, **fields)
+    monkeypatch.setattr(test_time, "CACHED_NUMBERS", 3 * len(drafter.draft_ids))  # several blocks, the last one short
     documents = make_documents(4)
     batch = batch_of(documents, rows=9)
     logits = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
@@ -189,17 +192,18 @@ def test_vectorised_loss_equals_a_loop_over_inference(target, fields: dict, loss
     assert min(wanted) > 0
 
 
-def test_gradient_checkpointing_changes_no_gradient(target) -> None:
+def test_gradient_checkpointing_and_blocks_change_no_gradient(target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make_drafter(target)
     model = DistillationModel(drafter, DistillationSettings(steps=3))
     inputs = collate([PackedDocuments(make_documents(), ROW, seed=0)[0]])
     gradients = []
-    for enabled in (False, True):
+    for enabled, rows_of_a_block in ((False, 10_000), (True, 10_000), (False, 2)):
         model.zero_grad()
         model.gradient_checkpointing = enabled
+        monkeypatch.setattr(test_time, "CACHED_NUMBERS", rows_of_a_block * len(drafter.draft_ids))
         model(**inputs).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
-    assert torch.allclose(*gradients, rtol=1e-5, atol=1e-6)
+    assert all(torch.allclose(gradients[0], other, rtol=1e-5, atol=1e-6) for other in gradients[1:])
     assert gradients[0].abs().sum() > 0
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from eagle31_hf.training.features import (
 )
 from eagle31_hf.training.packing import PackedDocuments, collate, pack
 from eagle31_hf.training.preparation import Preparation
-from eagle31_hf.training.regeneration import RegenerationSettings, _batches, regenerate
+from eagle31_hf.training.regeneration import RegenerationSettings, _batches, _temperature, regenerate
 from eagle31_hf.training.rendering import Document, render, render_documents
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.train import train_drafter
@@ -360,7 +361,7 @@ def conversations(count: int) -> list[Conversation]:
 
 
 def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target, tokenizer) -> None:
-    how = RegenerationSettings(turns="each", temperature=0.0, max_new_tokens=12, batch_size=3)
+    how = RegenerationSettings(turns="each", temperatures=(0.0,), max_new_tokens=12, batch_size=3)
     written = regenerate(conversations(4), target, tokenizer, tmp_path / "c.jsonl", how)
     assert [c.id for c in written] == ["row-0", "row-1", "row-2", "row-3"]
     for row in written:
@@ -374,7 +375,7 @@ def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target
 
 
 def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None:
-    how = RegenerationSettings(turns="last", temperature=0.0, max_new_tokens=6, batch_size=2)
+    how = RegenerationSettings(turns="last", temperatures=(0.0,), max_new_tokens=6, batch_size=2)
     file = tmp_path / "c.jsonl"
     whole = regenerate(conversations(5), target, tokenizer, file, how)
     content = file.read_bytes()
@@ -405,8 +406,31 @@ def test_every_conversation_is_written_once_beside_its_like(lengths: list, size:
     assert [length for batch in work for length in batch] == sorted((n for batch in work for n in batch), reverse=True)
 
 
+def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
+    rows = conversations(12)
+    how = RegenerationSettings(turns="last", temperatures=(0.0, 5.0, 0.0), max_new_tokens=8, batch_size=4)
+    batches = _batches(rows, how)
+    assert sorted(row.id for batch in batches for row in batch) == sorted(row.id for row in rows), "each once"
+    assert all(len({_temperature(row, how) for row in batch}) == 1 for batch in batches)
+    written = regenerate(rows, target, tokenizer, tmp_path / "mixed.jsonl", how)
+    greedy = regenerate(rows, target, tokenizer, tmp_path / "greedy.jsonl", replace(how, temperatures=(0.0,)))
+    same = [one.answer_ids == other.answer_ids for one, other in zip(written, greedy, strict=True)]
+    assert same == [_temperature(row, how) == 0 for row in rows]
+    assert {True, False} == set(same), "both kinds are there"
+
+
+def test_a_target_that_says_nothing_of_sampling_writes_both_ways(tmp_path: Path, target) -> None:
+    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path)
+    assert resolve(told, target).temperature == (0.0, 1.0)
+    assert resolve(replace(told, temperature=(0.6,)), target).temperature == (0.6,)
+    with mock.patch.object(target.generation_config, "do_sample", True):
+        assert resolve(told, target).temperature == (), "as its generation config says"
+    with pytest.raises(ConfigurationError, match="wanted 0"):
+        replace(told, temperature=(-1.0,)).check()
+
+
 def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokenizer) -> None:
-    how = RegenerationSettings(temperature=0.0, max_new_tokens=4, max_prompt_tokens=3)
+    how = RegenerationSettings(temperatures=(0.0,), max_new_tokens=4, max_prompt_tokens=3)
     assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == []
     with pytest.raises(ConfigurationError, match="turns is 'some'"):
         regenerate([], target, tokenizer, tmp_path / "d.jsonl", replace(how, turns="some"))

@@ -18,8 +18,9 @@ WITHOUT_TILES = "AVX512_CORE_BF16"
 def avoid_unusable_tiles() -> None:
     """Keep oneDNN from AMX where the processor lists it and using it ends the process (seen in virtual machines).
 
-    There the first product of bfloat16 matrices dies of SIGILL, whichever program asks for it. One is tried in a child
-    process; if that dies, `ONEDNN_MAX_CPU_ISA` is set. Nothing happens on other machines or where it is set already.
+    There the first product of bfloat16 matrices dies of SIGILL: the hypervisor keeps back the CPUID leaf (0x1D) that
+    says how tiles are laid out, so oneDNN configures none and then uses them. A product is tried in a child process;
+    if that dies, `ONEDNN_MAX_CPU_ISA` is set. Nothing happens on other machines or where it is set already.
     To be called before torch multiplies anything: oneDNN reads its environment once, and a child of a process with
     threads may hang.
     """

