@@ -450,7 +450,8 @@ def test_further_runs_read_what_the_first_let_the_target_write(tmp_path: Path, t
     assert further == replace(preparation.settings, prompts=further.prompts, regenerate="none", max_rows=None)
     again = Preparation(further, target, tokenizer, Console(file=io.StringIO()))
     read = again.read_texts().documents.documents
-    assert [document.input_ids for document in read] == [document.input_ids for document in written]
+    # In the order of the file, which is that of the batches.
+    assert sorted(document.input_ids for document in read) == sorted(document.input_ids for document in written)
     assert len(read) == 5
     assert again.settings_of_further_runs() is further
 
@@ -503,6 +504,7 @@ from eagle31_hf.training.train import train_drafter
 torch.set_num_threads(1)
 train_drafter(TrainingSettings(
     target=str(target_path()), prompts=(sys.argv[1],), out=Path(sys.argv[2]), batch_rows=int(sys.argv[3]),
+    temperature=(0.0,),  # what is drawn depends on which rows are written together
     max_new_tokens=6, max_length=32, draft_vocab_size=256, epochs=1.0, eval_steps=9, device="cpu", dtype="float32",
 ))
 """
