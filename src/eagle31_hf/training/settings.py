@@ -94,8 +94,9 @@ class TrainingSettings:
         ):  # fmt: skip
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
-        if any(temperature < 0 for temperature in self.temperature):
-            raise ConfigurationError(f"temperature is {self.temperature}; wanted 0 (greedy) or more")
+        for temperature in self.temperature:
+            if temperature < 0:
+                raise ConfigurationError(f"temperature is {temperature}; wanted 0 (greedy) or more")
         if not self.prompts:
             raise ConfigurationError("no prompts given; name a JSONL file, a folder of them or a Hub data set")
         if self.stage == "2" and self.drafter is None:
