@@ -31,8 +31,8 @@ class RegenerationSettings:
     Attributes:
         turns: `"each"` rewrites every assistant turn in order, `"last"` one turn per conversation (after a user message
             drawn at random; the turns before stay as they are), `"none"` leaves the data alone.
-        temperatures: 0 is greedy; several are taken in turns, each for its share of the conversations; none takes the
-            target's own generation config.
+        temperatures: 0 is greedy; several share the conversations at random; none takes the target's own generation
+            config.
         max_new_tokens: most tokens per turn; a turn that is cut there ends its conversation.
         max_prompt_tokens: conversations end before a turn whose context is longer.
         batch_size: turns written at a time.

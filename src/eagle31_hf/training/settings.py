@@ -37,7 +37,7 @@ class TrainingSettings:
         None, "assistant turns the target writes itself: each, last (one per row) or none; default: last if small"
     )
     temperature: tuple[float, ...] = _option(
-        (), "what it writes with, in turns if several; default: its generation config if that samples, else 0 and 1"
+        (), "what it writes with; several share the rows; default: its generation config if that samples, else 0 and 1"
     )
     max_new_tokens: int | None = _option(None, "most tokens it writes per turn; default 128 if small, else 256")
     write_rows: int | None = _option(None, "conversations it writes at a time; default 64 if small, else 16")
