@@ -58,16 +58,18 @@ class TrainingSettings:
     stage2_share: float = _option(0.25, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, "passes over the data, if max_steps is not given")
-    batch_rows: int = _option(4, "packed rows per forward")
+    batch_rows: int | None = _option(None, "packed rows per forward and process; default 2 if small, else 4")
     accumulate: int | None = _option(None, "forwards per optimiser step; default 1 for a small target, else 4")
     optimizer: str = _option("auto", "muon (matrices; AdamW on the rest), adamw, or auto")
     learning_rate: float | None = _option(
-        None, "of AdamW, a tenth of Muon's; default 8e-3 if small, else 1e-4; stage 2: a tenth"
+        None, "of AdamW, a tenth of Muon's; default 2e-3 if small, else 1e-4; stage 2: a tenth"
     )
     warmup_share: float = _option(0.03, "share of the steps with rising learning rate; cosine decay follows")
     max_grad_norm: float = _option(0.5, "gradients are scaled down to this norm")
     gradient_checkpointing: bool = _option(False, "compute draft logits twice instead of keeping them")
-    eval_steps: int = _option(200, "steps between measurements of served acceptance, each with a checkpoint")
+    eval_steps: int | None = _option(
+        None, "steps between measurements of served acceptance, each with a checkpoint; default 500 if small, else 200"
+    )
     patience: int = _option(5, "stop after so many measurements without progress")
     draft_tokens: int = _option(5, "draft tokens per round when acceptance is measured")
     quantization: str | None = _option(None, "load the target in 4bit or 8bit (bitsandbytes), as it will be served")

@@ -166,6 +166,7 @@ class _Run:
     ) -> TrainingPlan:
         settings = self.settings
         accumulate = settings.accumulate or 1
+        assert settings.batch_rows is not None, "resolve sets it"
         rows_per_step = settings.batch_rows * accumulate * self.processes
         steps = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
         rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
@@ -186,6 +187,8 @@ class _Run:
 
     def _arguments(self, stage: str, steps: int) -> TrainingArguments:
         settings = self.settings
+        assert settings.batch_rows is not None, "resolve sets it"
+        assert settings.eval_steps is not None, "resolve sets it"
         eval_steps = min(settings.eval_steps, steps)
         return TrainingArguments(
             output_dir=str(settings.out / stage),
