@@ -29,7 +29,7 @@ from eagle31_hf.training.distill import (
     OptimizerSettings,
     last_checkpoint,
 )
-from eagle31_hf.training.evaluation import EvaluationPrompt, EvaluationSettings
+from eagle31_hf.training.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
 from eagle31_hf.training.features import compute_features
 from eagle31_hf.training.losses import LOSSES, acceptance
 from eagle31_hf.training.packing import PackedBatch, PackedDocuments, collate
@@ -422,6 +422,33 @@ def test_evaluation_reports_served_acceptance(tmp_path: Path) -> None:
     assert all(entry["eval_acceptance_length"] >= 1.0 for entry in measured)
     assert {"eval_acceptance_at_1", "eval_acceptance_length_a", "eval_acceptance_length_b"} <= measured[0].keys()
     assert trainer.measure_best().keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(("last", "kept"), [(2.95, "last"), (2.80, "best")])
+def test_the_last_drafter_is_kept_if_it_measures_within_an_error_of_the_best(tmp_path: Path, last, kept) -> None:
+    trainer = make_trainer(tmp_path, steps=1)
+    drafter = trainer.model.drafter
+    trainer.save_model(str(tmp_path / "best"))
+    best = drafter.fc.weight.detach().clone()
+    drafter.fc.weight.data.add_(1.0)
+    state = trainer.state
+    state.best_model_checkpoint, state.best_metric, state.best_global_step = str(tmp_path / "best"), 3.0, 2
+    state.global_step = 4
+    state.log_history = [
+        {"step": 4, "eval_acceptance_length": last, "eval_acceptance_error": 0.1}, {"step": 4, "train_runtime": 1.0},
+    ]  # fmt: skip
+    trainer._load_best_model()
+    assert torch.equal(drafter.fc.weight, best) == (kept == "best")
+    assert state.best_global_step == (4 if kept == "last" else 2)
+
+
+def test_standard_error_of_acceptance() -> None:
+    accepted = [0, 3, 1, 3, 2, 0, 1]  # per round, of 3 drafts
+    at = [sum(count > position for count in accepted) for position in range(3)]
+    counts = AcceptanceCounts(3, len(accepted), sum(accepted), [len(accepted)] * 3, at)
+    expected = torch.tensor(accepted, dtype=torch.float64).std(correction=0).item() / len(accepted) ** 0.5
+    assert counts.standard_error == pytest.approx(expected)
+    assert AcceptanceCounts(3).standard_error == 0.0
 
 
 def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch) -> None:

@@ -223,7 +223,10 @@ class DistillationTrainer(Trainer):
         measured = self._measured[self.state.global_step] = self.measure()
         depth = self.evaluation.depth
         summed = total(measured, depth)
-        metrics = {f"{metric_key_prefix}_acceptance_length": summed.acceptance_length}
+        metrics = {
+            f"{metric_key_prefix}_acceptance_length": summed.acceptance_length,
+            f"{metric_key_prefix}_acceptance_error": summed.standard_error,
+        }
         for position, value in enumerate(summed.cumulative_acceptance):
             metrics[f"{metric_key_prefix}_acceptance_at_{position + 1}"] = value
         for category, counts in measured.items():
@@ -233,7 +236,7 @@ class DistillationTrainer(Trainer):
         return metrics
 
     def measure_best(self) -> dict[str, AcceptanceCounts]:
-        """Acceptance of the drafter that training ended with: the best one measured on the way, if it was loaded."""
+        """Acceptance of the drafter that training ended with: the last one, or a better one that was loaded."""
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
         return self._measured[best] if best in self._measured else self.measure()
 
@@ -288,8 +291,22 @@ class DistillationTrainer(Trainer):
         copy_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(model or self.model).drafter)
 
     def _load_best_model(self) -> None:
+        """The best drafter measured, unless the last one is within the measurement's standard error of it.
+
+        Few prompts are measured on, and the last steps, at the lowest learning rates, are worth more than their luck.
+        """
         assert self.state.best_model_checkpoint is not None, "Trainer asks only when there is one"
+        if self._last_is_as_good_as_best():
+            self.state.best_global_step = self.state.global_step
+            return
         copy_weights(Path(self.state.best_model_checkpoint), self.accelerator.unwrap_model(self.model).drafter)
+
+    def _last_is_as_good_as_best(self) -> bool:
+        assert self.state.best_metric is not None, "there is a best checkpoint"
+        for entry in reversed(self.state.log_history):
+            if entry["step"] == self.state.global_step and "eval_acceptance_error" in entry:
+                return self.state.best_metric - entry["eval_acceptance_length"] <= entry["eval_acceptance_error"]
+        return False
 
 
 def packed(inputs: dict[str, Tensor]) -> PackedBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,16 @@ class AcceptanceCounts:
     def acceptance_length(self) -> float:
         """Mean tokens per target pass, bonus token included."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+    @property
+    def standard_error(self) -> float:
+        """Of the acceptance length, taking rounds as independent."""
+        if not self.rounds:
+            return 0.0
+        reached = [accepted / self.rounds for accepted in self.accepted_at]  # chance that i or more are accepted
+        mean = sum(reached)
+        mean_square = sum((2 * i + 1) * share for i, share in enumerate(reached))
+        return math.sqrt(max(0.0, mean_square - mean**2) / self.rounds)
 
     @property
     def cumulative_acceptance(self) -> list[float]:
