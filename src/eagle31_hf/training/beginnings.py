@@ -102,7 +102,7 @@ def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSett
         "max_length": min(length, config.max_position_embeddings),
         "draft_vocab_size": vocabulary // 2 if vocabulary <= 32_000 else min(32_000, vocabulary),
         "accumulate": 1 if small else 4,
-        # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/LOG.md, 2026-11-21).
+        # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/LOG.md, 2026-11-22).
         "batch_rows": 2 if small else 4,
         "learning_rate": 2e-3 if small else 1e-4,
         "eval_steps": 500 if small else 200,
