@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from eagle31_hf.benchmark import report
-from eagle31_hf.benchmark.bare import BareCosts, BareMeter, drafted_depths, wished_shape
+from eagle31_hf.benchmark.bare import BareCosts, BareMeter, drafted_depths, quantiles, wished_shape
 from eagle31_hf.benchmark.growth import AttentionClock, GrowthRecord, measure_growth
 from eagle31_hf.benchmark.loop import LoopBenchmark, PassCounter, Tally, ends_off, typical_context
 from eagle31_hf.benchmark.prompts import batches_of, read_conversations
@@ -95,6 +95,15 @@ def test_depth_shares_follow_where_chains_ended():
     stats.record_round(depth=1, nodes=1, accepted=[0])
     stats.record_round(depth=0, nodes=0, accepted=[0])
     assert drafted_depths(stats) == {0: 0.25, 1: 0.25, 3: 0.5}
+    assert drafted_depths(SpeculationStats()) is None
+
+
+@given(st.dictionaries(st.integers(0, 12), st.integers(1, 50), min_size=1), st.integers(1, 12))
+def test_quantiles_stand_for_shares(counts, count):
+    shares = {key: each / sum(counts.values()) for key, each in counts.items()}
+    chosen = quantiles(shares, count)
+    assert len(chosen) == count
+    assert all(abs(chosen.count(key) - share * count) < 1 + 1e-9 for key, share in shares.items())
 
 
 @torch.no_grad()
@@ -110,6 +119,19 @@ def test_bare_costs_weigh_the_widths_that_occurred(drafter, monkeypatch):
     assert {tuple(shape) for shape in seen} == {(1, 1), (1, 5), (1, 3)}
     assert (costs.verified_tokens, costs.drafter_steps) == (4.0, 3.0)
     assert meter.cache.lengths == [9], "nothing is committed: the context stays as long as it was"
+
+
+@torch.no_grad()
+def test_bare_costs_are_means_of_what_was_timed_since_the_last(drafter, monkeypatch):
+    seconds = iter(range(1000))
+    monkeypatch.setattr("eagle31_hf.benchmark.bare.now", lambda device: next(ticks))
+    ticks = (total for second in seconds for total in (0.0, float(second)))  # forward n takes n seconds
+    meter = BareMeter(drafter, torch.arange(9)[None], CHAIN)
+    meter.time_rounds({2: 1.0}, 1)  # 0 1 target steps | 2 3 4, 5 6 7 uncounted | 8 verify, 9 absorb, 10 step
+    meter.time_rounds({2: 1.0}, 1)  # 11 12 | 13 14 15 uncounted | 16 17 18
+    assert meter.costs({2: 1.0}) == BareCosts(6.5, 12.0, 14.0, 13.0, verified_tokens=3.0, drafter_steps=2.0)
+    meter.time_rounds({2: 1.0}, 1)  # 19 20 | 21 22 23 | 24 25 26
+    assert meter.costs({2: 1.0}).verify_s == 24.0
 
 
 @torch.no_grad()

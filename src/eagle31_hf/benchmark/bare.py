@@ -10,8 +10,8 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ from ..errors import ConfigurationError
 from ..stats import SpeculationStats
 from ..target import TargetBinding
 
-CALLS = 12
-UNCOUNTED_CALLS = 2  # the first ones pay for allocation and compiling
+CALLS = 10
+FEW_CALLS = 3  # beside each text of a loop
+UNCOUNTED_CALLS = 2  # the first ones of a width pay for allocation and compiling
 
 
 @dataclass(frozen=True)
 class BareCosts:
-    """Median seconds of single forwards.
+    """Mean seconds of single forwards.
 
     Attributes:
         target_step_s: the target over one token per row, with its cache.
@@ -69,6 +70,16 @@ class BareCosts:
         """
         step_s = self.target_step_s if plain_step_s is None else plain_step_s
         return acceptance_length * step_s / self.round_s
+
+
+@dataclass
+class _Timings:
+    """Seconds of single forwards."""
+
+    plain: list[float] = field(default_factory=list)
+    verified: list[float] = field(default_factory=list)
+    absorbed: list[float] = field(default_factory=list)
+    stepped: list[float] = field(default_factory=list)
 
 
 class BareMeter:
@@ -109,6 +120,8 @@ class BareMeter:
         self.session = (CompiledDraftSession if compiled else DraftSession)(
             drafter, batch_size=batch, capacity=length + shape.draft_block, block=max(length, shape.draft_block)
         )
+        self._timings = _Timings()
+        self._met: set[int] = set()  # widths timed before
         self._forward: Callable[..., object] = self.binding.forward
         if compiled:
             self._forward = CompiledForward(drafter, self.cache, most_nodes=shape.nodes, stats=SpeculationStats())
@@ -127,49 +140,59 @@ class BareMeter:
         absorbed = min(max(1, self.shape.depth // 2), length)
         self.aux = aux[:, -absorbed:].to(self.drafter.device, self.drafter.dtype).clone()  # (B, absorbed, A*Ht)
 
-    @torch.no_grad()
     def measure(self, depths: Mapping[int, float] | None = None) -> BareCosts:
-        """One sample of each figure, each forward's the median of a dozen rounds.
+        """Ten rounds at once; see `time_rounds` and `costs`."""
+        self.time_rounds(depths, CALLS)
+        return self.costs(depths)
+
+    @torch.no_grad()
+    def time_rounds(self, depths: Mapping[int, float] | None = None, count: int = FEW_CALLS) -> None:
+        """Time bare rounds, as deep as rounds were, for the next `costs`.
 
         Args:
             depths: share of the rounds that drafted a chain of so many tokens; default: all are as deep as the shape.
+            count: how many; so many quantiles stand for all depths.
         """
-        if depths is None or self.shape.top_k > 1:
-            rounds = {(self.shape.nodes, self.shape.depth): 1.0}
-        else:
-            rounds = {(depth + 1, depth): share for depth, share in depths.items()}
-        absorbed: list[float] = []
-        stepped: list[float] = []
-        verify_s = 0.0
         with self.binding.masked_attention():
             plain = self._timed(self._target_over(1, self.binding.forward))
-            target_step_s = median([plain() for _ in range(CALLS)][UNCOUNTED_CALLS:])
-            for (width, depth), share in rounds.items():
-                verified = self._rounds(width, depth, absorbed, stepped)
-                verify_s += share * median(verified)
+            self._timings.plain += [plain() for _ in range(1 + count)][1:]
+            for depth in quantiles(self._shares(depths), count):
+                self._time_round(depth)
+
+    def costs(self, depths: Mapping[int, float] | None = None) -> BareCosts:
+        """Means of all that was timed since the last call, since what a loop's rounds take is a mean, too.
+
+        Args:
+            depths: shares of all those rounds.
+        """
+        timings, self._timings = self._timings, _Timings()
+        depth = sum(share * each for each, share in self._shares(depths).items())
         return BareCosts(
-            target_step_s=target_step_s,
-            verify_s=verify_s,
-            drafter_step_s=median(stepped or absorbed),
-            absorb_s=median(absorbed),
-            verified_tokens=sum(share * width for (width, _), share in rounds.items()),
-            drafter_steps=sum(share * depth for (_, depth), share in rounds.items()),
+            target_step_s=mean(timings.plain),
+            verify_s=mean(timings.verified),
+            drafter_step_s=mean(timings.stepped or timings.absorbed),
+            absorb_s=mean(timings.absorbed),
+            verified_tokens=depth + 1 if self.shape.top_k == 1 else self.shape.nodes,
+            drafter_steps=depth,
         )
 
-    def _rounds(self, width: int, depth: int, absorbed: list[float], stepped: list[float]) -> list[float]:
-        """Run a dozen rounds: seconds of each verification; those of the drafter are added to the lists."""
+    def _shares(self, depths: Mapping[int, float] | None) -> Mapping[int, float]:
+        return {self.shape.depth: 1.0} if depths is None or self.shape.top_k > 1 else depths
+
+    def _time_round(self, depth: int) -> None:
+        """One round's forwards, after others that pay for allocation, compiling and the processor's cache."""
+        width = depth + 1 if self.shape.top_k == 1 else self.shape.nodes
         verify = self._timed(self._target_over(width, self._forward))
         absorb, step = self._timed(self._absorb()), self._timed(self._drafter_step())
-        verified: list[float] = []
-        for call in range(CALLS):
+        uncounted = 1 if width in self._met else UNCOUNTED_CALLS
+        self._met.add(width)
+        for _ in range(uncounted + 1):
             with self.binding.capturing() if self.compiled else nullcontext():  # compiled graphs give hidden states
                 verify_s = verify()
             absorb_s, steps_s = absorb(), [step() for _ in range(depth - 1)]
-            if call >= UNCOUNTED_CALLS:
-                verified.append(verify_s)
-                absorbed.append(absorb_s)
-                stepped += steps_s
-        return verified
+        self._timings.verified.append(verify_s)
+        self._timings.absorbed.append(absorb_s)
+        self._timings.stepped += steps_s
 
     def _timed(self, call: Callable[[], object]) -> Callable[[], float]:
         device = self.binding.head_device
@@ -241,11 +264,27 @@ def wished_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = Fa
     return DraftShape(depth=depth, top_k=top_k, size=min(size, candidates + 1))
 
 
-def drafted_depths(stats: SpeculationStats) -> dict[int, float]:
-    """Share of the rounds that drafted so many tokens one after another; doubt and the end of a text shorten drafts."""
+def drafted_depths(stats: SpeculationStats | None) -> dict[int, float] | None:
+    """Share of the rounds that drafted so many tokens one after another; doubt and the end of a text shorten drafts.
+
+    `None` if there was no round.
+    """
+    if stats is None or not stats.rounds:
+        return None
     reached = [stats.rounds, *stats.drafted_at, 0]
     ended = {depth: reached[depth] - reached[depth + 1] for depth in range(len(reached) - 1)}
     return {depth: count / stats.rounds for depth, count in ended.items() if count}
+
+
+def quantiles(shares: Mapping[int, float], count: int) -> list[int]:
+    """`count` keys that stand for all of them: as many of each as its share is worth, shares summing to 1."""
+    ordered, reached = sorted(shares), 0.0
+    chosen: list[int] = []
+    for key in ordered:
+        reached += shares[key]
+        while len(chosen) < count and (len(chosen) + 0.5) / count <= reached:
+            chosen.append(key)
+    return chosen + ordered[-1:] * (count - len(chosen))  # shares may sum to a little less
 
 
 def now(device: torch.device) -> float:

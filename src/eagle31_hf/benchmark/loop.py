@@ -1,7 +1,7 @@
 """`eagle31 bench loop`: ways to write the same text against each other, in one process and in turns.
 
 Every way writes the same prompts in every repeat, one batch after the other with all ways in turn, so that whatever
-else the machine does falls on all of them; bare forwards are timed in the same repeats. Ratios are formed within a
+else the machine does falls on all of them; a few bare rounds are timed beside every text. Ratios are formed within a
 repeat, and what counts is their median. Texts have a fixed length: end-of-sequence is off.
 """
 
@@ -44,10 +44,6 @@ class Tally:
         self.target_passes += target_passes
         if written.stats is not None:
             self.stats.append(written.stats)
-
-    def depths(self) -> dict[int, float] | None:
-        total = add_up(self.stats)
-        return drafted_depths(total) if total.rounds else None
 
     def sample(self, batch_size: int, *, bare: BareCosts | None) -> Sample:
         total = add_up(self.stats)
@@ -102,7 +98,7 @@ class LoopBenchmark:
             meters = self._meters(ways)
             for repeat in range(self.settings.repeats):
                 for size in self.batches:
-                    for name, sample in self._repeat(self._in_turn(ways, size, repeat), size, meters).items():
+                    for name, sample in self._repeat(self._in_turn(ways, size, repeat), size, meters, repeat).items():
                         samples.setdefault((name, size), []).append(sample)
                     self._tell_progress(repeat, size)
         records = [
@@ -159,20 +155,25 @@ class LoopBenchmark:
         start = repeat % len(able)
         return able[start:] + able[:start]
 
-    def _repeat(self, ways: Sequence[Way], size: int, meters: Mapping[Key, BareMeter]) -> dict[str, Sample]:
+    def _repeat(
+        self, ways: Sequence[Way], size: int, meters: Mapping[Key, BareMeter], repeat: int
+    ) -> dict[str, Sample]:
         tallies = {way.name: Tally() for way in ways}
+        first_seed = repeat * len(self.batches[size])  # sampled texts differ from repeat to repeat: more of them count
         for index, batch in enumerate(self.batches[size]):
             for way in ways:
-                torch.manual_seed(index)
+                torch.manual_seed(first_seed + index)
                 passes, started = self.passes.count, now(self.binding.head_device)
                 written = self._write(way, batch)
                 seconds = now(self.binding.head_device) - started
                 tallies[way.name].add(seconds, written, self.passes.count - passes)
                 self._note(way, size, index, written)
+                if (meter := meters.get((way.name, size))) is not None:  # at once: machines change by the minute
+                    meter.time_rounds(drafted_depths(written.stats))
         samples = {}
         for way in ways:
             tally, meter = tallies[way.name], meters.get((way.name, size))
-            bare = None if meter is None else meter.measure(tally.depths())
+            bare = None if meter is None else meter.costs(drafted_depths(add_up(tally.stats)))
             samples[way.name] = tally.sample(size, bare=bare)
         return samples
 

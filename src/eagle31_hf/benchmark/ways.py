@@ -167,7 +167,7 @@ def _by_lot(
 
     def write(prompts: PromptBatch) -> Written:
         with _wishes(drafter, settings, wishes):
-            seed = int(torch.randint(2**31, ()))  # so that prompts differ, and repeats do not
+            seed = int(torch.randint(2**31, ()))  # another for each prompt and repeat, the same for all ways
             request = SyntheticRequest(
                 settings.new_tokens,
                 wished_shape(drafter, batch_size=len(prompts.input_ids), sampled=settings.samples),

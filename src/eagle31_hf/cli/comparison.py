@@ -177,9 +177,8 @@ def _gap_and_rounding(pair: Pair, prefix: Tensor, ours: int, theirs: int) -> tup
 
 def measure_bare_costs(pair: Pair, prompt: dict[str, Tensor]) -> BareCosts:
     """Time the forwards a round is made of, after `prompt` has been read, for drafts as long as the last call's."""
-    stats = pair.drafter.stats
     doubted = pair.drafter.generation_config.num_assistant_tokens is None
-    depths = drafted_depths(stats) if doubted and stats is not None and stats.rounds else None
+    depths = drafted_depths(pair.drafter.stats) if doubted else None
     return BareMeter(pair.drafter, prompt["input_ids"], wished_shape(pair.drafter, batch_size=1)).measure(depths)
 
 
