@@ -379,7 +379,7 @@ def test_accelerated_loops_are_measured_on_request():
 
 @pytest.mark.slow
 def test_records_become_tables_and_json(measured):
-    console = Console(width=100, record=True, file=None, quiet=False)
+    console = Console(width=80, record=True, file=None, quiet=False)
     with console.capture() as capture:
         for table in (report.ceiling_table(measured), report.loop_table(measured), report.round_table(measured)):
             console.print(table)

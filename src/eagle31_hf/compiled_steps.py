@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor import config as inductor
 
 from .drafter import Eagle31Drafter
 from .target import TargetBinding
@@ -25,6 +28,19 @@ MOST_WAYS_TO_DRAW = 4
 """Sampling settings (and greedy) a kind of step is compiled for; compiling takes as long as thousands of tokens."""
 
 
+PACKED_BYTES = 2**30
+"""Weights of target and drafter up to which graphs for a CPU pack them: every graph holds a copy of those it reads."""
+
+PACKING = {
+    "freezing": True,  # weights become constants of the graph, laid out as its products read them
+    "max_autotune": True,  # which of two products is quicker for a shape is tried; pays with packed weights alone
+    "max_autotune_gemm_backends": "ATEN,CPP",
+    "autotune_num_choices_displayed": 0,
+    "max_autotune_report_choices_stats": False,
+}
+"""Settings of inductor; dynamo looks at the first of them, too, so options of `torch.compile` would come too late."""
+
+
 class CompiledSteps:
     """What has been compiled for a target and its drafter; outlives the generation that asked for it.
 
@@ -32,8 +48,8 @@ class CompiledSteps:
         why_not: why nothing more is compiled; empty while all is well.
     """
 
-    def __init__(self, weights: Hashable):
-        self.weights = weights
+    def __init__(self, weights: Hashable, *, packs: bool = False):
+        self.weights, self.packs = weights, packs
         self.why_not = ""
         self._by_shape: dict[Hashable, Step] = {}
         self._trusted: set[Hashable] = set()  # graphs that were found to fit the models as they are now
@@ -44,7 +60,7 @@ class CompiledSteps:
         binding = drafter.require_binding()
         weights = (_weight_versions(binding.model), _weight_versions(drafter))
         if binding.compiled is None or binding.compiled.weights != weights:
-            binding.compiled = cls(weights)
+            binding.compiled = cls(weights, packs=_packs(binding.model, drafter))
             binding.compiled.why_not = _why_not(binding)
         binding.compiled._trusted.clear()
         return binding.compiled
@@ -92,7 +108,8 @@ class CompiledSteps:
                 if "skip_guard_eval_unsafe" not in str(failure):
                     raise
                 # The step was compiled more than once, and for none of those things as they are now.
-        outputs = step(*inputs)
+        with self._compiling():
+            outputs = step(*inputs)
         self._trusted.add(shape)
         return outputs
 
@@ -105,7 +122,8 @@ class CompiledSteps:
         """Compile `step` and try it on `inputs`; its first output must begin with `expected`, up to rounding."""
         try:
             compiled = _compile(step, inputs[0].device)
-            found = compiled(*inputs)[0]
+            with self._compiling():
+                found = compiled(*inputs)[0]
             if expected is not None:
                 _require_agreement(found, expected)
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
@@ -113,6 +131,14 @@ class CompiledSteps:
         else:
             self._by_shape[shape] = compiled
             self._trusted.add(shape)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Around calls that may trace a step."""
+        known = {name: value for name, value in PACKING.items() if hasattr(inductor, name)}
+        with inductor.patch(known if self.packs else {}), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
+            yield
 
     def _stay_eager(self, failure: Exception) -> None:
         told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
@@ -140,8 +166,15 @@ def _why_not(binding: TargetBinding) -> str:
     return ""
 
 
+def _packs(target: nn.Module, drafter: nn.Module) -> bool:
+    weights = {p.data_ptr(): p for module in (target, drafter) for p in module.parameters()}  # some are shared
+    on_cpu = all(p.device.type == "cpu" for p in weights.values())
+    return on_cpu and sum(p.nbytes for p in weights.values()) <= PACKED_BYTES
+
+
 def _weight_versions(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
+    tensors = (*module.parameters(), *module.buffers())
+    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
 
 
 def _compile(step: Any, device: torch.device) -> Step:
@@ -149,9 +182,7 @@ def _compile(step: Any, device: torch.device) -> Step:
     own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
     if device.type == "cuda":
         return _replayed(torch.compile(own, fullgraph=True, dynamic=False, mode="reduce-overhead"))
-    # Without freezing, weights are packed anew in every call and the compiled step is slower than the eager one.
-    options: dict[str, Any] = {"freezing": True} if device.type == "cpu" else {}
-    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+    return torch.compile(own, fullgraph=True, dynamic=False)
 
 
 def _replayed(step: Step) -> Step:

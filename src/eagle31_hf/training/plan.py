@@ -17,16 +17,25 @@ PROBE_BATCHES = 3
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """A stage's optimiser steps, and the seconds of one, measured."""
+
+    name: str
+    steps: int
+    step_s: float
+
+
+@dataclass(frozen=True)
 class TrainingPlan:
     """Figures of a run.
 
     Attributes:
         rows, tokens, supervised_tokens: packed rows and what they hold.
         coverage: share of the supervised tokens that can be drafted.
-        steps: optimiser steps.
+        stages: in order.
         disk_bytes: checkpoints and stored features at their most.
         training_bytes: memory beside the target: weights, gradients, optimiser, activations of one batch.
-        step_s: seconds per optimiser step, measured.
+        token_loss_s: seconds of an optimiser step of the token loss, measured (stage 1; stage 2 adds to it).
         bare_s: of them, what target forward and drafter passes alone would take, measured.
     """
 
@@ -34,25 +43,27 @@ class TrainingPlan:
     tokens: int
     supervised_tokens: int
     coverage: float | None
-    steps: int
+    stages: tuple[StagePlan, ...]
     disk_bytes: int
     training_bytes: int
-    step_s: float
+    token_loss_s: float
     bare_s: float
 
     @property
     def total_s(self) -> float:
         """Expected seconds, measurements of acceptance not counted."""
-        return self.steps * self.step_s
+        return sum(stage.steps * stage.step_s for stage in self.stages)
 
     def __str__(self) -> str:
         coverage = "" if self.coverage is None else f", {self.coverage:.2%} of them can be drafted"
+        steps = ", then ".join(f"{stage.steps:,} at {stage.step_s:.2f} s" for stage in self.stages)
+        overhead = self.token_loss_s / self.bare_s
         return "\n".join(
             (
                 f"data      {self.tokens:,} tokens in {self.rows:,} rows",
                 f"learned   {self.supervised_tokens:,} tokens{coverage}",
-                f"steps     {self.steps:,} at {self.step_s:.2f} s: {self.total_s / 60:.1f} minutes, plus measurements",
-                f"overhead  a step takes {self.step_s / self.bare_s:.2f} x its target forward and drafter passes alone",
+                f"steps     {steps}: {self.total_s / 60:.1f} minutes, plus measurements",
+                f"overhead  the token loss takes {overhead:.2f} x its target forward and drafter passes alone",
                 f"memory    {self.training_bytes / 1e9:.2f} GB beside the target",
                 f"disk      {self.disk_bytes / 1e9:.2f} GB",
             )

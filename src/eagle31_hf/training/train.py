@@ -29,7 +29,7 @@ from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
 from .features import require_disk
 from .model_card import CardFacts, Evidence, model_card
 from .optimizers import OptimizerSettings
-from .plan import TrainingPlan, checkpoint_bytes, time_bare, time_step, training_bytes
+from .plan import StagePlan, TrainingPlan, checkpoint_bytes, time_bare, time_step, training_bytes
 from .policy import PolicyModel
 from .preparation import Preparation
 from .processes import is_first_process, leave_process_group
@@ -145,21 +145,29 @@ class _Run:
         plan = self._plan(model, data.documents, dataset, coverage)
         self.console.print(str(plan), highlight=False, markup=False)
         stages: list[StageResult] = []
-        if settings.stage in ("1", "both"):
-            share = 1.0 if settings.stage == "1" else 1.0 - settings.stage2_share
-            stages.append(self._train("stage1", model, dataset, data.prompts, max(1, round(plan.steps * share))))
-        if settings.stage in ("2", "both"):
-            share = 1.0 if settings.stage == "2" else settings.stage2_share
-            policy = PolicyModel(drafter, settings.to_distillation(), settings.to_policy())
-            policy.gradient_checkpointing = settings.gradient_checkpointing
+        for planned in plan.stages:
+            learner = model if planned.name == "stage1" else self._policy(drafter)
             if settings.stage == "2":
-                stages.append(self._measure_start(policy, dataset, data.prompts))
-            stages.append(self._train("stage2", policy, dataset, data.prompts, max(1, round(plan.steps * share))))
+                stages.append(self._measure_start(learner, dataset, data.prompts))
+            stages.append(self._train(planned.name, learner, dataset, data.prompts, planned.steps))
         report = TrainingReport(settings.out, plan, tuple(stages))
         self._write(drafter, report)
         return report
 
     # --- training ------------------------------------------------------------------------------------------------
+
+    def _policy(self, drafter: Eagle31Drafter) -> PolicyModel:
+        """The model of stage 2, held to the drafter as it is now."""
+        model = PolicyModel(drafter, self.settings.to_distillation(), self.settings.to_policy())
+        model.gradient_checkpointing = self.settings.gradient_checkpointing
+        return model
+
+    def _stage_steps(self, steps: int) -> dict[str, int]:
+        """Steps of each stage to be run."""
+        if self.settings.stage != "both":
+            return {f"stage{self.settings.stage}": steps}
+        second = min(max(1, round(steps * self.settings.stage2_share)), max(1, steps - 1))
+        return {"stage1": max(1, steps - second), "stage2": second}
 
     def _plan(
         self, model: DistillationModel, documents: Documents, dataset: Any, coverage: float | None
@@ -173,15 +181,18 @@ class _Run:
         disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         probe: dict[str, Any] = {"batch_rows": settings.batch_rows, "bf16": self.bf16}
+        step_s = {"stage1": accumulate * time_step(model, rows, **probe)}
+        if settings.stage != "1":
+            step_s["stage2"] = accumulate * time_step(self._policy(model.drafter), rows, **probe)
         return TrainingPlan(
             rows=len(dataset),
             tokens=documents.tokens,
             supervised_tokens=documents.supervised_tokens,
             coverage=coverage,
-            steps=steps,
+            stages=tuple(StagePlan(name, n, step_s[name]) for name, n in self._stage_steps(steps).items()),
             disk_bytes=disk,
             training_bytes=training_bytes(model, settings.batch_rows * (settings.max_length or 0)),
-            step_s=accumulate * time_step(model, rows, **probe),
+            token_loss_s=step_s["stage1"],
             bare_s=accumulate * time_bare(model, rows, **probe),
         )
 
