@@ -67,6 +67,17 @@ def write(drafter: Eagle31Drafter, prompts: list[list[int]], oracle_seed: int = 
         return plain, target.generate(**kwargs, assistant_model=drafter)
 
 
+@pytest.fixture(autouse=True)
+def _unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying products for every shape takes longer than all the rest here: tests that want it ask for it."""
+    monkeypatch.setattr(compiled_steps, "PACKED_BYTES", 0)
+
+
+@pytest.fixture
+def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_steps, "PACKED_BYTES", 2**30)
+
+
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
@@ -234,7 +245,7 @@ def test_hidden_states_are_those_of_the_eager_forward(family: str, uncompiled: N
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
     )
-    forward = CompiledForward(drafter, cache, most_nodes=5, stats=SpeculationStats())
+    forward = CompiledForward(drafter, CompiledSteps.of(drafter), cache, most_nodes=5, stats=SpeculationStats())
     prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), binding.capturing():
         cache.place(20)
@@ -372,6 +383,21 @@ def test_graphs_go_when_weights_change() -> None:
     assert CompiledSteps.of(drafter) is not steps
 
 
+def test_graphs_with_packed_weights_go_when_weights_change_unseen(packed_weights: None) -> None:
+    """What is written through `.data` leaves the version of a tensor as it was, and packed weights are copies."""
+    drafter = pair_of("llama")
+    steps = CompiledSteps.of(drafter)
+    assert steps.packs
+    assert CompiledSteps.of(drafter) is steps
+    drafter.require_binding().model.model.layers[1].self_attn.q_proj.weight.data += 0.01
+    assert CompiledSteps.of(drafter) is not steps
+
+
+def test_large_weights_are_not_packed() -> None:
+    drafter = pair_of("llama")
+    assert not CompiledSteps.of(drafter).packs, "every graph would hold a copy"
+
+
 def test_graphs_are_not_copied_with_their_target() -> None:
     steps = CompiledSteps(())
     assert copy.deepcopy(steps) is None
@@ -392,6 +418,17 @@ def test_outputs_survive_the_next_replay() -> None:
 
 
 # --- with the compiler ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_packed_weights_write_the_plain_text_before_and_after_they_change(packed_weights: None) -> None:
+    drafter = pair_of("llama", layers=2)
+    for scale in (1.0, 1.5):
+        drafter.require_binding().model.model.layers[0].mlp.down_proj.weight.data *= scale
+        plain, ours = write(drafter, random_prompts(1), **CHAIN)
+        assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
+        assert drafter.stats.fallbacks == []
+        assert drafter.require_binding().compiled.shapes
 
 
 @pytest.mark.slow

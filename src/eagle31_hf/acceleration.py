@@ -108,14 +108,23 @@ class CompiledForward:
 
     Args:
         drafter: attached to the target.
+        steps: this generation's.
         cache: the target's, with `capacity` and `block` as `slot_bucket` gives them.
         most_nodes: most nodes of a round.
         stats: told why steps stay eager, if they do.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, cache: SpeculativeCache, *, most_nodes: int, stats: SpeculationStats):
+    def __init__(
+        self,
+        drafter: Eagle31Drafter,
+        steps: CompiledSteps,
+        cache: SpeculativeCache,
+        *,
+        most_nodes: int,
+        stats: SpeculationStats,
+    ):
         self.binding = drafter.require_binding()
-        self.steps = CompiledSteps.of(drafter)
+        self.steps = steps
         self.most_nodes, self.stats = most_nodes, stats
         self.placed = PlacedSteps(cache)
         self.first_rows = cache.batch_size

@@ -20,14 +20,17 @@ class CompiledAcceptance:
 
     Args:
         drafter: attached to the target.
+        steps: this generation's.
         warping: the target's processors, which look at scores alone.
         nodes: of a whole chain, root included; shorter ones are rare and stay eager.
         batch_size: rows to begin with; a batch that loses rows is not worth a graph for each number.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, warping: DraftWarping, *, nodes: int, batch_size: int):
+    def __init__(
+        self, drafter: Eagle31Drafter, steps: CompiledSteps, warping: DraftWarping, *, nodes: int, batch_size: int
+    ):
         self.draft_ids, self.warping, self.nodes, self.first_rows = drafter.draft_ids, warping, nodes, batch_size
-        self.steps = CompiledSteps.of(drafter)
+        self.steps = steps
         self.inputs = InputBuffers()
 
     def __call__(self, tree: DraftTree, logits: Tensor) -> Acceptance | None:

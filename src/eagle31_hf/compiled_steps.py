@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ Step = Callable[..., tuple[Tensor, ...]]
 
 MOST_WAYS_TO_DRAW = 4
 """Sampling settings (and greedy) a kind of step is compiled for; compiling takes as long as thousands of tokens."""
-
 
 PACKED_BYTES = 2**30
 """Weights of target and drafter up to which graphs for a CPU pack them: every graph holds a copy of those it reads."""
@@ -56,11 +55,16 @@ class CompiledSteps:
 
     @classmethod
     def of(cls, drafter: Eagle31Drafter) -> CompiledSteps:
-        """Those of the drafter's binding, or fresh ones after weights have changed: graphs have them built in."""
+        """Those of the drafter's binding, or fresh ones after weights have changed: graphs have them built in.
+
+        Looking at all weights takes milliseconds: to be asked once in a generation.
+        """
         binding = drafter.require_binding()
-        weights = (_weight_versions(binding.model), _weight_versions(drafter))
+        tensors = [*_weights(binding.model), *_weights(drafter)]
+        packs = _packs(tensors)
+        weights = tuple((*_version(tensor), _sample(tensor) if packs else None) for tensor in tensors)
         if binding.compiled is None or binding.compiled.weights != weights:
-            binding.compiled = cls(weights, packs=_packs(binding.model, drafter))
+            binding.compiled = cls(weights, packs=packs)
             binding.compiled.why_not = _why_not(binding)
         binding.compiled._trusted.clear()
         return binding.compiled
@@ -166,15 +170,28 @@ def _why_not(binding: TargetBinding) -> str:
     return ""
 
 
-def _packs(target: nn.Module, drafter: nn.Module) -> bool:
-    weights = {p.data_ptr(): p for module in (target, drafter) for p in module.parameters()}  # some are shared
-    on_cpu = all(p.device.type == "cpu" for p in weights.values())
-    return on_cpu and sum(p.nbytes for p in weights.values()) <= PACKED_BYTES
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
-def _weight_versions(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    tensors = (*module.parameters(), *module.buffers())
-    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+def _packs(weights: Sequence[Tensor]) -> bool:
+    plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in weights}  # some are shared
+    return plain and sum(sizes.values()) <= PACKED_BYTES
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """A few elements, bit for bit: writes through `.data`, as adapters are merged, leave the version alone."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+SAMPLED_ELEMENTS = 64
 
 
 def _compile(step: Any, device: torch.device) -> Step:

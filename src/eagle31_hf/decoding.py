@@ -90,20 +90,23 @@ class SpeculativeDecoder:
             cache_type=cache_type,
             device=self.sequences.prompts.device,
         )
-        self.session = (CompiledDraftSession if compiled else DraftSession)(
+        self.session = session = (CompiledDraftSession if compiled else DraftSession)(
             drafter,
             batch_size=batch_size,
             capacity=longest + shape.draft_block,
             block=max(self.chunk, shape.draft_block),
         )
+        steps = session.steps if isinstance(session, CompiledDraftSession) else None
         self.verify_forward = (
-            CompiledForward(drafter, self.cache, most_nodes=shape.nodes, stats=request.stats)
-            if compiled and cache_type == "full"  # compiled code reads the buffers as they are
+            CompiledForward(drafter, steps, self.cache, most_nodes=shape.nodes, stats=request.stats)
+            if steps is not None and cache_type == "full"  # compiled code reads the buffers as they are
             else self.binding.forward
         )
         self.accept_at_once = (
-            CompiledAcceptance(drafter, request.processing.draft_warping(), nodes=shape.nodes, batch_size=batch_size)
-            if compiled and self._draws_whole_chains()
+            CompiledAcceptance(
+                drafter, steps, request.processing.draft_warping(), nodes=shape.nodes, batch_size=batch_size
+            )
+            if steps is not None and self._draws_whole_chains()
             else None
         )
         request.stats.cache_type = cache_type

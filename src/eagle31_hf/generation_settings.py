@@ -41,7 +41,8 @@ class Eagle31GenerationConfig(GenerationConfig):
         draft_tree: `"dynamic"` (EAGLE-2: the nodes the drafter is surest of) or `"static"` (same shape every round).
         speculation_loop: `"auto"` (our loop where the target allows it, else a fallback whose reason is logged),
             or exactly one of `"own"`, `"stock"`, `"plain"`.
-        acceleration: `"eager"` or `"compile"` (`torch.compile` by shape bucket; the first rounds are slow).
+        acceleration: `"eager"` or `"compile"` (`torch.compile` by shape bucket; the first rounds are slow: see
+            docs/architecture.md for what it costs).
         cache_type: how the target's keys and values are stored: `"full"` in its own dtype, `"int8"` and `"fp8"` in 8
             bits (docs/kv_cache.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
             then what the target writes over such a cache, with or without drafts. Our own loop only.

@@ -117,14 +117,16 @@ class BareMeter:
             masks_by_type=self.binding.masks_by_type,
             device=self.context.device,
         )
-        self.session = (CompiledDraftSession if compiled else DraftSession)(
+        self.session = session = (CompiledDraftSession if compiled else DraftSession)(
             drafter, batch_size=batch, capacity=length + shape.draft_block, block=max(length, shape.draft_block)
         )
         self._timings = _Timings()
         self._met: set[int] = set()  # widths timed before
         self._forward: Callable[..., object] = self.binding.forward
-        if compiled:
-            self._forward = CompiledForward(drafter, self.cache, most_nodes=shape.nodes, stats=SpeculationStats())
+        if isinstance(session, CompiledDraftSession):
+            self._forward = CompiledForward(
+                drafter, session.steps, self.cache, most_nodes=shape.nodes, stats=SpeculationStats()
+            )
         with torch.no_grad(), self.binding.masked_attention():
             self._read_context()
 
