@@ -17,7 +17,8 @@ from ..generation_settings import DraftLength
 from ..proposing import propose_chain, propose_dynamic_tree
 from ..tree import DraftTree
 from .packing import PackedBatch
-from .test_time import GrowingCache, supervised_positions
+from .step_attention import GrowingCache
+from .test_time import supervised_positions
 
 
 @dataclass(frozen=True)

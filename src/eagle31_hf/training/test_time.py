@@ -18,72 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import repeat_kv
 
 from ..drafter import Eagle31Drafter
-from ..modeling_eagle31 import AttendingCache
+from ..sampling import likeliest
 from .losses import LossFunction
 from .packing import PackedBatch
+from .step_attention import DocumentCache, GrowingCache, attention_masks, document_lengths, holds_scores
 
-CACHED_NUMBERS, SPARED_NUMBERS = 2**21, 2**27
-"""float32 logits worked on at a time: what a CPU's caches hold (8 MB), and what a GPU's memory spares (0.5 GB)."""
-
-
-class GrowingCache:
-    """Keys and values of all steps so far, side by side. Unlike a serving cache it keeps gradients."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append `(B, n_kv, T, d)` and return everything `(B, n_kv, S, d)`."""
-        if layer_idx in self._keys:
-            key = torch.cat((self._keys[layer_idx], key), dim=2)
-            value = torch.cat((self._values[layer_idx], value), dim=2)
-        self._keys[layer_idx], self._values[layer_idx] = key, value
-        return key, value
-
-    def repeat(self, times: int) -> None:
-        """Each row `times` times in a row."""
-        for store in (self._keys, self._values):
-            for layer, tensor in store.items():
-                store[layer] = tensor.repeat_interleave(times, dim=0)
-
-
-class DiagonalCache(AttendingCache):
-    """The keys of step 0 as they are, those of later steps only where they are read: row `i` sees its own alone.
-
-    `S` times the keys, all but one diagonal of them masked out, are most of a step's time on a CPU. Scores are held in
-    memory here, `(B, n, T, T)`, so on a GPU the fused kernel over `GrowingCache` is the better way.
-    """
-
-    def __init__(self) -> None:
-        self._keys: dict[int, list[Tensor]] = {}
-        self._values: dict[int, list[Tensor]] = {}
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layer_idx: int
-    ) -> Tensor:
-        """See `AttendingCache`.
-
-        Args:
-            attention_mask: `(B, 1, T, T)` additive, over the keys of step 0.
-        """
-        assert attention_mask is not None, "texts are packed side by side"
-        groups = query.shape[1] // key.shape[1]
-        keys, values = self._keys.setdefault(layer_idx, []), self._values.setdefault(layer_idx, [])
-        keys.append(repeat_kv(key, groups))
-        values.append(repeat_kv(value, groups))
-        query = query * query.shape[-1] ** -0.5
-        scores = query @ keys[0].transpose(-1, -2) + attention_mask.to(query.dtype)  # (B, n, T, T)
-        own = [(query * later).sum(-1, keepdim=True) for later in keys[1:]]  # s times (B, n, T, 1)
-        weights = torch.cat((scores, *own), dim=-1).softmax(-1).to(value.dtype)  # (B, n, T, T + s)
-        length = query.shape[2]
-        out = weights[..., :length] @ values[0]
-        for step, later in enumerate(values[1:]):
-            out = out + weights[..., length + step, None] * later
-        return out
+CACHED_NUMBERS, SPARED_NUMBERS = 2**19, 2**27
+"""float32 logits worked on at a time: what a CPU core's cache holds (2 MB), and what a GPU's memory spares (0.5 GB)."""
 
 
 @dataclass(frozen=True)
@@ -152,32 +95,16 @@ def make_teacher(target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None) 
 
 def _teach(logits: Tensor, rows: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`log_probs`, `rows` and `best` of those among `logits (m, V)` whose arg-max can be drafted."""
-    best = logits.argmax(-1)
+    best = likeliest(logits)
     if draft_ids is None:
         return logits.log_softmax(-1), rows, best
     row_of = draft_ids.new_full((logits.shape[-1],), -1)
     row_of[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
     best = row_of[best]
     keep = best >= 0
-    logits = logits[keep]
-    return logits[:, draft_ids] - logits.logsumexp(-1, keepdim=True), rows[keep], best[keep]
-
-
-def holds_scores(device: torch.device) -> bool:
-    """Whether scores in memory (`DiagonalCache`) are faster there than a fused kernel over masked keys."""
-    return device.type == "cpu"
-
-
-def attention_masks(batch: PackedBatch, steps: int, dtype: torch.dtype) -> Tensor:
-    """`(B, 1, T, steps * T)` additive: causal within the document for step 0, then one diagonal per later step."""
-    length = batch.input_ids.shape[1]
-    row = torch.arange(length, device=batch.input_ids.device)
-    causal = row[:, None] >= row[None, :]  # (T, T)
-    same = batch.document_ids[:, :, None] == batch.document_ids[:, None, :]  # (B, T, T)
-    diagonal = (row[:, None] == row[None, :]).expand_as(same)
-    visible = torch.cat([causal & same, *[diagonal] * (steps - 1)], dim=-1)[:, None]
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+    if not bool(keep.all()):  # what is not selected is not copied
+        logits, rows, best = logits[keep], rows[keep], best[keep]
+    return logits.log_softmax(-1).index_select(1, draft_ids), rows, best
 
 
 def unroll(drafter: Eagle31Drafter, batch: PackedBatch, aux: Tensor, steps: int) -> Iterator[Tensor]:
@@ -189,15 +116,17 @@ def unroll(drafter: Eagle31Drafter, batch: PackedBatch, aux: Tensor, steps: int)
     embeddings = drafter.embed(batch.input_ids)  # (B, T, H)
     hidden = drafter.fuse_aux(aux.to(embeddings.dtype))
     length = batch.input_ids.shape[1]
-    compact = holds_scores(embeddings.device)
-    mask = attention_masks(batch, 1 if compact else steps, embeddings.dtype)
-    cache: Any = DiagonalCache() if compact else GrowingCache()  # all that attention asks of a cache
+    cache: Any  # all that attention asks of a cache
+    if holds_scores(embeddings.device):
+        mask, cache = None, DocumentCache(document_lengths(batch))
+    else:
+        mask, cache = attention_masks(batch, steps, embeddings.dtype), GrowingCache()
     for step in range(steps):
         out = drafter.decode(
             embeddings.roll(-1 - step, dims=1),  # what wraps around lies past the end of a document
             hidden,
             drafter.rotary(batch.position_ids + step),
-            mask[..., : (step + 1) * length],
+            None if mask is None else mask[..., : (step + 1) * length],
             cache,
         )
         hidden = out.feedback
@@ -224,28 +153,28 @@ def step_losses(
     for step, normed in enumerate(unroll(drafter, batch, aux, steps)):
         # The teacher at position t judges row t - 1 - step, if that row is in the same document.
         inside = flat_positions[teacher.rows] >= 1 + step
-        rows = normed.flatten(0, 1)[teacher.rows[inside] - 1 - step]  # (m, H)
-        every = bool(inside.all())  # what is not selected is not copied
-        answers = teacher.log_probs if every else teacher.log_probs[inside]
-        arguments = (drafter, rows, answers, teacher.best if every else teacher.best[inside], loss)
+        rows = normed.flatten(0, 1)[(teacher.rows - 1 - step).clamp(min=0)]  # (M, H)
+        arguments = (drafter, rows, inside, teacher, loss)
         if checkpoint_head and torch.is_grad_enabled():
             total, hits = checkpoint(_head_loss, *arguments, use_reentrant=False)  # type: ignore[misc]
         else:
             total, hits = _head_loss(*arguments)
         sums.append(total)
         correct.append(hits)
-        counts.append(torch.tensor(len(rows), device=total.device))
+        counts.append(inside.sum())
     return StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts), teacher.supervised)
 
 
 def _head_loss(
-    drafter: Eagle31Drafter, rows: Tensor, answers: Tensor, best: Tensor, loss: LossFunction
+    drafter: Eagle31Drafter, rows: Tensor, inside: Tensor, teacher: Teacher, loss: LossFunction
 ) -> tuple[Tensor, Tensor]:
-    logits = drafter.draft_logits(rows)  # (m, Vd)
+    """Loss and hits over the rows `(M, H)` that are `inside`; to copy the others' answers away costs more than them."""
+    logits = drafter.draft_logits(rows)  # (M, Vd)
     with torch.no_grad():  # a maximum is several times faster than an arg-max
-        hits = (logits.gather(-1, best[:, None]).squeeze(-1) == logits.amax(-1)).sum()
-    blocks = zip(*(whole.split(rows_at_once(logits)) for whole in (logits, answers)), strict=True)
-    return torch.stack([loss(*block).sum() for block in blocks]).sum(), hits
+        best = logits.gather(-1, teacher.best[:, None]).squeeze(-1) == logits.amax(-1)
+    blocks = zip(*(whole.split(rows_at_once(logits)) for whole in (logits, teacher.log_probs)), strict=True)
+    losses = torch.cat([loss(*block) for block in blocks])  # (M,)
+    return torch.where(inside, losses, 0.0).sum(), (best & inside).sum()
 
 
 def rows_at_once(logits: Tensor) -> int:
