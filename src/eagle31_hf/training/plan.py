@@ -13,7 +13,12 @@ from .distill import DistillationModel, packed
 from .packing import collate
 from .test_time import supervised_positions
 
-PROBE_BATCHES = 3
+Work = Callable[[dict[str, Tensor]], None]
+"""Something done with a batch."""
+
+PROBE_BATCHES = 5
+WARM_UP_S = 2.0
+"""The first batches pay for memory and kernels that a run has had long since, small ones for half a dozen of them."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +96,27 @@ def checkpoint_bytes(model: DistillationModel, kept: int) -> int:
 
 def time_step(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, batch_rows: int, bf16: bool) -> float:
     """Median seconds of forward and backward over one batch; the model is left as it was."""
+    return _median_times(model, (_step_of(model),), rows, batch_rows=batch_rows, bf16=bf16)[0]
 
+
+def time_token_loss(
+    model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, batch_rows: int, bf16: bool
+) -> tuple[float, float]:
+    """The same, and the median of what a step cannot do without, taken in turns: a machine's speed changes."""
+    works = _step_of(model), _bare_parts_of(model)
+    step_s, bare_s = _median_times(model, works, rows, batch_rows=batch_rows, bf16=bf16)
+    return step_s, bare_s
+
+
+def _step_of(model: DistillationModel) -> Work:
     def step(batch: dict[str, Tensor]) -> None:
         model(**batch).loss.backward()
 
-    return _median_time(step, model, rows, batch_rows=batch_rows, bf16=bf16)
+    return step
 
 
-def time_bare(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, batch_rows: int, bf16: bool) -> float:
-    """Median seconds of what a step cannot do without: a target forward and `S` drafter passes, each with its backward.
+def _bare_parts_of(model: DistillationModel) -> Work:
+    """A target forward and `S` drafter passes, each with its backward.
 
     A bare pass is causal over the batch and ends in the loss at the supervised positions against a fixed answer.
     """
@@ -121,29 +138,36 @@ def time_bare(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, ba
             logits = drafter.draft_logits(out.normed[supervised])
             torch.nn.functional.cross_entropy(logits.float(), answers).backward()
 
-    return _median_time(parts, model, rows, batch_rows=batch_rows, bf16=bf16)
+    return parts
 
 
-def _median_time(
-    work: Callable[[dict[str, Tensor]], None],
+def _median_times(
     model: DistillationModel,
+    works: Sequence[Work],
     rows: Sequence[dict[str, Tensor]],
     *,
     batch_rows: int,
     bf16: bool,
-) -> float:
+) -> list[float]:
+    """Median seconds of each of `works`, all of them on one batch after the other."""
     device = model.drafter.device
-    seconds = []
+
+    def seconds_of(work: Work, turn: int) -> float:
+        chosen = [rows[(turn * batch_rows + i) % len(rows)] for i in range(batch_rows)]
+        batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
+        started = _now(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            work(batch)
+        seconds = _now(device) - started
+        model.zero_grad(set_to_none=True)
+        return seconds
+
     with torch.random.fork_rng():
-        for turn in range(1 + PROBE_BATCHES):
-            chosen = [rows[(turn * batch_rows + i) % len(rows)] for i in range(batch_rows)]
-            batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
-            started = _now(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                work(batch)
-            seconds.append(_now(device) - started)
-            model.zero_grad(set_to_none=True)
-    return sorted(seconds[1:])[PROBE_BATCHES // 2]  # the first one warms up
+        warming = 0.0
+        while warming < WARM_UP_S:  # once, if a batch takes so long
+            warming += sum(seconds_of(work, 0) for work in works)
+        turns = [[seconds_of(work, 1 + turn) for work in works] for turn in range(PROBE_BATCHES)]
+    return [sorted(seconds)[PROBE_BATCHES // 2] for seconds in zip(*turns, strict=True)]
 
 
 def _now(device: torch.device) -> float:

@@ -29,7 +29,7 @@ from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
 from .features import require_disk
 from .model_card import CardFacts, Evidence, model_card
 from .optimizers import OptimizerSettings
-from .plan import StagePlan, TrainingPlan, checkpoint_bytes, time_bare, time_step, training_bytes
+from .plan import StagePlan, TrainingPlan, checkpoint_bytes, time_step, time_token_loss, training_bytes
 from .policy import PolicyModel
 from .preparation import Preparation
 from .processes import is_first_process, leave_process_group
@@ -181,7 +181,8 @@ class _Run:
         disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         probe: dict[str, Any] = {"batch_rows": settings.batch_rows, "bf16": self.bf16}
-        step_s = {"stage1": accumulate * time_step(model, rows, **probe)}
+        token_loss_s, bare_s = time_token_loss(model, rows, **probe)
+        step_s = {"stage1": accumulate * token_loss_s}
         if settings.stage != "1":
             step_s["stage2"] = accumulate * time_step(self._policy(model.drafter), rows, **probe)
         return TrainingPlan(
@@ -193,7 +194,7 @@ class _Run:
             disk_bytes=disk,
             training_bytes=training_bytes(model, settings.batch_rows * (settings.max_length or 0)),
             token_loss_s=step_s["stage1"],
-            bare_s=accumulate * time_bare(model, rows, **probe),
+            bare_s=accumulate * bare_s,
         )
 
     def _arguments(self, stage: str, steps: int) -> TrainingArguments:
