@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter, compiled_drafting, compiled_steps, decoding
-from eagle31_hf.acceleration import NODE_BUCKET, CompiledForward, node_bucket, slot_bucket
+from eagle31_hf.acceleration import NODE_BUCKET, CompiledVerification, node_bucket, slot_bucket
 from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.compiled_acceptance import CompiledAcceptance, warped_probs
 from eagle31_hf.compiled_steps import MOST_WAYS_TO_DRAW, CompiledSteps
 from eagle31_hf.drafting import DraftSession
-from eagle31_hf.sampling import Acceptance, accept_rejection, draw
+from eagle31_hf.processing import DraftWarping
+from eagle31_hf.sampling import Acceptance, accept_greedy, accept_rejection, accept_sampled_target, draw
 from eagle31_hf.stats import SpeculationStats
+from eagle31_hf.topology import StaticTopology
 from eagle31_hf.tree import DraftTree
+from eagle31_hf.verification import Verification
 from helpers import (
     CONFIGS,
     DEMO_DRAFTER,
@@ -42,6 +46,7 @@ from helpers import (
 
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 5}
 # As many nodes as are compiled for a chain.
+WINDOWED = ("mistral", "gemma3")
 NARROW: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 8, "num_assistant_tokens": 4}
 NEW_TOKENS = 40
 
@@ -143,11 +148,39 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
         for stepwise, whole in zip(*drafts, strict=True):
             assert (stepwise.proposal is None) == (whole.proposal is None) == (not sample)
             if sample:
-                assert torch.equal(stepwise.proposal.draft_ids[:, 1:], whole.proposal.draft_ids[:, 1:])
+                assert torch.equal(stepwise.proposal.choices, whole.proposal.choices)
                 torch.testing.assert_close(stepwise.proposal.probs, whole.proposal.probs)
     assert {shape[:3] for shape in drafter.require_binding().compiled.shapes if shape[0] == "chain"} == {
         ("chain", 1, 5), ("chain", 3, 5)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+def test_a_tree_at_once_is_the_tree_level_by_level(
+    family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    propose, drafted = decoding.propose_dynamic_tree, []
+    monkeypatch.setattr(
+        decoding, "propose_dynamic_tree", lambda *args, **kw: drafted.append(propose(*args, **kw)) or drafted[-1]
+    )
+    for size in (1, 3):
+        drafts = []
+        for at_once in (False, True):
+            drafted.clear()
+            with monkeypatch.context() as m:
+                if not at_once:
+                    m.setattr(compiled_drafting.CompiledDraftSession, "tree_at_once", DraftSession.tree_at_once)
+                plain, ours = write(drafter, random_prompts(size), **NARROW)
+            assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
+            drafts.append(list(drafted))
+        assert len(drafts[0]) > 3
+        for by_level, whole in zip(*drafts, strict=True):
+            for name in ("tokens", "parents", "depths", "ancestors", "max_depth", "max_children"):
+                assert torch.equal(*(torch.as_tensor(getattr(tree, name)) for tree in (by_level, whole))), name
+            torch.testing.assert_close(by_level.scores, whole.scores)
+    shapes = drafter.require_binding().compiled.shapes
+    assert {shape[:5] for shape in shapes if shape[0] == "tree"} == {("tree", rows, 4, 2, 8) for rows in (1, 3)}
 
 
 def test_chains_are_compiled_for_a_few_ways_to_draw(uncompiled: None) -> None:
@@ -184,10 +217,11 @@ def test_sampling_draws_the_same_tokens(uncompiled: None) -> None:
     ("family", "compiler"),  # the second family with a reduced draft vocabulary
     [("llama", "none"), ("qwen3", "none"), pytest.param("qwen3", "inductor", marks=pytest.mark.slow)],
 )
-def test_a_sampled_chain_is_judged_at_once_as_by_the_eager_rule(
-    family: str, compiler: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["sampled chain", "sampled chain of few", "sampled tree", "greedy tree"])
+def test_drafts_are_judged_at_once_as_by_the_eager_rule(
+    family: str, compiler: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same numbers accept as many drafts and draw the same token after them."""
+    """The same numbers accept the same drafts and draw the same token after them."""
     if compiler == "none":
         use_fixed_shapes_only(monkeypatch)
     else:
@@ -200,32 +234,36 @@ def test_a_sampled_chain_is_judged_at_once_as_by_the_eager_rule(
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
     judge, judged = CompiledAcceptance.__call__, []
 
+    def by_the_rule(warping: DraftWarping, tree: DraftTree, logits: Tensor) -> Acceptance:
+        if way == "greedy tree":
+            return accept_greedy(tree, logits.argmax(-1))
+        accept = accept_sampled_target if way == "sampled tree" else accept_rejection
+        return accept(tree, warped_probs(warping, logits))
+
     def judge_twice(self: CompiledAcceptance, tree: DraftTree, logits: Tensor) -> Acceptance | None:
         state = torch.get_rng_state()
         at_once = judge(self, tree, logits)
         if at_once is not None:
             torch.set_rng_state(state)
-            judged.append((at_once, accept_rejection(tree, warped_probs(self.warping, logits))))
+            judged.append((at_once, by_the_rule(self.warping, tree, logits)))
         return at_once
 
     monkeypatch.setattr(CompiledAcceptance, "__call__", judge_twice)
     target = drafter.require_binding().model
-    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+    fields, size = (NARROW, 8) if "tree" in way else (CHAIN, 6)
+    sampling: dict[str, Any] = {"do_sample": "sampled" in way}
+    if sampling["do_sample"]:
+        sampling |= {"top_k": 7 if "few" in way else 0, "top_p": 0.9}
+    with wishes(drafter, speculation_loop="own", acceleration="compile", **fields):
         for rows in (1, 3):
-            target.generate(
-                **left_padded(random_prompts(rows)),
-                max_new_tokens=30,
-                assistant_model=drafter,
-                do_sample=True,
-                top_p=0.9,
-            )
+            target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
     assert drafter.stats.fallbacks == []
     assert len(judged) > 8
-    for at_once, by_the_rule in judged:
-        for name in ("count", "best", "bonus"):
-            assert torch.equal(getattr(at_once, name), getattr(by_the_rule, name)), name
+    for at_once, eager in judged:
+        for name in ("count", "best", "bonus", "path"):
+            assert torch.equal(getattr(at_once, name), getattr(eager, name)), name
     kept = [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "accept"]
-    assert [shape[1:3] for shape in kept] == [(1, 6), (3, 6)]
+    assert [shape[1:3] for shape in kept] == [(1, size), (3, size)]
 
 
 def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
@@ -238,27 +276,28 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
     assert not [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "accept"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_hidden_states_are_those_of_the_eager_forward(family: str, uncompiled: None) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("paths", [[(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)], [(0,), (1,), (0, 0), (1, 0)]])
+def test_a_fixed_verification_is_the_eager_one(family: str, paths: list[tuple[int, ...]], uncompiled: None) -> None:
+    """Rows of unequal length, a chain and a tree, masks made in the graph or (windows) before it."""
     drafter = pair_of(family)
     binding = drafter.require_binding()
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
     )
-    forward = CompiledForward(drafter, CompiledSteps.of(drafter), cache, most_nodes=5, stats=SpeculationStats())
+    verify = CompiledVerification(binding, cache, CompiledSteps.of(drafter), most_nodes=5, stats=SpeculationStats())
     prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    tree = StaticTopology.from_paths(paths).tree(prompts[:, :5])
     with torch.no_grad(), binding.capturing():
         cache.place(20)
         binding.forward(prompts, cache.position_ids(), cache.attention_mask(), cache)
         cache.commit([20, 13])
-        cache.place(5)
-        inputs = (prompts[:, :5], cache.position_ids(), cache.attention_mask(), cache)
-        eager = binding.forward(*inputs)
-        forward(*inputs)  # makes the step
-        fixed = forward(*inputs)
+        eager = Verification(binding, cache)(tree)
+        verify(tree)  # makes the step
+        fixed = verify(tree)
     torch.testing.assert_close(fixed.logits, eager.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(fixed.aux, eager.aux, rtol=1e-4, atol=1e-4)
-    assert len(forward.steps.shapes) == 1
+    assert len(verify.steps.shapes) == 1
 
 
 # --- when it cannot be ------------------------------------------------------------------------------------------------
@@ -434,7 +473,7 @@ def test_packed_weights_write_the_plain_text_before_and_after_they_change(packed
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_text_is_the_plain_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chain and tree, verified by one graph of two layers: compile time grows with their number, what could go wrong
+    """Chain and tree, verified by graphs of two layers: compile time grows with their number, what could go wrong
     does not. The drafter's graphs are the same for every family, so one is enough to compile them for.
     """
     compile_ = compiled_steps._compile
@@ -449,11 +488,12 @@ def test_compiled_text_is_the_plain_text(family: str, monkeypatch: pytest.Monkey
         assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
         assert drafter.stats.fallbacks == []
     shapes = drafter.require_binding().compiled.shapes
-    # One verification for both, one for what is absorbed, one of each way to draft.
-    assert [sum(shape[0] == kind for shape in shapes) for kind in ("verify", "absorb")] == [1, 1]
-    assert len(shapes) == 4
+    # One of each way to draft, each its verification unless masks come from outside, and a tree its acceptance.
+    verifications = 1 if family in WINDOWED else 2
+    kinds = {"chain": 1, "tree": 1, "absorb": 1, "accept": 1, "verify": verifications}
+    assert Counter(kind for kind, *_ in shapes) == kinds
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == (len(shapes) if family == "gemma3" else 1), "a shape was compiled again"
+    assert graphs == (len(shapes) if family == "gemma3" else verifications), "a shape was compiled again"
 
 
 def is_verification(step: Callable) -> bool:
@@ -470,18 +510,18 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
     drafter = pair_of("llama", layers=2)
     target, inputs = drafter.require_binding().model, left_padded(random_prompts(2))
     numbers, chains = [], []
-    uniform, whole = compiled_drafting.uniform_numbers, compiled_drafting.CompiledDraftSession.draft_at_once
+    make, whole = compiled_drafting.chain_numbers, compiled_drafting.CompiledDraftSession.draft_at_once
 
     def keep_numbers(*args: Any) -> Tensor:
-        numbers.append(uniform(*args))
-        return numbers[-1]
+        numbers[:] = (made := make(*args)).unbind(1)
+        return made
 
     def keep_chain(self: Any, depth: int, **how: Any) -> Any:
         numbers.clear()
         chains.append((whole(self, depth, **how), list(numbers)))
         return chains[-1][0]
 
-    monkeypatch.setattr(compiled_drafting, "uniform_numbers", keep_numbers)
+    monkeypatch.setattr(compiled_drafting, "chain_numbers", keep_numbers)
     monkeypatch.setattr(compiled_drafting.CompiledDraftSession, "draft_at_once", keep_chain)
     with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20}
@@ -490,9 +530,9 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
     drawn = [chain for chain in chains if chain[0] is not None]
     assert len(drawn) > 3
     for chain, used in drawn:
-        assert ((chain.probs > 0).sum(-1) <= 20).all(), "warped as the target's"
+        assert chain.proposal.probs.shape[-1] == 20, "warped as the target's"
         for k, number in enumerate(used):
-            assert torch.equal(chain.draft_ids[:, k], draw(chain.probs[:, k], uniform=number))
+            assert torch.equal(chain.proposal.choices[:, k + 1], draw(chain.proposal.probs[:, k], numbers=number))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ ROOMS = [  # a room may import from itself and from those above it
     {"cache"},
     {"checkpoints"},
     {"memory"},
-    {"target_quantization", "target", "selftest"},
+    {"target_quantization", "target", "verification", "selftest"},
     {"quantization", "fixed_dtypes", "modeling_eagle31"},
     {"drafter"},
     {"drafting", "proposing", "compiled_steps", "acceleration", "compiled_drafting", "compiled_acceptance"},

@@ -25,12 +25,13 @@ from eagle31_hf.sampling import (
     accept_tree_rejection,
     choose_rule,
     draw,
+    draw_numbers,
     draw_without_replacement,
     rejection_acceptance,
     target_acceptance,
 )
 from eagle31_hf.topology import StaticTopology
-from eagle31_hf.tree import DraftTree, Proposal, TreeGrowth
+from eagle31_hf.tree import DraftTree, Proposal, TreeGrowth, chosen_ids
 
 V = 6
 ROWS = 20_000
@@ -73,10 +74,13 @@ def random_table(seed: int, sharpness: float = 1.5, size: int = V) -> Tensor:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def test_draw_follows_weights_and_skips_zeros() -> None:
+@pytest.mark.parametrize("width", [None, V])
+def test_draw_follows_weights_and_skips_zeros(width: int | None) -> None:
     weights = torch.tensor([0.0, 3.0, 1.0, 0.0, 2.0, 0.0])
-    outcomes = draw(weights.expand(ROWS, V), seeded())
-    assert chi_square(outcomes, weights / 6) > P_VALUE
+    (numbers,) = draw_numbers((ROWS, 1), width, weights.device, seeded()).unbind(1)
+    for outcomes in (draw(weights.expand(ROWS, V), numbers=numbers), draw(weights.expand(ROWS, V), seeded())):
+        assert chi_square(outcomes, weights / 6) > P_VALUE
+        assert set(outcomes.tolist()) == {1, 2, 4}
 
 
 def test_draw_keeps_the_share_of_rare_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +183,12 @@ def test_root_alone_yields_the_targets_token() -> None:
 Rule = Callable[..., Acceptance]
 
 
-def sampled_star(q: Tensor, children: int, seed: int, draft_to_target: Tensor | None = None) -> DraftTree:
+def sampled_star(q: Tensor, children: int, seed: int, support: Tensor | None = None) -> DraftTree:
     """A root with `children` draws from `q`."""
     drawn = draw_without_replacement(q.expand(ROWS, -1), children, seeded(seed))
     draft_ids = torch.nn.functional.pad(drawn, (1, 0))
-    tokens = draft_ids if draft_to_target is None else draft_to_target[draft_ids]
-    proposal = Proposal(q.expand(ROWS, 1, -1), draft_ids, draft_to_target)
+    tokens = draft_ids if support is None else support[draft_ids]
+    proposal = Proposal(q.expand(ROWS, 1, -1), draft_ids, support)
     return StaticTopology.from_paths([(rank,) for rank in range(children)]).tree(tokens, proposal)
 
 
@@ -217,9 +221,9 @@ def test_disjoint_support_is_never_accepted(accept: Rule) -> None:
 
 @pytest.mark.parametrize("children", [1, 3])
 def test_reduced_draft_vocabulary_is_lossless(children: int) -> None:
-    draft_to_target = torch.tensor([5, 0, 3, 1])  # in no order, as nothing promises one
+    support = torch.tensor([5, 0, 3, 1])  # in no order, as nothing promises one
     q = torch.tensor([0.1, 0.3, 0.4, 0.2])
-    tree = sampled_star(q, children, seed=10, draft_to_target=draft_to_target)
+    tree = sampled_star(q, children, seed=10, support=support)
     assert chi_square(first_tokens(accept_rejection, tree), P) > P_VALUE
 
 
@@ -263,8 +267,7 @@ def test_rejection_acceptance_reads_the_reduced_vocabulary() -> None:
 
 
 def test_residual_of_nothing_falls_back_to_the_target() -> None:
-    proposal = Proposal(P.expand(1, 1, V), torch.zeros(1, 2, dtype=torch.long))
-    assert torch.equal(sampling._residual(P[None], P[None], proposal), P[None])
+    assert torch.equal(sampling._residual(P[None], P[None], None), P[None])
 
 
 def accept_always(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator) -> Acceptance:
@@ -318,6 +321,36 @@ def draft_sampled_tree(last: Tensor, q_table: Tensor, generator: torch.Generator
     return topology.tree(ids, Proposal(q_table[ids[:, :3]], ids))
 
 
+def few(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The four likeliest of `q (..., V)` renormalised, and their ids: what top-k leaves a drafter."""
+    kept = q.topk(4)
+    return kept.values / kept.values.sum(-1, keepdim=True), kept.indices
+
+
+def draft_chain_of_few(last: Tensor, q_table: Tensor, generator: torch.Generator, drafts: int = 2) -> DraftTree:
+    tokens, choices, drawn_from = [last], [torch.zeros_like(last)[:, None]], []
+    numbers = draw_numbers((len(last), drafts), 4, last.device, generator)
+    for number in numbers.unbind(1):
+        drawn_from.append(few(q_table[tokens[-1]]))
+        choices.append(draw(drawn_from[-1][0], numbers=number)[:, None])
+        tokens.append(chosen_ids(choices[-1], drawn_from[-1][1]).squeeze(1))
+    return DraftTree.chain(torch.stack(tokens, 1), Proposal.of_levels(choices, *zip(*drawn_from, strict=True)))
+
+
+def draft_sampled_tree_of_few(last: Tensor, q_table: Tensor, generator: torch.Generator) -> DraftTree:
+    """Root with 3 children, the first with 2."""
+    topology = StaticTopology.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
+    probs, ids = few(q_table[last])
+    above = draw_without_replacement(probs, 3, generator)
+    children = ids.gather(1, above)
+    below_probs, below_ids = few(q_table[children])  # (B, 3, 4)
+    below = draw_without_replacement(below_probs[:, 0], 2, generator)
+    tokens = torch.cat([last[:, None], children, below_ids[:, 0].gather(1, below)], dim=1)
+    levels = ((probs, ids), (below_probs.flatten(0, 1), below_ids.flatten(0, 1)))
+    choices = (torch.zeros_like(last)[:, None], above, below)
+    return topology.tree(tokens, Proposal.of_levels(choices, *zip(*levels, strict=True)))
+
+
 def draft_dynamic_tree(last: Tensor, q_table: Tensor, generator: torch.Generator) -> DraftTree:
     growth = TreeGrowth.start(q_table[last].log(), 3)
     growth = growth.expand(q_table[growth.frontier.draft_ids].log())
@@ -357,6 +390,8 @@ def joint_distribution(num_tokens: int) -> Tensor:
         (accept_rejection, draft_longer_chain),
         (accept_tree_rejection, draft_chain),
         (accept_rejection, draft_sampled_tree),
+        (accept_rejection, draft_chain_of_few),
+        (accept_rejection, draft_sampled_tree_of_few),
         (accept_sampled_target, draft_chain),
         (accept_sampled_target, draft_sampled_tree),
         (accept_sampled_target, draft_dynamic_tree),
@@ -448,16 +483,16 @@ class HostSyncs(TorchDispatchMode):
 
 def test_no_rule_waits_for_the_device() -> None:
     last, q_table, p_table = torch.zeros(3, dtype=torch.long), random_table(2), random_table(1)
-    draft_to_target = torch.tensor([5, 0, 3, 1])
+    support = torch.tensor([5, 0, 3, 1])
     with HostSyncs() as syncs:
-        for draft in (draft_chain, draft_sampled_tree, draft_dynamic_tree):
+        for draft in (draft_chain, draft_chain_of_few, draft_sampled_tree, draft_dynamic_tree):
             tree = draft(last, q_table, seeded())
             probs = p_table[tree.tokens]
             accept_sampled_target(tree, probs).new_tokens(tree)
             accept_greedy(tree, probs.argmax(-1))
             if tree.proposal is not None:
                 accept_rejection(tree, probs).new_tokens(tree)
-        star = sampled_star(torch.full((4,), 0.25), 2, seed=1, draft_to_target=draft_to_target)
+        star = sampled_star(torch.full((4,), 0.25), 2, seed=1, support=support)
         accept_rejection(star, P.expand(ROWS, 3, V))
     assert syncs.found == []
 

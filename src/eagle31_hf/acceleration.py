@@ -1,12 +1,13 @@
 """Compiled steps, one graph per shape bucket: the target's verify forward here, the drafter's in `compiled_drafting`,
-the acceptance of sampled chains in `compiled_acceptance`.
+the acceptance of sampled chains and of trees in `compiled_acceptance`.
 
 `torch.compile` pays only where shapes repeat, so blocks are padded to a few node counts, rows to a few lengths
 (buckets of 256 slots, then doubling), and what is padded is masked. The first call at a new shape is served by the
 eager code, which is the reference: a graph that cannot be made, or that disagrees, is given up and the text goes on
 unchanged. Prefill and single tokens always stay eager.
 
-A chain of fixed length is one graph, whether its tokens are drawn or not; one that doubt may end is a graph per step.
+A chain of fixed length is one graph, whether its tokens are drawn or not, and so is a dynamic tree; a chain that doubt
+may end and a static tree take a graph per step. Graphs make their masks themselves, unless layers see only a window.
 On CUDA the graphs are replayed as CUDA graphs (`mode="reduce-overhead"`) and their outputs copied out of the pool.
 """
 
@@ -21,9 +22,10 @@ from torch.nn import functional as F
 from .cache import SpeculativeCache
 from .cache.fixed_shape import FixedShapeCache
 from .compiled_steps import CompiledSteps, Step
-from .drafter import Eagle31Drafter
 from .stats import SpeculationStats
 from .target import TargetBinding, TargetOutput
+from .tree import DraftTree
+from .verification import Verification
 
 Masks = Tensor | dict[str, Tensor | None] | None
 
@@ -103,77 +105,86 @@ class PlacedSteps:
                     torch._dynamo.mark_static_address(layer.values, guard=False)
 
 
-class CompiledForward:
-    """Verification forwards of one generation: called like `TargetBinding.forward`, compiled where shapes allow.
+class CompiledVerification(Verification):
+    """Verification forwards of one generation, compiled where shapes allow.
 
     Args:
-        drafter: attached to the target.
+        binding, cache: as in `Verification`; the cache with `capacity` and `block` as `slot_bucket` gives them.
         steps: this generation's.
-        cache: the target's, with `capacity` and `block` as `slot_bucket` gives them.
         most_nodes: most nodes of a round.
         stats: told why steps stay eager, if they do.
     """
 
     def __init__(
         self,
-        drafter: Eagle31Drafter,
-        steps: CompiledSteps,
+        binding: TargetBinding,
         cache: SpeculativeCache,
+        steps: CompiledSteps,
         *,
         most_nodes: int,
         stats: SpeculationStats,
     ):
-        self.binding = drafter.require_binding()
+        super().__init__(binding, cache)
         self.steps = steps
         self.most_nodes, self.stats = most_nodes, stats
         self.placed = PlacedSteps(cache)
         self.first_rows = cache.batch_size
         note_why_not(self.steps, stats)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, mask: Masks, cache: SpeculativeCache) -> TargetOutput:
-        """See `TargetBinding.forward`; logits of all tokens `(B, T, V)`."""
-        rows, size = tokens.shape
+    def _forward(self, tree: DraftTree) -> TargetOutput:
+        rows, size = tree.tokens.shape
         nodes = node_bucket(size, self.most_nodes)
         note_why_not(self.steps, self.stats)  # a draft step may have failed
         if self.steps.why_not or size == 1 or not self.placed.make_room(nodes):
-            return self.binding.forward(tokens, positions, mask, cache)
-        widths = cache.mask_widths
-        shape = ("verify", rows, nodes, *widths.items(), self.binding.model.config._attn_implementation)
+            return super()._forward(tree)
+        masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
+        attention = self.binding.model.config._attn_implementation
+        shape = ("verify", rows, nodes, masks_trees, *self.cache.mask_widths.items(), attention)
         known = self.steps.has(shape)
         if not known and rows != self.first_rows:  # a batch that loses rows is not worth a graph for each number
-            return self.binding.forward(tokens, positions, mask, cache)
-        inputs = self._inputs(tokens, positions, self._masks(mask, widths, rows, nodes), nodes)
+            return super()._forward(tree)
+        inputs = self._inputs(tree, (rows, nodes), tree.ancestors if masks_trees else None)
         outputs = self.steps.run(shape, inputs)
         if outputs is not None:
             logits, aux = outputs
             return TargetOutput(logits[:, :size], aux[:, :size])
-        output = self.binding.forward(tokens, positions, mask, cache)
+        output = super()._forward(tree)
         if not known:
             self.steps.add(shape, _verify_step(self.binding), inputs, output.logits)
         note_why_not(self.steps, self.stats)
         return output
 
-    def _inputs(self, tokens: Tensor, positions: Tensor, masks: Masks, nodes: int) -> tuple:
-        buffers, shape = self.placed.inputs, (tokens.shape[0], nodes)
+    def _inputs(self, tree: DraftTree, shape: tuple[int, int], ancestors: Tensor | None) -> tuple:
+        """What a graph reads; masks only where it cannot make them itself."""
+        fill, (rows, nodes) = self.placed.inputs.fill, shape
         self.placed.point_at(0, nodes)
+        depths = F.pad(tree.depths, (0, nodes - tree.size))  # padding has the root's position, which is a valid one
         return (
-            buffers.fill("tokens", tokens, shape),
-            buffers.fill("positions", positions, shape),
-            masks,
+            fill("tokens", tree.tokens, shape),
+            fill("depths", depths, shape),
+            None if ancestors is None else fill("ancestors", ancestors, (rows, nodes, nodes)),
+            self._masks(tree, rows, nodes) if self.cache.has_windows else None,
             self.placed.fixed,
         )
 
-    def _masks(self, mask: Masks, widths: dict[str, int], rows: int, nodes: int) -> Masks:
+    def _masks(self, tree: DraftTree, rows: int, nodes: int) -> Masks:
+        mask, widths, fill = self._mask(tree), self.cache.mask_widths, self.placed.inputs.fill_mask
         assert mask is not None, "only single tokens go without a mask"
         if isinstance(mask, Tensor):
             (width,) = widths.values()
-            return self.placed.inputs.fill_mask("mask", mask, (rows, 1, nodes, width))
-        fill = self.placed.inputs.fill_mask
+            return fill("mask", mask, (rows, 1, nodes, width))
         return {kind: fill(kind, mask[kind], (rows, 1, nodes, width)) for kind, width in widths.items()}  # type: ignore[arg-type]
 
 
 def _verify_step(binding: TargetBinding) -> Step:
-    def verify(tokens: Tensor, positions: Tensor, masks: Masks, cache: FixedShapeCache) -> tuple[Tensor, Tensor]:
+    dtype = binding.compute_dtype
+
+    def verify(
+        tokens: Tensor, depths: Tensor, ancestors: Tensor | None, masks: Masks, cache: FixedShapeCache
+    ) -> tuple[Tensor, Tensor]:
+        positions = cache.block.slots[:, :1] + depths  # (B, N)
+        if masks is None:
+            masks = cache.by_type(cache.block_mask(dtype, ancestors))
         output = binding.forward(tokens, positions, masks, cache)
         return output.logits, output.aux  # type: ignore[return-value]
 

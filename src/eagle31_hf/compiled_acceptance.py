@@ -1,56 +1,99 @@
-"""A sampled chain's acceptance in one graph: the target's processors, its probabilities, rejection and the next draw.
+"""Acceptance in one graph: the target's processors and probabilities, and a sampled chain or any tree judged by them.
 
-Eager, these are some thirty small operations over `(B, N, V)` scores, a tenth of a round on a small target.
+Eager, these are some thirty small operations over `(B, N, V)` scores, a tenth of a round on a small target. A greedy
+chain takes so few that a graph would not pay.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from .acceleration import InputBuffers
 from .compiled_steps import CompiledSteps, Step
-from .drafter import Eagle31Drafter
 from .processing import DraftWarping
-from .sampling import Acceptance, chain_acceptance, judge_block, rejection_numbers
+from .sampling import (
+    Acceptance,
+    AcceptanceRule,
+    accept_greedy,
+    chain_acceptance,
+    draw,
+    judge_block,
+    likeliest,
+    rejection_numbers,
+    uniform_numbers,
+)
 from .tree import DraftTree, Proposal
 
 
 class CompiledAcceptance:
-    """Rejection sampling of one generation's whole chains.
+    """One generation's acceptance of drafts of one size: chains by rejection, trees by what the target chooses.
 
     Args:
-        drafter: attached to the target.
         steps: this generation's.
+        rule: what decides.
         warping: the target's processors, which look at scores alone.
-        nodes: of a whole chain, root included; shorter ones are rare and stay eager.
+        nodes: of a whole draft, root included; smaller ones are rare and stay eager.
         batch_size: rows to begin with; a batch that loses rows is not worth a graph for each number.
     """
 
     def __init__(
-        self, drafter: Eagle31Drafter, steps: CompiledSteps, warping: DraftWarping, *, nodes: int, batch_size: int
+        self, steps: CompiledSteps, rule: AcceptanceRule, warping: DraftWarping, *, nodes: int, batch_size: int
     ):
-        self.draft_ids, self.warping, self.nodes, self.first_rows = drafter.draft_ids, warping, nodes, batch_size
-        self.steps = steps
+        self.rule, self.warping, self.nodes, self.first_rows = rule, warping, nodes, batch_size
+        self.steps, self.depth = steps, 0  # of the deepest draft so far
         self.inputs = InputBuffers()
 
     def __call__(self, tree: DraftTree, logits: Tensor) -> Acceptance | None:
-        """As `accept_rejection` on the probabilities of `logits (B, N, V)`; `None` where no graph can do it."""
+        """What the rule makes of the target's `logits (B, N, V)`; `None` where no graph can do it."""
         rows, size = tree.tokens.shape
-        shape = ("accept", rows, size, self.warping.key)
-        if self.steps.why_not or size != self.nodes or not tree.is_chain or tree.proposal is None:
+        of_chain = tree.is_chain
+        self.depth = max(tree.max_depth, self.depth)
+        if size != self.nodes or tree.max_depth < self.depth or of_chain != (self.rule is AcceptanceRule.REJECTION):
             return None
+        way = (self.rule, self.warping.key)
+        shape = ("accept", rows, size, tree.max_depth, tree.max_children, way)
         known = self.steps.has(shape)
-        if not known and (rows != self.first_rows or not self.steps.takes("accept", shape[-1])):
+        if self.steps.why_not or (not known and not (rows == self.first_rows and self.steps.takes("accept", way))):
             return None
-        fill, proposal = self.inputs.fill, tree.proposal
-        named = {"logits": logits, "tokens": tree.tokens, "probs": proposal.probs, "draft_ids": proposal.draft_ids}
-        inputs = tuple(fill(name, tensor, tuple(tensor.shape)) for name, tensor in named.items())
-        inputs += rejection_numbers(tree)
+        inputs = self._chain_inputs(tree, logits) if of_chain else self._tree_inputs(tree, logits)
         if not known:
-            probs = warped_probs(self.warping, logits)
-            self.steps.add(shape, _acceptance_step(self.warping, self.draft_ids), inputs, probs)
+            step = (
+                _chain_step(self.warping) if of_chain else _tree_step(tree.max_depth, tree.max_children, self._choose)
+            )
+            expected = (
+                warped_probs(self.warping, logits)
+                if of_chain
+                else _logits_of(logits, self._choose(logits, inputs[-1]))  # by the same numbers
+            )
+            self.steps.add(shape, step, inputs, expected)
         outputs = self.steps.run(shape, inputs)
-        return None if outputs is None else chain_acceptance(tree, *outputs[1:])
+        if outputs is None:
+            return None
+        return chain_acceptance(tree, *outputs[1:]) if of_chain else Acceptance(*outputs[1:])
+
+    def _chain_inputs(self, tree: DraftTree, logits: Tensor) -> tuple:
+        proposal = tree.proposal
+        assert proposal is not None, "rejection sampling needs the distribution the drafts were drawn from"
+        tensors = (
+            *self._filled(logits=logits, tokens=tree.tokens, probs=proposal.probs, choices=proposal.choices),
+            None if proposal.support is None else self._filled(support=proposal.support)[0],
+        )
+        return *tensors, *rejection_numbers(tree)
+
+    def _tree_inputs(self, tree: DraftTree, logits: Tensor) -> tuple:
+        fields = {name: getattr(tree, name) for name in ("tokens", "parents", "depths", "ancestors")}
+        draws = self.rule is AcceptanceRule.SAMPLED_TARGET
+        numbers = uniform_numbers((*tree.tokens.shape, 1), logits.device) if draws else None
+        return *self._filled(logits=logits, **fields), numbers
+
+    def _filled(self, **tensors: Tensor) -> list[Tensor]:
+        return [self.inputs.fill(name, tensor, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+    def _choose(self, logits: Tensor, numbers: Tensor | None) -> Tensor:
+        """The target's token after each node, `(B, N)`."""
+        return likeliest(logits) if numbers is None else draw(warped_probs(self.warping, logits), numbers=numbers)
 
 
 def warped_probs(warping: DraftWarping, logits: Tensor) -> Tensor:
@@ -58,12 +101,35 @@ def warped_probs(warping: DraftWarping, logits: Tensor) -> Tensor:
     return warping(logits.flatten(0, 1)).softmax(-1).view(logits.shape)
 
 
-def _acceptance_step(warping: DraftWarping, draft_ids: Tensor | None) -> Step:
+def _chain_step(warping: DraftWarping) -> Step:
     def accept(
-        logits: Tensor, tokens: Tensor, probs: Tensor, drafted: Tensor, draft_numbers: Tensor, bonus_number: Tensor
+        logits: Tensor,
+        tokens: Tensor,
+        probs: Tensor,
+        choices: Tensor,
+        support: Tensor | None,
+        draft_numbers: Tensor,
+        bonus_number: Tensor,
     ) -> tuple[Tensor, ...]:
         target_probs = warped_probs(warping, logits)
-        proposal = Proposal(probs, drafted, draft_ids)
+        proposal = Proposal(probs, choices, support)
         return target_probs, *judge_block(tokens, proposal, target_probs, draft_numbers, bonus_number)
+
+    return accept
+
+
+def _logits_of(logits: Tensor, choice: Tensor) -> Tensor:
+    """Of the chosen tokens, `(B, N)`: what a tree's graph is checked by."""
+    return logits.gather(2, choice[..., None]).squeeze(2)
+
+
+def _tree_step(max_depth: int, max_children: int, choose: Callable[[Tensor, Tensor | None], Tensor]) -> Step:
+    def accept(
+        logits: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, numbers: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        tree = DraftTree(tokens, parents, depths, ancestors, max_depth, max_children)
+        choice = choose(logits, numbers)
+        accepted = accept_greedy(tree, choice)
+        return _logits_of(logits, choice), accepted.path, accepted.count, accepted.bonus, accepted.best
 
     return accept

@@ -5,7 +5,7 @@ See `acceleration` for what is compiled when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from .compiled_steps import CompiledSteps, Step
 from .drafter import Eagle31Drafter
 from .drafting import Belief, DraftSession, DraftState, WholeChain
 from .processing import DraftWarping
-from .sampling import draw, uniform_numbers
+from .proposing import chain_numbers, grow_tree
+from .sampling import draw
+from .tree import DraftTree, Proposal, chosen_ids
 
 
 class CompiledDraftSession(DraftSession):
@@ -31,6 +33,7 @@ class CompiledDraftSession(DraftSession):
         self.steps = CompiledSteps.of(drafter)
         self.placed = PlacedSteps(self.cache)
         self.first_rows = batch_size
+        self.tree_depth = 0  # of the deepest tree so far
         self.chain_depth = 0  # of the deepest chain so far; shallower ones are cut from it
 
     def draft_at_once(self, depth: int, *, sample: bool, warping: DraftWarping | None = None) -> WholeChain | None:
@@ -45,27 +48,70 @@ class CompiledDraftSession(DraftSession):
         known = self.steps.has(shape)
         if not known and (rows != self.first_rows or not self.steps.takes("chain", way)):
             return None
-        inputs = self._chain_inputs(depth, deepest, sample=sample)
+        inputs = self._chain_inputs(depth, deepest, sample=sample, warping=warping)
         if not known:
             chain = _DraftChain(self.drafter, deepest, sample=sample, warping=warping)
-            expected = chain.belief(self.root.logits[:, 0])[:, None] if sample else None
+            expected = chain.belief(self.root.logits[:, 0])[0][:, None] if sample else None
             self.steps.add(shape, chain.as_step(), inputs, expected)
         outputs = self.steps.run(shape, inputs)
         if outputs is None:
             return None
-        probs, tokens, draft_ids = outputs
-        return WholeChain(tokens[:, :depth], draft_ids[:, :depth], probs[:, :depth] if sample else None)
+        return _whole_chain(outputs, depth, self.drafter.draft_ids)
 
-    def _chain_inputs(self, depth: int, deepest: int, *, sample: bool) -> tuple:
+    def tree_at_once(self, roots: Tensor, depth: int, *, top_k: int, size: int) -> DraftTree | None:
+        self.tree_depth = deepest = max(depth, self.tree_depth)
+        rows, nodes = self.cache.batch_size, top_k * (depth - 1)  # that are stepped over
+        if self.steps.why_not or not nodes:
+            return None
+        if depth < deepest:  # the last of a text, not worth a graph
+            step, ids = super().step, self.drafter.draft_ids
+            return grow_tree(self.root, step, ids, roots, depth, top_k=top_k, size=size)
+        self.cache.place(1)
+        if not self.placed.make_room(nodes):
+            return None
+        (slots,) = self.cache.mask_widths.values()
+        shape = ("tree", rows, depth, top_k, size, slots)
+        known = self.steps.has(shape)
+        if not known and rows != self.first_rows:
+            return None
+        inputs = self._tree_inputs(roots, depth - 1, nodes)
+        if not known:
+            first = _logits_of_first_level(self.root, super().step, self.target_ids, top_k)
+            self.steps.add(shape, _tree_step(self.drafter, depth, top_k=top_k, size=size), inputs, first)
+        outputs = self.steps.run(shape, inputs)
+        if outputs is None:
+            return None
+        _, scores, tokens, parents, depths, ancestors = outputs
+        nodes = tokens.shape[1]
+        return DraftTree(
+            tokens, parents, depths, ancestors,
+            max_depth=min(depth, nodes - 1), max_children=min(top_k, nodes - 1), scores=scores,
+        )  # fmt: skip
+
+    def _tree_inputs(self, roots: Tensor, depths: int, nodes: int) -> tuple:
+        fill, root = self.placed.inputs.fill, self.root
+        self._rotary_at(depths)
+        assert self._rotary is not None, "just made"
+        cos, sin = (table[:, :depths] for table in self._rotary)  # (B, depths, d)
+        self.placed.point_at(0, nodes)
+        return (
+            fill("root", root.logits, tuple(root.logits.shape)),
+            fill("feedback", root.feedback, tuple(root.feedback.shape)),
+            fill("roots", roots, tuple(roots.shape)),
+            (fill("cos", cos, tuple(cos.shape)), fill("sin", sin, tuple(sin.shape))),
+            self.placed.fixed,
+        )
+
+    def _chain_inputs(self, depth: int, deepest: int, *, sample: bool, warping: DraftWarping | None) -> tuple:
         fill, root = self.placed.inputs.fill, self.root
         self._rotary_at(deepest)
         assert self._rotary is not None, "just made"
         cos, sin = (table[:, :deepest] for table in self._rotary)  # (B, deepest, d)
         self.placed.point_at(0, deepest)
         numbers = None
-        if sample:  # as many as a chain of this depth drawn step by step takes, in the same order
-            drawn = [uniform_numbers((root.logits.shape[0], 1), self.device) for _ in range(depth)]
-            numbers = fill("numbers", torch.stack(drawn, 1), (len(drawn[0]), deepest, 1))
+        if sample:  # those a chain of this depth drawn step by step takes
+            numbers = chain_numbers(root.logits, depth, warping)
+            numbers = fill("numbers", numbers, (len(numbers), deepest, numbers.shape[2]))
         return (
             fill("root", root.logits, tuple(root.logits.shape)),
             fill("feedback", root.feedback, tuple(root.feedback.shape)),
@@ -160,20 +206,11 @@ def _draft_step(drafter: Eagle31Drafter) -> Step:
         cache: FixedShapeCache,
     ) -> tuple[Tensor, Tensor]:
         if mask is None:
-            mask = _causal_mask(cache, feedback.dtype)
+            mask = cache.block_mask(feedback.dtype)
         out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
         return drafter.draft_logits(out.normed), out.feedback
 
     return draft
-
-
-def _causal_mask(cache: FixedShapeCache, dtype: torch.dtype) -> Tensor:
-    """Additive `(B, 1, T, S)`: a row sees its slots up to the one it writes."""
-    slots = cache.block.slots  # (B, T)
-    columns = torch.arange(cache.layers[0].keys.shape[2], device=slots.device)
-    hidden = columns > slots[:, None, :, None]  # (B, 1, T, S)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
-    return mask.masked_fill(hidden, torch.finfo(dtype).min)
 
 
 def _believing(step: Step) -> Step:
@@ -196,12 +233,47 @@ def _absorb_step(drafter: Eagle31Drafter) -> Step:
         tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], last: Tensor, cache: FixedShapeCache
     ) -> tuple[Tensor, ...]:
         hidden = drafter.fuse_aux(aux)
-        out = drafter.decode(drafter.embed(tokens), hidden, rotary, _causal_mask(cache, hidden.dtype), cache)
+        out = drafter.decode(drafter.embed(tokens), hidden, rotary, cache.block_mask(hidden.dtype), cache)
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         logits = drafter.draft_logits(out.normed[rows, last][:, None])  # (B, 1, Vd)
         return logits, out.feedback[rows, last][:, None], *Belief.of(logits[:, 0])
 
     return absorb
+
+
+def _logits_of_first_level(
+    root: DraftState, step: Callable[..., DraftState], target_ids: Callable[[Tensor], Tensor], top_k: int
+) -> Tensor:
+    """What a tree's graph is checked by: logits `(B, top_k, Vd)` of the root's children."""
+    children = root.logits[:, 0].float().topk(top_k).indices  # (B, top_k)
+    alone = torch.eye(top_k, dtype=torch.bool, device=children.device).expand(len(children), -1, -1)
+    feedback = root.feedback.expand(-1, top_k, -1)
+    return step(target_ids(children), feedback, after=0, depth=0, ancestors=alone).logits
+
+
+def _tree_step(drafter: Eagle31Drafter, depth: int, *, top_k: int, size: int) -> Step:
+    ids = drafter.draft_ids
+
+    def tree(
+        root: Tensor, feedback: Tensor, roots: Tensor, rotary: tuple[Tensor, Tensor], cache: FixedShapeCache
+    ) -> tuple[Tensor, ...]:
+        slots = cache.block.slots  # (B, top_k * (depth - 1))
+
+        def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
+            cache.block.slots = slots[:, after : after + top_k]
+            cos, sin = (table[:, depth : depth + 1] for table in rotary)
+            mask = cache.block_mask(feedback.dtype, ancestors)
+            out = drafter.decode(drafter.embed(tokens), feedback, (cos, sin), mask, cache)
+            levels.append(drafter.draft_logits(out.normed))
+            return DraftState(levels[-1], out.feedback)
+
+        levels: list[Tensor] = []
+        grown = grow_tree(DraftState(root, feedback), step, ids, roots, depth, top_k=top_k, size=size)
+        cache.block.slots = slots
+        assert grown.scores is not None, "a dynamic tree has them"
+        return levels[0], grown.scores, grown.tokens, grown.parents, grown.depths, grown.ancestors
+
+    return tree
 
 
 class _DraftChain:
@@ -216,12 +288,14 @@ class _DraftChain:
     def __init__(self, drafter: Eagle31Drafter, depth: int, *, sample: bool, warping: DraftWarping | None):
         self.drafter, self.depth, self.sample, self.warping = drafter, depth, sample, warping
 
-    def belief(self, logits: Tensor) -> Tensor:
-        """What is drawn from, `(B, Vd)` float32."""
-        return (logits.float() if self.warping is None else self.warping(logits)).softmax(-1)
+    def belief(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is drawn from, `(B, S)` float32, and the target ids of its entries: see `Proposal.support`."""
+        reduced = self.drafter.draft_ids
+        ranked, ids = (logits.float(), None) if self.warping is None else self.warping.candidates(logits)
+        return ranked.softmax(-1), reduced if ids is None else ids if reduced is None else reduced[ids]
 
     def as_step(self) -> Step:
-        """What each token was drawn from `(B, depth, Vd)` (of a greedy chain, nothing), target ids, draft ids."""
+        """Of a sampled chain `Proposal.probs`, tokens, choices and supports, if they differ; of a greedy one tokens."""
         depth, sample, belief = self.depth, self.sample, self.belief
         ids, draft = self.drafter.draft_ids, _draft_step(self.drafter)
 
@@ -229,21 +303,36 @@ class _DraftChain:
             root: Tensor, feedback: Tensor, rotary: tuple[Tensor, Tensor], numbers: Tensor, cache: FixedShapeCache
         ) -> tuple[Tensor, ...]:
             slots, logits = cache.block.slots, root
-            beliefs, choices, tokens = [], [], []
+            tokens: list[Tensor] = []  # (B, 1) each
+            choices, drawn_from = [torch.zeros_like(slots[:, :1])], []
             for k in range(depth):
                 if sample:
-                    beliefs.append(belief(logits[:, -1]))
-                    choices.append(draw(beliefs[-1], uniform=numbers[:, k]))
+                    drawn_from.append(belief(logits[:, -1]))
+                    probs, support = drawn_from[-1]
+                    choices.append(draw(probs, numbers=numbers[:, k])[:, None])
+                    tokens.append(chosen_ids(choices[-1], support))
                 else:
-                    choices.append(logits[:, -1].argmax(-1))
-                tokens.append(choices[-1] if ids is None else ids[choices[-1]])
+                    tokens.append(chosen_ids(logits[:, -1].argmax(-1)[:, None], ids))
                 if k + 1 < depth:
                     here = slice(k, k + 1)
                     cache.block.slots = slots[:, here]
                     cos, sin = (table[:, here] for table in rotary)
-                    logits, feedback = draft(tokens[-1][:, None], feedback, (cos, sin), None, cache)
+                    logits, feedback = draft(tokens[-1], feedback, (cos, sin), None, cache)
             cache.block.slots = slots
-            probs = torch.stack(beliefs, 1) if sample else logits.new_zeros(0)
-            return probs, torch.stack(tokens, 1), torch.stack(choices, 1)
+            drafted = torch.cat(tokens, 1)
+            if not sample:
+                return (drafted,)
+            proposal = Proposal.of_levels(choices, *zip(*drawn_from, strict=True))
+            own = () if proposal.support is None or proposal.support.dim() == 1 else (proposal.support,)
+            return proposal.probs, drafted, proposal.choices, *own
 
         return chain
+
+
+def _whole_chain(outputs: tuple[Tensor, ...], depth: int, reduced: Tensor | None) -> WholeChain:
+    """The first `depth` tokens of what `_DraftChain.as_step` gave."""
+    if len(outputs) == 1:
+        return WholeChain(outputs[0][:, :depth], None)
+    probs, tokens, choices, *own = outputs
+    support = own[0][:, :depth] if own else reduced
+    return WholeChain(tokens[:, :depth], Proposal(probs[:, :depth], choices[:, : depth + 1], support))

@@ -153,7 +153,8 @@ class CompiledSteps:
 
 def _require_agreement(found: Tensor, expected: Tensor) -> None:
     found = found[tuple(slice(size) for size in expected.shape)]
-    error = ((found - expected).abs().max() / (expected.max() - expected.min())).item()
+    spread = (expected.max() - expected.min()).clamp(min=torch.finfo(expected.dtype).tiny)
+    error = ((found - expected).abs().max() / spread).item()
     if not error <= LARGEST_ERRORS.get(expected.dtype, LARGEST_ROUNDING_ERROR):
         raise ArithmeticError(f"the compiled step is off by {error:.2g} of the logits' range")
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledForward, slot_bucket
+from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledVerification, slot_bucket
 from .cache import SpeculativeCache
 from .compiled_acceptance import CompiledAcceptance
 from .compiled_drafting import CompiledDraftSession
@@ -37,6 +37,7 @@ from .sampling import (
 from .stats import PhaseClock
 from .target import TargetBinding
 from .tree import DraftTree
+from .verification import Verification
 
 __all__ = ["DecodingRequest", "DraftShape", "SpeculativeDecoder"]
 
@@ -97,26 +98,28 @@ class SpeculativeDecoder:
             block=max(self.chunk, shape.draft_block),
         )
         steps = session.steps if isinstance(session, CompiledDraftSession) else None
-        self.verify_forward = (
-            CompiledForward(drafter, steps, self.cache, most_nodes=shape.nodes, stats=request.stats)
+        self.verify = (
+            CompiledVerification(self.binding, self.cache, steps, most_nodes=shape.nodes, stats=request.stats)
             if steps is not None and cache_type == "full"  # compiled code reads the buffers as they are
-            else self.binding.forward
+            else Verification(self.binding, self.cache)
         )
         self.accept_at_once = (
             CompiledAcceptance(
-                drafter, steps, request.processing.draft_warping(), nodes=shape.nodes, batch_size=batch_size
+                steps, self.rule, request.processing.draft_warping(), nodes=shape.nodes, batch_size=batch_size
             )
-            if steps is not None and self._draws_whole_chains()
+            if steps is not None and self._judges_by_scores_alone()
             else None
         )
         request.stats.cache_type = cache_type
 
-    def _draws_whole_chains(self) -> bool:
-        """Whether rounds verify sampled chains of one length, by scores that nobody else asks for."""
+    def _judges_by_scores_alone(self) -> bool:
+        """Whether rounds verify trees, or sampled chains of one length, by scores that nobody else asks for."""
         request, shape = self.request, self.shape
         if request.keep_scores or request.keep_logits or not request.processing.fits_draft_vocabulary:
             return False
-        return self.rule is AcceptanceRule.REJECTION and shape.top_k == 1 and shape.floor == 0
+        if self.rule is AcceptanceRule.GREEDY:
+            return shape.top_k > 1 and request.processing.is_empty
+        return self.rule is AcceptanceRule.SAMPLED_TARGET or (shape.top_k == 1 and shape.floor == 0)
 
     def run(self) -> Tensor:
         """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
@@ -236,14 +239,8 @@ class SpeculativeDecoder:
 
     def _verify(self, tree: DraftTree) -> tuple[Tensor, Tensor | None]:
         """Logits `(B, N, V)` and, for a drafter, hidden states `(B, N, A*Ht)` of every node, in one target forward."""
-        cache = self.cache
-        cache.place(tree.size)
-        chain = tree.is_chain
-        mask = cache.attention_mask(
-            None if chain else tree.ancestors, None if chain else tree.depths, self.binding.compute_dtype
-        )
         with self.binding.capturing() if self.session is not None else nullcontext():
-            out = self.verify_forward(tree.tokens, cache.position_ids(tree.depths), mask, cache)
+            out = self.verify(tree)
         return out.logits, out.aux
 
     def _node_scores(self, tree: DraftTree, logits: Tensor) -> Tensor:

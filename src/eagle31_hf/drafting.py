@@ -17,6 +17,7 @@ from torch import Tensor
 from .cache import SpeculativeCache
 from .drafter import Eagle31Drafter
 from .processing import DraftWarping
+from .tree import DraftTree, Proposal
 
 
 class Belief(NamedTuple):
@@ -59,11 +60,10 @@ class DraftState:
 
 
 class WholeChain(NamedTuple):
-    """Drafted tokens as target and as draft ids, `(B, K)`, and what they were drawn from, `(B, K, Vd)` float32."""
+    """Drafted tokens `(B, K)`, target ids, and what they were drawn from, if they were."""
 
     tokens: Tensor
-    draft_ids: Tensor
-    probs: Tensor | None
+    proposal: Proposal | None
 
 
 class DraftSession:
@@ -165,6 +165,10 @@ class DraftSession:
             sample: draw from the drafter's distribution instead of taking the likeliest token.
             warping: the target's processors on draft logits.
         """
+        return None
+
+    def tree_at_once(self, roots: Tensor, depth: int, *, top_k: int, size: int) -> DraftTree | None:
+        """A dynamic tree as `proposing.grow_tree` makes it, where it can be had in one go; `None`: level by level."""
         return None
 
     def _decode(

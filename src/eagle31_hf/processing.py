@@ -51,10 +51,42 @@ class DraftWarping:
     def __init__(self, processors: Sequence[Any]):
         self._processors = list(processors)
         self.key = tuple((type(p).__name__, *sorted(vars(p).items())) for p in self._processors)
+        first = _top_k_that_compares_first(self._processors)
+        self._top_k: int | None = None if first is None else first.top_k
+        self._after_top_k = [processor for processor in self._processors if processor is not first]
 
     def __call__(self, logits: Tensor, _drafted: Sequence[Tensor] = ()) -> Tensor:
         """Float32 scores of logits `(B, Vd)`."""
         return ScoreProcessing._run(self._processors, torch.empty(0), logits.float())
+
+    def width(self, vocabulary: int, at_least: int = 1) -> int | None:
+        """How many `candidates` there are, if that is less than the vocabulary."""
+        return self._top_k if self._top_k is not None and at_least <= self._top_k < vocabulary else None
+
+    def candidates(self, logits: Tensor, at_least: int = 1) -> tuple[Tensor, Tensor | None]:
+        """Scores `(B, S)` of the tokens that may be drawn, and which these are, `(B, S)`; `None`: all of them.
+
+        Where top-k comes before all that depends on other scores, nothing else is looked at. Of tokens that tie for the
+        last place stock top-k keeps all and this only some: drafts may be drawn from any distribution that is known.
+
+        Args:
+            at_least: fewer candidates than this are filled up by all of the vocabulary.
+        """
+        width = self.width(logits.shape[-1], at_least)
+        if width is None:
+            return self(logits), None
+        likeliest, ids = logits.topk(width)
+        return ScoreProcessing._run(self._after_top_k, torch.empty(0), likeliest.float()), ids
+
+
+def _top_k_that_compares_first(processors: Sequence[Any]) -> stock.TopKLogitsWarper | None:
+    """Top-k, if nothing before it looks at more than each score alone."""
+    for processor in processors:
+        if isinstance(processor, stock.TopKLogitsWarper):
+            return processor
+        if not isinstance(processor, stock.TemperatureLogitsWarper):
+            return None
+    return None
 
 
 class ScoreProcessing:

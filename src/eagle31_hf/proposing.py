@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .drafting import Belief, DraftSession, DraftState, WholeChain
+from .drafting import Belief, DraftSession, DraftState
 from .generation_settings import DraftLength
 from .processing import DraftWarping
-from .sampling import draw, draw_without_replacement, likeliest
+from .sampling import draw, draw_numbers, draw_without_replacement, likeliest
 from .topology import StaticTopology
-from .tree import DraftTree, Proposal, TreeGrowth
+from .tree import DraftTree, Proposal, TreeGrowth, chosen_ids
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).
 DraftScores = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -40,30 +40,28 @@ def propose_chain(
         length: most tokens, and the doubt that ends a chain earlier (for all rows at once).
         sample: draw from `q` instead of taking the likeliest token.
         scores: the target's processors on draft logits; `None` leaves them as they are.
+
+    Where top-k decides what may be drawn, only that many candidates are drawn from and remembered.
     """
     if length.floor == 0 and (scores is None or isinstance(scores, DraftWarping)):
         whole = session.draft_at_once(length.depth, sample=sample, warping=scores)
         if whole is not None:
-            return _as_drafted(whole, roots, session.drafter.draft_ids)
+            return DraftTree.chain(torch.cat((roots[:, None], whole.tokens), dim=1), whole.proposal)
     state = session.root
-    tokens, draft_ids, sampled_from = [roots], [roots], []
-    reduced = session.drafter.draft_ids
+    tokens, choices, drawn_from = [roots], [torch.zeros_like(roots)[:, None]], []
+    numbers = chain_numbers(session.root.logits, length.depth, scores) if sample else None  # (B, depth, 1 or S)
     confidence = [1.0] * roots.shape[0]  # of each row, how sure the drafter has been of every step so far
     for step in range(length.depth):
-        logits = state.logits[:, 0]  # (B, Vd)
-        ranked = logits if scores is None else scores(logits, tokens[1:])  # (B, Vd) or (B, V)
+        ranked, support = _ranked(session, state.logits[:, 0], scores, tokens[1:])  # (B, S)
         if sample or length.floor:
             belief = state.belief if scores is None else Belief.of(ranked)
-            choice = draw(belief.probs) if sample else belief.likeliest
+            choice = belief.likeliest if numbers is None else draw(belief.probs, numbers=numbers[:, step])
             if sample:
-                sampled_from.append(belief.probs)
+                choices.append(choice[:, None])
+                drawn_from.append((belief.probs, support))
         else:
             choice = likeliest(ranked)
-        in_draft_vocabulary = ranked.shape[-1] == logits.shape[-1]
-        draft_ids.append(choice)
-        tokens.append(session.target_ids(choice) if in_draft_vocabulary else choice)
-        if not in_draft_vocabulary:
-            reduced = None
+        tokens.append(chosen_ids(choice[:, None], support).squeeze(1))
         if step + 1 == length.depth:
             break
         if length.floor:
@@ -73,13 +71,28 @@ def propose_chain(
             if max(confidence) < length.floor:
                 break
         state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
-    proposal = Proposal(torch.stack(sampled_from, 1), torch.stack(draft_ids, 1), reduced) if sample else None
+    proposal = Proposal.of_levels(choices, *zip(*drawn_from, strict=True)) if sample else None
     return DraftTree.chain(torch.stack(tokens, 1), proposal)
 
 
-def _as_drafted(whole: WholeChain, roots: Tensor, draft_to_target: Tensor | None) -> DraftTree:
-    tokens, draft_ids = (torch.cat((roots[:, None], ids), dim=1) for ids in (whole.tokens, whole.draft_ids))
-    return DraftTree.chain(tokens, None if whole.probs is None else Proposal(whole.probs, draft_ids, draft_to_target))
+def chain_numbers(logits: Tensor, depth: int, scores: DraftScores | None) -> Tensor:
+    """Random numbers `(B, depth, 1 or S)` to draw a chain by, after draft logits `(B, T, Vd)`."""
+    width = scores.width(logits.shape[-1]) if isinstance(scores, DraftWarping) else None
+    return draw_numbers((len(logits), depth), width, logits.device)
+
+
+def _ranked(
+    session: DraftSession, logits: Tensor, scores: DraftScores | None, drafted: Sequence[Tensor] = (), at_least: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Scores `(B, S)` of at least so many candidates after draft logits `(B, Vd)`, and their `Proposal.support`."""
+    reduced = session.drafter.draft_ids
+    if scores is None:
+        return logits, reduced
+    if isinstance(scores, DraftWarping):
+        ranked, draft_ids = scores.candidates(logits, at_least)
+        return ranked, reduced if draft_ids is None else session.target_ids(draft_ids)
+    ranked = scores(logits, drafted)
+    return ranked, reduced if ranked.shape[-1] == logits.shape[-1] else None
 
 
 def propose_dynamic_tree(session: DraftSession, roots: Tensor, depth: int, *, top_k: int, size: int) -> DraftTree:
@@ -91,13 +104,29 @@ def propose_dynamic_tree(session: DraftSession, roots: Tensor, depth: int, *, to
         top_k: nodes expanded per level, and children tried per node.
         size: nodes kept, root included; fewer if the levels hold fewer.
     """
-    state = session.root
+    tree = session.tree_at_once(roots, depth, top_k=top_k, size=size)
+    if tree is not None:
+        return tree
+    return grow_tree(session.root, session.step, session.drafter.draft_ids, roots, depth, top_k=top_k, size=size)
+
+
+def grow_tree(
+    state: DraftState,
+    step: Callable[..., DraftState],
+    draft_to_target: Tensor | None,
+    roots: Tensor,
+    depth: int,
+    *,
+    top_k: int,
+    size: int,
+) -> DraftTree:
+    """`propose_dynamic_tree` from a root's `state`, by a `step` that takes what `DraftSession.step` does."""
     growth = TreeGrowth.start(_logprobs(state)[:, 0], top_k)
     feedback = state.feedback.expand(-1, top_k, -1)  # the root's, for each of its children
     for level in range(1, depth):
         frontier = growth.frontier
-        state = session.step(
-            session.target_ids(frontier.draft_ids),
+        state = step(
+            chosen_ids(frontier.draft_ids, draft_to_target),
             feedback,
             after=(level - 1) * top_k,
             depth=level - 1,
@@ -106,7 +135,7 @@ def propose_dynamic_tree(session: DraftSession, roots: Tensor, depth: int, *, to
         growth = growth.expand(_logprobs(state))
         rows = growth.frontier.parent_rows
         feedback = state.feedback.gather(1, rows[..., None].expand(-1, -1, state.feedback.shape[-1]))
-    return growth.prune(roots, min(size, growth.num_candidates + 1), session.drafter.draft_ids)
+    return growth.prune(roots, min(size, growth.num_candidates + 1), draft_to_target)
 
 
 def propose_static_tree(
@@ -123,45 +152,28 @@ def propose_static_tree(
         session, roots, sample, scores: as in `propose_chain`; `scores` must keep to the draft vocabulary.
         topology: the shape.
     """
-    batch = roots.shape[0]
+    batch, device = roots.shape[0], roots.device
+    most = 1 + max(rank for level in topology.levels for rank in level.ranks)  # children of a node
     state = session.root
-    draft_ids, probs = [roots[:, None]], []
-    level_ancestors = torch.zeros(batch, 1, 0, dtype=torch.bool, device=roots.device)
+    tokens, choices, drawn_from = [roots[:, None]], [torch.zeros_like(roots)[:, None]], []
+    level_ancestors = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
     done = 0
     for index, level in enumerate(topology.levels):
-        ranked, chosen = _children(state, max(level.ranks) + 1, sample=sample, scores=scores)  # (B, above, k)
-        if sample:
-            probs.append(ranked)
-        parents = torch.tensor(level.parent_rows, device=roots.device)
-        ids = chosen[:, parents, torch.tensor(level.ranks, device=roots.device)]  # (B, n)
-        draft_ids.append(ids)
+        ranked, support = _ranked(session, state.logits.flatten(0, 1), scores, at_least=most)  # (B*above, S)
+        probs = ranked.float().softmax(-1)
+        drawn = draw_without_replacement(probs, most) if sample else ranked.topk(most, dim=-1).indices
+        drawn_from.append((probs, support))
+        parents, ranks = torch.tensor(level.parent_rows, device=device), torch.tensor(level.ranks, device=device)
+        choices.append(drawn.view(batch, -1, most)[:, parents, ranks])  # (B, n)
+        tokens.append(chosen_ids(drawn, support).view(batch, -1, most)[:, parents, ranks])
         if index + 1 == len(topology.levels):
             break
-        own = torch.eye(len(parents), dtype=torch.bool, device=roots.device).expand(batch, -1, -1)
+        own = torch.eye(len(parents), dtype=torch.bool, device=device).expand(batch, -1, -1)
         level_ancestors = torch.cat((level_ancestors[:, parents], own), dim=2)
-        state = session.step(
-            session.target_ids(ids),
-            state.feedback[:, parents],
-            after=done,
-            depth=index,
-            ancestors=level_ancestors,
-        )
+        state = session.step(tokens[-1], state.feedback[:, parents], after=done, depth=index, ancestors=level_ancestors)
         done += len(parents)
-    all_ids = torch.cat(draft_ids, dim=1)  # (B, N)
-    tokens = torch.cat((roots[:, None], session.target_ids(all_ids[:, 1:])), dim=1)
-    proposal = Proposal(torch.cat(probs, 1), all_ids, session.drafter.draft_ids) if sample else None
-    return topology.tree(tokens, proposal)
-
-
-def _children(state: DraftState, count: int, *, sample: bool, scores: DraftScores | None) -> tuple[Tensor, Tensor]:
-    """`count` child ids `(B, T, count)` of each position, and what they were taken from `(B, T, Vd)`."""
-    logits = state.logits.float()
-    if scores is not None:
-        logits = scores(logits.flatten(0, 1), ()).view_as(logits)
-    if not sample:
-        return logits, logits.topk(count, dim=-1).indices
-    probs = logits.softmax(-1)
-    return probs, draw_without_replacement(probs, count)
+    proposal = Proposal.of_levels(choices, *zip(*drawn_from, strict=True)) if sample else None
+    return topology.tree(torch.cat(tokens, 1), proposal)
 
 
 def _logprobs(state: DraftState) -> Tensor:

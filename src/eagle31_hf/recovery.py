@@ -30,6 +30,7 @@ from .memory.obedience import run_ledger
 from .reading import Reading
 from .sequences import SequencesMark
 from .stats import SpeculationStats
+from .verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class RecoveringDecoder(SpeculativeDecoder):
     def _free(self) -> None:
         if self.compiles:
             # Graphs own memory of their own, and their inputs have a fixed size.
-            self.compiles, self.verify_forward = False, self.binding.forward
+            self.compiles, self.verify = False, Verification(self.binding, self.cache)
             if self.binding.compiled is not None:
                 self.binding.compiled.drop("memory ran out, steps stay eager")
                 self.binding.compiled = None
@@ -232,7 +233,7 @@ class RecoveringDecoder(SpeculativeDecoder):
         live, start, end = set(self.sequences.live_rows()), self.request.start, self.request.end
         needed = [row for row in self.rows if row in live or (end is not None and row not in end.rows)]
         with_drafter = self.session is not None
-        del self.cache, self.session, self.verify_forward  # the old ones go before the new ones come
+        del self.cache, self.session, self.verify  # the old ones go before the new ones come
         self.chunk = max(self.chunk, min(SMALLEST_CHUNK, self.request.prefill_chunk or SMALLEST_CHUNK))
         self._make_caches(self.sequences.batch_size if start.target is not None else max(len(needed), 1))
         if not with_drafter:

@@ -9,8 +9,9 @@ Three rules, each a function of one round's `DraftTree` and what the target said
 `choose_rule` says which accepts most where. Random numbers come from `generator` (`None`: torch's global one), on the
 device of the probabilities. Nothing waits for the device.
 
-`B` batch, `N` nodes with the root, `D` longest path without the root, `V` / `Vd` target / draft vocabulary, `p` / `q`
-target / draft distribution. Probabilities are float32, warped (temperature, top-p, ...) as the user asked.
+`B` batch, `N` nodes with the root, `D` longest path without the root, `V` / `Vd` target / draft vocabulary, `S` tokens
+that could be drafted after a node, `p` / `q` target / draft distribution. Probabilities are float32, warped
+(temperature, top-p, ...) as the user asked.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Acceptance:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def draw(weights: Tensor, generator: torch.Generator | None = None, *, uniform: Tensor | None = None) -> Tensor:
+def draw(weights: Tensor, generator: torch.Generator | None = None, *, numbers: Tensor | None = None) -> Tensor:
     """Draw one index per row, `weights (..., V)` -> `(...)` int64; weights are non-negative and need not sum to 1.
 
     Inverts the cumulative sum, in float64 so that rare tokens keep their exact share; an index of weight 0 is never
@@ -62,13 +63,16 @@ def draw(weights: Tensor, generator: torch.Generator | None = None, *, uniform: 
     A row of zeros or NaN yields `V`, out of range on purpose: the next lookup fails instead of inventing a token.
 
     Args:
-        uniform: `(..., 1)` numbers of `uniform_numbers` to draw with; default: new ones.
+        numbers: what to draw with: `(..., 1)` of `uniform_numbers`, or `(..., V)` of `draw_numbers`, by which indices
+            race for being drawn (two operations instead of five); default: new uniform ones.
     """
+    if numbers is not None and numbers.shape[-1] > 1:
+        return (numbers / weights).min(-1).indices  # x / 0 is infinite: never first
     cumulative = weights.cumsum(-1, dtype=_wide_dtype(weights.device))
     total = cumulative[..., -1:]
-    if uniform is None:
-        uniform = uniform_numbers(total.shape, weights.device, generator)
-    threshold = uniform * total  # < total: uniform is below 1
+    if numbers is None:
+        numbers = uniform_numbers(total.shape, weights.device, generator)
+    threshold = numbers * total  # < total: the numbers are below 1
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
 
 
@@ -92,6 +96,19 @@ def draw_without_replacement(probs: Tensor, k: int, generator: torch.Generator |
 def uniform_numbers(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """Random numbers from 0 to below 1, in the precision draws are made in."""
     return torch.rand(shape, dtype=_wide_dtype(device), device=device, generator=generator)
+
+
+def draw_numbers(
+    draws: tuple[int, int], width: int | None, device: torch.device, generator: torch.Generator | None = None
+) -> Tensor:
+    """Random numbers for `draws` `(B, K)` of one token each: `(B, K, width)` to race by, or `(B, K, 1)` uniform ones.
+
+    Args:
+        width: candidates of each draw, if they are few (top-k): an exponential number for each then costs little.
+    """
+    if width is None or width == 1:
+        return uniform_numbers((*draws, 1), device, generator)
+    return torch.empty((*draws, width), device=device).exponential_(generator=generator)
 
 
 def _wide_dtype(device: torch.device) -> torch.dtype:
@@ -214,9 +231,10 @@ def judge_block(
     best = (holds * torch.arange(1, drafts + 1, device=tokens.device)).amax(1)  # (B,) the deepest, 0 if none
 
     p_best = _rows_at(target_probs, best) * reached.gather(1, best[:, None])  # (B, V)
-    q_best = _rows_at(proposal.probs, best.clamp(max=drafts - 1))  # (B, Vd)
+    rejected = best.clamp(max=drafts - 1)
+    q_best = _rows_at(proposal.probs, rejected)  # (B, S)
     q_best = q_best * (best < drafts)[:, None]  # nothing was rejected after a fully accepted chain
-    return best, draw(_residual(p_best, q_best, proposal), uniform=bonus_number)
+    return best, draw(_residual(p_best, q_best, proposal.support_of(rejected)), numbers=bonus_number)
 
 
 def _chance_to_reach(tokens: Tensor, proposal: Proposal, target_probs: Tensor) -> Tensor:
@@ -225,7 +243,7 @@ def _chance_to_reach(tokens: Tensor, proposal: Proposal, target_probs: Tensor) -
     `log P` is a walk that never rises above 0: the sum of all log-ratios, minus the most it ever exceeded 0 by.
     """
     drafts = tokens.shape[1] - 1
-    q_drafted = proposal.probs[:, :drafts].gather(2, proposal.draft_ids[:, 1:, None]).squeeze(2)  # (B, K)
+    q_drafted = proposal.probs[:, :drafts].gather(2, proposal.choices[:, 1:, None]).squeeze(2)  # (B, K)
     p_drafted = target_probs[:, :drafts].gather(2, tokens[:, 1:, None]).squeeze(2)
     # A draft that `q` rules out was not drawn from it: -inf, never accepted.
     log_ratio = torch.where(q_drafted > 0, p_drafted.log() - q_drafted.log(), -torch.inf)
@@ -235,10 +253,12 @@ def _chance_to_reach(tokens: Tensor, proposal: Proposal, target_probs: Tensor) -
 
 def _overlap(target_probs: Tensor, proposal: Proposal, scale: Tensor) -> Tensor:
     """`sum_x min(scale * p(x), q(x))` at nodes 1, 2, ... of a chain, `target_probs (B, M, V)` -> `(B, M)`."""
-    if proposal.draft_to_target is not None:
-        ids = proposal.draft_to_target.expand(*target_probs.shape[:2], -1)
-        target_probs = target_probs.gather(2, ids)  # (B, M, Vd); `index_select` takes ten times as long on a CPU
-    q = proposal.probs[:, 1 : 1 + target_probs.shape[1]]
+    nodes = slice(1, 1 + target_probs.shape[1])
+    support = proposal.support
+    if support is not None:
+        ids = support[:, nodes] if support.dim() == 3 else support.expand(*target_probs.shape[:2], -1)
+        target_probs = target_probs.gather(2, ids)  # (B, M, S); `index_select` takes ten times as long on a CPU
+    q = proposal.probs[:, nodes]
     return torch.minimum(target_probs * scale, q).sum(2)
 
 
@@ -271,37 +291,35 @@ def _try_children(
 ) -> tuple[Tensor, Tensor]:
     """One node's rounds: `candidates (B, C)`, `p (B, V)` -> accepted child `(B,)`, 0 if none, and `p` left `(B, V)`."""
     proposal = _proposal_of(tree)
-    q = _rows_at(proposal.probs, parent.clamp(max=proposal.probs.shape[1] - 1))  # (B, Vd)
+    parent = parent.clamp(max=proposal.probs.shape[1] - 1)
+    q, support = _rows_at(proposal.probs, parent), proposal.support_of(parent)  # (B, S)
     tokens = tree.tokens.gather(1, candidates)  # (B, C)
-    # Where there is no child this would look up the root, whose token may lie outside the draft vocabulary.
-    draft_ids = proposal.draft_ids.gather(1, candidates).masked_fill(candidates == 0, 0)
+    # Where there is no child this would look up the root, which is nobody's choice.
+    choices = proposal.choices.gather(1, candidates).masked_fill(candidates == 0, 0)
     uniform = uniform_numbers(candidates.shape, q.device, generator)
     accepted = torch.zeros_like(parent)
     for rank in range(candidates.shape[1]):
-        child, draft_id = candidates[:, rank], draft_ids[:, rank : rank + 1]
+        child, choice = candidates[:, rank], choices[:, rank : rank + 1]
         p_child = p.gather(1, tokens[:, rank : rank + 1]).squeeze(1)
-        q_child = q.gather(1, draft_id).squeeze(1)
+        q_child = q.gather(1, choice).squeeze(1)
         # q_child is 0 once every token of positive probability has been tried: such a child was not drawn from q.
         fits = (uniform[:, rank] * q_child < p_child) & (q_child > 0)
         waiting = (child > 0) & (accepted == 0)
         accepted = torch.where(waiting & fits, child, accepted)
-        p = torch.where((waiting & ~fits)[:, None], _residual(p, q, proposal), p)
-        q = q.scatter(1, draft_id, 0.0)
+        p = torch.where((waiting & ~fits)[:, None], _residual(p, q, support), p)
+        q = q.scatter(1, choice, 0.0)
         q = q / q.sum(1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
     return accepted, p
 
 
-def _residual(p: Tensor, q: Tensor, proposal: Proposal) -> Tensor:
-    """`norm(max(p - q, 0))` of one node per row, `p (B, V)`, `q (B, Vd)` -> `(B, V)`.
+def _residual(p: Tensor, q: Tensor, support: Tensor | None) -> Tensor:
+    """`norm(max(p - q, 0))` of one node per row, `p (B, V)`, `q (B, S)` of target ids `support (B, S)` -> `(B, V)`.
 
     Where `p` and `q` agree up to rounding nothing may be left; a rejection is then itself a rounding event and `p`
     stands in.
     """
-    if proposal.draft_to_target is None:
-        left = (p - q).clamp_(min=0)
-    else:  # the reduced vocabulary is subtracted where it lies, never spread out to V
-        # On a CPU `index_add` takes forty times as long.
-        left = p.scatter_add(1, proposal.draft_to_target.expand(len(p), -1), -q).clamp_(min=0)
+    # Subtracted where it lies, never spread out to V; on a CPU `index_add` takes forty times as long.
+    left = (p - q if support is None else p.scatter_add(1, support, -q)).clamp_(min=0)
     total = left.sum(1, keepdim=True)
     return torch.where(total > 0, left / total, p)
 

@@ -14,6 +14,7 @@ from .errors import Eagle31Error
 from .target import TargetBinding
 from .target_quantization import holds_packed_weights
 from .tree import DraftTree, ancestors_from_parents
+from .verification import Verification
 
 LONGEST_PROBE = 128
 """A sliding window is worth crossing in the probe only if it is shorter than this."""
@@ -55,9 +56,7 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
     mask = cache.attention_mask(dtype=binding.compute_dtype)
     binding.forward(prefix, cache.position_ids(), mask, cache, logits_to_keep=1)
     cache.commit(length)
-    cache.place(tree.size)
-    mask = cache.attention_mask(tree.ancestors, tree.depths, binding.compute_dtype)
-    found = binding.forward(nodes, cache.position_ids(tree.depths), mask, cache).logits[0].float()
+    found = Verification(binding, cache)(tree).logits[0].float()
 
     long_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 1, 3]]), 1))[-3:]
     short_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 2]]), 1))[-1:]

@@ -16,6 +16,7 @@ of chains and static topologies are cached per device: run once before capturing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,15 +31,46 @@ class Proposal:
     """How sampled draft tokens were drawn; rejection sampling needs it, deterministic drafts have none.
 
     Attributes:
-        probs: `(B, M, Vd)` float32; row `i` is the distribution node `i`'s children were drawn from, without
+        probs: `(B, M, S)` float32; row `i` is the distribution node `i`'s children were drawn from, without
             replacement, in node order. Nodes from `M` on have no children (a chain of `N` nodes needs `M = N - 1`).
-        draft_ids: `(B, N)` node tokens as ids of the draft vocabulary; column 0 (the root) is not read.
-        draft_to_target: `(Vd,)` target id of each draft id, each at most once; `None` if the vocabularies are one.
+        choices: `(B, N)` which entry of its parent's row each node is; column 0 (the root) is not read.
+        support: target id of each of the `S` entries, none of them twice: `(S,)` for all nodes (a reduced vocabulary),
+            `(B, M, S)` for each its own (what top-k left); `None` if they are the target's whole vocabulary.
     """
 
     probs: Tensor
-    draft_ids: Tensor
-    draft_to_target: Tensor | None = None
+    choices: Tensor
+    support: Tensor | None = None
+
+    @classmethod
+    def of_levels(
+        cls, choices: Sequence[Tensor], probs: Sequence[Tensor], supports: Sequence[Tensor | None]
+    ) -> Proposal:
+        """Of nodes drawn level by level.
+
+        Args:
+            choices: `(B, n)` entries of each level, the root's first.
+            probs: `(B*m, S)` of each level, what the `m` nodes above it were followed by.
+            supports: target ids of these, `(S,)`, or `(B*m, S)`, or `None`; alike for all levels.
+        """
+        batch, support = len(choices[0]), supports[0]
+        if support is not None and support.dim() == 2:
+            support = torch.cat([ids.view(batch, -1, ids.shape[1]) for ids in supports], 1)  # type: ignore[union-attr]
+        rows = [level.view(batch, -1, level.shape[1]) for level in probs]
+        return cls(torch.cat(rows, 1), torch.cat(list(choices), 1), support)
+
+    def support_of(self, nodes: Tensor) -> Tensor | None:
+        """Target ids `(B, S)` behind the probabilities of one node per row, `nodes (B,)`."""
+        if self.support is None or self.support.dim() == 3:
+            return None if self.support is None else self.support[torch.arange(len(nodes), device=nodes.device), nodes]
+        return self.support.expand(len(nodes), -1)
+
+
+def chosen_ids(choices: Tensor, support: Tensor | None) -> Tensor:
+    """Target ids `(R, n)` of entries `choices (R, n)` of a support `(S,)`, or `(R, S)` row by row, or `None`."""
+    if support is None:
+        return choices
+    return support.take(choices) if support.dim() == 1 else support.gather(1, choices)
 
 
 @dataclass(frozen=True)

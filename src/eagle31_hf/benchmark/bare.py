@@ -10,7 +10,8 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..acceleration import NODE_BUCKET, CompiledForward, slot_bucket
+from ..acceleration import NODE_BUCKET, CompiledVerification, slot_bucket
 from ..cache import SpeculativeCache
 from ..compiled_drafting import CompiledDraftSession
 from ..decoding import DraftShape
@@ -27,6 +28,7 @@ from ..drafting import DraftSession
 from ..errors import ConfigurationError
 from ..stats import SpeculationStats
 from ..target import TargetBinding
+from ..tree import DraftTree
 
 CALLS = 10
 FEW_CALLS = 3  # beside each text of a loop
@@ -122,10 +124,10 @@ class BareMeter:
         )
         self._timings = _Timings()
         self._met: set[int] = set()  # widths timed before
-        self._forward: Callable[..., object] = self.binding.forward
+        self._compiled: CompiledVerification | None = None
         if isinstance(session, CompiledDraftSession):
-            self._forward = CompiledForward(
-                drafter, session.steps, self.cache, most_nodes=shape.nodes, stats=SpeculationStats()
+            self._compiled = CompiledVerification(
+                self.binding, self.cache, session.steps, most_nodes=shape.nodes, stats=SpeculationStats()
             )
         with torch.no_grad(), self.binding.masked_attention():
             self._read_context()
@@ -156,7 +158,7 @@ class BareMeter:
             count: how many; so many quantiles stand for all depths.
         """
         with self.binding.masked_attention():
-            plain = self._timed(self._target_over(1, self.binding.forward))
+            plain = self._timed(self._target_over(1))
             self._timings.plain += [plain() for _ in range(1 + count)][1:]
             for depth in quantiles(self._shares(depths), count):
                 self._time_round(depth)
@@ -184,7 +186,7 @@ class BareMeter:
     def _time_round(self, depth: int) -> None:
         """One round's forwards, after others that pay for allocation, compiling and the processor's cache."""
         width = depth + 1 if self.shape.top_k == 1 else self.shape.nodes
-        verify = self._timed(self._target_over(width, self._forward))
+        verify = self._timed(self._target_over(width) if self._compiled is None else self._compiled_over(width))
         absorb, step = self._timed(self._absorb()), self._timed(self._drafter_step())
         uncounted = 1 if width in self._met else UNCOUNTED_CALLS
         self._met.add(width)
@@ -206,7 +208,14 @@ class BareMeter:
 
         return seconds
 
-    def _target_over(self, width: int, forward: Callable[..., object]) -> Callable[[], object]:
+    def _compiled_over(self, width: int) -> Callable[[], object]:
+        tree = DraftTree.chain(self.context[:, -1:].expand(-1, width))
+        if self.shape.top_k > 1:
+            tree = replace(tree, max_children=self.shape.top_k)  # taken for a tree, whose graph is another
+        assert self._compiled is not None, "made for compiled meters"
+        return partial(self._compiled, tree)
+
+    def _target_over(self, width: int) -> Callable[[], object]:
         cache = self.cache
         cache.place(width)
         tokens = self.context[:, -1:].expand(-1, width)
@@ -216,7 +225,7 @@ class BareMeter:
 
         def verify() -> None:
             cache.place(width)
-            forward(tokens, positions, mask, cache)
+            self.binding.forward(tokens, positions, mask, cache)
 
         return verify
 

@@ -70,7 +70,7 @@ class FixedShapeCache(Cache):
     layers: list[FixedLayer]  # type: ignore[assignment]
 
     def __init__(self, source: SpeculativeCache):
-        self.block = BlockSlots()
+        self.block, self.mask_types = BlockSlots(), source.mask_types
         layers = [FixedLayer(self.block, _ring(layer)) for layer in source.layers]
         super().__init__(layers=layers)  # type: ignore[arg-type]
 
@@ -81,6 +81,30 @@ class FixedShapeCache(Cache):
             if layer.is_initialized:  # a layer that shares another's keys and values has none
                 fixed.keys, fixed.values = layer.keys, layer.values
                 fixed.is_initialized = True
+
+    def block_mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
+        """Made in the graph: the mask `(B, 1, T, S)` that `SpeculativeCache` gives full layers, over all their slots.
+
+        Args:
+            ancestors: which nodes of the block each written one sees, `(B, T, M)`, the last `T` of `M` being written;
+                `None`: a chain, where each sees its slots up to its own.
+        """
+        slots = self.block.slots  # (B, T)
+        columns = torch.arange(self.layers[0].keys.shape[2], device=slots.device)
+        if ancestors is None:
+            hidden = columns > slots[:, :, None]  # (B, T, S)
+        else:
+            nodes = ancestors.shape[2]
+            node = columns - (slots[:, :1] + slots.shape[1] - nodes)  # (B, S), below 0 before the block
+            held = node.clamp(0, nodes - 1)[:, None].expand(-1, slots.shape[1], -1)  # (B, T, S)
+            seen = ancestors.gather(2, held) & (node < nodes)[:, None]
+            hidden = (node >= 0)[:, None] & ~seen
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
+        return mask.masked_fill(hidden, torch.finfo(dtype).min)[:, None]
+
+    def by_type(self, mask: Tensor) -> Tensor | dict[str, Tensor | None]:
+        """One mask for all layers as the model takes it."""
+        return mask if self.mask_types is None else dict.fromkeys(self.mask_types, mask)
 
 
 def _ring(layer: SlotLayer) -> int | None:

@@ -208,6 +208,16 @@ class SpeculativeCache(Cache):
         """Slots of the buffers behind each mask, by layer type."""
         return self._masks.widths
 
+    @property
+    def mask_types(self) -> tuple[str, ...] | None:
+        """Layer types by which models take their masks; `None`: one mask for all layers."""
+        return self._spans.types
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see only a window of the past."""
+        return bool(self._spans.rings)
+
     def position_ids(self, depths: Tensor | None = None) -> Tensor:
         """Positions of the placed tokens, `(B, T)`.
 

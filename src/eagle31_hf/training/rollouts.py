@@ -16,6 +16,7 @@ from ..drafting import DraftSession
 from ..generation_settings import DraftLength
 from ..proposing import propose_chain, propose_dynamic_tree
 from ..tree import DraftTree
+from ..verification import Verification
 from .packing import PackedBatch
 from .step_attention import GrowingCache
 from .test_time import supervised_positions
@@ -142,13 +143,7 @@ def _session(drafter: Eagle31Drafter, contexts: Contexts, block: int) -> DraftSe
 
 def _verify(drafter: Eagle31Drafter, tree: DraftTree, cache: SpeculativeCache) -> Tensor:
     """The target's logits `(B, N, V)` at every node, float32."""
-    binding = drafter.require_binding()
-    cache.place(tree.size)
-    chain = tree.is_chain
-    mask = cache.attention_mask(
-        None if chain else tree.ancestors, None if chain else tree.depths, binding.compute_dtype
-    )
-    return binding.forward(tree.tokens, cache.position_ids(tree.depths), mask, cache).logits.float()
+    return Verification(drafter.require_binding(), cache)(tree).logits.float()
 
 
 @torch.no_grad()
@@ -179,7 +174,7 @@ def roll_out_chains(
     return ChainRollout(
         contexts=prefilled.contexts,
         tokens=tree.tokens[:, 1:],
-        draft_ids=tree.proposal.draft_ids[:, 1:],
+        draft_ids=tree.proposal.choices[:, 1:],
         draft_log_probs=tree.proposal.probs.log(),
         target_log_probs=log_probs if ids is None else log_probs[..., ids],
     )
