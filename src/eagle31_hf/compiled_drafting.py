@@ -56,7 +56,7 @@ class CompiledDraftSession(DraftSession):
         outputs = self.steps.run(shape, inputs)
         if outputs is None:
             return None
-        return _whole_chain(outputs, depth, self.drafter.draft_ids)
+        return _whole_chain(outputs, depth, self.draft_ids)
 
     def tree_at_once(self, roots: Tensor, depth: int, *, top_k: int, size: int) -> DraftTree | None:
         self.tree_depth = deepest = max(depth, self.tree_depth)
@@ -64,8 +64,7 @@ class CompiledDraftSession(DraftSession):
         if self.steps.why_not or not nodes:
             return None
         if depth < deepest:  # the last of a text, not worth a graph
-            step, ids = super().step, self.drafter.draft_ids
-            return grow_tree(self.root, step, ids, roots, depth, top_k=top_k, size=size)
+            return grow_tree(self.root, super().step, self.draft_ids, roots, depth, top_k=top_k, size=size)
         self.cache.place(1)
         if not self.placed.make_room(nodes):
             return None

@@ -85,7 +85,7 @@ def _ranked(
     session: DraftSession, logits: Tensor, scores: DraftScores | None, drafted: Sequence[Tensor] = (), at_least: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """Scores `(B, S)` of at least so many candidates after draft logits `(B, Vd)`, and their `Proposal.support`."""
-    reduced = session.drafter.draft_ids
+    reduced = session.draft_ids
     if scores is None:
         return logits, reduced
     if isinstance(scores, DraftWarping):
@@ -107,7 +107,7 @@ def propose_dynamic_tree(session: DraftSession, roots: Tensor, depth: int, *, to
     tree = session.tree_at_once(roots, depth, top_k=top_k, size=size)
     if tree is not None:
         return tree
-    return grow_tree(session.root, session.step, session.drafter.draft_ids, roots, depth, top_k=top_k, size=size)
+    return grow_tree(session.root, session.step, session.draft_ids, roots, depth, top_k=top_k, size=size)
 
 
 def grow_tree(
