@@ -197,7 +197,12 @@ def drafted(name: str, wish: dict[str, Any]) -> int:
     return total
 
 
-FEW_ROWS = [("chain", "good", "top_p"), ("static", "bad", "t1"), ("dynamic", "adversarial", "top_k")]
+FEW_ROWS = [
+    ("chain", "good", "top_p"),
+    ("chain", "bad", "top_k"),  # drawn among a few
+    ("static", "bad", "t1"),
+    ("dynamic", "adversarial", "top_k"),
+]
 
 
 @pytest.mark.slow
