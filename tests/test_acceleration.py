@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import pickle
 from collections import Counter
@@ -213,11 +214,17 @@ def test_sampling_draws_the_same_tokens(uncompiled: None) -> None:
     assert torch.equal(*texts)
 
 
+JUDGED = ("sampled chain", "sampled chain of few", "sampled tree", "greedy tree")
+
+
 @pytest.mark.parametrize(
-    ("family", "compiler"),  # the second family with a reduced draft vocabulary
-    [("llama", "none"), ("qwen3", "none"), pytest.param("qwen3", "inductor", marks=pytest.mark.slow)],
+    ("family", "compiler", "way"),  # the second family with a reduced draft vocabulary
+    [
+        *itertools.product(("llama", "qwen3"), ("none",), JUDGED),
+        pytest.param("qwen3", "inductor", "sampled chain of few", marks=pytest.mark.slow),
+        pytest.param("qwen3", "inductor", "sampled tree", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("way", ["sampled chain", "sampled chain of few", "sampled tree", "greedy tree"])
 def test_drafts_are_judged_at_once_as_by_the_eager_rule(
     family: str, compiler: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
