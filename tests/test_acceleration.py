@@ -24,7 +24,7 @@ from eagle31_hf.compiled_acceptance import CompiledAcceptance, warped_probs
 from eagle31_hf.compiled_steps import MOST_WAYS_TO_DRAW, CompiledSteps
 from eagle31_hf.drafting import DraftSession
 from eagle31_hf.processing import DraftWarping
-from eagle31_hf.sampling import Acceptance, accept_greedy, accept_rejection, accept_sampled_target, draw
+from eagle31_hf.sampling import Acceptance, accept_rejection, accept_sampled_target, draw
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.topology import StaticTopology
 from eagle31_hf.tree import DraftTree
@@ -214,7 +214,7 @@ def test_sampling_draws_the_same_tokens(uncompiled: None) -> None:
     assert torch.equal(*texts)
 
 
-JUDGED = ("sampled chain", "sampled chain of few", "sampled tree", "greedy tree")
+JUDGED = ("sampled chain", "sampled chain of few", "sampled tree")
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,6 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
     judge, judged = CompiledAcceptance.__call__, []
 
     def by_the_rule(warping: DraftWarping, tree: DraftTree, logits: Tensor) -> Acceptance:
-        if way == "greedy tree":
-            return accept_greedy(tree, logits.argmax(-1))
         accept = accept_sampled_target if way == "sampled tree" else accept_rejection
         return accept(tree, warped_probs(warping, logits))
 
@@ -258,9 +256,7 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
     monkeypatch.setattr(CompiledAcceptance, "__call__", judge_twice)
     target = drafter.require_binding().model
     fields, size = (NARROW, 8) if "tree" in way else (CHAIN, 6)
-    sampling: dict[str, Any] = {"do_sample": "sampled" in way}
-    if sampling["do_sample"]:
-        sampling |= {"top_k": 7 if "few" in way else 0, "top_p": 0.9}
+    sampling: dict[str, Any] = {"do_sample": True, "top_k": 7 if "few" in way else 0, "top_p": 0.9}
     with wishes(drafter, speculation_loop="own", acceleration="compile", **fields):
         for rows in (1, 3):
             target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
@@ -495,9 +491,9 @@ def test_compiled_text_is_the_plain_text(family: str, monkeypatch: pytest.Monkey
         assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
         assert drafter.stats.fallbacks == []
     shapes = drafter.require_binding().compiled.shapes
-    # One of each way to draft, each its verification unless masks come from outside, and a tree its acceptance.
+    # One of each way to draft, each its verification unless masks come from outside, and what is absorbed.
     verifications = 1 if family in WINDOWED else 2
-    kinds = {"chain": 1, "tree": 1, "absorb": 1, "accept": 1, "verify": verifications}
+    kinds = {"chain": 1, "tree": 1, "absorb": 1, "verify": verifications}
     assert Counter(kind for kind, *_ in shapes) == kinds
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == (len(shapes) if family == "gemma3" else verifications), "a shape was compiled again"

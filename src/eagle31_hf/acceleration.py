@@ -1,5 +1,5 @@
 """Compiled steps, one graph per shape bucket: the target's verify forward here, the drafter's in `compiled_drafting`,
-the acceptance of sampled chains and of trees in `compiled_acceptance`.
+acceptance by drawing in `compiled_acceptance`.
 
 `torch.compile` pays only where shapes repeat, so blocks are padded to a few node counts, rows to a few lengths
 (buckets of 256 slots, then doubling), and what is padded is masked. The first call at a new shape is served by the

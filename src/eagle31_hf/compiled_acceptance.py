@@ -1,7 +1,7 @@
-"""Acceptance in one graph: the target's processors and probabilities, and a sampled chain or any tree judged by them.
+"""Sampled acceptance in one graph: the target's processors and probabilities, and a chain or tree judged by them.
 
-Eager, these are some thirty small operations over `(B, N, V)` scores, a tenth of a round on a small target. A greedy
-chain takes so few that a graph would not pay.
+Eager, these are some thirty small operations over `(B, N, V)` scores, a tenth of a round on a small target. Greedy
+drafts take so few that a graph does not pay (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from .sampling import (
     chain_acceptance,
     draw,
     judge_block,
-    likeliest,
     rejection_numbers,
     uniform_numbers,
 )
@@ -28,7 +27,7 @@ from .tree import DraftTree, Proposal
 
 
 class CompiledAcceptance:
-    """One generation's acceptance of drafts of one size: chains by rejection, trees by what the target chooses.
+    """One generation's acceptance of drafts of one size: chains by rejection, trees by what the target draws.
 
     Args:
         steps: this generation's.
@@ -84,16 +83,14 @@ class CompiledAcceptance:
 
     def _tree_inputs(self, tree: DraftTree, logits: Tensor) -> tuple:
         fields = {name: getattr(tree, name) for name in ("tokens", "parents", "depths", "ancestors")}
-        draws = self.rule is AcceptanceRule.SAMPLED_TARGET
-        numbers = uniform_numbers((*tree.tokens.shape, 1), logits.device) if draws else None
-        return *self._filled(logits=logits, **fields), numbers
+        return *self._filled(logits=logits, **fields), uniform_numbers((*tree.tokens.shape, 1), logits.device)
 
     def _filled(self, **tensors: Tensor) -> list[Tensor]:
         return [self.inputs.fill(name, tensor, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
-    def _choose(self, logits: Tensor, numbers: Tensor | None) -> Tensor:
+    def _choose(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """The target's token after each node, `(B, N)`."""
-        return likeliest(logits) if numbers is None else draw(warped_probs(self.warping, logits), numbers=numbers)
+        return draw(warped_probs(self.warping, logits), numbers=numbers)
 
 
 def warped_probs(warping: DraftWarping, logits: Tensor) -> Tensor:
@@ -123,9 +120,9 @@ def _logits_of(logits: Tensor, choice: Tensor) -> Tensor:
     return logits.gather(2, choice[..., None]).squeeze(2)
 
 
-def _tree_step(max_depth: int, max_children: int, choose: Callable[[Tensor, Tensor | None], Tensor]) -> Step:
+def _tree_step(max_depth: int, max_children: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Step:
     def accept(
-        logits: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, numbers: Tensor | None
+        logits: Tensor, tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, numbers: Tensor
     ) -> tuple[Tensor, ...]:
         tree = DraftTree(tokens, parents, depths, ancestors, max_depth, max_children)
         choice = choose(logits, numbers)

@@ -113,13 +113,13 @@ class SpeculativeDecoder:
         request.stats.cache_type = cache_type
 
     def _judges_by_scores_alone(self) -> bool:
-        """Whether rounds verify trees, or sampled chains of one length, by scores that nobody else asks for."""
+        """Whether rounds draw down trees, or judge sampled chains of one length, by scores nobody else asks for."""
         request, shape = self.request, self.shape
         if request.keep_scores or request.keep_logits or not request.processing.fits_draft_vocabulary:
             return False
-        if self.rule is AcceptanceRule.GREEDY:
-            return shape.top_k > 1 and request.processing.is_empty
-        return self.rule is AcceptanceRule.SAMPLED_TARGET or (shape.top_k == 1 and shape.floor == 0)
+        if self.rule is AcceptanceRule.SAMPLED_TARGET:
+            return True
+        return self.rule is AcceptanceRule.REJECTION and shape.top_k == 1 and shape.floor == 0
 
     def run(self) -> Tensor:
         """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
