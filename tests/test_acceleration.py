@@ -47,8 +47,8 @@ from helpers import (
 
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 5}
 # As many nodes as are compiled for a chain.
-WINDOWED = ("mistral", "gemma3")
 NARROW: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 8, "num_assistant_tokens": 4}
+WINDOWED = ("mistral", "gemma3")  # families with sliding windows
 NEW_TOKENS = 40
 
 

@@ -49,7 +49,7 @@ def propose_chain(
             return DraftTree.chain(torch.cat((roots[:, None], whole.tokens), dim=1), whole.proposal)
     state = session.root
     tokens, choices, drawn_from = [roots], [torch.zeros_like(roots)[:, None]], []
-    numbers = chain_numbers(session.root.logits, length.depth, scores) if sample else None  # (B, depth, 1 or S)
+    numbers = chain_numbers(state.logits, length.depth, scores) if sample else None  # (B, depth, 1 or S)
     confidence = [1.0] * roots.shape[0]  # of each row, how sure the drafter has been of every step so far
     for step in range(length.depth):
         ranked, support = _ranked(session, state.logits[:, 0], scores, tokens[1:])  # (B, S)
@@ -160,9 +160,11 @@ def propose_static_tree(
     done = 0
     for index, level in enumerate(topology.levels):
         ranked, support = _ranked(session, state.logits.flatten(0, 1), scores, at_least=most)  # (B*above, S)
-        probs = ranked.float().softmax(-1)
-        drawn = draw_without_replacement(probs, most) if sample else ranked.topk(most, dim=-1).indices
-        drawn_from.append((probs, support))
+        if sample:
+            drawn_from.append((ranked.float().softmax(-1), support))
+            drawn = draw_without_replacement(drawn_from[-1][0], most)
+        else:
+            drawn = ranked.topk(most, dim=-1).indices  # (B*above, most)
         parents, ranks = torch.tensor(level.parent_rows, device=device), torch.tensor(level.ranks, device=device)
         choices.append(drawn.view(batch, -1, most)[:, parents, ranks])  # (B, n)
         tokens.append(chosen_ids(drawn, support).view(batch, -1, most)[:, parents, ranks])
