@@ -203,7 +203,32 @@ def test_rows_that_end_do_not_make_new_shapes(uncompiled: None) -> None:
     assert {shape[1] for shape in drafter.require_binding().compiled.shapes} == {4}
 
 
-def test_sampling_draws_the_same_tokens(uncompiled: None) -> None:
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+def test_ended_rows_stand_still_until_few_are_left(
+    family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are made for the size a batch begins with; a few rows are cheaper without."""
+    drafter, verify = pair_of(family), decoding.SpeculativeDecoder._verify
+    sizes: list[tuple[int, int]] = []
+
+    def counting(self: decoding.SpeculativeDecoder, tree: DraftTree) -> Any:
+        sizes.append((tree.tokens.shape[0], len(self.live)))
+        return verify(self, tree)
+
+    monkeypatch.setattr(decoding.SpeculativeDecoder, "_verify", counting)
+    for fields, seed in itertools.product((CHAIN, NARROW), range(3)):
+        before = len(sizes)
+        plain, ours = write(drafter, random_prompts(5, seed=2), oracle_seed=seed, **fields)
+        assert torch.equal(plain, ours)
+        stats, rounds = drafter.stats, sizes[before:]
+        assert stats is not None
+        assert (stats.passes, stats.rounds) == (len(rounds), sum(live for _, live in rounds))
+    assert {(5, 5), (5, 4), (5, 3), (5, 2), (1, 1)} == {*sizes}
+    assert {shape[1] for shape in drafter.require_binding().compiled.shapes} == {5}
+
+
+def test_sampling_draws_the_same_tokens(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "LIVE_SHARE", 1.1)  # rows leave as they do without graphs: numbers are per row
     drafter = pair_of("llama")
     target, inputs = drafter.require_binding().model, left_padded(random_prompts(2, seed=5))
     texts = []

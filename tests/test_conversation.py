@@ -28,6 +28,7 @@ from helpers import (
     random_drafter,
     random_prompts,
     target_of,
+    use_fixed_shapes_only,
     wishes,
 )
 
@@ -377,6 +378,17 @@ def test_rows_of_equal_length(name):
     reordered = copy.deepcopy(cache)
     reordered.reorder_cache(torch.tensor([2, 0, 1]))
     assert torch.equal(ours(name, text, reordered), plain(name, text))
+
+
+@pytest.mark.parametrize("name", [*FULL, *SLIDING])
+def test_rows_that_stay_for_a_graph_are_handed_over_once(name, monkeypatch):
+    """They end in different rounds; what is written beside them afterwards is none of theirs."""
+    use_fixed_shapes_only(monkeypatch)
+    binding = drafter_of(name).require_binding()
+    monkeypatch.setattr(binding, "compiled", None)
+    with wishes(drafter_of(name), acceleration="compile"):
+        test_rows_of_equal_length(name)
+    assert {shape[:2] for shape in binding.compiled.shapes} >= {("verify", 3), ("absorb", 3)}
 
 
 @pytest.mark.parametrize("first_to_end", [0, 2])

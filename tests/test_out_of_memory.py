@@ -39,6 +39,7 @@ from helpers import (
     random_drafter,
     random_target,
     target_of,
+    use_fixed_shapes_only,
     wishes,
 )
 
@@ -310,6 +311,23 @@ def test_a_quantised_cache_comes_back_too(place: str) -> None:
         with Fault(3).before(*METHODS[place]) as fault:
             assert torch.equal(speculative("llama", 3, end=True), undisturbed)
         assert fault.raised
+
+
+@pytest.mark.parametrize("place", ["absorb", "keep", "read back", "text", "verify", "write"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
+    place: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that was compiled for goes on without graphs, and without those rows."""
+    use_fixed_shapes_only(monkeypatch)
+    monkeypatch.setattr(drafter_of("llama").require_binding(), "compiled", None)
+    raised = 0
+    with wishes(drafter_of("llama"), acceleration="compile"):
+        for first in range(2, 9):
+            fault = Fault(first)
+            assert_survives("llama", shape, 3, fault.before(*METHODS[place]), end=True)
+            raised += fault.raised
+    assert raised >= 3
 
 
 # --- causes that stay until they are removed -------------------------------------------------------------------------

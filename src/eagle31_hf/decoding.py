@@ -1,7 +1,8 @@
 """Our decoding loop: draft, verify in one target forward, accept, keep. Chains and trees, any batch, any prompt.
 
 One round (`SpeculativeDecoder._round`) is the figure in docs/architecture.md. Each row accepts its own number of
-tokens; the host waits for the device once a round, to read what was accepted. Rows that have ended leave the batch.
+tokens; the host waits for the device once a round, to read what was accepted. Rows that have ended leave the batch,
+unless graphs were made for its size: then they stand still in it until few are left.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from .verification import Verification
 
 __all__ = ["DecodingRequest", "DraftShape", "SpeculativeDecoder"]
 
+LIVE_SHARE = 0.25
+"""Share of a compiled batch that must need tokens for the others to stay in it: its graphs are that much quicker."""
+
 
 class SpeculativeDecoder:
     """One generation with our own loop.
@@ -55,10 +59,11 @@ class SpeculativeDecoder:
         self.binding: TargetBinding = drafter.require_binding()
         self.request = request
         self.sequences = request.sequences
-        self.rows = list(range(self.sequences.batch_size))  # which row of the batch each live row is
+        self.rows = list(range(self.sequences.batch_size))  # which row of the batch each row of the caches is
+        self.live = list(self.rows)  # places of those rows that need tokens, as this round begins
         self.clock = PhaseClock(request.stats)
         self.stage = Stage.READ
-        self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each live row
+        self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each of them
         self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
         self.chunk = min(request.prefill_chunk or prompt, prompt)
@@ -152,6 +157,7 @@ class SpeculativeDecoder:
 
     def _first_token(self, prompts: Reading) -> None:
         """The token after each prompt, which no draft was made for."""
+        self.live = self._staying()
         chosen = self._choose_first(torch.stack(prompts.last_logits))  # type: ignore[arg-type]
         aux = None if self.session is None else torch.stack(prompts.last_aux)[:, None]  # type: ignore[arg-type]
         emitted = [[token] for token in chosen]
@@ -172,7 +178,7 @@ class SpeculativeDecoder:
 
     def _round(self) -> None:
         """Draft, verify, accept; from then on the text is longer, and the caches follow."""
-        self.stage = Stage.DRAFT
+        self.stage, self.live = Stage.DRAFT, self._staying()
         with self.clock.phase("draft"):
             tree = self._draft()
         self.stage = Stage.VERIFY
@@ -188,7 +194,7 @@ class SpeculativeDecoder:
         added = self._write(emitted)
         self.stage = Stage.SETTLE
         self.request.stats.record_round(
-            depth=tree.max_depth, nodes=tree.size - 1, accepted=[len(nodes) - 1 for nodes in path]
+            depth=tree.max_depth, nodes=tree.size - 1, accepted=[len(path[b]) - 1 for b in self.live]
         )
         self.cache.keep(path, added)
         self._go_on(emitted, added, aux, acceptance.path)
@@ -196,7 +202,7 @@ class SpeculativeDecoder:
     def _draft(self) -> DraftTree:
         """This round's drafts, no deeper than the longest row still needs."""
         request, shape = self.request, self.shape
-        room = max(self.sequences.room(row) for row in self.rows)
+        room = max(self.sequences.room(self.rows[b]) for b in self.live)
         depth = min(shape.depth, room - 1)  # the target adds one token of its own
         sample = self.rule is AcceptanceRule.REJECTION
         if depth < 1 or self.session is None:
@@ -277,7 +283,9 @@ class SpeculativeDecoder:
 
     def _write(self, emitted: list[list[int]]) -> list[int]:
         """Add each live row's new tokens to the text. Returns how many of them come before the row's end."""
-        added = [self.sequences.append(row, tokens) for row, tokens in zip(self.rows, emitted, strict=True)]
+        added = [0] * len(self.rows)
+        for b in self.live:
+            added[b] = self.sequences.append(self.rows[b], emitted[b])
         self.sequences.stop_if_out_of_time()
         return added
 
@@ -294,29 +302,35 @@ class SpeculativeDecoder:
         """Let rows go that have ended and bring the drafter up to date with the others.
 
         Args:
-            emitted: new tokens of each live row.
+            emitted: new tokens of each row.
             counts: how many of them were written.
             aux: hidden states `(B, N, A*Ht)` of the nodes; `None` without a drafter.
             path: `(B, D)` the nodes the tokens follow; `None` if there is only one.
         """
         staying = self._staying()
-        leaving = sorted(set(range(len(self.rows))) - set(staying))
+        leaving = sorted(set(self.live) - set(staying))
         written = [tokens[:n] for tokens, n in zip(emitted, counts, strict=True)]
         if aux is not None:
             aux = _along_path(aux, path, max(counts))
         if self.request.end is not None and leaving:
             # The drafter reads the last tokens of the rows that leave, too.
             self._absorb([tokens if b in leaving else [] for b, tokens in enumerate(written)], aux)
+            written = [[] if b in leaving else tokens for b, tokens in enumerate(written)]
             self._hand_over(leaving, self.request.end)
         if not staying:
             self.rows = []
             return
-        if leaving:
+        if len(staying) < len(self.rows) and not self._keeps_ended_rows(len(staying)):
             aux = None if aux is None else aux[staying]
             written = [written[b] for b in staying]
             self._let_go(staying)
         self._absorb(written, aux)
         self._set_roots()
+
+    def _keeps_ended_rows(self, live: int) -> bool:
+        """Whether the batch keeps its size for the graphs made for it, though only so many rows need tokens."""
+        steps = self.binding.compiled
+        return self.compiles and steps is not None and not steps.why_not and live >= LIVE_SHARE * len(self.rows)
 
     def _staying(self) -> list[int]:
         """Places of the rows that need more tokens."""
@@ -328,7 +342,7 @@ class SpeculativeDecoder:
         self.roots = torch.tensor(last, device=self.sequences.prompts.device)
 
     def _absorb(self, written: list[list[int]], aux: Tensor | None) -> None:
-        """Bring the drafter up to date with the tokens written to each live row; `aux` `(B, N, A*Ht)` of their path."""
+        """Bring the drafter up to date with the tokens written to each row; `aux` `(B, N, A*Ht)` of their path."""
         if self.session is None or aux is None:
             return
         counts = [len(tokens) for tokens in written]
@@ -352,7 +366,7 @@ class SpeculativeDecoder:
 
     def _collect(self, steps: list[list[tuple[Tensor, Tensor]]]) -> None:
         """Keep `(scores, logits)` of the tokens each live row is about to get, if asked to."""
-        for row, taken in zip(self.rows, steps, strict=True):
+        for row, taken in ((self.rows[b], steps[b]) for b in self.live):
             if self.request.keep_scores:
                 self.sequences.scores[row].extend(scores for scores, _ in taken)
             if self.request.keep_logits:
