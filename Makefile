@@ -18,7 +18,7 @@ demo: $(VENV)/.installed  ## set up, then watch the embedded pair write: plain g
 test: lint $(OLDEST)/.installed  ## every check: lint, all tests, the contract tests on the oldest transformers
 	$(TEST)
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t; print('oldest supported: transformers', t.__version__)"
-	PYTHONPATH=$(OLDEST) $(TEST) -m contract --few-row-runs 1000
+	PYTHONPATH=$(OLDEST) $(TEST) -m contract
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--few-row-runs",
         type=int,
-        default=2000,
+        default=1000,
         help="runs of each sampling test that writes one or four rows at a time; the log's figures are from 20000",
     )
 
