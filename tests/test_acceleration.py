@@ -203,19 +203,23 @@ def test_rows_that_end_do_not_make_new_shapes(uncompiled: None) -> None:
     assert {shape[1] for shape in drafter.require_binding().compiled.shapes} == {4}
 
 
-@pytest.mark.parametrize("family", ["llama", *WINDOWED])
-def test_ended_rows_stand_still_until_few_are_left(
-    family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs are made for the size a batch begins with; a few rows are cheaper without."""
-    drafter, verify = pair_of(family), decoding.SpeculativeDecoder._verify
-    sizes: list[tuple[int, int]] = []
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each verification: rows of the batch, and how many of them need tokens."""
+    verify, sizes = decoding.SpeculativeDecoder._verify, []
 
     def counting(self: decoding.SpeculativeDecoder, tree: DraftTree) -> Any:
         sizes.append((tree.tokens.shape[0], len(self.live)))
         return verify(self, tree)
 
     monkeypatch.setattr(decoding.SpeculativeDecoder, "_verify", counting)
+    return sizes
+
+
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None, sizes: list[tuple[int, int]]) -> None:
+    """Graphs are made for the size a batch begins with; a few rows are cheaper without."""
+    drafter = pair_of(family)
     for fields, seed in itertools.product((CHAIN, NARROW), range(3)):
         before = len(sizes)
         plain, ours = write(drafter, random_prompts(5, seed=2), oracle_seed=seed, **fields)
@@ -225,6 +229,12 @@ def test_ended_rows_stand_still_until_few_are_left(
         assert (stats.passes, stats.rounds) == (len(rounds), sum(live for _, live in rounds))
     assert {(5, 5), (5, 4), (5, 3), (5, 2), (1, 1)} == {*sizes}
     assert {shape[1] for shape in drafter.require_binding().compiled.shapes} == {5}
+
+
+def test_ended_rows_leave_where_verification_stays_eager(uncompiled: None, sizes: list[tuple[int, int]]) -> None:
+    write(pair_of("llama"), random_prompts(5, seed=2), cache_type="int8", **CHAIN)
+    assert all(rows == live for rows, live in sizes)
+    assert min(sizes) < (5, 5)
 
 
 def test_sampling_draws_the_same_tokens(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,8 +329,8 @@ class SpeculativeDecoder:
 
     def _keeps_ended_rows(self, live: int) -> bool:
         """Whether the batch keeps its size for the graphs made for it, though only so many rows need tokens."""
-        steps = self.binding.compiled
-        return self.compiles and steps is not None and not steps.why_not and live >= LIVE_SHARE * len(self.rows)
+        compiled = isinstance(self.verify, CompiledVerification) and not self.verify.steps.why_not
+        return compiled and live >= LIVE_SHARE * len(self.rows)
 
     def _staying(self) -> list[int]:
         """Places of the rows that need more tokens."""
