@@ -43,7 +43,7 @@ from .verification import Verification
 __all__ = ["DecodingRequest", "DraftShape", "SpeculativeDecoder"]
 
 LIVE_SHARE = 0.25
-"""Share of a compiled batch that must need tokens for the others to stay in it: its graphs are that much quicker."""
+"""Share of a compiled batch that must need tokens for the others to stay in it; measured on a small pair only."""
 
 
 class SpeculativeDecoder:
