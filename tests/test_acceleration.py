@@ -122,6 +122,26 @@ def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) ->
     assert len([shape for shape in shapes if shape[0] == "step"]) <= 4
 
 
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral"]
+)  # the second with sliding windows, whose masks graphs are given
+def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
+    family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, prompts = pair_of(family), random_prompts(1)
+    write(drafter, prompts, **CHAIN)
+    eager, forward = [], Verification._forward
+    monkeypatch.setattr(Verification, "_forward", lambda self, tree: eager.append(tree.size) or forward(self, tree))
+    inputs = left_padded(prompts)
+    plain = drafter.require_binding().model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+        ours = drafter.require_binding().model.generate(
+            **inputs, max_new_tokens=2, do_sample=False, assistant_model=drafter
+        )
+    assert torch.equal(plain, ours)
+    assert eager == ([1] if family in WINDOWED else [])
+
+
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
 def test_a_chain_at_once_is_the_chain_step_by_step(

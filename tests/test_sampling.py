@@ -71,9 +71,24 @@ def random_table(seed: int, sharpness: float = 1.5, size: int = V) -> Tensor:
     return torch.softmax(sharpness * torch.randn(size, V, generator=seeded(seed)), dim=-1)
 
 
+def tokens_added(accepted: Acceptance, tree: DraftTree) -> Tensor:
+    """`(B, D+1)` accepted drafts, then the bonus; the first `count` of a row are valid."""
+    tokens = tree.tokens.gather(1, accepted.path).roll(-1, dims=1)  # the root was added a round ago
+    return tokens.scatter(1, accepted.count[:, None] - 1, accepted.bonus[:, None])
+
+
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["whole", "by blocks"])
+def way_to_draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are summed up in one go, or blocks of two of them first."""
+    if request.param == "by blocks":
+        monkeypatch.setattr(sampling, "DRAWN_BY_BLOCKS", 0)
+        monkeypatch.setattr(sampling, "BLOCK", 2)
+
+
+@pytest.mark.usefixtures("way_to_draw")
 @pytest.mark.parametrize("width", [None, V])
 def test_draw_follows_weights_and_skips_zeros(width: int | None) -> None:
     weights = torch.tensor([0.0, 3.0, 1.0, 0.0, 2.0, 0.0])
@@ -83,6 +98,7 @@ def test_draw_follows_weights_and_skips_zeros(width: int | None) -> None:
         assert set(outcomes.tolist()) == {1, 2, 4}
 
 
+@pytest.mark.usefixtures("way_to_draw")
 def test_draw_keeps_the_share_of_rare_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     # A float32 running sum near 1 moves in steps of 6e-8 and would lose this token's 1e-9 altogether.
     weights = torch.tensor([[1.0, 1e-9, 0.0]])
@@ -92,18 +108,39 @@ def test_draw_keeps_the_share_of_rare_tokens(monkeypatch: pytest.MonkeyPatch) ->
     assert draw(weights).item() == 0
 
 
+@pytest.mark.usefixtures("way_to_draw")
 @pytest.mark.parametrize(("uniform", "index"), [(0.0, 1), (1.0 - 2.0**-53, 2)])
 def test_draw_at_either_end_skips_zeros(monkeypatch: pytest.MonkeyPatch, uniform: float, index: int) -> None:
     monkeypatch.setattr(sampling, "uniform_numbers", lambda *_: torch.full((1, 1), uniform, dtype=torch.float64))
     assert draw(torch.tensor([[0.0, 0.3, 0.4, 0.0]])).item() == index
 
 
-@given(st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=9).filter(any), st.integers(0, 2**31))
+@pytest.mark.parametrize("invert", [sampling._invert, sampling._invert_by_blocks])
+@given(weights=st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=200).filter(any), seed=st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
-def test_draw_never_returns_an_index_of_weight_zero(weights: list[float], seed: int) -> None:
+def test_draw_never_returns_an_index_of_weight_zero(
+    invert: Callable[[Tensor, Tensor], Tensor], weights: list[float], seed: int
+) -> None:
     row = torch.tensor(weights)
-    drawn = draw(row.expand(50, -1), seeded(seed))
+    numbers = sampling.uniform_numbers((50, 1), row.device, seeded(seed))
+    numbers[0], numbers[1] = 0.0, 1.0 - 2.0**-53
+    drawn = invert(row.expand(50, -1), numbers)
     assert (row[drawn] > 0).all()
+
+
+@pytest.mark.parametrize("width", [64, 8192, 10_001])
+def test_blocks_draw_what_the_running_sum_draws(width: int) -> None:
+    weights = torch.softmax(4 * torch.randn(3, 40, width, generator=seeded(1)), -1)
+    numbers = sampling.uniform_numbers((3, 40, 1), weights.device, seeded(2))
+    assert torch.equal(sampling._invert_by_blocks(weights, numbers), sampling._invert(weights, numbers))
+
+
+@pytest.mark.usefixtures("way_to_draw")
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_a_row_nothing_can_be_drawn_from_yields_no_token(weight: float) -> None:
+    drawn = draw(torch.tensor([[weight] * 5, [1.0] * 5]), seeded())
+    assert drawn[0] == 5
+    assert drawn[1] < 5
 
 
 def test_draw_without_replacement_is_sequential_drawing() -> None:
@@ -150,13 +187,13 @@ def test_greedy_walk_matches_a_naive_walk(seed: int, size: int, width: int) -> N
     tree = random_tree(generator, rows=4, size=size, width=width, vocab=4)
     choice = torch.randint(0, 4, (4, size), generator=generator)
     accepted = accept_greedy(tree, choice)
-    new_tokens = accepted.new_tokens(tree)
+    added = tokens_added(accepted, tree)
     for row in range(4):
         path, bonus = naive_walk(tree, choice.tolist(), row)
         count = int(accepted.count[row])
         assert accepted.path[row, :count].tolist() == path
         assert (int(accepted.best[row]), int(accepted.bonus[row])) == (path[-1], bonus)
-        assert new_tokens[row, :count].tolist() == [int(tree.tokens[row, node]) for node in path[1:]] + [bonus]
+        assert added[row, :count].tolist() == [int(tree.tokens[row, node]) for node in path[1:]] + [bonus]
 
 
 def test_chain_path_equals_tree_path() -> None:
@@ -165,7 +202,7 @@ def test_chain_path_equals_tree_path() -> None:
     tree = DraftTree.chain(tokens)
     fast, general = sampling._follow_chain(tree, choice), sampling._follow_tree(tree, choice)
     assert fast.count.unique().numel() == 5
-    assert torch.equal(fast.new_tokens(tree)[:, 0], general.new_tokens(tree)[:, 0])
+    assert torch.equal(tokens_added(fast, tree)[:, 0], tokens_added(general, tree)[:, 0])
     for field in ("count", "bonus", "best"):
         assert torch.equal(getattr(fast, field), getattr(general, field)), field
 
@@ -194,7 +231,7 @@ def sampled_star(q: Tensor, children: int, seed: int, support: Tensor | None = N
 
 def first_tokens(accept: Rule, tree: DraftTree, seed: int = 1) -> Tensor:
     accepted = accept(tree, P.expand(ROWS, tree.size, V), generator=seeded(seed))
-    return accepted.new_tokens(tree)[:, 0]
+    return tokens_added(accepted, tree)[:, 0]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -242,7 +279,7 @@ def test_deterministic_children_are_lossless() -> None:
     tokens = torch.tensor([[0, 1, 4, 0]]).expand(ROWS, -1)
     tree = StaticTopology.from_paths([(0,), (1,), (2,)]).tree(tokens)
     accepted = accept_sampled_target(tree, P.expand(ROWS, 4, V), generator=seeded())
-    assert chi_square(accepted.new_tokens(tree)[:, 0], P) > P_VALUE
+    assert chi_square(tokens_added(accepted, tree)[:, 0], P) > P_VALUE
     expected = target_acceptance(P, torch.tensor([1, 4, 0]))
     assert (accepted.count > 1).double().mean() == pytest.approx(expected.item(), abs=0.015)
 
@@ -367,9 +404,9 @@ def generate(accept: Rule, draft: Draft, num_tokens: int) -> Tensor:
         last = written.gather(1, length - 1).squeeze(1)
         tree = draft(last, q_table, generator)
         accepted = accept(tree, p_table[tree.tokens], generator=generator)
-        new_tokens = accepted.new_tokens(tree)
-        slots = (length + torch.arange(new_tokens.shape[1])).clamp(max=written.shape[1] - 1)
-        written.scatter_(1, slots, new_tokens)
+        added = tokens_added(accepted, tree)
+        slots = (length + torch.arange(added.shape[1])).clamp(max=written.shape[1] - 1)
+        written.scatter_(1, slots, added)
         length = (length + accepted.count[:, None]).clamp(max=num_tokens + 1)  # later rounds write past the end
     return written[:, 1 : num_tokens + 1]
 
@@ -488,10 +525,10 @@ def test_no_rule_waits_for_the_device() -> None:
         for draft in (draft_chain, draft_chain_of_few, draft_sampled_tree, draft_dynamic_tree):
             tree = draft(last, q_table, seeded())
             probs = p_table[tree.tokens]
-            accept_sampled_target(tree, probs).new_tokens(tree)
+            tokens_added(accept_sampled_target(tree, probs), tree)
             accept_greedy(tree, probs.argmax(-1))
             if tree.proposal is not None:
-                accept_rejection(tree, probs).new_tokens(tree)
+                tokens_added(accept_rejection(tree, probs), tree)
         star = sampled_star(torch.full((4,), 0.25), 2, seed=1, support=support)
         accept_rejection(star, P.expand(ROWS, 3, V))
     assert syncs.found == []

@@ -4,7 +4,7 @@ acceptance by drawing in `compiled_acceptance`.
 `torch.compile` pays only where shapes repeat, so blocks are padded to a few node counts, rows to a few lengths
 (buckets of 256 slots, then doubling), and what is padded is masked. The first call at a new shape is served by the
 eager code, which is the reference: a graph that cannot be made, or that disagrees, is given up and the text goes on
-unchanged. Prefill and single tokens always stay eager.
+unchanged. Prefill always stays eager, and no graph is made for a single token.
 
 A chain of fixed length is one graph, whether its tokens are drawn or not, and so is a dynamic tree; a chain that doubt
 may end and a static tree take a graph per step. Graphs make their masks themselves, unless layers see only a window.
@@ -135,13 +135,15 @@ class CompiledVerification(Verification):
         rows, size = tree.tokens.shape
         nodes = node_bucket(size, self.most_nodes)
         note_why_not(self.steps, self.stats)  # a draft step may have failed
-        if self.steps.why_not or size == 1 or not self.placed.make_room(nodes):
+        unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
+        if self.steps.why_not or unmasked or not self.placed.make_room(nodes):
             return super()._forward(tree)
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         attention = self.binding.model.config._attn_implementation
         shape = ("verify", rows, nodes, masks_trees, *self.cache.mask_widths.items(), attention)
         known = self.steps.has(shape)
-        if not known and rows != self.first_rows:  # a batch that loses rows is not worth a graph for each number
+        # A batch that loses rows is not worth a graph for each number, nor is the last token of a text one of its own.
+        if not known and (rows != self.first_rows or size == 1):
             return super()._forward(tree)
         inputs = self._inputs(tree, (rows, nodes), tree.ancestors if masks_trees else None)
         outputs = self.steps.run(shape, inputs)
@@ -169,7 +171,7 @@ class CompiledVerification(Verification):
 
     def _masks(self, tree: DraftTree, rows: int, nodes: int) -> Masks:
         mask, widths, fill = self._mask(tree), self.cache.mask_widths, self.placed.inputs.fill_mask
-        assert mask is not None, "only single tokens go without a mask"
+        assert mask is not None, "single tokens, which go without a mask, stay eager"
         if isinstance(mask, Tensor):
             (width,) = widths.values()
             return fill("mask", mask, (rows, 1, nodes, width))

@@ -197,7 +197,7 @@ class SpeculativeDecoder:
             depth=tree.max_depth, nodes=tree.size - 1, accepted=[len(path[b]) - 1 for b in self.live]
         )
         self.cache.keep(path, added)
-        self._go_on(emitted, added, aux, acceptance.path)
+        self._go_on(emitted, added, aux, None if tree.is_chain else acceptance.path)
 
     def _draft(self) -> DraftTree:
         """This round's drafts, no deeper than the longest row still needs."""
@@ -272,12 +272,16 @@ class SpeculativeDecoder:
 
     def _read_back(self, tree: DraftTree, acceptance: Acceptance) -> tuple[list[list[int]], list[list[int]]]:
         """The round's one wait for the device: accepted nodes and new tokens per row, past the row's end too."""
-        packed = torch.cat((acceptance.count[:, None], acceptance.path, acceptance.new_tokens(tree)), dim=1).tolist()
-        width = acceptance.path.shape[1]
-        return (
-            [row[1 : 1 + row[0]] for row in packed],
-            [row[1 + width : 1 + width + row[0]] for row in packed],
-        )
+        packed = torch.cat(
+            (acceptance.count[:, None], acceptance.bonus[:, None], acceptance.path, tree.tokens), dim=1
+        ).tolist()
+        paths: list[list[int]] = []
+        emitted: list[list[int]] = []
+        for count, bonus, *rest in packed:
+            nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
+            paths.append(nodes)
+            emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
+        return paths, emitted
 
     # --- after a round -------------------------------------------------------------------------------------------
 
@@ -305,7 +309,7 @@ class SpeculativeDecoder:
             emitted: new tokens of each row.
             counts: how many of them were written.
             aux: hidden states `(B, N, A*Ht)` of the nodes; `None` without a drafter.
-            path: `(B, D)` the nodes the tokens follow; `None` if there is only one.
+            path: `(B, D)` the nodes the tokens follow; `None`: one after the other.
         """
         staying = self._staying()
         leaving = sorted(set(self.live) - set(staying))

@@ -30,7 +30,7 @@ class Belief(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor) -> Belief:
         """From logits or scores `(B, V)`."""
-        probs = logits.float().softmax(-1)
+        probs = logits.softmax(-1, dtype=torch.float32)
         return cls(probs, *probs.max(-1))
 
 
@@ -109,11 +109,12 @@ class DraftSession:
         width = tokens.shape[1]
         cos, sin = self._rotary_ahead(width)
         state = self.read(tokens, aux, (cos[:, :width], sin[:, :width]), counts)
-        before = self.cache.lengths_tensor.clone()
-        self.cache.commit(counts)
         if _may_view(counts, width):
+            self.cache.commit(counts)
             self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
         else:
+            before = self.cache.lengths_tensor.clone()
+            self.cache.commit(counts)
             committed = self.cache.lengths_tensor - before  # `counts` again, without bringing them to the device
             self._rotary = _columns_from(cos, committed), _columns_from(sin, committed)
         self._root = self._merged(state, counts)

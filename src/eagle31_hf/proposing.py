@@ -179,4 +179,4 @@ def propose_static_tree(
 
 
 def _logprobs(state: DraftState) -> Tensor:
-    return state.logits.float().log_softmax(-1)
+    return state.logits.log_softmax(-1, dtype=torch.float32)

@@ -44,11 +44,6 @@ class Acceptance:
     bonus: Tensor
     best: Tensor
 
-    def new_tokens(self, tree: DraftTree) -> Tensor:
-        """`(B, D+1)` tokens this round adds: accepted drafts, then the bonus; the first `count` of a row are valid."""
-        tokens = tree.tokens.gather(1, self.path).roll(-1, dims=1)  # the root was emitted a round ago
-        return tokens.scatter(1, self.count[:, None] - 1, self.bonus[:, None])
-
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
@@ -68,12 +63,42 @@ def draw(weights: Tensor, generator: torch.Generator | None = None, *, numbers: 
     """
     if numbers is not None and numbers.shape[-1] > 1:
         return (numbers / weights).min(-1).indices  # x / 0 is infinite: never first
-    cumulative = weights.cumsum(-1, dtype=_wide_dtype(weights.device))
-    total = cumulative[..., -1:]
     if numbers is None:
-        numbers = uniform_numbers(total.shape, weights.device, generator)
-    threshold = numbers * total  # < total: the numbers are below 1
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+        numbers = uniform_numbers((*weights.shape[:-1], 1), weights.device, generator)
+    invert = _invert if weights.numel() < DRAWN_BY_BLOCKS else _invert_by_blocks
+    return invert(weights, numbers).squeeze(-1)
+
+
+DRAWN_BY_BLOCKS = 100_000
+"""Weights from which on `draw` sums blocks first. On two CPU cores 24 rows of 8,192 take 0.1 ms instead of 5, one row
+of 128,256 0.12 instead of 0.16, 24 of these 1.6 instead of 18; 6 rows of 8,192 would take twice as long."""
+
+BLOCK = 64
+"""Weights of a block."""
+
+
+def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Where the cumulative sum of `weights (..., V)` exceeds the share `numbers (..., 1)` of its end, `(..., 1)`."""
+    cumulative = weights.cumsum(-1, dtype=_wide_dtype(weights.device))
+    threshold = numbers * cumulative[..., -1:]  # < the end: the numbers are below 1
+    return torch.searchsorted(cumulative, threshold, right=True)
+
+
+def _invert_by_blocks(weights: Tensor, numbers: Tensor) -> Tensor:
+    """`_invert`, which first finds the block and then the index in it: no running sum over all weights is written."""
+    vocabulary = weights.shape[-1]
+    if vocabulary % BLOCK:
+        weights = F.pad(weights, (0, -vocabulary % BLOCK))
+    blocks = weights.unflatten(-1, (-1, BLOCK))  # (..., n, BLOCK)
+    sums = blocks.sum(-1, dtype=_wide_dtype(weights.device))  # (..., n)
+    ends = sums.cumsum(-1)
+    threshold = numbers * ends[..., -1:]
+    block = torch.searchsorted(ends, threshold, right=True).clamp(max=sums.shape[-1] - 1)  # (..., 1); zeros have none
+    # How far into the block, as a share of it: below 1 again, whatever rounding does.
+    share = 1 - (ends.gather(-1, block) - threshold) / sums.gather(-1, block)
+    share = share.clamp(0, 1 - torch.finfo(share.dtype).eps / 2)
+    chosen = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK)).squeeze(-2)  # (..., BLOCK)
+    return (block * BLOCK + _invert(chosen, share)).clamp(max=vocabulary)
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -208,8 +233,8 @@ def accept_block(tree: DraftTree, target_probs: Tensor, *, generator: torch.Gene
 def rejection_numbers(tree: DraftTree, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """The random numbers a chain's rejection takes: `(B, K)` to accept by and `(B, 1)` for the bonus."""
     device, batch = tree.tokens.device, tree.tokens.shape[0]
-    drafts = uniform_numbers((batch, tree.size - 1), device, generator)
-    return drafts, uniform_numbers((batch, 1), device, generator)
+    drafts, bonus = uniform_numbers((batch, tree.size), device, generator).split((tree.size - 1, 1), dim=1)
+    return drafts, bonus
 
 
 def judge_block(
