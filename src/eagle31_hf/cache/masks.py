@@ -7,8 +7,6 @@ mask is silently wrong under eager attention. Windows count positions, not slots
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -21,21 +19,9 @@ since a resident one would hold `chunk * capacity` elements for the whole genera
 
 
 def causal_block(num_queries: int, num_nodes: int, device: torch.device) -> Tensor:
-    """The chain's visibility, `(T, M)` bool: query `i` is node `M - T + i` and sees every node up to itself.
-
-    Those of small blocks are kept, since every round asks for them again: do not write.
-    """
-    make = _small_causal_block if num_nodes <= RESIDENT_QUERIES else _causal_block
-    return make(num_queries, num_nodes, device)
-
-
-def _causal_block(num_queries: int, num_nodes: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # one that is kept may meet training
-        visible = torch.ones(num_queries, num_nodes, dtype=torch.bool, device=device)
-        return visible.tril_(num_nodes - num_queries)
-
-
-_small_causal_block = lru_cache(maxsize=64)(_causal_block)
+    """The chain's visibility, `(T, M)` bool: query `i` is node `M - T + i` and sees every node up to itself."""
+    visible = torch.ones(num_queries, num_nodes, dtype=torch.bool, device=device)
+    return visible.tril_(num_nodes - num_queries)
 
 
 def ragged_mask(lengths: Tensor, visible: Tensor, num_slots: int, dtype: torch.dtype) -> Tensor:
