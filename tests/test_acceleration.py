@@ -122,9 +122,7 @@ def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) ->
     assert len([shape for shape in shapes if shape[0] == "step"]) <= 4
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "mistral"]
-)  # the second with sliding windows, whose masks graphs are given
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # the second with windows, whose masks graphs are given
 def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
     family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -518,6 +518,7 @@ class HostSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("way_to_draw")
 def test_no_rule_waits_for_the_device() -> None:
     last, q_table, p_table = torch.zeros(3, dtype=torch.long), random_table(2), random_table(1)
     support = torch.tensor([5, 0, 3, 1])
