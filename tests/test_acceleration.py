@@ -20,11 +20,12 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter, compiled_drafting, compiled_steps, decoding
 from eagle31_hf.acceleration import NODE_BUCKET, CompiledVerification, node_bucket, slot_bucket
 from eagle31_hf.cache import SpeculativeCache
-from eagle31_hf.compiled_acceptance import CompiledAcceptance, warped_probs
+from eagle31_hf.compiled_acceptance import CompiledTreeAcceptance
+from eagle31_hf.compiled_drafting import CompiledDraftSession
 from eagle31_hf.compiled_steps import MOST_WAYS_TO_DRAW, CompiledSteps
 from eagle31_hf.drafting import DraftSession
 from eagle31_hf.processing import DraftWarping
-from eagle31_hf.sampling import Acceptance, accept_rejection, accept_sampled_target, draw
+from eagle31_hf.sampling import Acceptance, accept_greedy, accept_rejection, accept_sampled_target, draw
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.topology import StaticTopology
 from eagle31_hf.tree import DraftTree
@@ -146,11 +147,15 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
     family: str, sample: bool, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    target, drafted = drafter.require_binding().model, []
-    propose = decoding.propose_chain
-    monkeypatch.setattr(
-        decoding, "propose_chain", lambda *args, **kw: drafted.append(propose(*args, **kw)) or drafted[-1]
-    )
+    target = drafter.require_binding().model
+    draft, drafted = decoding.SpeculativeDecoder._draft, []
+
+    def keep_draft(self: decoding.SpeculativeDecoder) -> DraftTree:
+        tree = draft(self)
+        drafted.append((tree, self.live))  # what is drafted for rows that have ended is of no account
+        return tree
+
+    monkeypatch.setattr(decoding.SpeculativeDecoder, "_draft", keep_draft)
     for size in (1, 3):
         texts, drafts = [], []
         for at_once in (False, True):
@@ -158,17 +163,20 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
             inputs = left_padded(random_prompts(size))
             with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN), monkeypatch.context() as m:
                 if not at_once:
-                    m.setattr(compiled_drafting.CompiledDraftSession, "draft_at_once", DraftSession.draft_at_once)
+                    m.setattr(CompiledDraftSession, "draft_at_once", DraftSession.draft_at_once)
+                    m.setattr(CompiledDraftSession, "advance", lambda *_args, **_how: None)
                 torch.manual_seed(3)
                 texts.append(target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, do_sample=sample))
             drafts.append(list(drafted))
         assert torch.equal(*texts)
-        assert [tree.tokens.tolist() for tree in drafts[0]] == [tree.tokens.tolist() for tree in drafts[1]]
-        for stepwise, whole in zip(*drafts, strict=True):
-            assert (stepwise.proposal is None) == (whole.proposal is None) == (not sample)
-            if sample:
-                assert torch.equal(stepwise.proposal.choices, whole.proposal.choices)
-                torch.testing.assert_close(stepwise.proposal.probs, whole.proposal.probs)
+        for (stepwise, live), (whole, also_live) in zip(*drafts, strict=True):
+            assert live == also_live
+            assert torch.equal(stepwise.tokens[live], whole.tokens[live])
+            drawn = sample and whole.size > 1
+            assert (stepwise.proposal is None) == (whole.proposal is None) == (not drawn)
+            if drawn:
+                assert torch.equal(stepwise.proposal.choices[live, 1:], whole.proposal.choices[live, 1:])
+                torch.testing.assert_close(stepwise.proposal.probs[live], whole.proposal.probs[live])
     assert {shape[:3] for shape in drafter.require_binding().compiled.shapes if shape[0] == "chain"} == {
         ("chain", 1, 5), ("chain", 3, 5)
     }  # fmt: skip
@@ -255,25 +263,31 @@ def test_ended_rows_leave_where_verification_stays_eager(uncompiled: None, sizes
     assert min(sizes) < (5, 5)
 
 
-def test_sampling_draws_the_same_tokens(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "LIVE_SHARE", 1.1)  # rows leave as they do without graphs: numbers are per row
-    drafter = pair_of("llama")
-    target, inputs = drafter.require_binding().model, left_padded(random_prompts(2, seed=5))
-    texts = []
-    for mode in ("eager", "compile"):
-        with wishes(drafter, speculation_loop="own", acceleration=mode, **CHAIN):
-            torch.manual_seed(0)
-            texts.append(target.generate(**inputs, max_new_tokens=30, do_sample=True, assistant_model=drafter))
-    assert torch.equal(*texts)
+@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+def test_sampling_draws_the_same_tokens(family: str, top_k: int, uncompiled: None) -> None:
+    """Of one row, that is: in a batch rows that have ended take numbers where they stand still, and none where not."""
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    target = drafter.require_binding().model
+    for seed in range(3):
+        inputs, texts = left_padded(random_prompts(1, seed=seed)), []
+        for mode in ("eager", "compile"):
+            with wishes(drafter, speculation_loop="own", acceleration=mode, **CHAIN):
+                torch.manual_seed(seed)
+                sampling = {"do_sample": True, "top_k": top_k}
+                texts.append(target.generate(**inputs, max_new_tokens=30, assistant_model=drafter, **sampling))
+        assert torch.equal(*texts)
+    assert "advance" in {kind for kind, *_ in drafter.require_binding().compiled.shapes}
 
 
-JUDGED = ("sampled chain", "sampled chain of few", "sampled tree")
+JUDGED = ("greedy chain", "sampled chain", "sampled chain of few", "sampled tree")
 
 
 @pytest.mark.parametrize(
     ("family", "compiler", "way"),  # the second family with a reduced draft vocabulary
     [
         *itertools.product(("llama", "qwen3"), ("none",), JUDGED),
+        pytest.param("qwen3", "inductor", "greedy chain", marks=pytest.mark.slow),
         pytest.param("qwen3", "inductor", "sampled chain of few", marks=pytest.mark.slow),
         pytest.param("qwen3", "inductor", "sampled tree", marks=pytest.mark.slow),
     ],
@@ -289,27 +303,39 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
         monkeypatch.setattr(
             compiled_steps,
             "_compile",
-            lambda step, device: compile_(step, device) if step.__name__ == "accept" else step,
+            lambda step, device: compile_(step, device) if step.__name__ in ("accept", "advance") else step,
         )
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    judge, judged = CompiledAcceptance.__call__, []
+    judged: list[tuple[Acceptance, Acceptance]] = []
 
     def by_the_rule(warping: DraftWarping, tree: DraftTree, logits: Tensor) -> Acceptance:
+        if way == "greedy chain":
+            return accept_greedy(tree, logits.argmax(-1))
         accept = accept_sampled_target if way == "sampled tree" else accept_rejection
-        return accept(tree, warped_probs(warping, logits))
+        return accept(tree, warping.probs(logits))
 
-    def judge_twice(self: CompiledAcceptance, tree: DraftTree, logits: Tensor) -> Acceptance | None:
-        state = torch.get_rng_state()
-        at_once = judge(self, tree, logits)
-        if at_once is not None:
-            torch.set_rng_state(state)
-            judged.append((at_once, by_the_rule(self.warping, tree, logits)))
-        return at_once
+    def twice(judge: Callable[..., Acceptance | None]) -> Callable[..., Acceptance | None]:
+        def judge_twice(self: Any, tree: DraftTree, logits: Tensor, aux: Tensor, **how: Any) -> Acceptance | None:
+            before = torch.get_rng_state()
+            at_once = judge(self, tree, logits, aux, **how)
+            if at_once is not None:
+                after = torch.get_rng_state()
+                torch.set_rng_state(before)
+                judged.append((at_once, by_the_rule(how["warping"] if how else self.warping, tree, logits)))
+                torch.set_rng_state(after)
+            return at_once
 
-    monkeypatch.setattr(CompiledAcceptance, "__call__", judge_twice)
+        return judge_twice
+
+    owner, name, kind = (CompiledTreeAcceptance, "__call__", "accept")
+    if "chain" in way:
+        owner, name, kind = (CompiledDraftSession, "advance", "advance")
+    monkeypatch.setattr(owner, name, twice(getattr(owner, name)))
     target = drafter.require_binding().model
     fields, size = (NARROW, 8) if "tree" in way else (CHAIN, 6)
     sampling: dict[str, Any] = {"do_sample": True, "top_k": 7 if "few" in way else 0, "top_p": 0.9}
+    if way == "greedy chain":
+        sampling = {"do_sample": False}
     with wishes(drafter, speculation_loop="own", acceleration="compile", **fields):
         for rows in (1, 3):
             target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
@@ -318,8 +344,8 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
     for at_once, eager in judged:
         for name in ("count", "best", "bonus", "path"):
             assert torch.equal(getattr(at_once, name), getattr(eager, name)), name
-    kept = [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "accept"]
-    assert [shape[1:3] for shape in kept] == [(1, size), (3, size)]
+    kept = [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == kind]
+    assert {shape[1:3] for shape in kept} == {(1, size), (3, size)}
 
 
 def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
@@ -329,7 +355,7 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
     with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
     assert len(told.scores) == 20
-    assert not [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "accept"]
+    assert not {"accept", "advance"} & {kind for kind, *_ in drafter.require_binding().compiled.shapes}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
@@ -544,9 +570,9 @@ def test_compiled_text_is_the_plain_text(family: str, monkeypatch: pytest.Monkey
         assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
         assert drafter.stats.fallbacks == []
     shapes = drafter.require_binding().compiled.shapes
-    # One of each way to draft, each its verification unless masks come from outside, and what is absorbed.
+    # One of each way to draft and its verification (unless masks come from outside), absorbing, and a chain's end.
     verifications = 1 if family in WINDOWED else 2
-    kinds = {"chain": 1, "tree": 1, "absorb": 1, "verify": verifications}
+    kinds = {"chain": 1, "tree": 1, "absorb": 1, "verify": verifications, "advance": 1}
     assert Counter(kind for kind, *_ in shapes) == kinds
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == (len(shapes) if family == "gemma3" else verifications), "a shape was compiled again"
@@ -566,19 +592,19 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
     drafter = pair_of("llama", layers=2)
     target, inputs = drafter.require_binding().model, left_padded(random_prompts(2))
     numbers, chains = [], []
-    make, whole = compiled_drafting.chain_numbers, compiled_drafting.CompiledDraftSession.draft_at_once
+    make, whole = compiled_drafting.chain_numbers, CompiledDraftSession.draft_at_once
 
     def keep_numbers(*args: Any) -> Tensor:
         numbers[:] = (made := make(*args)).unbind(1)
         return made
 
-    def keep_chain(self: Any, depth: int, **how: Any) -> Any:
-        numbers.clear()
-        chains.append((whole(self, depth, **how), list(numbers)))
-        return chains[-1][0]
+    def keep_chain(self: Any, *args: Any, **how: Any) -> Any:
+        chain = whole(self, *args, **how)  # its numbers are these, or those its round before took ahead
+        chains.append((chain, list(numbers)))
+        return chain
 
     monkeypatch.setattr(compiled_drafting, "chain_numbers", keep_numbers)
-    monkeypatch.setattr(compiled_drafting.CompiledDraftSession, "draft_at_once", keep_chain)
+    monkeypatch.setattr(CompiledDraftSession, "draft_at_once", keep_chain)
     with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20}
         target.generate(**inputs, max_new_tokens=24, assistant_model=drafter, **sampling)
@@ -586,8 +612,9 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
     drawn = [chain for chain in chains if chain[0] is not None]
     assert len(drawn) > 3
     for chain, used in drawn:
+        assert len(used) == CHAIN["num_assistant_tokens"]
         assert chain.proposal.probs.shape[-1] == 20, "warped as the target's"
-        for k, number in enumerate(used):
+        for k, number in enumerate(used[: chain.tokens.shape[1]]):
             assert torch.equal(chain.proposal.choices[:, k + 1], draw(chain.proposal.probs[:, k], numbers=number))
 
 
@@ -604,4 +631,6 @@ def test_compiled_batch_on_the_demo_target() -> None:
     plain, ours = write(drafter, prompts, **CHAIN)
     assert assert_same_or_tie(target, plain, ours, left_padded(prompts)["attention_mask"]) == 0
     assert drafter.stats.fallbacks == []
-    assert len(drafter.require_binding().compiled.shapes) == 3  # verification, what is absorbed, a draft step
+    assert (
+        len(drafter.require_binding().compiled.shapes) == 4
+    )  # verification, its round's end, what is absorbed, a chain

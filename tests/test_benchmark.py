@@ -32,7 +32,7 @@ from eagle31_hf.decoding import DraftShape, SpeculativeDecoder
 from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
 from eagle31_hf.proposing import propose_dynamic_tree
 from eagle31_hf.stats import SpeculationStats
-from helpers import SHARED, drafter_of, random_drafter, random_prompts, target_of
+from helpers import SHARED, drafter_of, random_drafter, random_prompts, target_of, use_fixed_shapes_only, wishes
 
 SPEC = "hidden=32,layers=4,heads=2,kv=1,intermediate=48,vocab=96"
 CHAIN, TREE = DraftShape(4), DraftShape(4, top_k=3, size=14)
@@ -224,6 +224,21 @@ def test_certain_acceptance_takes_all_or_nothing(drafter, shape, chance, length)
     (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
     _, stats = write_synthetic(drafter, prompts, SyntheticRequest(51, shape, (chance,)))
     assert stats.acceptance_length == pytest.approx(length)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+def test_graphs_that_judge_are_overruled_by_the_lot(shape, samples, monkeypatch):
+    use_fixed_shapes_only(monkeypatch)
+    drafter = random_drafter(random_target(target_config(SPEC), dtype=torch.float32, device="cpu"))
+    (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
+    with wishes(drafter, acceleration="compile"):
+        for chance, length in ((0.0, 1.0), (1.0, 5.0)):
+            _, stats = write_synthetic(drafter, prompts, SyntheticRequest(51, shape, (chance,), samples=samples))
+            assert stats.acceptance_length == pytest.approx(length)
+    kinds = {kind for kind, *_ in drafter.require_binding().compiled.shapes}
+    assert kinds == {"verify", "absorb", "chain", "advance"} if shape is CHAIN else kinds >= {"verify", "tree"}
+    assert ("accept" in kinds) == (shape is TREE and samples)
 
 
 def test_the_lot_follows_its_seed(drafter):

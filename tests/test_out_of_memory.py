@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from eagle31_hf import Eagle31Drafter, assisted, decoding, recovery
 from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.layers import FullLayer, SlotLayer
+from eagle31_hf.compiled_drafting import CompiledDraftSession
 from eagle31_hf.conversation import Conversation, TurnEnd, TurnStart
 from eagle31_hf.decoding import SpeculativeDecoder
 from eagle31_hf.drafting import DraftSession
@@ -313,10 +315,12 @@ def test_a_quantised_cache_comes_back_too(place: str) -> None:
         assert fault.raised
 
 
-@pytest.mark.parametrize("place", ["absorb", "keep", "read back", "text", "verify"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    [*itertools.product(SHAPES, ("commit", "keep", "read back", "text", "verify")), ("chain", "advance")],
+)
 def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
-    place: str, shape: str, monkeypatch: pytest.MonkeyPatch
+    shape: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch that was compiled for goes on without graphs, and without those rows."""
     use_fixed_shapes_only(monkeypatch)
@@ -327,7 +331,8 @@ def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
     with wishes(drafter_of("llama"), acceleration="compile"):
         for first in range(1, 5):
             fault = Fault(first, holds=lambda *_: bool(running) and bool(standing_still(running[-1])))
-            assert_survives("llama", shape, 3, fault.before(*METHODS[place]), end=True)
+            where = METHODS[place] if place in METHODS else (CompiledDraftSession, place)
+            assert_survives("llama", shape, 3, fault.before(*where), end=True)
             raised += fault.raised
     assert raised >= 2
 

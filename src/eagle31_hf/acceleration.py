@@ -1,19 +1,22 @@
 """Compiled steps, one graph per shape bucket: the target's verify forward here, the drafter's in `compiled_drafting`,
-acceptance by drawing in `compiled_acceptance`.
+acceptance of drawn trees in `compiled_acceptance`.
 
 `torch.compile` pays only where shapes repeat, so blocks are padded to a few node counts, rows to a few lengths
 (buckets of 256 slots, then doubling), and what is padded is masked. The first call at a new shape is served by the
 eager code, which is the reference: a graph that cannot be made, or that disagrees, is given up and the text goes on
 unchanged. Prefill always stays eager, and no graph is made for a single token.
 
-A chain of fixed length is one graph, whether its tokens are drawn or not, and so is a dynamic tree; a chain that doubt
-may end and a static tree take a graph per step. Graphs make their masks themselves, unless layers see only a window.
+With chains of fixed length a round is two graphs, drawn or not: the target's, and one that judges the chain, reads
+what was accepted and drafts the next. A dynamic tree is grown in one graph; a chain that doubt may end and a static
+tree take a graph per step. Graphs make their masks themselves, unless layers see only a window.
 On CUDA the graphs are replayed as CUDA graphs (`mode="reduce-overhead"`) and their outputs copied out of the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -58,7 +61,8 @@ class InputBuffers:
         On a CPU, where graphs take memory from anywhere, a source of that very shape is taken as it is.
         """
         if source.device.type == "cpu" and tuple(source.shape) == shape and source.is_contiguous():
-            return source
+            # Dimensions of size 1 have any stride, by which graphs would be told apart.
+            return source if source.stride() == _dense_strides(shape) else source.view(-1).view(shape)
         buffer = self._buffers.get((name, shape, source.dtype))
         if buffer is None:
             buffer = self._buffers[name, shape, source.dtype] = source.new_zeros(shape)
@@ -73,6 +77,11 @@ class InputBuffers:
         """As `fill`, with everything beyond `source` hidden."""
         pads = (0, shape[3] - source.shape[3], 0, shape[2] - source.shape[2])
         return self.fill(name, F.pad(source, pads, value=torch.finfo(source.dtype).min), shape)
+
+
+@lru_cache(maxsize=256)
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class PlacedSteps:

@@ -1,25 +1,44 @@
-"""The drafter's compiled steps: what it reads after a round, a draft step, and a whole chain of fixed length.
+"""The drafter's compiled steps: what it reads after a round, a draft step, whole chains and trees.
 
-See `acceleration` for what is compiled when.
+A round of a chain of fixed length is two graphs: the target's verification, and `advance`, which judges the chain,
+reads what was accepted and drafts the next one before the host has looked. See `acceleration` for what is compiled
+when, and `draft_graphs` for what graphs compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .acceleration import NODE_BUCKET, SLOT_BUCKET, PlacedSteps, slot_bucket
-from .cache.fixed_shape import FixedShapeCache
-from .compiled_steps import CompiledSteps, Step
+from .compiled_steps import CompiledSteps
+from .draft_graphs import ChainAdvance, DraftChain, absorb_step, believing, draft_step, following, tree_step
 from .drafter import Eagle31Drafter
 from .drafting import Belief, DraftSession, DraftState, WholeChain
 from .processing import DraftWarping
 from .proposing import chain_numbers, grow_tree
-from .sampling import draw
-from .tree import DraftTree, Proposal, chosen_ids
+from .sampling import Acceptance, chain_acceptance, rejection_numbers
+from .tree import DraftTree, Proposal
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a round's last graph has done already: nothing of it is committed, and none of it has to be used.
+
+    Attributes:
+        state: of the drafter after each row's bonus.
+        rotary: tables `(B, T, d)` from the lengths before on.
+        width: positions that were read.
+        chain: drafted behind the bonus.
+    """
+
+    state: DraftState
+    rotary: tuple[Tensor, Tensor]
+    width: int
+    chain: WholeChain
 
 
 class CompiledDraftSession(DraftSession):
@@ -34,29 +53,132 @@ class CompiledDraftSession(DraftSession):
         self.placed = PlacedSteps(self.cache)
         self.first_rows = batch_size
         self.tree_depth = 0  # of the deepest tree so far
-        self.chain_depth = 0  # of the deepest chain so far; shallower ones are cut from it
+        self._ahead: Ahead | None = None
 
-    def draft_at_once(self, depth: int, *, sample: bool, warping: DraftWarping | None = None) -> WholeChain | None:
-        self.chain_depth = deepest = max(depth, self.chain_depth)
+    def draft_at_once(
+        self, depth: int, draws: int, *, sample: bool, warping: DraftWarping | None = None
+    ) -> WholeChain | None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return _cut(ahead.chain, depth)
         rows = self.cache.batch_size
         self.cache.place(1)
-        if self.steps.why_not or not self.placed.make_room(deepest):
+        if self.steps.why_not or not self.placed.make_room(draws):
             return None
         (slots,) = self.cache.mask_widths.values()
         way = (sample, () if warping is None else warping.key)
-        shape = ("chain", rows, deepest, slots, way)
+        shape = ("chain", rows, draws, slots, way)
         known = self.steps.has(shape)
         if not known and (rows != self.first_rows or not self.steps.takes("chain", way)):
             return None
-        inputs = self._chain_inputs(depth, deepest, sample=sample, warping=warping)
+        inputs = self._chain_inputs(draws, sample=sample, warping=warping)
         if not known:
-            chain = _DraftChain(self.drafter, deepest, sample=sample, warping=warping)
+            chain = DraftChain(self.drafter, draws, sample=sample, warping=warping)
             expected = chain.belief(self.root.logits[:, 0])[0][:, None] if sample else None
             self.steps.add(shape, chain.as_step(), inputs, expected)
         outputs = self.steps.run(shape, inputs)
         if outputs is None:
             return None
-        return _whole_chain(outputs, depth, self.draft_ids)
+        return _cut(_whole_chain(outputs, self.draft_ids), depth)
+
+    def advance(
+        self, tree: DraftTree, logits: Tensor, aux: Tensor | None, *, draws: int, sample: bool, warping: DraftWarping
+    ) -> Acceptance | None:
+        """Judge a whole chain, read what follows from it and draft the next one; `None` where no graph can.
+
+        To be asked in every round: `absorb` then only commits what was read, and the next `draft_at_once` hands out
+        the chain, unless rows leave or are rolled back, which forgets both.
+
+        Args:
+            tree: a chain.
+            draws: tokens of a chain that no text's end cuts short.
+            logits: the target's `(B, K+1, V)`.
+            aux: its hidden states `(B, K+1, A*Ht)`.
+            sample: whether chains are drawn, and judged by rejection.
+            warping: the target's processors, which look at scores alone.
+        """
+        self._ahead = None
+        rows, size = tree.tokens.shape
+        if self.steps.why_not or aux is None or not draws or size != draws + 1:
+            return None
+        self.cache.place(size)
+        if not self.placed.make_room(size + draws):
+            return None
+        (slots,) = self.cache.mask_widths.values()
+        way = (sample, warping.key)
+        shape = ("advance", rows, size, slots, way)
+        known = self.steps.has(shape)
+        if not known and (rows != self.first_rows or not self.steps.takes("advance", way)):
+            return None
+        rotary = self._rotary_ahead(2 * size)
+        inputs = self._advance_inputs(tree, logits, aux, rotary, sample=sample, warping=warping)
+        if not known:
+            advance = ChainAdvance(self.drafter, size - 1, sample=sample, warping=warping)
+            best, bonus = advance.judge(logits, *inputs[1:4])
+            tokens, aux, tables = following(tree.tokens, best, bonus), inputs[4], tuple(t[:, :size] for t in rotary)
+            read = super().read(tokens, aux, tables, (best + 1).tolist())  # type: ignore[arg-type]
+            self.steps.add(shape, advance.as_step(), inputs, read.logits)
+        outputs = self.steps.run(shape, inputs)
+        if outputs is None:
+            return None
+        root, feedback, best, bonus, *chain = outputs
+        self._ahead = Ahead(DraftState(root, feedback), rotary, size, _whole_chain(tuple(chain), self.draft_ids))
+        return chain_acceptance(tree, best, bonus)
+
+    def _advance_inputs(
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        aux: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        *,
+        sample: bool,
+        warping: DraftWarping,
+    ) -> tuple:
+        fill, (rows, size) = self.placed.inputs.fill, tree.tokens.shape
+        columns = 2 * size - 1
+        proposal: tuple[Tensor | None, ...] = ()
+        judge_numbers: tuple[Tensor, ...] = ()
+        draft_numbers = None
+        if sample:
+            assert tree.proposal is not None, "rejection sampling needs the distribution the drafts were drawn from"
+            probs, choices, support = tree.proposal.probs, tree.proposal.choices, tree.proposal.support
+            proposal = (
+                fill("probs", probs, tuple(probs.shape)),
+                fill("choices", choices, tuple(choices.shape)),
+                None if support is None else fill("support", support, tuple(support.shape)),
+            )
+            judge_numbers = tuple(fill(f"judge {n.shape[1]}", n, tuple(n.shape)) for n in rejection_numbers(tree))
+            draft_numbers = chain_numbers(self.root.logits, size - 1, warping)
+            draft_numbers = fill("numbers", draft_numbers, tuple(draft_numbers.shape))
+        aux = aux.to(device=self.device, dtype=self.dtype)
+        cos, sin = (table[:, :columns] for table in rotary)
+        self.placed.point_at(0, columns)
+        return (
+            fill("judged logits", logits, tuple(logits.shape)),
+            fill("judged", tree.tokens, (rows, size)),
+            proposal,
+            judge_numbers,
+            fill("aux ahead", aux, tuple(aux.shape)),
+            (fill("cos", cos, tuple(cos.shape)), fill("sin", sin, tuple(sin.shape))),
+            draft_numbers,
+            self.placed.fixed,
+        )
+
+    def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> None:
+        ahead = self._ahead
+        if ahead is None:
+            super().absorb(tokens, aux, counts)
+        else:
+            self._commit(ahead.state, ahead.rotary, counts, ahead.width)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        self._ahead = None
+        super().rollback(lengths)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self._ahead = None
+        super().select_rows(rows)
 
     def tree_at_once(self, roots: Tensor, depth: int, *, top_k: int, size: int) -> DraftTree | None:
         self.tree_depth = deepest = max(depth, self.tree_depth)
@@ -76,7 +198,7 @@ class CompiledDraftSession(DraftSession):
         inputs = self._tree_inputs(roots, depth - 1, nodes)
         if not known:
             first = _logits_of_first_level(self.root, super().step, self.target_ids, top_k)
-            self.steps.add(shape, _tree_step(self.drafter, depth, top_k=top_k, size=size), inputs, first)
+            self.steps.add(shape, tree_step(self.drafter, depth, top_k=top_k, size=size), inputs, first)
         outputs = self.steps.run(shape, inputs)
         if outputs is None:
             return None
@@ -101,16 +223,16 @@ class CompiledDraftSession(DraftSession):
             self.placed.fixed,
         )
 
-    def _chain_inputs(self, depth: int, deepest: int, *, sample: bool, warping: DraftWarping | None) -> tuple:
+    def _chain_inputs(self, depth: int, *, sample: bool, warping: DraftWarping | None) -> tuple:
         fill, root = self.placed.inputs.fill, self.root
-        self._rotary_at(deepest)
+        self._rotary_at(depth)
         assert self._rotary is not None, "just made"
-        cos, sin = (table[:, :deepest] for table in self._rotary)  # (B, deepest, d)
-        self.placed.point_at(0, deepest)
+        cos, sin = (table[:, :depth] for table in self._rotary)  # (B, depth, d)
+        self.placed.point_at(0, depth)
         numbers = None
-        if sample:  # those a chain of this depth drawn step by step takes
+        if sample:
             numbers = chain_numbers(root.logits, depth, warping)
-            numbers = fill("numbers", numbers, (len(numbers), deepest, numbers.shape[2]))
+            numbers = fill("numbers", numbers, tuple(numbers.shape))
         return (
             fill("root", root.logits, tuple(root.logits.shape)),
             fill("feedback", root.feedback, tuple(root.feedback.shape)),
@@ -135,7 +257,7 @@ class CompiledDraftSession(DraftSession):
             return _single_state(outputs)
         state = super().read(tokens, aux, rotary, counts)
         if not known:
-            self.steps.add(shape, _absorb_step(self.drafter), inputs, state.logits)
+            self.steps.add(shape, absorb_step(self.drafter), inputs, state.logits)
         return state
 
     def _read_inputs(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> tuple:
@@ -173,8 +295,8 @@ class CompiledDraftSession(DraftSession):
             return _single_state(outputs) if size == 1 else DraftState(outputs[0][:, :size], outputs[1][:, :size])
         state = super().step(tokens, feedback, after=after, depth=depth, ancestors=ancestors)
         if not known:
-            step = _draft_step(self.drafter)
-            self.steps.add(shape, _believing(step) if width == 1 else step, inputs, state.logits)
+            step = draft_step(self.drafter)
+            self.steps.add(shape, believing(step) if width == 1 else step, inputs, state.logits)
         return state
 
     def _mask(self, ancestors: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -196,48 +318,9 @@ class CompiledDraftSession(DraftSession):
         )
 
 
-def _draft_step(drafter: Eagle31Drafter) -> Step:
-    def draft(
-        tokens: Tensor,
-        feedback: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: FixedShapeCache,
-    ) -> tuple[Tensor, Tensor]:
-        if mask is None:
-            mask = cache.block_mask(feedback.dtype)
-        out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
-        return drafter.draft_logits(out.normed), out.feedback
-
-    return draft
-
-
-def _believing(step: Step) -> Step:
-    """The step of a single position with the drafter's belief computed in the same graph."""
-
-    def believe(*inputs: Any) -> tuple[Tensor, ...]:
-        logits, feedback = step(*inputs)
-        return logits, feedback, *Belief.of(logits[:, 0])
-
-    return believe
-
-
 def _single_state(outputs: tuple[Tensor, ...]) -> DraftState:
     logits, feedback, *belief = outputs
     return DraftState(logits, feedback, Belief(*belief))
-
-
-def _absorb_step(drafter: Eagle31Drafter) -> Step:
-    def absorb(
-        tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], last: Tensor, cache: FixedShapeCache
-    ) -> tuple[Tensor, ...]:
-        hidden = drafter.fuse_aux(aux)
-        out = drafter.decode(drafter.embed(tokens), hidden, rotary, cache.block_mask(hidden.dtype), cache)
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        logits = drafter.draft_logits(out.normed[rows, last][:, None])  # (B, 1, Vd)
-        return logits, out.feedback[rows, last][:, None], *Belief.of(logits[:, 0])
-
-    return absorb
 
 
 def _logits_of_first_level(
@@ -250,88 +333,19 @@ def _logits_of_first_level(
     return step(target_ids(children), feedback, after=0, depth=0, ancestors=alone).logits
 
 
-def _tree_step(drafter: Eagle31Drafter, depth: int, *, top_k: int, size: int) -> Step:
-    ids = drafter.draft_ids
-
-    def tree(
-        root: Tensor, feedback: Tensor, roots: Tensor, rotary: tuple[Tensor, Tensor], cache: FixedShapeCache
-    ) -> tuple[Tensor, ...]:
-        slots = cache.block.slots  # (B, top_k * (depth - 1))
-
-        def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
-            cache.block.slots = slots[:, after : after + top_k]
-            cos, sin = (table[:, depth : depth + 1] for table in rotary)
-            mask = cache.block_mask(feedback.dtype, ancestors)
-            out = drafter.decode(drafter.embed(tokens), feedback, (cos, sin), mask, cache)
-            levels.append(drafter.draft_logits(out.normed))
-            return DraftState(levels[-1], out.feedback)
-
-        levels: list[Tensor] = []
-        grown = grow_tree(DraftState(root, feedback), step, ids, roots, depth, top_k=top_k, size=size)
-        cache.block.slots = slots
-        assert grown.scores is not None, "a dynamic tree has them"
-        return levels[0], grown.scores, grown.tokens, grown.parents, grown.depths, grown.ancestors
-
-    return tree
-
-
-class _DraftChain:
-    """A whole chain of draft steps.
-
-    Args:
-        depth: tokens.
-        sample: draw them.
-        warping: the target's processors, if tokens are drawn.
-    """
-
-    def __init__(self, drafter: Eagle31Drafter, depth: int, *, sample: bool, warping: DraftWarping | None):
-        self.drafter, self.depth, self.sample, self.warping = drafter, depth, sample, warping
-
-    def belief(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What is drawn from, `(B, S)` float32, and the target ids of its entries: see `Proposal.support`."""
-        reduced = self.drafter.draft_ids
-        ranked, ids = (logits.float(), None) if self.warping is None else self.warping.candidates(logits)
-        return ranked.softmax(-1), reduced if ids is None else ids if reduced is None else reduced[ids]
-
-    def as_step(self) -> Step:
-        """Of a sampled chain `Proposal.probs`, tokens, choices and supports, if they differ; of a greedy one tokens."""
-        depth, sample, belief = self.depth, self.sample, self.belief
-        ids, draft = self.drafter.draft_ids, _draft_step(self.drafter)
-
-        def chain(
-            root: Tensor, feedback: Tensor, rotary: tuple[Tensor, Tensor], numbers: Tensor, cache: FixedShapeCache
-        ) -> tuple[Tensor, ...]:
-            slots, logits = cache.block.slots, root
-            tokens: list[Tensor] = []  # (B, 1) each
-            choices, drawn_from = [torch.zeros_like(slots[:, :1])], []
-            for k in range(depth):
-                if sample:
-                    drawn_from.append(belief(logits[:, -1]))
-                    probs, support = drawn_from[-1]
-                    choices.append(draw(probs, numbers=numbers[:, k])[:, None])
-                    tokens.append(chosen_ids(choices[-1], support))
-                else:
-                    tokens.append(chosen_ids(logits[:, -1].argmax(-1)[:, None], ids))
-                if k + 1 < depth:
-                    here = slice(k, k + 1)
-                    cache.block.slots = slots[:, here]
-                    cos, sin = (table[:, here] for table in rotary)
-                    logits, feedback = draft(tokens[-1], feedback, (cos, sin), None, cache)
-            cache.block.slots = slots
-            drafted = torch.cat(tokens, 1)
-            if not sample:
-                return (drafted,)
-            proposal = Proposal.of_levels(choices, *zip(*drawn_from, strict=True))
-            own = () if proposal.support is None or proposal.support.dim() == 1 else (proposal.support,)
-            return proposal.probs, drafted, proposal.choices, *own
-
-        return chain
-
-
-def _whole_chain(outputs: tuple[Tensor, ...], depth: int, reduced: Tensor | None) -> WholeChain:
-    """The first `depth` tokens of what `_DraftChain.as_step` gave."""
+def _whole_chain(outputs: tuple[Tensor, ...], reduced: Tensor | None) -> WholeChain:
+    """What `DraftChain.as_step` gave."""
     if len(outputs) == 1:
-        return WholeChain(outputs[0][:, :depth], None)
+        return WholeChain(outputs[0], None)
     probs, tokens, choices, *own = outputs
-    support = own[0][:, :depth] if own else reduced
-    return WholeChain(tokens[:, :depth], Proposal(probs[:, :depth], choices[:, : depth + 1], support))
+    return WholeChain(tokens, Proposal(probs, choices, own[0] if own else reduced))
+
+
+def _cut(chain: WholeChain, depth: int) -> WholeChain:
+    """Its first `depth` tokens."""
+    tokens, proposal = chain
+    if depth == tokens.shape[1] or proposal is None:
+        return WholeChain(tokens[:, :depth], proposal)
+    support = proposal.support
+    support = support if support is None or support.dim() == 1 else support[:, :depth]
+    return WholeChain(tokens[:, :depth], Proposal(proposal.probs[:, :depth], proposal.choices[:, : depth + 1], support))

@@ -7,15 +7,16 @@ unless graphs were made for its size: then they stand still in it until few are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledVerification, slot_bucket
 from .cache import SpeculativeCache
-from .compiled_acceptance import CompiledAcceptance
+from .compiled_acceptance import CompiledTreeAcceptance
 from .compiled_drafting import CompiledDraftSession
 from .conversation import TurnEnd
 from .decoding_request import DecodingRequest, DraftShape
@@ -108,23 +109,23 @@ class SpeculativeDecoder:
             if steps is not None and cache_type == "full"  # compiled code reads the buffers as they are
             else Verification(self.binding, self.cache)
         )
-        self.accept_at_once = (
-            CompiledAcceptance(
-                steps, self.rule, request.processing.draft_warping(), nodes=shape.nodes, batch_size=batch_size
-            )
-            if steps is not None and self._judges_by_scores_alone()
-            else None
-        )
+        self.judge_at_once = self._judge_at_once(batch_size)
         request.stats.cache_type = cache_type
 
-    def _judges_by_scores_alone(self) -> bool:
-        """Whether rounds draw down trees, or judge sampled chains of one length, by scores nobody else asks for."""
-        request, shape = self.request, self.shape
-        if request.keep_scores or request.keep_logits or not request.processing.fits_draft_vocabulary:
-            return False
+    def _judge_at_once(self, batch_size: int) -> Callable[[DraftTree, Tensor, Tensor | None], Acceptance | None] | None:
+        """What judges drafts in a graph: chains of one length and drawn trees, by scores nobody else asks for."""
+        request, shape, session = self.request, self.shape, self.session
+        if not isinstance(session, CompiledDraftSession) or not request.processing.fits_draft_vocabulary:
+            return None
+        if request.keep_scores or request.keep_logits:
+            return None
+        warping = request.processing.draft_warping()
+        if not shape.is_tree and shape.floor == 0:
+            advance = partial(session.advance, draws=shape.depth, sample=request.do_sample, warping=warping)
+            return self.clock.phase("draft")(advance)
         if self.rule is AcceptanceRule.SAMPLED_TARGET:
-            return True
-        return self.rule is AcceptanceRule.REJECTION and shape.top_k == 1 and shape.floor == 0
+            return CompiledTreeAcceptance(session.steps, warping, nodes=shape.nodes, batch_size=batch_size)
+        return None
 
     def run(self) -> Tensor:
         """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
@@ -184,7 +185,7 @@ class SpeculativeDecoder:
         self.stage = Stage.VERIFY
         with self.clock.phase("verify"):
             logits, aux = self._verify(tree)
-        acceptance = None if self.accept_at_once is None else self.accept_at_once(tree, logits)
+        acceptance = None if self.judge_at_once is None else self.judge_at_once(tree, logits, aux)
         if acceptance is None:
             scores = self._node_scores(tree, logits)
             acceptance = self._accept(tree, scores)
@@ -214,6 +215,7 @@ class SpeculativeDecoder:
                 DraftLength(depth, shape.floor),
                 sample=sample,
                 scores=self._draft_scores(),
+                draws=shape.depth,
             )
         if shape.static is not None:
             scores = self._draft_scores() if request.processing.fits_draft_vocabulary else None
@@ -316,11 +318,10 @@ class SpeculativeDecoder:
         written = [tokens[:n] for tokens, n in zip(emitted, counts, strict=True)]
         if aux is not None:
             aux = _along_path(aux, path, max(counts))
-        if self.request.end is not None and leaving:
-            # The drafter reads the last tokens of the rows that leave, too.
-            self._absorb([tokens if b in leaving else [] for b, tokens in enumerate(written)], aux)
-            written = [[] if b in leaving else tokens for b, tokens in enumerate(written)]
-            self._hand_over(leaving, self.request.end)
+        end = self.request.end if leaving else None
+        if end is not None:
+            self._absorb(written, aux)  # the last tokens of the rows that leave, too
+            self._hand_over(leaving, end)
         if not staying:
             self.rows = []
             return
@@ -328,7 +329,8 @@ class SpeculativeDecoder:
             aux = None if aux is None else aux[staying]
             written = [written[b] for b in staying]
             self._let_go(staying)
-        self._absorb(written, aux)
+        if end is None:
+            self._absorb(written, aux)
         self._set_roots()
 
     def _keeps_ended_rows(self, live: int) -> bool:

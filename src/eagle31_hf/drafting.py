@@ -109,6 +109,11 @@ class DraftSession:
         width = tokens.shape[1]
         cos, sin = self._rotary_ahead(width)
         state = self.read(tokens, aux, (cos[:, :width], sin[:, :width]), counts)
+        self._commit(state, (cos, sin), counts, width)
+
+    def _commit(self, state: DraftState, rotary: tuple[Tensor, Tensor], counts: Sequence[int], width: int) -> None:
+        """Keep what was read of each row's `width` positions, as `absorb` does."""
+        cos, sin = rotary
         if _may_view(counts, width):
             self.cache.commit(counts)
             self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
@@ -160,10 +165,13 @@ class DraftSession:
         self.cache.rollback(lengths)
         self._rotary = None
 
-    def draft_at_once(self, depth: int, *, sample: bool, warping: DraftWarping | None = None) -> WholeChain | None:
+    def draft_at_once(
+        self, depth: int, draws: int, *, sample: bool, warping: DraftWarping | None = None
+    ) -> WholeChain | None:
         """A chain of `depth` tokens, where it can be had in one go; `None`: go step by step.
 
         Args:
+            draws: tokens of a chain that no text's end cuts short.
             sample: draw from the drafter's distribution instead of taking the likeliest token.
             warping: the target's processors on draft logits.
         """

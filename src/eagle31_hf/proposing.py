@@ -29,6 +29,7 @@ def propose_chain(
     *,
     sample: bool,
     scores: DraftScores | None = None,
+    draws: int | None = None,
 ) -> DraftTree:
     """Draft tokens one after the other, until the chain is long enough or too doubtful.
 
@@ -40,16 +41,18 @@ def propose_chain(
         length: most tokens, and the doubt that ends a chain earlier (for all rows at once).
         sample: draw from `q` instead of taking the likeliest token.
         scores: the target's processors on draft logits; `None` leaves them as they are.
+        draws: tokens that random numbers are taken for, at least `length.depth`; default: just these.
 
     Where top-k decides what may be drawn, only that many candidates are drawn from and remembered.
     """
+    draws = draws or length.depth
     if length.floor == 0 and (scores is None or isinstance(scores, DraftWarping)):
-        whole = session.draft_at_once(length.depth, sample=sample, warping=scores)
+        whole = session.draft_at_once(length.depth, draws, sample=sample, warping=scores)
         if whole is not None:
             return DraftTree.chain(torch.cat((roots[:, None], whole.tokens), dim=1), whole.proposal)
     state = session.root
     tokens, choices, drawn_from = [roots], [torch.zeros_like(roots)[:, None]], []
-    numbers = chain_numbers(state.logits, length.depth, scores) if sample else None  # (B, depth, 1 or S)
+    numbers = chain_numbers(state.logits, draws, scores) if sample else None  # (B, draws, 1 or S)
     confidence = [1.0] * roots.shape[0]  # of each row, how sure the drafter has been of every step so far
     for step in range(length.depth):
         ranked, support = _ranked(session, state.logits[:, 0], scores, tokens[1:])  # (B, S)

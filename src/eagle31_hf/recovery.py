@@ -120,7 +120,8 @@ class RecoveringDecoder(SpeculativeDecoder):
     def _free(self) -> None:
         if self.compiles:
             # Graphs own memory of their own, and their inputs have a fixed size.
-            self.compiles, self.verify = False, Verification(self.binding, self.cache)
+            self.compiles, self.judge_at_once = False, None
+            self.verify = Verification(self.binding, self.cache)
             if self.binding.compiled is not None:
                 self.binding.compiled.drop("memory ran out, steps stay eager")
                 self.binding.compiled = None

@@ -171,9 +171,14 @@ def accept_sampled_target(
 
 
 def _follow_chain(tree: DraftTree, target_choice: Tensor) -> Acceptance:
-    matches = tree.tokens[:, 1:] == target_choice[:, :-1]
+    return chain_acceptance(tree, *judge_by_choice(tree.tokens, target_choice))
+
+
+def judge_by_choice(tokens: Tensor, target_choice: Tensor) -> tuple[Tensor, Tensor]:
+    """`accept_greedy` of a chain on tensors alone: the last accepted node and the bonus, `(B,)` each."""
+    matches = tokens[:, 1:] == target_choice[:, :-1]
     best = matches.cumprod(1).sum(1)
-    return chain_acceptance(tree, best, target_choice.gather(1, best[:, None]).squeeze(1))
+    return best, target_choice.gather(1, best[:, None]).squeeze(1)
 
 
 def chain_acceptance(tree: DraftTree, best: Tensor, bonus: Tensor) -> Acceptance:
