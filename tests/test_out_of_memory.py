@@ -331,7 +331,7 @@ def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
     with wishes(drafter_of("llama"), acceleration="compile"):
         for first in range(1, 5):
             fault = Fault(first, holds=lambda *_: bool(running) and bool(standing_still(running[-1])))
-            where = METHODS[place] if place in METHODS else (CompiledDraftSession, place)
+            where = METHODS.get(place, (CompiledDraftSession, place))
             assert_survives("llama", shape, 3, fault.before(*where), end=True)
             raised += fault.raised
     assert raised >= 2

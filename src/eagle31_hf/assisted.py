@@ -171,7 +171,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
             if self.processing.is_empty:
                 ranked = logits
             elif self.processing.fits_draft_vocabulary:
-                ranked = self.processing.draft_warping()(logits)
+                ranked = self.processing.draft_warping(logits)
             else:
                 prefix = torch.cat((input_ids[0], *drafted))[None]
                 ranked = self.processing.row_scores([prefix], self._full_vocabulary(logits), [0])

@@ -119,7 +119,7 @@ class SpeculativeDecoder:
             return None
         if request.keep_scores or request.keep_logits:
             return None
-        warping = request.processing.draft_warping()
+        warping = request.processing.draft_warping
         if not shape.is_tree and shape.floor == 0:
             advance = partial(session.advance, draws=shape.depth, sample=request.do_sample, warping=warping)
             return self.clock.phase("draft")(advance)
@@ -227,7 +227,7 @@ class SpeculativeDecoder:
         if processing.is_empty or (processing.fits_draft_vocabulary and not self.request.do_sample):
             return None
         if processing.fits_draft_vocabulary:
-            return processing.draft_warping()
+            return processing.draft_warping
 
         def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
             taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(self.rows), 0, dtype=torch.long)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -141,6 +142,7 @@ class ScoreProcessing:
                 result[b, node] = self._run(views, prefix(b, node), scores[b, node : node + 1].clone())[0]
         return result
 
+    @cached_property
     def draft_warping(self) -> DraftWarping:
         """What warps the drafter's scores as the target's are; only if `fits_draft_vocabulary`."""
         assert self.fits_draft_vocabulary, "these processors need the full vocabulary"
