@@ -111,12 +111,14 @@ class CompiledDraftSession(DraftSession):
         if not known and (rows != self.first_rows or not self.steps.takes("advance", way)):
             return None
         rotary = self._rotary_ahead(2 * size)
-        inputs = self._advance_inputs(tree, logits, aux, rotary, sample=sample, warping=warping)
+        drawn = self._drawn_inputs(tree, warping) if sample else ((), (), None)
+        inputs = self._advance_inputs(tree, logits, aux, rotary, drawn)
         if not known:
-            advance = ChainAdvance(self.drafter, size - 1, sample=sample, warping=warping)
-            best, bonus = advance.judge(logits, *inputs[1:4])
-            tokens, aux, tables = following(tree.tokens, best, bonus), inputs[4], tuple(t[:, :size] for t in rotary)
-            read = super().read(tokens, aux, tables, (best + 1).tolist())  # type: ignore[arg-type]
+            advance = ChainAdvance(self.drafter, draws, sample=sample, warping=warping)
+            best, bonus = advance.judge(logits, tree.tokens, *drawn[:2])
+            cos, sin = (table[:, :size] for table in rotary)
+            aux = aux.to(device=self.device, dtype=self.dtype)
+            read = super().read(following(tree.tokens, best, bonus), aux, (cos, sin), (best + 1).tolist())
             self.steps.add(shape, advance.as_step(), inputs, read.logits)
         outputs = self.steps.run(shape, inputs)
         if outputs is None:
@@ -126,43 +128,36 @@ class CompiledDraftSession(DraftSession):
         return chain_acceptance(tree, best, bonus)
 
     def _advance_inputs(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        aux: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        *,
-        sample: bool,
-        warping: DraftWarping,
+        self, tree: DraftTree, logits: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], drawn: tuple
     ) -> tuple:
-        fill, (rows, size) = self.placed.inputs.fill, tree.tokens.shape
-        columns = 2 * size - 1
-        proposal: tuple[Tensor | None, ...] = ()
-        judge_numbers: tuple[Tensor, ...] = ()
-        draft_numbers = None
-        if sample:
-            assert tree.proposal is not None, "rejection sampling needs the distribution the drafts were drawn from"
-            probs, choices, support = tree.proposal.probs, tree.proposal.choices, tree.proposal.support
-            proposal = (
-                fill("probs", probs, tuple(probs.shape)),
-                fill("choices", choices, tuple(choices.shape)),
-                None if support is None else fill("support", support, tuple(support.shape)),
-            )
-            judge_numbers = tuple(fill(f"judge {n.shape[1]}", n, tuple(n.shape)) for n in rejection_numbers(tree))
-            draft_numbers = chain_numbers(self.root.logits, size - 1, warping)
-            draft_numbers = fill("numbers", draft_numbers, tuple(draft_numbers.shape))
-        aux = aux.to(device=self.device, dtype=self.dtype)
+        fill, columns = self.placed.inputs.fill, 2 * tree.size - 1
         cos, sin = (table[:, :columns] for table in rotary)
+        aux = aux.to(device=self.device, dtype=self.dtype)
         self.placed.point_at(0, columns)
         return (
             fill("judged logits", logits, tuple(logits.shape)),
-            fill("judged", tree.tokens, (rows, size)),
-            proposal,
-            judge_numbers,
+            fill("judged", tree.tokens, tuple(tree.tokens.shape)),
+            *drawn,
             fill("aux ahead", aux, tuple(aux.shape)),
             (fill("cos", cos, tuple(cos.shape)), fill("sin", sin, tuple(sin.shape))),
-            draft_numbers,
             self.placed.fixed,
+        )
+
+    def _drawn_inputs(self, tree: DraftTree, warping: DraftWarping) -> tuple:
+        """Of a sampled chain: what it was drawn from, and random numbers to judge it by and to draw the next with."""
+        fill, proposal = self.placed.inputs.fill, tree.proposal
+        assert proposal is not None, "rejection sampling needs the distribution the drafts were drawn from"
+        support = proposal.support
+        judge_numbers = rejection_numbers(tree)  # first, as when judging and drafting are apart
+        draft_numbers = chain_numbers(self.root.logits, tree.size - 1, warping)
+        return (
+            (
+                fill("probs", proposal.probs, tuple(proposal.probs.shape)),
+                fill("choices", proposal.choices, tuple(proposal.choices.shape)),
+                None if support is None else fill("support", support, tuple(support.shape)),
+            ),
+            tuple(fill(f"judge {n.shape[1]}", n, tuple(n.shape)) for n in judge_numbers),
+            fill("numbers", draft_numbers, tuple(draft_numbers.shape)),
         )
 
     def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> None:

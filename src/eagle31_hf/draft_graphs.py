@@ -181,9 +181,9 @@ class ChainAdvance:
             tokens: Tensor,
             proposal: tuple[Tensor | None, ...],
             judge_numbers: Sequence[Tensor],
+            draft_numbers: Tensor,
             aux: Tensor,
             rotary: tuple[Tensor, Tensor],
-            draft_numbers: Tensor,
             cache: FixedShapeCache,
         ) -> tuple[Tensor, ...]:
             best, bonus = judge(logits, tokens, proposal, judge_numbers)
