@@ -33,7 +33,8 @@ CONTEXTS = (512, 2048, 8192, 32768)
 SMALL_TARGET = "hidden=256,layers=4,heads=4,kv=4,intermediate=512,vocab=2048"
 ACCEPTANCE = (0.8,)
 PREFILL_CHUNK = 512
-WARM_UP_ROUNDS = 3  # buffers and masks get their size
+WARM_UP_ROUNDS = 3  # buffers and masks get their size, and the last length's keys make way for weights
+TURN = 6  # rounds of a length before the next one's turn
 COUNTED_ROUNDS = 5
 
 
@@ -79,6 +80,7 @@ def check_growth(contexts: Sequence[int], rounds: int) -> None:
         )
 
 
+@torch.no_grad()
 def measure_growth(
     drafter: Eagle31Drafter,
     shape: DraftShape,
@@ -87,36 +89,55 @@ def measure_growth(
     rounds: int = 30,
     on_context: Callable[[], None] = lambda: None,
 ) -> list[GrowthRecord]:
-    """Time `rounds` rounds after random text of each length.
+    """Time `rounds` rounds after random text of each length, the lengths taking turns.
+
+    Args:
+        drafter, shape: what drafts what.
+        contexts: tokens of each.
+        rounds: of each length, with attention and as many without.
+        on_context: called when a text has been read.
 
     Raises:
         ConfigurationError: no contexts, or one of fewer than 2 tokens; fewer than one round.
     """
     check_growth(contexts, rounds)
-    records = []
-    for context in contexts:
-        records.append(_measure(drafter, shape, context, rounds))
-        on_context()
-    return records
-
-
-@torch.no_grad()
-def _measure(drafter: Eagle31Drafter, shape: DraftShape, context: int, rounds: int) -> GrowthRecord:
-    binding = drafter.require_binding()
-    steps = 2 * (WARM_UP_ROUNDS + rounds) + COUNTED_ROUNDS
+    turns = [min(TURN, rounds - done) for done in range(0, rounds, TURN)]
+    steps = 2 * sum(WARM_UP_ROUNDS + count for count in turns) + COUNTED_ROUNDS
+    binding, meters = drafter.require_binding(), []
     with binding.capturing(), binding.masked_attention():
-        decoder = _after(drafter, shape, context, new_tokens=(steps + 1) * (shape.depth + 1))
-        timed = _timed_rounds(decoder, AttentionClock(binding.head_device), rounds)
-        others = _timed_rounds(decoder, AttentionClock(binding.head_device, absent=True), rounds)
-        allocated = count_storages(decoder.one_round, COUNTED_ROUNDS)
-    return GrowthRecord(
-        context=context,
-        round_s=median(each.round_s for each in timed),
-        attention_s=median(each.attention_s for each in timed),
-        other_s=median(each.round_s for each in others),
-        round_bytes=allocated.round_bytes,
-        kept_bytes=allocated.kept_bytes,
-    )
+        for context in contexts:
+            decoder = _after(drafter, shape, context, new_tokens=(steps + 1) * (shape.depth + 1))
+            meters.append(_ContextMeter(context, decoder))
+            on_context()
+        for count in turns:
+            for meter in meters:
+                meter.take_turn(count)
+        return [meter.record() for meter in meters]
+
+
+class _ContextMeter:
+    """Rounds after one length of context, a few at a time: a machine that gets slower does so for all lengths."""
+
+    def __init__(self, context: int, decoder: SteppingDecoder):
+        self.context, self.decoder = context, decoder
+        self.timed: list[TimedRound] = []
+        self.others: list[TimedRound] = []  # without attention
+
+    def take_turn(self, count: int) -> None:
+        device = self.decoder.binding.head_device
+        self.timed += _timed_rounds(self.decoder, AttentionClock(device), count)
+        self.others += _timed_rounds(self.decoder, AttentionClock(device, absent=True), count)
+
+    def record(self) -> GrowthRecord:
+        allocated = count_storages(self.decoder.one_round, COUNTED_ROUNDS)
+        return GrowthRecord(
+            context=self.context,
+            round_s=median(each.round_s for each in self.timed),
+            attention_s=median(each.attention_s for each in self.timed),
+            other_s=median(each.round_s for each in self.others),
+            round_bytes=allocated.round_bytes,
+            kept_bytes=allocated.kept_bytes,
+        )
 
 
 @dataclass(frozen=True)
