@@ -631,6 +631,5 @@ def test_compiled_batch_on_the_demo_target() -> None:
     plain, ours = write(drafter, prompts, **CHAIN)
     assert assert_same_or_tie(target, plain, ours, left_padded(prompts)["attention_mask"]) == 0
     assert drafter.stats.fallbacks == []
-    assert (
-        len(drafter.require_binding().compiled.shapes) == 4
-    )  # verification, its round's end, what is absorbed, a chain
+    # verification, a round's end, what is absorbed, a chain
+    assert len(drafter.require_binding().compiled.shapes) == 4
