@@ -213,6 +213,10 @@ def test_prune_keeps_the_best_and_scores_never_rise(growth: TreeGrowth, size: in
     assert (tree.scores <= tree.scores.gather(1, tree.parents)).all()
 
 
+def parents_of_all(growth: TreeGrowth) -> Tensor:
+    return growth.parents_of(torch.arange(growth.num_candidates).expand(len(growth.draft_ids[0]), -1))
+
+
 @given(seeds, st.integers(1, 4), st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
 def test_equal_scores_keep_every_ancestor(seed: int, top_k: int, expansions: int) -> None:
@@ -220,7 +224,7 @@ def test_equal_scores_keep_every_ancestor(seed: int, top_k: int, expansions: int
     growth = TreeGrowth.start(torch.zeros(2, VOCAB), top_k)
     for _ in range(expansions):
         growth = growth.expand(torch.zeros(2, top_k, VOCAB))
-    parent_of = [0, *torch.cat(growth.parents, dim=1)[0].tolist()]
+    parent_of = [0, *parents_of_all(growth)[0].tolist()]
     for size in range(1, growth.num_candidates + 2):
         tree = growth.prune(torch.zeros(2, dtype=torch.long), size)
         assert tree.parents[0].tolist() == parent_of[:size]
@@ -234,7 +238,7 @@ def test_frontier_rows_lead_back_to_their_parents() -> None:
     for _ in range(expansions):
         growth = growth.expand(torch.randn(2, top_k, VOCAB).log_softmax(-1))
         history.append(growth.frontier)
-    parents = torch.nn.functional.pad(torch.cat(growth.parents, dim=1), (1, 0))
+    parents = torch.nn.functional.pad(parents_of_all(growth), (1, 0))
     ids = torch.nn.functional.pad(torch.cat(growth.draft_ids, dim=1), (1, 0))
     forwarded = torch.cat([frontier.numbers for frontier in history], dim=1)
     for before, frontier in pairwise(history):

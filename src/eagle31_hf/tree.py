@@ -190,16 +190,27 @@ def _chain_parents_and_depths(size: int, device: torch.device) -> tuple[Tensor, 
         return (depths - 1).clamp_(min=0), depths
 
 
+def num_candidates(depth: int, top_k: int) -> int:
+    """Candidates, root not counted, of a dynamic tree of so many levels (`TreeGrowth`)."""
+    return top_k + top_k**2 * (depth - 1)
+
+
 def ancestors_from_parents(parents: Tensor, max_depth: int) -> Tensor:
     """Reachability of parent links, `parents (B, N)` -> `(B, N, N)` bool, by repeated squaring of one step."""
-    size = parents.shape[1]
-    reach = torch.eye(size, device=parents.device).repeat(parents.shape[0], 1, 1)  # (B, N, N)
-    reach.scatter_(2, parents[:, :, None], 1.0)
+    batch, size = parents.shape
+    links = torch.zeros(batch, size, size, device=parents.device).scatter_(2, parents[:, :, None], 1.0)
+    reach = links + torch.eye(size, device=parents.device)  # counts ways to stay and to climb
     steps = 1
     while steps < max_depth:
-        reach = torch.bmm(reach, reach).clamp_(max=1.0)  # path counts would overflow on long chains
+        reach = torch.bmm(reach, reach)
         steps *= 2
+        if steps >= MANY_STEPS:
+            reach.clamp_(max=1.0)
     return reach > 0
+
+
+MANY_STEPS = 32
+"""Steps from which on ways, of which there are up to 2 to that power, are no longer counted, lest they overflow."""
 
 
 # --- dynamic trees ----------------------------------------------------------------------------------------------------
@@ -235,13 +246,14 @@ class TreeGrowth:
     path. Left out of the reference: its unused score threshold.
 
     Attributes:
-        draft_ids, scores, parents: one `(B, k)` or `(B, k * k)` tensor per level; `parents` are candidate numbers.
+        draft_ids, scores: one `(B, k)` or `(B, k * k)` tensor per level.
+        expanded: candidate numbers of the nodes each level hangs below, `(B, 1)`, then `(B, k)`; each has `k` children.
         frontier: what to forward next.
     """
 
     draft_ids: tuple[Tensor, ...]
     scores: tuple[Tensor, ...]
-    parents: tuple[Tensor, ...]
+    expanded: tuple[Tensor, ...]
     frontier: Frontier
 
     @classmethod
@@ -256,7 +268,7 @@ class TreeGrowth:
             numbers=torch.arange(1, top_k + 1, device=logprobs.device).expand_as(draft_ids),
             ancestors=_own_row(draft_ids),
         )
-        return cls((draft_ids,), (scores,), (no_parent,), frontier)
+        return cls((draft_ids,), (scores,), (no_parent[:, :1],), frontier)
 
     @property
     def num_candidates(self) -> int:
@@ -270,7 +282,6 @@ class TreeGrowth:
         logp, children = logprobs.topk(top_k, dim=-1)  # (B, k, k)
         scores = (parent.scores[:, :, None] + logp).flatten(1)  # (B, k*k)
         draft_ids = children.flatten(1)
-        parents = parent.numbers[:, :, None].expand_as(children).flatten(1)
 
         best_scores, best = scores.topk(top_k, dim=1)  # (B, k)
         rows = best // top_k
@@ -282,7 +293,13 @@ class TreeGrowth:
             numbers=best + (1 + self.num_candidates),
             ancestors=torch.cat([seen, _own_row(best)], dim=2),
         )
-        return TreeGrowth((*self.draft_ids, draft_ids), (*self.scores, scores), (*self.parents, parents), frontier)
+        expanded = (*self.expanded, parent.numbers)
+        return TreeGrowth((*self.draft_ids, draft_ids), (*self.scores, scores), expanded, frontier)
+
+    def parents_of(self, candidates: Tensor) -> Tensor:
+        """Candidate numbers of the parents of candidates `(B, n)`, here counted without the root."""
+        top_k = self.frontier.draft_ids.shape[1]
+        return torch.cat(self.expanded, dim=1).gather(1, candidates // top_k)
 
     def prune(self, root_tokens: Tensor, size: int, draft_to_target: Tensor | None = None) -> DraftTree:
         """Keep the root and the `size - 1` candidates of highest score, every one with its ancestors.
@@ -324,8 +341,7 @@ class TreeGrowth:
     def _renumber_parents(self, kept: Tensor) -> Tensor:
         """Candidate numbers of the kept nodes' parents -> their places among the kept, root first. `(B, N)`."""
         numbers = _prepend_zero(kept + 1)  # (B, N), ascending
-        parents = torch.cat(self.parents, dim=1).gather(1, kept)
-        return _prepend_zero(torch.searchsorted(numbers, parents))
+        return _prepend_zero(torch.searchsorted(numbers, self.parents_of(kept)))
 
 
 def _own_row(rows: Tensor) -> Tensor:

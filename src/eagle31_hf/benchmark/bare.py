@@ -27,7 +27,7 @@ from ..drafting import DraftSession
 from ..errors import ConfigurationError
 from ..stats import SpeculationStats
 from ..target import TargetBinding
-from ..tree import DraftTree
+from ..tree import DraftTree, num_candidates
 
 CALLS = 10
 FEW_CALLS = 3  # beside each text of a loop
@@ -269,9 +269,8 @@ def wished_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = Fa
     depth, top_k = length.depth, wishes.draft_top_k
     if top_k == 1:
         return DraftShape(depth=depth, floor=length.floor)
-    candidates = top_k + top_k**2 * (depth - 1)
     size = wishes.draft_tree_size or 2 * top_k * depth
-    return DraftShape(depth=depth, top_k=top_k, size=min(size, candidates + 1))
+    return DraftShape(depth=depth, top_k=top_k, size=min(size, 1 + num_candidates(depth, top_k)))
 
 
 def drafted_depths(stats: SpeculationStats | None) -> dict[int, float] | None:

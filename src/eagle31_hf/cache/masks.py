@@ -97,10 +97,11 @@ class ResidentMask:
             mask = torch.zeros(1, 1, num_queries, end, dtype=dtype, device=visible.device)
         else:
             buffer = self._reserve(num_queries, num_slots, dtype, visible.device)
-            buffer[..., min(self._clean, length) : end].zero_()
+            if self._clean < length:
+                buffer[..., self._clean : length].zero_()
             self._clean = length
             mask = buffer[:, :, :num_queries, :end]
-        mask[..., length:].masked_fill_(~visible, torch.finfo(dtype).min)
+        mask[..., length:].fill_(torch.finfo(dtype).min).masked_fill_(visible, 0)
         return mask
 
     def _reserve(self, num_queries: int, num_slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
