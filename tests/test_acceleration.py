@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagle31_hf import Eagle31Drafter, compiled_drafting, compiled_steps, decoding
+from eagle31_hf import Eagle31Drafter, compiled_drafting, compiled_round_end, compiled_steps, decoding
 from eagle31_hf.acceleration import NODE_BUCKET, CompiledVerification, node_bucket, slot_bucket
 from eagle31_hf.cache import SpeculativeCache
-from eagle31_hf.compiled_acceptance import CompiledTreeAcceptance
 from eagle31_hf.compiled_drafting import CompiledDraftSession
+from eagle31_hf.compiled_round_end import RoundEnd
 from eagle31_hf.compiled_steps import MOST_WAYS_TO_DRAW, CompiledSteps
 from eagle31_hf.drafting import DraftSession
 from eagle31_hf.processing import DraftWarping
@@ -141,6 +141,19 @@ def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
     assert eager == ([1] if family in WINDOWED else [])
 
 
+def keep_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DraftTree, list[int]]]:
+    """Each round's drafts from now on, and the rows that need them: what others get is of no account."""
+    draft, drafted = decoding.SpeculativeDecoder._draft, []
+
+    def keep_draft(self: decoding.SpeculativeDecoder) -> DraftTree:
+        tree = draft(self)
+        drafted.append((tree, self.live))
+        return tree
+
+    monkeypatch.setattr(decoding.SpeculativeDecoder, "_draft", keep_draft)
+    return drafted
+
+
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
 def test_a_chain_at_once_is_the_chain_step_by_step(
@@ -148,14 +161,7 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
 ) -> None:
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
     target = drafter.require_binding().model
-    draft, drafted = decoding.SpeculativeDecoder._draft, []
-
-    def keep_draft(self: decoding.SpeculativeDecoder) -> DraftTree:
-        tree = draft(self)
-        drafted.append((tree, self.live))  # what is drafted for rows that have ended is of no account
-        return tree
-
-    monkeypatch.setattr(decoding.SpeculativeDecoder, "_draft", keep_draft)
+    drafted = keep_drafts(monkeypatch)
     for size in (1, 3):
         texts, drafts = [], []
         for at_once in (False, True):
@@ -164,7 +170,7 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
             with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN), monkeypatch.context() as m:
                 if not at_once:
                     m.setattr(CompiledDraftSession, "draft_at_once", DraftSession.draft_at_once)
-                    m.setattr(CompiledDraftSession, "advance", lambda *_args, **_how: None)
+                    m.setattr(RoundEnd, "__call__", lambda *_: None)
                 torch.manual_seed(3)
                 texts.append(target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, do_sample=sample))
             drafts.append(list(drafted))
@@ -187,25 +193,29 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
     family: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    propose, drafted = decoding.propose_dynamic_tree, []
-    monkeypatch.setattr(
-        decoding, "propose_dynamic_tree", lambda *args, **kw: drafted.append(propose(*args, **kw)) or drafted[-1]
-    )
+    drafted = keep_drafts(monkeypatch)
     for size in (1, 3):
         drafts = []
         for at_once in (False, True):
             drafted.clear()
             with monkeypatch.context() as m:
                 if not at_once:
-                    m.setattr(compiled_drafting.CompiledDraftSession, "tree_at_once", DraftSession.tree_at_once)
+                    m.setattr(CompiledDraftSession, "tree_at_once", DraftSession.tree_at_once)
+                    m.setattr(RoundEnd, "__call__", lambda *_: None)
                 plain, ours = write(drafter, random_prompts(size), **NARROW)
             assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
             drafts.append(list(drafted))
         assert len(drafts[0]) > 3
-        for by_level, whole in zip(*drafts, strict=True):
-            for name in ("tokens", "parents", "depths", "ancestors", "max_depth", "max_children"):
-                assert torch.equal(*(torch.as_tensor(getattr(tree, name)) for tree in (by_level, whole))), name
-            torch.testing.assert_close(by_level.scores, whole.scores)
+        for (by_level, live), (whole, also_live) in zip(*drafts, strict=False):
+            assert live == also_live
+            assert by_level.max_depth == whole.max_depth
+            assert whole.depths.max() <= whole.max_depth
+            if whole.max_depth < 4:  # the last of a text, grown as deep as any and then cut
+                break
+            assert by_level.max_children == whole.max_children
+            for name in ("tokens", "parents", "depths", "ancestors"):
+                assert torch.equal(getattr(by_level, name)[live], getattr(whole, name)[live]), name
+            torch.testing.assert_close(by_level.scores[live], whole.scores[live])
     shapes = drafter.require_binding().compiled.shapes
     assert {shape[:5] for shape in shapes if shape[0] == "tree"} == {("tree", rows, 4, 2, 8) for rows in (1, 3)}
 
@@ -280,7 +290,7 @@ def test_sampling_draws_the_same_tokens(family: str, top_k: int, uncompiled: Non
     assert "advance" in {kind for kind, *_ in drafter.require_binding().compiled.shapes}
 
 
-JUDGED = ("greedy chain", "sampled chain", "sampled chain of few", "sampled tree")
+JUDGED = ("greedy chain", "sampled chain", "sampled chain of few", "greedy tree", "sampled tree")
 
 
 @pytest.mark.parametrize(
@@ -289,6 +299,7 @@ JUDGED = ("greedy chain", "sampled chain", "sampled chain of few", "sampled tree
         *itertools.product(("llama", "qwen3"), ("none",), JUDGED),
         pytest.param("qwen3", "inductor", "greedy chain", marks=pytest.mark.slow),
         pytest.param("qwen3", "inductor", "sampled chain of few", marks=pytest.mark.slow),
+        pytest.param("qwen3", "inductor", "greedy tree", marks=pytest.mark.slow),
         pytest.param("qwen3", "inductor", "sampled tree", marks=pytest.mark.slow),
     ],
 )
@@ -303,38 +314,34 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
         monkeypatch.setattr(
             compiled_steps,
             "_compile",
-            lambda step, device: compile_(step, device) if step.__name__ in ("accept", "advance") else step,
+            lambda step, device: compile_(step, device) if step.__name__ == "advance" else step,
         )
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
     judged: list[tuple[Acceptance, Acceptance]] = []
 
     def by_the_rule(warping: DraftWarping, tree: DraftTree, logits: Tensor) -> Acceptance:
-        if way == "greedy chain":
+        if "greedy" in way:
             return accept_greedy(tree, logits.argmax(-1))
         accept = accept_sampled_target if way == "sampled tree" else accept_rejection
         return accept(tree, warping.probs(logits))
 
-    def twice(judge: Callable[..., Acceptance | None]) -> Callable[..., Acceptance | None]:
-        def judge_twice(self: Any, tree: DraftTree, logits: Tensor, aux: Tensor, **how: Any) -> Acceptance | None:
-            before = torch.get_rng_state()
-            at_once = judge(self, tree, logits, aux, **how)
-            if at_once is not None:
-                after = torch.get_rng_state()
-                torch.set_rng_state(before)
-                judged.append((at_once, by_the_rule(how["warping"] if how else self.warping, tree, logits)))
-                torch.set_rng_state(after)
-            return at_once
+    judge_at_once = RoundEnd.__call__
 
-        return judge_twice
+    def judge_twice(self: RoundEnd, tree: DraftTree, logits: Tensor, aux: Tensor) -> Acceptance | None:
+        before = torch.get_rng_state()
+        at_once = judge_at_once(self, tree, logits, aux)
+        if at_once is not None:
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            judged.append((at_once, by_the_rule(self.warping, tree, logits)))
+            torch.set_rng_state(after)
+        return at_once
 
-    owner, name, kind = (CompiledTreeAcceptance, "__call__", "accept")
-    if "chain" in way:
-        owner, name, kind = (CompiledDraftSession, "advance", "advance")
-    monkeypatch.setattr(owner, name, twice(getattr(owner, name)))
+    monkeypatch.setattr(RoundEnd, "__call__", judge_twice)
     target = drafter.require_binding().model
     fields, size = (NARROW, 8) if "tree" in way else (CHAIN, 6)
     sampling: dict[str, Any] = {"do_sample": True, "top_k": 7 if "few" in way else 0, "top_p": 0.9}
-    if way == "greedy chain":
+    if "greedy" in way:
         sampling = {"do_sample": False}
     with wishes(drafter, speculation_loop="own", acceleration="compile", **fields):
         for rows in (1, 3):
@@ -344,7 +351,7 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
     for at_once, eager in judged:
         for name in ("count", "best", "bonus", "path"):
             assert torch.equal(getattr(at_once, name), getattr(eager, name)), name
-    kept = [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == kind]
+    kept = [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "advance"]
     assert {shape[1:3] for shape in kept} == {(1, size), (3, size)}
 
 
@@ -355,7 +362,7 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
     with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
     assert len(told.scores) == 20
-    assert not {"accept", "advance"} & {kind for kind, *_ in drafter.require_binding().compiled.shapes}
+    assert "advance" not in {kind for kind, *_ in drafter.require_binding().compiled.shapes}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
@@ -570,9 +577,9 @@ def test_compiled_text_is_the_plain_text(family: str, monkeypatch: pytest.Monkey
         assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
         assert drafter.stats.fallbacks == []
     shapes = drafter.require_binding().compiled.shapes
-    # One of each way to draft and its verification (unless masks come from outside), absorbing, and a chain's end.
+    # One of each way to draft, its verification (unless masks come from outside) and its end, and absorbing.
     verifications = 1 if family in WINDOWED else 2
-    kinds = {"chain": 1, "tree": 1, "absorb": 1, "verify": verifications, "advance": 1}
+    kinds = {"chain": 1, "tree": 1, "absorb": 1, "verify": verifications, "advance": 2}
     assert Counter(kind for kind, *_ in shapes) == kinds
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == (len(shapes) if family == "gemma3" else verifications), "a shape was compiled again"
@@ -603,7 +610,8 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
         chains.append((chain, list(numbers)))
         return chain
 
-    monkeypatch.setattr(compiled_drafting, "chain_numbers", keep_numbers)
+    for module in (compiled_drafting, compiled_round_end):
+        monkeypatch.setattr(module, "chain_numbers", keep_numbers)
     monkeypatch.setattr(CompiledDraftSession, "draft_at_once", keep_chain)
     with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20}

@@ -20,7 +20,7 @@ ROOMS = [  # a room may import from itself and from those above it
     {"quantization", "fixed_dtypes", "modeling_eagle31"},
     {"drafter"},
     {"drafting", "proposing"},
-    {"compiled_steps", "acceleration", "draft_graphs", "compiled_drafting", "compiled_acceptance"},
+    {"compiled_steps", "acceleration", "draft_graphs", "compiled_drafting", "compiled_round_end"},
     {"conversation"},
     {"assisted", "reading", "decoding_request", "decoding", "recovery", "generate_call"},
     {"generation"},

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from eagle31_hf import Eagle31Drafter, assisted, decoding, recovery
 from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.layers import FullLayer, SlotLayer
-from eagle31_hf.compiled_drafting import CompiledDraftSession
+from eagle31_hf.compiled_round_end import RoundEnd
 from eagle31_hf.conversation import Conversation, TurnEnd, TurnStart
 from eagle31_hf.decoding import SpeculativeDecoder
 from eagle31_hf.drafting import DraftSession
@@ -317,7 +317,10 @@ def test_a_quantised_cache_comes_back_too(place: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "place"),
-    [*itertools.product(SHAPES, ("commit", "keep", "read back", "text", "verify")), ("chain", "advance")],
+    [
+        *itertools.product(SHAPES, ("commit", "keep", "read back", "text", "verify")),
+        *itertools.product(SHAPES, ["round end"]),
+    ],
 )
 def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
     shape: str, place: str, monkeypatch: pytest.MonkeyPatch
@@ -327,11 +330,10 @@ def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
     monkeypatch.setattr(drafter_of("llama").require_binding(), "compiled", None)
     running, go = [], SpeculativeDecoder._round
     monkeypatch.setattr(SpeculativeDecoder, "_round", lambda self: running.append(self) or go(self))
-    raised = 0
+    raised, where = 0, {**METHODS, "round end": (RoundEnd, "__call__")}[place]
     with wishes(drafter_of("llama"), acceleration="compile"):
         for first in range(1, 5):
             fault = Fault(first, holds=lambda *_: bool(running) and bool(standing_still(running[-1])))
-            where = METHODS.get(place, (CompiledDraftSession, place))
             assert_survives("llama", shape, 3, fault.before(*where), end=True)
             raised += fault.raised
     assert raised >= 2

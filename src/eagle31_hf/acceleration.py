@@ -1,14 +1,14 @@
 """Compiled steps, one graph per shape bucket: the target's verify forward here, the drafter's in `compiled_drafting`,
-acceptance of drawn trees in `compiled_acceptance`.
+what comes between a forward and the next draft in `compiled_round_end`.
 
 `torch.compile` pays only where shapes repeat, so blocks are padded to a few node counts, rows to a few lengths
 (buckets of 256 slots, then doubling), and what is padded is masked. The first call at a new shape is served by the
 eager code, which is the reference: a graph that cannot be made, or that disagrees, is given up and the text goes on
 unchanged. Prefill always stays eager, and no graph is made for a single token.
 
-With chains of fixed length a round is two graphs, drawn or not: the target's, and one that judges the chain, reads
-what was accepted and drafts the next. A dynamic tree is grown in one graph; a chain that doubt may end and a static
-tree take a graph per step. Graphs make their masks themselves, unless layers see only a window.
+With chains of fixed length and dynamic trees a round is two graphs, drawn or not: the target's, and one that judges
+the drafts, reads what was accepted and drafts again. A chain that doubt may end and a static tree take a graph per
+step. Graphs make their masks themselves, unless layers see only a window.
 On CUDA the graphs are replayed as CUDA graphs (`mode="reduce-overhead"`) and their outputs copied out of the pool.
 """
 

@@ -1,26 +1,24 @@
 """The drafter's compiled steps: what it reads after a round, a draft step, whole chains and trees.
 
-A round of a chain of fixed length is two graphs: the target's verification, and `advance`, which judges the chain,
-reads what was accepted and drafts the next one before the host has looked. See `acceleration` for what is compiled
-when, and `draft_graphs` for what graphs compute.
+See `acceleration` for what is compiled when, `draft_graphs` for what graphs compute, and `compiled_round_end` for the
+graph that does several of these at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .acceleration import NODE_BUCKET, SLOT_BUCKET, PlacedSteps, slot_bucket
 from .compiled_steps import CompiledSteps
-from .draft_graphs import ChainAdvance, DraftChain, absorb_step, believing, draft_step, following, tree_step
+from .draft_graphs import DraftChain, absorb_step, believing, draft_step, tree_step
 from .drafter import Eagle31Drafter
 from .drafting import Belief, DraftSession, DraftState, WholeChain
 from .processing import DraftWarping
 from .proposing import chain_numbers, grow_tree
-from .sampling import Acceptance, chain_acceptance, rejection_numbers
 from .tree import DraftTree, Proposal
 
 
@@ -32,13 +30,13 @@ class Ahead:
         state: of the drafter after each row's bonus.
         rotary: tables `(B, T, d)` from the lengths before on.
         width: positions that were read.
-        chain: drafted behind the bonus.
+        draft: what was drafted behind the bonus.
     """
 
     state: DraftState
     rotary: tuple[Tensor, Tensor]
     width: int
-    chain: WholeChain
+    draft: WholeChain | DraftTree
 
 
 class CompiledDraftSession(DraftSession):
@@ -53,14 +51,14 @@ class CompiledDraftSession(DraftSession):
         self.placed = PlacedSteps(self.cache)
         self.first_rows = batch_size
         self.tree_depth = 0  # of the deepest tree so far
-        self._ahead: Ahead | None = None
+        self.ahead: Ahead | None = None  # what a `round_end` has left, to be used or not
 
     def draft_at_once(
         self, depth: int, draws: int, *, sample: bool, warping: DraftWarping | None = None
     ) -> WholeChain | None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            return _cut(ahead.chain, depth)
+        ahead = self._taken_ahead()
+        if isinstance(ahead, WholeChain):
+            return _cut_chain(ahead, depth)
         rows = self.cache.batch_size
         self.cache.place(1)
         if self.steps.why_not or not self.placed.make_room(draws):
@@ -79,103 +77,31 @@ class CompiledDraftSession(DraftSession):
         outputs = self.steps.run(shape, inputs)
         if outputs is None:
             return None
-        return _cut(_whole_chain(outputs, self.draft_ids), depth)
+        return _cut_chain(whole_chain(outputs, self.draft_ids), depth)
 
-    def advance(
-        self, tree: DraftTree, logits: Tensor, aux: Tensor | None, *, draws: int, sample: bool, warping: DraftWarping
-    ) -> Acceptance | None:
-        """Judge a whole chain, read what follows from it and draft the next one; `None` where no graph can.
-
-        To be asked in every round: `absorb` then only commits what was read, and the next `draft_at_once` hands out
-        the chain, unless rows leave or are rolled back, which forgets both.
-
-        Args:
-            tree: a chain.
-            draws: tokens of a chain that no text's end cuts short.
-            logits: the target's `(B, K+1, V)`.
-            aux: its hidden states `(B, K+1, A*Ht)`.
-            sample: whether chains are drawn, and judged by rejection.
-            warping: the target's processors, which look at scores alone.
-        """
-        self._ahead = None
-        rows, size = tree.tokens.shape
-        if self.steps.why_not or aux is None or not draws or size != draws + 1:
-            return None
-        self.cache.place(size)
-        if not self.placed.make_room(size + draws):
-            return None
-        (slots,) = self.cache.mask_widths.values()
-        way = (sample, warping.key)
-        shape = ("advance", rows, size, slots, way)
-        known = self.steps.has(shape)
-        if not known and (rows != self.first_rows or not self.steps.takes("advance", way)):
-            return None
-        rotary = self._rotary_ahead(2 * size)
-        drawn = self._drawn_inputs(tree, warping) if sample else ((), (), None)
-        inputs = self._advance_inputs(tree, logits, aux, rotary, drawn)
-        if not known:
-            advance = ChainAdvance(self.drafter, draws, sample=sample, warping=warping)
-            best, bonus = advance.judge(logits, tree.tokens, *drawn[:2])
-            cos, sin = (table[:, :size] for table in rotary)
-            aux = aux.to(device=self.device, dtype=self.dtype)
-            read = super().read(following(tree.tokens, best, bonus), aux, (cos, sin), (best + 1).tolist())
-            self.steps.add(shape, advance.as_step(), inputs, read.logits)
-        outputs = self.steps.run(shape, inputs)
-        if outputs is None:
-            return None
-        root, feedback, best, bonus, *chain = outputs
-        self._ahead = Ahead(DraftState(root, feedback), rotary, size, _whole_chain(tuple(chain), self.draft_ids))
-        return chain_acceptance(tree, best, bonus)
-
-    def _advance_inputs(
-        self, tree: DraftTree, logits: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], drawn: tuple
-    ) -> tuple:
-        fill, columns = self.placed.inputs.fill, 2 * tree.size - 1
-        cos, sin = (table[:, :columns] for table in rotary)
-        aux = aux.to(device=self.device, dtype=self.dtype)
-        self.placed.point_at(0, columns)
-        return (
-            fill("judged logits", logits, tuple(logits.shape)),
-            fill("judged", tree.tokens, tuple(tree.tokens.shape)),
-            *drawn,
-            fill("aux ahead", aux, tuple(aux.shape)),
-            (fill("cos", cos, tuple(cos.shape)), fill("sin", sin, tuple(sin.shape))),
-            self.placed.fixed,
-        )
-
-    def _drawn_inputs(self, tree: DraftTree, warping: DraftWarping) -> tuple:
-        """Of a sampled chain: what it was drawn from, and random numbers to judge it by and to draw the next with."""
-        fill, proposal = self.placed.inputs.fill, tree.proposal
-        assert proposal is not None, "rejection sampling needs the distribution the drafts were drawn from"
-        support = proposal.support
-        judge_numbers = rejection_numbers(tree)  # first, as when judging and drafting are apart
-        draft_numbers = chain_numbers(self.root.logits, tree.size - 1, warping)
-        return (
-            (
-                fill("probs", proposal.probs, tuple(proposal.probs.shape)),
-                fill("choices", proposal.choices, tuple(proposal.choices.shape)),
-                None if support is None else fill("support", support, tuple(support.shape)),
-            ),
-            tuple(fill(f"judge {n.shape[1]}", n, tuple(n.shape)) for n in judge_numbers),
-            fill("numbers", draft_numbers, tuple(draft_numbers.shape)),
-        )
+    def _taken_ahead(self) -> WholeChain | DraftTree | None:
+        ahead, self.ahead = self.ahead, None
+        return None if ahead is None else ahead.draft
 
     def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> None:
-        ahead = self._ahead
+        ahead = self.ahead
         if ahead is None:
             super().absorb(tokens, aux, counts)
         else:
             self._commit(ahead.state, ahead.rotary, counts, ahead.width)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        self._ahead = None
+        self.ahead = None
         super().rollback(lengths)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        self._ahead = None
+        self.ahead = None
         super().select_rows(rows)
 
     def tree_at_once(self, roots: Tensor, depth: int, *, top_k: int, size: int) -> DraftTree | None:
+        ahead = self._taken_ahead()
+        if isinstance(ahead, DraftTree):
+            return _cut_tree(ahead, depth)
         self.tree_depth = deepest = max(depth, self.tree_depth)
         rows, nodes = self.cache.batch_size, top_k * (depth - 1)  # that are stepped over
         if self.steps.why_not or not nodes:
@@ -197,12 +123,7 @@ class CompiledDraftSession(DraftSession):
         outputs = self.steps.run(shape, inputs)
         if outputs is None:
             return None
-        _, scores, tokens, parents, depths, ancestors = outputs
-        nodes = tokens.shape[1]
-        return DraftTree(
-            tokens, parents, depths, ancestors,
-            max_depth=min(depth, nodes - 1), max_children=min(top_k, nodes - 1), scores=scores,
-        )  # fmt: skip
+        return grown_tree(outputs[1:], depth, top_k=top_k)
 
     def _tree_inputs(self, roots: Tensor, depths: int, nodes: int) -> tuple:
         fill, root = self.placed.inputs.fill, self.root
@@ -328,7 +249,7 @@ def _logits_of_first_level(
     return step(target_ids(children), feedback, after=0, depth=0, ancestors=alone).logits
 
 
-def _whole_chain(outputs: tuple[Tensor, ...], reduced: Tensor | None) -> WholeChain:
+def whole_chain(outputs: tuple[Tensor, ...], reduced: Tensor | None) -> WholeChain:
     """What `DraftChain.as_step` gave."""
     if len(outputs) == 1:
         return WholeChain(outputs[0], None)
@@ -336,7 +257,16 @@ def _whole_chain(outputs: tuple[Tensor, ...], reduced: Tensor | None) -> WholeCh
     return WholeChain(tokens, Proposal(probs, choices, own[0] if own else reduced))
 
 
-def _cut(chain: WholeChain, depth: int) -> WholeChain:
+def grown_tree(outputs: tuple[Tensor, ...], depth: int, *, top_k: int) -> DraftTree:
+    """What `tree_step` gave, but its first output."""
+    scores, tokens, parents, depths, ancestors = outputs
+    most = tokens.shape[1] - 1
+    return DraftTree(
+        tokens, parents, depths, ancestors, max_depth=min(depth, most), max_children=min(top_k, most), scores=scores
+    )
+
+
+def _cut_chain(chain: WholeChain, depth: int) -> WholeChain:
     """Its first `depth` tokens."""
     tokens, proposal = chain
     if depth == tokens.shape[1] or proposal is None:
@@ -344,3 +274,13 @@ def _cut(chain: WholeChain, depth: int) -> WholeChain:
     support = proposal.support
     support = support if support is None or support.dim() == 1 else support[:, :depth]
     return WholeChain(tokens[:, :depth], Proposal(proposal.probs[:, :depth], proposal.choices[:, : depth + 1], support))
+
+
+def _cut_tree(tree: DraftTree, depth: int) -> DraftTree:
+    """Of no more than `depth` levels: nodes below stay, for one shape of forward, but take its place and are no path's.
+
+    Of equally deep nodes of a path acceptance keeps the first, and a position behind a text's end may not exist.
+    """
+    if depth >= tree.max_depth:
+        return tree
+    return replace(tree, depths=tree.depths.clamp(max=depth), max_depth=depth)

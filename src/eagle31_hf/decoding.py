@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledVerification, slot_bucket
 from .cache import SpeculativeCache
-from .compiled_acceptance import CompiledTreeAcceptance
 from .compiled_drafting import CompiledDraftSession
+from .compiled_round_end import ChainEnd, RoundEnd, TreeEnd
 from .conversation import TurnEnd
 from .decoding_request import DecodingRequest, DraftShape
 from .drafter import Eagle31Drafter
@@ -109,23 +108,25 @@ class SpeculativeDecoder:
             if steps is not None and cache_type == "full"  # compiled code reads the buffers as they are
             else Verification(self.binding, self.cache)
         )
-        self.judge_at_once = self._judge_at_once(batch_size)
+        self.judge_at_once = self._judge_at_once()
         request.stats.cache_type = cache_type
 
-    def _judge_at_once(self, batch_size: int) -> Callable[[DraftTree, Tensor, Tensor | None], Acceptance | None] | None:
-        """What judges drafts in a graph: chains of one length and drawn trees, by scores nobody else asks for."""
+    def _judge_at_once(self) -> Callable[[DraftTree, Tensor, Tensor | None], Acceptance | None] | None:
+        """What judges drafts of one size in a graph, by scores nobody else asks for."""
         request, shape, session = self.request, self.shape, self.session
         if not isinstance(session, CompiledDraftSession) or not request.processing.fits_draft_vocabulary:
             return None
         if request.keep_scores or request.keep_logits:
             return None
-        warping = request.processing.draft_warping
-        if not shape.is_tree and shape.floor == 0:
-            advance = partial(session.advance, draws=shape.depth, sample=request.do_sample, warping=warping)
-            return self.clock.phase("draft")(advance)
-        if self.rule is AcceptanceRule.SAMPLED_TARGET:
-            return CompiledTreeAcceptance(session.steps, warping, nodes=shape.nodes, batch_size=batch_size)
-        return None
+        sample, warping = request.do_sample, request.processing.draft_warping
+        end: RoundEnd
+        if shape.top_k > 1 and shape.static is None and shape.depth > 1:
+            end = TreeEnd(session, shape.depth, top_k=shape.top_k, size=shape.size, sample=sample, warping=warping)
+        elif not shape.is_tree and shape.floor == 0 and shape.depth > 0:
+            end = ChainEnd(session, shape.depth, sample=sample, warping=warping)
+        else:
+            return None
+        return self.clock.phase("draft")(end)
 
     def run(self) -> Tensor:
         """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""

@@ -5,7 +5,8 @@ They are for `CompiledSteps.add` and take a `FixedShapeCache`, whose `block.slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from .drafter import Eagle31Drafter
 from .drafting import Belief, DraftState
 from .processing import DraftWarping
 from .proposing import grow_tree
-from .sampling import draw, judge_block, judge_by_choice, likeliest
-from .tree import Proposal, chosen_ids
+from .sampling import accept_greedy, draw, judge_block, judge_by_choice, likeliest
+from .tree import DraftTree, Proposal, chosen_ids
 
 
 def draft_step(drafter: Eagle31Drafter) -> Step:
@@ -138,71 +139,138 @@ class DraftChain:
         return chain
 
 
-class ChainAdvance:
-    """From one verified chain to the next: judge it, read what was accepted, draft again.
+@dataclass(frozen=True)
+class Judgement:
+    """What is left of a draft.
 
-    Args:
-        depth: tokens of both chains.
-        sample: judge by rejection and draw; else by the target's arg-max.
-        warping: the target's processors, which look at scores alone.
+    Attributes:
+        tokens: `(B, W)` of the accepted path, root first; behind `last` they mean nothing.
+        last: `(B,)` the place of the last accepted one.
+        bonus: `(B,)` the token after it.
+        path: `(B, W)` nodes of these tokens; `None`: one after the other.
+        outputs: what the host is told of it.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, depth: int, *, sample: bool, warping: DraftWarping):
-        self.drafter, self.depth, self.sample, self.warping = drafter, depth, sample, warping
+    tokens: Tensor
+    last: Tensor
+    bonus: Tensor
+    path: Tensor | None
+    outputs: tuple[Tensor, ...]
 
-    def judge(
-        self, logits: Tensor, tokens: Tensor, proposal: tuple[Tensor | None, ...], numbers: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The last accepted node and the bonus, `(B,)` each.
+    def following(self) -> Tensor:
+        """The token after each accepted one, `(B, W)`."""
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return torch.where(places == self.last[:, None], self.bonus[:, None], self.tokens.roll(-1, 1))
 
-        Args:
-            logits: the target's `(B, K+1, V)`.
-            tokens: `(B, K+1)`, root first.
-            proposal: fields of a sampled chain's `Proposal`.
-            numbers: of a sampled chain, what `rejection_numbers` gives.
-        """
-        if not self.sample:
-            return judge_by_choice(tokens, likeliest(self.warping(logits.flatten(0, 1))).view(tokens.shape))
-        return judge_block(tokens, Proposal(*proposal), self.warping.probs(logits), *numbers)  # type: ignore[arg-type]
+    def along(self, aux: Tensor) -> Tensor:
+        """Hidden states `(B, W, A*Ht)` of the path, of all nodes' `(B, N, A*Ht)`."""
+        if self.path is None:
+            return aux
+        return aux.gather(1, self.path[..., None].expand(-1, -1, aux.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Advance:
+    """From one verified draft to the next: judge it, read what was accepted, draft again.
+
+    Attributes:
+        judge: the target's `logits (B, N, V)` and what else it takes of the draft.
+        draft: from the drafter's state after the bonus, the bonus `(B,)`, rotary tables, random numbers and the cache.
+        width: nodes of the longest path, root included: `W`.
+        slots: that drafting writes behind the bonus, for `levels` positions.
+    """
+
+    drafter: Eagle31Drafter
+    judge: Callable[[Tensor, tuple], Judgement]
+    draft: Callable[..., tuple[Tensor, ...]]
+    width: int
+    slots: int
+    levels: int
 
     def as_step(self) -> Step:
-        """The drafter's logits and feedback after the bonus, `judge`'s two, and a new chain as `DraftChain` gives it.
+        """The drafter's logits and feedback after the bonus, `Judgement.outputs`, and what `draft` gives.
 
-        The cache's slots and the rotary tables reach from the first node over all that may be accepted to the end of
-        the chain behind it, `2K + 1` columns.
+        The cache's slots `(B, W + slots)` reach from the first node over all that may be accepted to the end of the
+        draft behind it, and the rotary tables `(B, W + levels, d)` as far as that is deep.
         """
-        depth, judge, absorb = self.depth, self.judge, absorb_step(self.drafter)
-        draft = DraftChain(
-            self.drafter, depth, sample=self.sample, warping=self.warping if self.sample else None
-        ).as_step()
+        width, absorb = self.width, absorb_step(self.drafter)
 
         def advance(
             logits: Tensor,
-            tokens: Tensor,
-            proposal: tuple[Tensor | None, ...],
-            judge_numbers: Sequence[Tensor],
-            draft_numbers: Tensor,
+            judged: tuple,
             aux: Tensor,
             rotary: tuple[Tensor, Tensor],
+            numbers: Tensor | None,
             cache: FixedShapeCache,
         ) -> tuple[Tensor, ...]:
-            best, bonus = judge(logits, tokens, proposal, judge_numbers)
-            slots, size = cache.block.slots, depth + 1
-            cache.block.slots = slots[:, :size]
-            cos, sin = (table[:, :size] for table in rotary)
-            root, feedback, *_ = absorb(following(tokens, best, bonus), aux, (cos, sin), best, cache)
-            rows = torch.arange(len(best), device=best.device)[:, None]
-            behind = best[:, None] + torch.arange(1, size, device=best.device)  # (B, K)
+            judgement = self.judge(logits, judged)
+            bonus, last = judgement.bonus, judgement.last
+            slots = cache.block.slots
+            cache.block.slots = slots[:, :width]
+            cos, sin = (table[:, :width] for table in rotary)
+            root, feedback, *_ = absorb(judgement.following(), judgement.along(aux), (cos, sin), last, cache)
+            rows = torch.arange(len(last), device=last.device)[:, None]
+            behind = last[:, None] + torch.arange(1, 1 + self.slots, device=last.device)
             cache.block.slots = slots[rows, behind]
-            cos, sin = (table[rows, behind] for table in rotary)
-            drafted = draft(root, feedback, (cos, sin), draft_numbers, cache)
+            cos, sin = (table[rows, behind[:, : self.levels]] for table in rotary)
+            drafted = self.draft(DraftState(root, feedback), bonus, (cos, sin), numbers, cache)
             cache.block.slots = slots
-            return root, feedback, best, bonus, *drafted
+            return root, feedback, *judgement.outputs, *drafted
 
         return advance
 
 
-def following(tokens: Tensor, best: Tensor, bonus: Tensor) -> Tensor:
-    """The token after each node of a chain `(B, N)` that was accepted down to `best (B,)`; rejected ones after that."""
-    nodes = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(nodes == best[:, None], bonus[:, None], tokens.roll(-1, 1))
+def chain_advance(drafter: Eagle31Drafter, depth: int, *, sample: bool, warping: DraftWarping) -> Advance:
+    """From one chain of `depth` tokens to the next.
+
+    What is judged are its tokens `(B, K+1)`, root first, and, of a sampled one, the fields of its `Proposal` and what
+    `rejection_numbers` gives.
+
+    Args:
+        sample: judge by rejection and draw; else by the target's arg-max.
+        warping: the target's processors, which look at scores alone.
+    """
+    chain = DraftChain(drafter, depth, sample=sample, warping=warping if sample else None).as_step()
+
+    def judge(logits: Tensor, judged: tuple) -> Judgement:
+        tokens, proposal, numbers = judged
+        if sample:
+            best, bonus = judge_block(tokens, Proposal(*proposal), warping.probs(logits), *numbers)
+        else:
+            best, bonus = judge_by_choice(tokens, _target_choice(warping, logits, None))
+        return Judgement(tokens, best, bonus, path=None, outputs=(best, bonus))
+
+    def draft(root: DraftState, _bonus: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return chain(root.logits, root.feedback, *inputs)
+
+    return Advance(drafter, judge, draft, width=depth + 1, slots=depth, levels=depth)
+
+
+def tree_advance(drafter: Eagle31Drafter, depth: int, *, top_k: int, size: int, warping: DraftWarping) -> Advance:
+    """From one dynamic tree to the next, grown as `grow_tree` does.
+
+    What is judged are its tokens, parents, depths and ancestors, and the numbers `(B, N, 1)` by which the target's
+    token is drawn at every node; `None`: it is the likeliest.
+    """
+    longest, children, levels = min(depth, size - 1), min(top_k, size - 1), depth - 1
+    tree = tree_step(drafter, depth, top_k=top_k, size=size)
+
+    def judge(logits: Tensor, judged: tuple) -> Judgement:
+        tokens, parents, depths, ancestors, numbers = judged
+        drafts = DraftTree(tokens, parents, depths, ancestors, max_depth=longest, max_children=children)
+        accepted = accept_greedy(drafts, _target_choice(warping, logits, numbers))
+        path, count, bonus = accepted.path, accepted.count, accepted.bonus
+        outputs = (path, count, bonus, accepted.best)
+        return Judgement(tokens.gather(1, path), count - 1, bonus, path, outputs)
+
+    def draft(root: DraftState, bonus: Tensor, rotary: tuple, _numbers: None, cache: FixedShapeCache) -> tuple:
+        return tree(root.logits, root.feedback, bonus, rotary, cache)[1:]
+
+    return Advance(drafter, judge, draft, width=longest + 1, slots=top_k * levels, levels=levels)
+
+
+def _target_choice(warping: DraftWarping, logits: Tensor, numbers: Tensor | None) -> Tensor:
+    """The target's token after each node, `(B, N)`, drawn if there are numbers to draw by."""
+    if numbers is not None:
+        return draw(warping.probs(logits), numbers=numbers)
+    return likeliest(warping(logits.flatten(0, 1))).view(logits.shape[:2])

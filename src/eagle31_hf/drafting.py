@@ -107,7 +107,7 @@ class DraftSession:
         """
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
         width = tokens.shape[1]
-        cos, sin = self._rotary_ahead(width)
+        cos, sin = self.rotary_ahead(width)
         state = self.read(tokens, aux, (cos[:, :width], sin[:, :width]), counts)
         self._commit(state, (cos, sin), counts, width)
 
@@ -203,7 +203,7 @@ class DraftSession:
         cos, sin = self._rotary
         return cos[:, depth : depth + 1], sin[:, depth : depth + 1]
 
-    def _rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
+    def rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
         """Rotations of the next `width` positions and of a draft behind them: those left over, if they reach so far."""
         needed = width + ROTARY_DEPTHS
         if self._rotary is not None and self._rotary[0].shape[1] >= needed:
