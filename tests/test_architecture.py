@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "eagle31_hf"
 ROOMS = [  # a room may import from itself and from those above it
     {"errors"},
-    {"configuration_eagle31", "tree", "topology", "sampling", "control", "stats", "generation_settings"},
+    {"configuration_eagle31", "tree", "topology", "sampling", "walking", "control", "stats", "generation_settings"},
     {"processing", "sequences"},
     {"cache"},
     {"checkpoints"},
@@ -22,7 +22,7 @@ ROOMS = [  # a room may import from itself and from those above it
     {"drafting", "proposing"},
     {"compiled_steps", "acceleration", "draft_graphs", "compiled_drafting", "compiled_round_end"},
     {"conversation"},
-    {"assisted", "reading", "decoding_request", "decoding", "recovery", "generate_call"},
+    {"assisted", "reading", "decoding_request", "judging", "decoding", "recovery", "generate_call"},
     {"generation"},
     {"demo", "benchmark", "diagnostics", "training", "serve"},
     {"cli"},

@@ -285,6 +285,36 @@ class Pass(hf.LogitsProcessor):
         return scores
 
 
+class Favouring(hf.LogitsProcessor):
+    """Likes what its prefix makes it like, and keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.shown += input_ids.tolist()
+        liked = input_ids.sum(1, keepdim=True) % scores.shape[1]
+        return scores.scatter_add(1, liked, torch.full(liked.shape, 3.0))
+
+
+@pytest.mark.parametrize(("kind", "do_sample"), [("static", False), ("dynamic", False), ("dynamic", True)])
+def test_processors_of_prefixes_are_shown_the_text_alone(kind: str, do_sample: bool) -> None:
+    """Of a tree only the nodes that the text passes are processed, one after the other."""
+    inputs, length = one(), one()["input_ids"].shape[1]
+    plain = greedy("llama", inputs, logits_processor=[Favouring()], max_new_tokens=30)
+    shown = Favouring()
+    how = {"logits_processor": [shown], "do_sample": do_sample, "max_new_tokens": 30}
+    shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 12, "draft_tree": kind}
+    with wishes(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, length):
+        text = greedy("llama", inputs, assistant_model=eagle, **how)[0].tolist()
+    assert stats_of().loop == "own"
+    within = [prefix for prefix in shown.shown if len(prefix) < len(text)]
+    assert within == [text[:end] for end in range(length, len(text))]
+    if not do_sample:
+        assert text == plain[0].tolist()
+        assert stats_of().rounds < 25, "drafts were accepted"
+
+
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "stock_batch": ("stock", 3, {}, "one row at a time"),
     "stock_criteria": ("stock", 1, {"stopping_criteria": [Never()]}, "Never"),

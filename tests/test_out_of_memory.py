@@ -147,7 +147,7 @@ METHODS: dict[str, tuple[Any, str]] = {
     "absorb": (DraftSession, "absorb"),
     "draft logits": (Eagle31Drafter, "draft_logits"),
     "verify": (SpeculativeDecoder, "_verify"),
-    "accept": (SpeculativeDecoder, "_accept"),
+    "accept": (SpeculativeDecoder, "_judge"),
     "read back": (SpeculativeDecoder, "_read_back"),
     "first token": (SpeculativeDecoder, "_choose_first"),
     "text": (Sequences, "append"),

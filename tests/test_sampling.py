@@ -32,6 +32,7 @@ from eagle31_hf.sampling import (
 )
 from eagle31_hf.topology import StaticTopology
 from eagle31_hf.tree import DraftTree, Proposal, TreeGrowth, chosen_ids
+from eagle31_hf.walking import accept_walking
 
 V = 6
 ROWS = 20_000
@@ -187,13 +188,27 @@ def test_greedy_walk_matches_a_naive_walk(seed: int, size: int, width: int) -> N
     tree = random_tree(generator, rows=4, size=size, width=width, vocab=4)
     choice = torch.randint(0, 4, (4, size), generator=generator)
     accepted = accept_greedy(tree, choice)
+    walked = accept_walking(
+        tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
+    )
+    for name in ("count", "bonus", "best"):
+        assert torch.equal(getattr(walked, name), getattr(accepted, name)), name
     added = tokens_added(accepted, tree)
     for row in range(4):
         path, bonus = naive_walk(tree, choice.tolist(), row)
         count = int(accepted.count[row])
-        assert accepted.path[row, :count].tolist() == path
+        assert accepted.path[row, :count].tolist() == walked.path[row, :count].tolist() == path
         assert (int(accepted.best[row]), int(accepted.bonus[row])) == (path[-1], bonus)
         assert added[row, :count].tolist() == [int(tree.tokens[row, node]) for node in path[1:]] + [bonus]
+
+
+def test_walking_asks_about_live_rows_alone() -> None:
+    tree = random_tree(seeded(1), rows=3, size=9, width=2, vocab=4)
+    asked: list[int] = []
+    walked = accept_walking(tree, lambda rows, paths: asked.extend(rows) or [9] * len(rows), [2])  # type: ignore[func-returns-value]
+    assert asked == [2]
+    assert walked.count.tolist() == [1, 1, 1]
+    assert walked.bonus.tolist() == [0, 0, 9]
 
 
 def test_chain_path_equals_tree_path() -> None:

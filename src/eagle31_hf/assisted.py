@@ -174,7 +174,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
                 ranked = self.processing.draft_warping(logits)
             else:
                 prefix = torch.cat((input_ids[0], *drafted))[None]
-                ranked = self.processing.row_scores([prefix], self._full_vocabulary(logits), [0])
+                ranked = self.processing.row_scores(lambda _: prefix, self._full_vocabulary(logits), [0])
             if self.generation_config.do_sample:
                 seen.append(self._full_vocabulary(ranked.float()))
             return ranked

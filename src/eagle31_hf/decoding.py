@@ -22,19 +22,11 @@ from .decoding_request import DecodingRequest, DraftShape
 from .drafter import Eagle31Drafter
 from .drafting import SLAB, DraftSession
 from .generation_settings import DraftLength
+from .judging import Judge, NodeScores
 from .memory.ladder import Stage
 from .proposing import DraftScores, propose_chain, propose_dynamic_tree, propose_static_tree
 from .reading import ChunkReader, Reading
-from .sampling import (
-    Acceptance,
-    AcceptanceRule,
-    accept_greedy,
-    accept_rejection,
-    accept_sampled_target,
-    choose_rule,
-    draw,
-    likeliest,
-)
+from .sampling import Acceptance, AcceptanceRule, choose_rule, draw
 from .stats import PhaseClock
 from .target import TargetBinding
 from .tree import DraftTree
@@ -77,6 +69,7 @@ class SpeculativeDecoder:
     def _set_shape(self, shape: DraftShape) -> None:
         self.shape = shape
         self.rule = choose_rule(do_sample=self.request.do_sample, dynamic_tree=shape.top_k > 1 and shape.static is None)
+        self.judge = Judge(self.request, self.rule)
 
     def _make_caches(self, batch_size: int) -> None:
         """Empty caches, which own no memory until something is written."""
@@ -170,10 +163,9 @@ class SpeculativeDecoder:
     def _choose_first(self, logits: Tensor) -> list[int]:
         """First token of each row from `(B, V)`."""
         request = self.request
-        prefixes = [self.sequences.prefix(row) for row in self.rows]
-        scores = request.processing.row_scores(prefixes, logits, self.rows)
+        scores = request.processing.row_scores(lambda b: self.sequences.prefix(self.rows[b]), logits, self.rows)
         choice = draw(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)
-        self._collect([[(scores[b], logits[b])] for b in range(len(self.rows))])
+        self._collect({b: [(scores[b], logits[b])] for b in self.live})
         return choice.tolist()
 
     # --- one round -----------------------------------------------------------------------------------------------
@@ -186,13 +178,10 @@ class SpeculativeDecoder:
         self.stage = Stage.VERIFY
         with self.clock.phase("verify"):
             logits, aux = self._verify(tree)
-        acceptance = None if self.judge_at_once is None else self.judge_at_once(tree, logits, aux)
-        if acceptance is None:
-            scores = self._node_scores(tree, logits)
-            acceptance = self._accept(tree, scores)
+        acceptance, scores = self._judge(tree, logits, aux)
         path, emitted = self._read_back(tree, acceptance)
         if self.request.keep_scores or self.request.keep_logits:
-            self._collect([[(scores[b, node], logits[b, node]) for node in nodes] for b, nodes in enumerate(path)])
+            self._collect({b: [(scores[b, node], logits[b, node]) for node in path[b]] for b in self.live})
         added = self._write(emitted)
         self.stage = Stage.SETTLE
         self.request.stats.record_round(
@@ -232,8 +221,9 @@ class SpeculativeDecoder:
 
         def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
             taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(self.rows), 0, dtype=torch.long)
-            prefixes = [self.sequences.prefix(row, taken[b]) for b, row in enumerate(self.rows)]
-            return processing.row_scores(prefixes, self._over_vocabulary(logits), self.rows)
+            return processing.row_scores(
+                lambda b: self.sequences.prefix(self.rows[b], taken[b]), self._over_vocabulary(logits), self.rows
+            )
 
         return scores
 
@@ -252,26 +242,10 @@ class SpeculativeDecoder:
             out = self.verify(tree)
         return out.logits, out.aux
 
-    def _node_scores(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """What the target decides by, `(B, N, V)`: processed scores, or the raw logits where arg-max needs no more."""
-        request = self.request
-        if request.processing.is_empty and not request.do_sample and not request.keep_scores:
-            return logits
-
-        def prefix(b: int, node: int) -> Tensor:
-            above = tree.ancestors[b, node].clone()
-            above[0] = False  # the root is written already
-            return self.sequences.prefix(self.rows[b], tree.tokens[b][above])
-
-        return request.processing.node_scores(logits, prefix, self.rows)
-
-    def _accept(self, tree: DraftTree, scores: Tensor) -> Acceptance:
-        if self.rule is AcceptanceRule.GREEDY:
-            return accept_greedy(tree, likeliest(scores))
-        probs = scores.softmax(-1)
-        if self.rule is AcceptanceRule.REJECTION and tree.proposal is not None:
-            return accept_rejection(tree, probs)
-        return accept_sampled_target(tree, probs)
+    def _judge(self, tree: DraftTree, logits: Tensor, aux: Tensor | None) -> tuple[Acceptance, NodeScores]:
+        """What is accepted, and the scores of the accepted nodes, where somebody may want them."""
+        acceptance = None if self.judge_at_once is None else self.judge_at_once(tree, logits, aux)
+        return self.judge(tree, logits, self.rows, self.live) if acceptance is None else (acceptance, {})
 
     def _read_back(self, tree: DraftTree, acceptance: Acceptance) -> tuple[list[list[int]], list[list[int]]]:
         """The round's one wait for the device: accepted nodes and new tokens per row, past the row's end too."""
@@ -371,9 +345,9 @@ class SpeculativeDecoder:
         if self.session is not None:
             self.session.select_rows(staying)
 
-    def _collect(self, steps: list[list[tuple[Tensor, Tensor]]]) -> None:
-        """Keep `(scores, logits)` of the tokens each live row is about to get, if asked to."""
-        for row, taken in ((self.rows[b], steps[b]) for b in self.live):
+    def _collect(self, steps: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
+        """Keep `(scores, logits)` of the tokens that live rows are about to get, if asked to."""
+        for row, taken in ((self.rows[b], each) for b, each in steps.items()):
             if self.request.keep_scores:
                 self.sequences.scores[row].extend(scores for scores, _ in taken)
             if self.request.keep_logits:

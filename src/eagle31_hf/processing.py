@@ -148,9 +148,9 @@ class ScoreProcessing:
         assert self.fits_draft_vocabulary, "these processors need the full vocabulary"
         return DraftWarping(self.processors)
 
-    def row_scores(self, prefixes: Sequence[Tensor], scores: Tensor, rows: Sequence[int]) -> Tensor:
-        """Processed scores `(B, V)` of one token per row, whose prefixes are `(1, t_b)`."""
-        return self.node_scores(scores[:, None], lambda b, _node: prefixes[b], rows)[:, 0]
+    def row_scores(self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int]) -> Tensor:
+        """Processed scores `(B, V)` of one token per row; `prefix(b)` gives the token ids `(1, t)` before it."""
+        return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows)[:, 0]
 
     def _row_views(self, row: int) -> list[Any]:
         return [_view_of_row(processor, row) for processor in self.processors]

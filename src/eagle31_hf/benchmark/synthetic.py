@@ -29,6 +29,7 @@ from transformers import (
 from ..decoding import DecodingRequest, DraftShape, SpeculativeDecoder
 from ..drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..judging import NodeScores
 from ..memory.known_targets import known_targets
 from ..processing import ScoreProcessing
 from ..sampling import Acceptance
@@ -65,23 +66,17 @@ class SyntheticDecoder(SpeculativeDecoder):
         by_depth = [acceptance[min(i, len(acceptance) - 1)] for i in range(deepest)]
         self._chances = torch.tensor(by_depth, device=device)
         self._lot = torch.Generator(device).manual_seed(seed)
-        judge = self.judge_at_once
-        if judge is not None:
-            self.judge_at_once = lambda tree, *said: self._by_lot(tree, judge(tree, *said))
 
     def _draft(self) -> DraftTree:
         tree = super()._draft()
         return tree if tree.is_chain or self.request.shape.static is not None else _deepened(tree)
 
-    def _accept(self, tree: DraftTree, scores: Tensor) -> Acceptance:
-        accepted = self._by_lot(tree, super()._accept(tree, scores))
-        assert accepted is not None, "the rule has an answer"
-        return accepted
+    def _judge(self, tree: DraftTree, logits: Tensor, aux: Tensor | None) -> tuple[Acceptance, NodeScores]:
+        told, scores = super()._judge(tree, logits, aux)
+        return self._by_lot(tree, told), scores
 
-    def _by_lot(self, tree: DraftTree, told: Acceptance | None) -> Acceptance | None:
-        """Instead of what the rule has told, if it has; the bonus, and what a graph went on with, stay the rule's."""
-        if told is None:
-            return None
+    def _by_lot(self, tree: DraftTree, told: Acceptance) -> Acceptance:
+        """Instead of what the rule has told; the bonus, and what a graph went on with, stay the rule's."""
         batch, depth = tree.tokens.shape[0], tree.max_depth
         drawn = torch.rand(batch, depth, generator=self._lot, device=self._chances.device)
         taken = (drawn < self._chances[:depth]).to(told.bonus.device).cumprod(1).sum(1)  # (B,) nodes below the root
