@@ -122,6 +122,16 @@ def test_bare_costs_weigh_the_widths_that_occurred(drafter, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("compiled", "nodes", "steps"), [(False, 1 + 3 + 8, 1 + 4), (True, 1 + 8 + 8, 4 + 4)])
+def test_trees_may_be_shallow_or_missing(compiled, nodes, steps, drafter, monkeypatch):
+    use_fixed_shapes_only(monkeypatch)
+    meter = BareMeter(drafter, torch.arange(9)[None], DraftShape(4, top_k=2, size=8), compiled=compiled)
+    costs = meter.measure({0: 1 / 3, 1: 1 / 3, 4: 1 / 3})
+    assert costs.verified_tokens == pytest.approx(nodes / 3)
+    assert costs.drafter_steps == pytest.approx(steps / 3)
+
+
+@torch.no_grad()
 def test_bare_costs_are_means_of_what_was_timed_since_the_last(drafter, monkeypatch):
     seconds = iter(range(1000))
     monkeypatch.setattr("eagle31_hf.benchmark.bare.now", lambda device: next(ticks))
@@ -383,7 +393,8 @@ def test_records_are_complete(measured):
     assert plain.acceptance_length == 1.0
     assert plain.samples[0].target_passes == 3 * 12
     tree = next(r for r in measured.records if r.name == "tree")
-    assert (tree.bare.verified_tokens, tree.bare.drafter_steps) == (5, 3)
+    assert 3 < tree.bare.verified_tokens <= 5
+    assert 1.5 < tree.bare.drafter_steps <= 3
 
 
 def test_accelerated_loops_are_measured_on_request():

@@ -51,7 +51,7 @@ class CompiledDraftSession(DraftSession):
         self.placed = PlacedSteps(self.cache)
         self.first_rows = batch_size
         self.tree_depth = 0  # of the deepest tree so far
-        self.ahead: Ahead | None = None  # what a `round_end` has left, to be used or not
+        self.ahead: Ahead | None = None  # what a `RoundEnd` has left, to be used or not
 
     def draft_at_once(
         self, depth: int, draws: int, *, sample: bool, warping: DraftWarping | None = None

@@ -21,8 +21,10 @@ from .tree import DraftTree, num_candidates
 
 
 class RoundEnd(ABC):
-    """To be asked in every round: `session.absorb` then only commits what was read, and the session's next draft is
-    the one made here, unless rows leave or are rolled back, which forgets both.
+    """Judges a round's drafts, reads what was accepted and drafts again.
+
+    To be asked in every round: `session.absorb` then only commits what was read, and the session's next draft is the
+    one made here, unless rows leave or are rolled back, which forgets both.
 
     Args:
         session: drafts, and keeps the graphs.
@@ -78,10 +80,11 @@ class RoundEnd(ABC):
         rotary = session.rotary_ahead(advance.width + advance.levels)
         judged, numbers = self._inputs(tree)
         aux = aux.to(device=session.device, dtype=session.dtype)
+        expected = None if known else self._expected(logits, judged, aux, rotary)
+        inputs = self._filled(logits, judged, aux, rotary, numbers)
         if not known:
-            expected = self._expected(logits, judged, aux, rotary)
-            session.steps.add(shape, advance.as_step(), self._filled(logits, judged, aux, rotary, numbers), expected)
-        outputs = session.steps.run(shape, self._filled(logits, judged, aux, rotary, numbers))
+            session.steps.add(shape, advance.as_step(), inputs, expected)
+        outputs = session.steps.run(shape, inputs)
         if outputs is None:
             return None
         root, feedback, *rest = outputs

@@ -17,6 +17,7 @@ from .acceleration import NODE_BUCKET, SLOT_BUCKET, CompiledVerification, slot_b
 from .cache import SpeculativeCache
 from .compiled_drafting import CompiledDraftSession
 from .compiled_round_end import ChainEnd, RoundEnd, TreeEnd
+from .control import Patience
 from .conversation import TurnEnd
 from .decoding_request import DecodingRequest, DraftShape
 from .drafter import Eagle31Drafter
@@ -53,7 +54,7 @@ class SpeculativeDecoder:
         self.sequences = request.sequences
         self.rows = list(range(self.sequences.batch_size))  # which row of the batch each row of the caches is
         self.live = list(self.rows)  # places of those rows that need tokens, as this round begins
-        self.clock = PhaseClock(request.stats)
+        self.clock, self.patience = PhaseClock(request.stats), Patience()
         self.stage = Stage.READ
         self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each of them
         self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown
@@ -184,19 +185,22 @@ class SpeculativeDecoder:
             self._collect({b: [(scores[b, node], logits[b, node]) for node in path[b]] for b in self.live})
         added = self._write(emitted)
         self.stage = Stage.SETTLE
-        self.request.stats.record_round(
-            depth=tree.max_depth, nodes=tree.size - 1, accepted=[len(path[b]) - 1 for b in self.live]
-        )
+        accepted = [len(path[b]) - 1 for b in self.live]
+        self.request.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
+        self.patience.record_round(accepted)
         self.cache.keep(path, added)
         self._go_on(emitted, added, aux, None if tree.is_chain else acceptance.path)
 
     def _draft(self) -> DraftTree:
-        """This round's drafts, no deeper than the longest row still needs."""
+        """This round's drafts, no deeper than the longest row still needs; none while none has been right for long."""
         request, shape = self.request, self.shape
         room = max(self.sequences.room(self.rows[b]) for b in self.live)
         depth = min(shape.depth, room - 1)  # the target adds one token of its own
         sample = self.rule is AcceptanceRule.REJECTION
         if depth < 1 or self.session is None:
+            return DraftTree.chain(self.roots[:, None])
+        if self.patience.is_at_end:
+            request.stats.rests += 1
             return DraftTree.chain(self.roots[:, None])
         if shape.top_k == 1:
             return propose_chain(

@@ -29,6 +29,7 @@ class SpeculationStats:
         prefill_s: host seconds until the first token, not part of the three above.
         drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
             accepted all before it, and those that accepted it too.
+        rests: passes that drafted nothing, since no draft had been accepted for long (`control`).
         fallbacks: every step down that was taken, in order.
         memory_steps: what was given up because memory ran out, and how often; empty where it did not.
     """
@@ -48,6 +49,7 @@ class SpeculationStats:
     drafted_at: list[int] = field(default_factory=list)
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    rests: int = 0
     fallbacks: list[str] = field(default_factory=list)
     memory_steps: dict[str, int] = field(default_factory=dict)
 
@@ -96,10 +98,11 @@ class SpeculationStats:
         why = f" ({self.reason})" if self.reason else ""
         cache = "" if self.cache_type == "full" else f", {self.cache_type} cache"
         steps = ", ".join(f"{what} {count}x" for what, count in self.memory_steps.items())
+        rests = f" ({self.rests} passes without drafts: none was accepted for long)" if self.rests else ""
         given_up = f"; memory ran out: {steps}" if steps else ""
         return (
             f"acceptance length {self.acceptance_length:.2f} over {self.rounds} rounds, "
-            f"{self.accepted}/{self.drafted} draft tokens accepted, by position [{positions}], "
+            f"{self.accepted}/{self.drafted} draft tokens accepted{rests}, by position [{positions}], "
             f"seconds: prefill {self.prefill_s:.2f}, draft {self.draft_s:.2f}, verify {self.verify_s:.2f}, "
             f"rest {self.rest_s:.2f}, loop {self.loop}{why}{cache}{given_up}"
         )

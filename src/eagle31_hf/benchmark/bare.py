@@ -153,7 +153,7 @@ class BareMeter:
         """Time bare rounds, as deep as rounds were, for the next `costs`.
 
         Args:
-            depths: share of the rounds that drafted a chain of so many tokens; default: all are as deep as the shape.
+            depths: share of the rounds that drafted so many levels; default: all are as deep as the shape.
             count: how many; so many quantiles stand for all depths.
         """
         with self.binding.masked_attention():
@@ -168,23 +168,33 @@ class BareMeter:
         Args:
             depths: shares of all those rounds.
         """
-        timings, self._timings = self._timings, _Timings()
-        depth = sum(share * each for each, share in self._shares(depths).items())
+        timings, self._timings, shares = self._timings, _Timings(), self._shares(depths)
         return BareCosts(
             target_step_s=mean(timings.plain),
             verify_s=mean(timings.verified),
             drafter_step_s=mean(timings.stepped or timings.absorbed),
             absorb_s=mean(timings.absorbed),
-            verified_tokens=depth + 1 if self.shape.top_k == 1 else self.shape.nodes,
-            drafter_steps=depth,
+            verified_tokens=sum(share * self._nodes(depth) for depth, share in shares.items()),
+            drafter_steps=sum(share * depth for depth, share in shares.items()),
         )
 
     def _shares(self, depths: Mapping[int, float] | None) -> Mapping[int, float]:
-        return {self.shape.depth: 1.0} if depths is None or self.shape.top_k > 1 else depths
+        if depths is None:
+            return {self.shape.depth: 1.0}
+        if self.shape.top_k == 1 or not self.compiled:
+            return depths
+        none = depths.get(0, 0.0)  # a compiled tree is grown as deep as any, and then cut
+        return {0: none, self.shape.depth: 1.0 - none}
+
+    def _nodes(self, depth: int) -> int:
+        """That a round verifies which drafts so many levels, root included."""
+        if depth == 0 or self.shape.top_k == 1:
+            return depth + 1
+        return min(self.shape.nodes, 1 + num_candidates(depth, self.shape.top_k))
 
     def _time_round(self, depth: int) -> None:
         """One round's forwards, after others that pay for allocation, compiling and the processor's cache."""
-        width = depth + 1 if self.shape.top_k == 1 else self.shape.nodes
+        width = self._nodes(depth)
         verify = self._timed(self._target_over(width) if self._compiled is None else self._compiled_over(width))
         absorb, step = self._timed(self._absorb()), self._timed(self._drafter_step())
         uncounted = 1 if width in self._met else UNCOUNTED_CALLS
