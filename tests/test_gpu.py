@@ -84,6 +84,21 @@ def test_every_loop_writes_the_plain_text(family: str, dtype: torch.dtype, devic
 
 
 @devices
+def test_processors_of_prefixes_write_the_plain_text(device: str) -> None:
+    """Trees are judged going down then, with a wait per level."""
+    drafter = _pair("llama", device)
+    how = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    for rows in (1, 3):
+        inputs = _inputs(rows, device, seed=rows)
+        plain = _greedy(drafter, inputs, **how)
+        for fields in SHAPES.values():
+            with wishes(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
+                assert torch.equal(_greedy(drafter, inputs, assistant_model=drafter, **how), plain)
+            assert drafter.stats is not None
+            assert drafter.stats.loop == "own"
+
+
+@devices
 def test_a_static_cache_is_left_to_plain_decoding(device: str) -> None:
     drafter = _pair("llama", device)
     inputs = _inputs(1, device)
