@@ -303,7 +303,6 @@ JUDGED = ("greedy chain", "sampled chain", "sampled chain of few", "greedy tree"
         *itertools.product(("llama", "qwen3"), ("none",), JUDGED),
         pytest.param("qwen3", "inductor", "greedy chain", marks=pytest.mark.slow),
         pytest.param("qwen3", "inductor", "sampled chain of few", marks=pytest.mark.slow),
-        pytest.param("qwen3", "inductor", "greedy tree", marks=pytest.mark.slow),
         pytest.param("qwen3", "inductor", "sampled tree", marks=pytest.mark.slow),
     ],
 )
@@ -320,6 +319,7 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
             "_compile",
             lambda step, device: compile_(step, device) if step.__name__ == "advance" else step,
         )
+    monkeypatch.setattr(control, "PATIENCE", 1000)
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
     judged: list[tuple[Acceptance, Acceptance]] = []
 
@@ -348,7 +348,8 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
     if "greedy" in way:
         sampling = {"do_sample": False}
     with wishes(drafter, speculation_loop="own", acceleration="compile", **fields):
-        for rows in (1, 3):
+        batches = (1, 3) if compiler == "none" else (3,)  # each is compiled, which takes a while
+        for rows in batches:
             target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
     assert drafter.stats.fallbacks == []
     assert len(judged) > 8
@@ -356,7 +357,7 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
         for name in ("count", "best", "bonus", "path"):
             assert torch.equal(getattr(at_once, name), getattr(eager, name)), name
     kept = [shape for shape in drafter.require_binding().compiled.shapes if shape[0] == "advance"]
-    assert {shape[1:3] for shape in kept} == {(1, size), (3, size)}
+    assert {shape[1:3] for shape in kept} == {(rows, size) for rows in batches}
 
 
 def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
