@@ -277,9 +277,9 @@ def _cut_chain(chain: WholeChain, depth: int) -> WholeChain:
 
 
 def _cut_tree(tree: DraftTree, depth: int) -> DraftTree:
-    """Of no more than `depth` levels: nodes below stay, for one shape of forward, but take its place and are no path's.
+    """Of no more than `depth` levels. Nodes below stay, so that forwards keep their shape, and count as that deep.
 
-    Of equally deep nodes of a path acceptance keeps the first, and a position behind a text's end may not exist.
+    Of equally deep nodes on a path acceptance keeps the first, and positions behind a text's end may not exist.
     """
     if depth >= tree.max_depth:
         return tree
