@@ -1,4 +1,4 @@
-"""When drafting rests: counted by hand, and in a generation whose drafts are never right until they are."""
+"""When drafting rests: counted by hand, and in generations whose drafts are never right or always."""
 
 from __future__ import annotations
 
