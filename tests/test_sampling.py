@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle31_hf import sampling
+from eagle31_hf import compiled_drafting, sampling
 from eagle31_hf.sampling import (
     Acceptance,
     AcceptanceRule,
@@ -200,6 +200,23 @@ def test_greedy_walk_matches_a_naive_walk(seed: int, size: int, width: int) -> N
         assert accepted.path[row, :count].tolist() == walked.path[row, :count].tolist() == path
         assert (int(accepted.best[row]), int(accepted.bonus[row])) == (path[-1], bonus)
         assert added[row, :count].tolist() == [int(tree.tokens[row, node]) for node in path[1:]] + [bonus]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_walks_end_where_a_tree_was_cut(seed: int, depth: int) -> None:
+    """Before a text's end a compiled tree keeps the nodes that are too deep; a path must not reach them."""
+    generator = seeded(seed)
+    whole = random_tree(generator, rows=4, size=30, width=2, vocab=2)
+    assert whole.max_depth > depth, "nothing to cut"
+    tree = compiled_drafting._cut_tree(whole, depth)
+    choice = torch.randint(0, 2, (4, 30), generator=generator)
+    accepted = accept_greedy(tree, choice)
+    walked = accept_walking(
+        tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
+    )
+    for name in ("path", "count", "bonus", "best"):
+        assert torch.equal(getattr(walked, name), getattr(accepted, name)), name
 
 
 def test_walking_asks_about_live_rows_alone() -> None:

@@ -26,20 +26,20 @@ def accept_walking(tree: DraftTree, choose: Choose, rows: Sequence[int]) -> Acce
         choose: asked once per level, for all rows that still go down.
         rows: that are asked about; of the others nothing but the root is accepted, with a bonus of 0.
     """
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    tokens, parents, longest = tree.tokens.tolist(), tree.parents.tolist(), tree.max_depth + 1
     paths, bonus, walking = [[0] for _ in tokens], [0] * len(tokens), list(rows)
     while walking:
         chosen = choose(walking, [paths[row] for row in walking])
         further = []
         for row, token in zip(walking, chosen, strict=True):
             child = _child(parents[row], tokens[row], paths[row][-1], token)
-            if child is None:
+            if child is None or len(paths[row]) == longest:  # a tree cut at a text's end has deeper nodes than it says
                 bonus[row] = token
             else:
                 paths[row].append(child)
                 further.append(row)
         walking = further
-    device, longest = tree.tokens.device, tree.max_depth + 1
+    device = tree.tokens.device
     return Acceptance(
         path=torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device),
         count=torch.tensor([len(path) for path in paths], device=device),
