@@ -166,7 +166,7 @@ def random_tree(generator: torch.Generator, rows: int, size: int, width: int, vo
     """Trees of random shape whose siblings differ, as drafted ones do."""
     growth = TreeGrowth.start(torch.randn(rows, vocab, generator=generator).log_softmax(-1), width)
     while growth.num_candidates < size:
-        growth = growth.expand(torch.randn(rows, width, vocab, generator=generator).log_softmax(-1))
+        growth = growth.expand(growth.frontier(), torch.randn(rows, width, vocab, generator=generator).log_softmax(-1))
     return growth.prune(torch.zeros(rows, dtype=torch.long), size)
 
 
@@ -422,7 +422,7 @@ def draft_sampled_tree_of_few(last: Tensor, q_table: Tensor, generator: torch.Ge
 
 def draft_dynamic_tree(last: Tensor, q_table: Tensor, generator: torch.Generator) -> DraftTree:
     growth = TreeGrowth.start(q_table[last].log(), 3)
-    growth = growth.expand(q_table[growth.frontier.draft_ids].log())
+    growth = growth.expand(growth.frontier(), q_table[growth.frontier().draft_ids].log())
     return growth.prune(last, 7)
 
 

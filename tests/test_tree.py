@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +27,7 @@ def grow(seed: int, *, rows: int = 2, top_k: int = 3, expansions: int = 2, tied:
 
     growth = TreeGrowth.start(logprobs(rows, VOCAB), top_k)
     for _ in range(expansions):
-        growth = growth.expand(logprobs(rows, top_k, VOCAB))
+        growth = growth.expand(growth.frontier(), logprobs(rows, top_k, VOCAB))
     return growth
 
 
@@ -39,7 +37,7 @@ growths = st.builds(
 
 
 def pruned(growth: TreeGrowth, size: int) -> DraftTree:
-    rows = growth.frontier.draft_ids.shape[0]
+    rows = growth.frontier().draft_ids.shape[0]
     return growth.prune(torch.full((rows,), 99), min(size, growth.num_candidates + 1))
 
 
@@ -191,7 +189,7 @@ def test_dynamic_tree_equals_the_reference_algorithm(seed: int, top_k: int, expa
         logprobs.append(torch.randn(top_k, VOCAB, generator=generator, dtype=torch.float64).log_softmax(-1))
     growth = TreeGrowth.start(logprobs[0][None], top_k)
     for level in logprobs[1:]:
-        growth = growth.expand(level[None])
+        growth = growth.expand(growth.frontier(), level[None])
     size = min(size, growth.num_candidates + 1)
 
     draft_to_target = 100 + torch.arange(VOCAB)
@@ -223,8 +221,8 @@ def test_equal_scores_keep_every_ancestor(seed: int, top_k: int, expansions: int
     """All candidates tie: any choice is a best one, but only keeping low numbers first keeps parents."""
     growth = TreeGrowth.start(torch.zeros(2, VOCAB), top_k)
     for _ in range(expansions):
-        growth = growth.expand(torch.zeros(2, top_k, VOCAB))
-    parent_of = [0, *parents_of_all(growth)[0].tolist()]
+        growth = growth.expand(growth.frontier(), torch.zeros(2, top_k, VOCAB))
+    parent_of = [0, *(parents_of_all(growth)[0] + 1).tolist()]  # the root is node 0
     for size in range(1, growth.num_candidates + 2):
         tree = growth.prune(torch.zeros(2, dtype=torch.long), size)
         assert tree.parents[0].tolist() == parent_of[:size]
@@ -234,20 +232,21 @@ def test_equal_scores_keep_every_ancestor(seed: int, top_k: int, expansions: int
 def test_frontier_rows_lead_back_to_their_parents() -> None:
     top_k, expansions = 3, 3
     growth = TreeGrowth.start(torch.randn(2, VOCAB).log_softmax(-1), top_k)
-    history = [growth.frontier]
+    history = [growth.frontier()]
     for _ in range(expansions):
-        growth = growth.expand(torch.randn(2, top_k, VOCAB).log_softmax(-1))
-        history.append(growth.frontier)
-    parents = torch.nn.functional.pad(parents_of_all(growth), (1, 0))
+        growth = growth.expand(growth.frontier(), torch.randn(2, top_k, VOCAB).log_softmax(-1))
+        history.append(growth.frontier())
+    nodes = [frontier.numbers + 1 for frontier in history]  # the root is node 0
+    parents = torch.nn.functional.pad(parents_of_all(growth) + 1, (1, 0))
     ids = torch.nn.functional.pad(torch.cat(growth.draft_ids, dim=1), (1, 0))
-    forwarded = torch.cat([frontier.numbers for frontier in history], dim=1)
-    for before, frontier in pairwise(history):
-        assert torch.equal(parents.gather(1, frontier.numbers), before.numbers.gather(1, frontier.parent_rows))
-        assert torch.equal(ids.gather(1, frontier.numbers), frontier.draft_ids)
+    for before, here, frontier in zip(nodes, nodes[1:], history[1:], strict=False):
+        assert torch.equal(parents.gather(1, here), before.gather(1, frontier.parent_rows))
+        assert torch.equal(ids.gather(1, here), frontier.draft_ids)
+    forwarded = torch.cat(nodes, dim=1)
     for row in range(2):
-        for i, number in enumerate(history[-1].numbers[row].tolist()):
+        for i, node in enumerate(nodes[-1][row].tolist()):
             seen = forwarded[row][history[-1].ancestors[row, i]].tolist()
-            assert sorted(seen) == sorted(above(parents[row].tolist(), number)[:-1])
+            assert sorted(seen) == sorted(above(parents[row].tolist(), node)[:-1])
 
 
 @pytest.mark.parametrize("size", [0, 14])

@@ -111,6 +111,8 @@ class SlotLayer(CacheLayerMixin):
         for buffer in self.buffers:  # the sources are read in full before a target is written
             if rows:
                 buffer[rows[0], :, target] = buffer[rows[0], :, source]
+            elif moves.start is not None:
+                buffer.narrow(2, moves.start, len(source)).copy_(buffer.index_select(2, source))
             else:
                 buffer.index_copy_(2, target, buffer.index_select(2, source))
 

@@ -87,11 +87,11 @@ class ResidentMask:
         self._clean = 0  # columns below are visible to every query; columns above may hold old blocks
 
     def build(self, length: int, visible: Tensor, num_slots: int, dtype: torch.dtype) -> Tensor:
-        """Mask `(1, 1, T, length + M)` for one block visibility `(T, M)`; `num_slots`: how far slots may go for now.
+        """Mask `(1, 1, T, length + M)` for one block visibility `(1, T, M)`; `num_slots`: how far slots may go for now.
 
         Valid until the next call: it is a view of the resident buffer.
         """
-        num_queries, num_nodes = visible.shape
+        _, num_queries, num_nodes = visible.shape
         end = length + num_nodes
         if num_queries > RESIDENT_QUERIES:
             mask = torch.zeros(1, 1, num_queries, end, dtype=dtype, device=visible.device)
@@ -182,7 +182,7 @@ class BlockMasks:
     def _of_all(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
         placement = self.placement
         if placement.rows_alike and len(visible) == 1:
-            return self.resident.build(placement.longest, visible[0], placement.reserved_slots, dtype)
+            return self.resident.build(placement.longest, visible, placement.reserved_slots, dtype)
         return ragged_mask(placement.lengths_tensor, visible, placement.visible_slots, dtype)
 
     def _of_window(

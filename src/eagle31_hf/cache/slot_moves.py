@@ -26,10 +26,15 @@ class SlotMoves(DeviceCopies):
 
     Targets are distinct within a row, and a source is read before any target is written. Where a row has fewer moves
     than another it moves a slot onto itself.
+
+    Attributes:
+        start: the first target, if for all rows alike the others follow it one by one.
     """
 
     def __init__(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], device: torch.device):
         rows_alike = all(row == sources[0] for row in sources) and all(row == targets[0] for row in targets)
+        first, count = targets[0][0], len(targets[0])
+        self.start = first if rows_alike and targets[0] == list(range(first, first + count)) else None
         if rows_alike:
             super().__init__(*torch.tensor([sources[0], targets[0]], device=device).unbind())
         else:
