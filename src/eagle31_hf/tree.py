@@ -82,7 +82,7 @@ class DraftTree:
         parents: `(B, N)` int64; the root is its own parent, every other parent has a smaller number.
         depths: `(B, N)` int64; root 0.
         ancestors: `(B, N, N)` bool; `[b, i, j]`: `j` is `i` or above it.
-        max_depth: `D`, no path is longer (known without asking the device; the longest may be shorter).
+        max_depth: `D`, no accepted path is longer (known without asking the device; the longest may be shorter).
         max_children: no node has more children; at most 1 means the tree is a chain.
         scores: `(B, N)` cumulative draft log-probability of each node, root 0; `None` if the drafter kept none.
         proposal: distribution of sampled children; `None` for children chosen deterministically.
