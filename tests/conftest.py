@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from eagle31_hf.cli.processor import avoid_unusable_tiles
 from helpers import SHARED
+from hub_stand_in import hub
+
+__all__ = ["hub"]  # a fixture of all
 
 avoid_unusable_tiles()  # before any test multiplies; processes that tests start inherit it
 

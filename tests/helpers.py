@@ -21,11 +21,13 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from eagle31_hf import Eagle31Drafter, acceleration, compiled_drafting, compiled_steps, decoding
-from eagle31_hf.assisted import Eagle31CandidateGenerator
-from eagle31_hf.decoding import SpeculativeDecoder
-from eagle31_hf.target import TargetBinding
-from eagle31_hf.tree import DraftTree
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.compiled import graphs, shapes
+from eagle31_hf.decoding import decoder
+from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
+from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
+from eagle31_hf.target.binding import TargetBinding
+from eagle31_hf.trees.draft_tree import DraftTree
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = SHARED / "models"
@@ -135,9 +137,16 @@ def wishes(drafter: Eagle31Drafter, **fields: Any) -> Iterator[Eagle31Drafter]:
 
 def use_fixed_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that compiling needs (buckets, padding, fixed buffers), without the compiler and with buckets that fill."""
-    monkeypatch.setattr(compiled_steps, "_compile", lambda step, device: step)
-    for module in (acceleration, compiled_drafting, decoding):
-        monkeypatch.setattr(module, "SLOT_BUCKET", 16)
+    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
+
+
+@contextmanager
+def wrapped_rounds(wrap: Callable[[Round], Round]) -> Iterator[None]:
+    """While open, our loop's rounds are what `wrap` makes of them."""
+    make = decoder.make_round
+    with mock.patch.object(decoder, "make_round", lambda *made_of, **how: wrap(make(*made_of, **how))):
+        yield
 
 
 # --- drafts that are right for a while --------------------------------------------------------------------------------
@@ -151,21 +160,23 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
     `right` the depth is a random one every time.
     """
     dice = torch.Generator().manual_seed(seed)
-    own_draft, stock_draft = SpeculativeDecoder._draft, Eagle31CandidateGenerator._draft
+    stock_draft = Eagle31CandidateGenerator._draft
 
     def coming(row: int, written: int, depth: int) -> list[int]:
         count = int(torch.randint(0, depth + 1, (), generator=dice)) if right is None else right
         start = prompt_length + written
         return truth[row, start : start + min(count, depth)].tolist()
 
-    def own(self: SpeculativeDecoder) -> DraftTree:
-        tree = own_draft(self)
-        tokens = tree.tokens.clone()
-        for b, row in enumerate(self.rows):
-            path = max(tree.paths(b), key=len)
-            for node, token in zip(path[1:], coming(row, len(self.sequences.new[row]), len(path) - 1), strict=False):
-                tokens[b, node] = token
-        return dataclasses.replace(tree, tokens=tokens)
+    class OracleRound(RoundWrapper):
+        def draft(self, batch: RoundBatch) -> DraftTree:
+            tree = super().draft(batch)
+            tokens = tree.tokens.clone()
+            for b, row in enumerate(batch.rows):
+                path = max(tree.paths(b), key=len)
+                written = len(batch.sequences.new[row])
+                for node, token in zip(path[1:], coming(row, written, len(path) - 1), strict=False):
+                    tokens[b, node] = token
+            return dataclasses.replace(tree, tokens=tokens)
 
     def stock(self: Eagle31CandidateGenerator, input_ids: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         candidates, logits = stock_draft(self, input_ids, depth)
@@ -176,10 +187,7 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
         self._drafted = self._length_up_to_eos(candidates[0, length:])
         return candidates[:, : length + self._drafted], logits
 
-    with (
-        mock.patch.object(SpeculativeDecoder, "_draft", own),
-        mock.patch.object(Eagle31CandidateGenerator, "_draft", stock),
-    ):
+    with wrapped_rounds(OracleRound), mock.patch.object(Eagle31CandidateGenerator, "_draft", stock):
         yield
 
 

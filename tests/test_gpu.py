@@ -174,7 +174,7 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
             model = drafter.require_binding().model
             assert assert_same_or_tie(model, plain, ours, inputs["attention_mask"]) == 0
     compiled: Any = drafter.require_binding().compiled
-    kinds = {kind for kind, *_ in compiled.shapes}
+    kinds = {kind for kind, *_ in compiled.keys}
     whole = {"chain": {"chain", "advance"}, "dynamic": {"tree", "advance"}}
     assert kinds & {"chain", "tree", "advance"} == whole.get(shape, set())
 

@@ -21,16 +21,21 @@ from rich.console import Console
 from transformers import set_seed
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.drafting import DraftSession
-from eagle31_hf.target import TargetBinding
-from eagle31_hf.training.beginnings import fresh_drafter, load_target, resolve
-from eagle31_hf.training.data import Conversation, read_conversations
-from eagle31_hf.training.evaluation import EvaluationPrompt, EvaluationSettings, context_of, measure_acceptance
-from eagle31_hf.training.features import compute_features
+from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.target.binding import TargetBinding
+from eagle31_hf.training.data.conversations import Conversation, read_conversations
+from eagle31_hf.training.data.vocabulary import build_vocabulary, count_supervised
+from eagle31_hf.training.distillation.evaluation import (
+    EvaluationPrompt,
+    EvaluationSettings,
+    context_of,
+    measure_acceptance,
+)
+from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.setup import fresh_drafter, load_target, resolve
 from eagle31_hf.training.train import train_drafter
-from eagle31_hf.training.vocabulary import build_vocabulary, count_supervised
 
 FORMS: dict[str, dict[str, Any]] = {
     "EAGLE-3": {"aux_norm": "none", "norm_output": False},

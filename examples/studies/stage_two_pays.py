@@ -20,11 +20,16 @@ import torch
 from rich.console import Console
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.training.beginnings import load_target, resolve
-from eagle31_hf.training.data import read_conversations
-from eagle31_hf.training.evaluation import EvaluationSettings, evaluation_prompts, measure_acceptance, total
+from eagle31_hf.training.data.conversations import read_conversations
+from eagle31_hf.training.distillation.evaluation import (
+    EvaluationSettings,
+    evaluation_prompts,
+    measure_acceptance,
+    total,
+)
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.setup import load_target, resolve
 from eagle31_hf.training.train import train_drafter
 
 

@@ -6,12 +6,12 @@ model.generate(**inputs, assistant_model=eagle)
 
 from transformers import AutoConfig, AutoModel
 
-from .assisted import Eagle31CandidateGenerator
 from .configuration_eagle31 import Eagle31Config
-from .drafter import Eagle31Drafter
+from .drafter.drafter import Eagle31Drafter
 from .errors import Eagle31Error
-from .generation import install
-from .generation_settings import Eagle31GenerationConfig
+from .generation.hooks import install
+from .generation.stock_loop import Eagle31CandidateGenerator
+from .generation_config import Eagle31GenerationConfig
 from .memory import MemoryPlan, plan_memory
 from .stats import SpeculationStats
 

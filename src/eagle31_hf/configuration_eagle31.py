@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
+
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .errors import ConfigurationError
 
 AUX_NORMS = ("none", "per_slot", "concatenated")
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+
+# Far above every published model. Tables of these lengths are made before a file shows whether it can fill them.
+MOST_AUX_STATES = 256
+LARGEST_VOCABULARY = 1 << 24
 
 
 @strict
@@ -31,6 +41,9 @@ class Eagle31Config(LlamaConfig):
         norm_before_residual: the first layer's residual branch starts from the normed hidden state.
         qk_norm: RMSNorm on query and key heads (Qwen3 block).
         fc_bias: bias on `fc`.
+        kv_lora_rank: width of the latent that keys and values are made of (DeepSeek's MLA); `None`: attention with keys
+            and values of their own. With it come `q_lora_rank` (`None`: queries are made in one go),
+            `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim`, and `head_dim` is the rotated width.
         own_embedding: the checkpoint holds its own `embed_tokens`; otherwise the target's is shared.
         own_lm_head: the checkpoint holds its own draft head; otherwise the target's head (or its draft rows) is used.
 
@@ -50,6 +63,11 @@ class Eagle31Config(LlamaConfig):
     norm_before_residual: bool = False
     qk_norm: bool = False
     fc_bias: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     own_embedding: bool = False
     own_lm_head: bool = True
 
@@ -60,6 +78,9 @@ class Eagle31Config(LlamaConfig):
             self.target_hidden_size = self.hidden_size
         if self.aux_layers is not None:
             self.aux_layers = list(self.aux_layers)
+        if self.is_latent:
+            self._check_latent()
+            self.head_dim = self.qk_rope_head_dim  # the width of rotary tables, as in DeepseekV3Config
         super().__post_init__(**kwargs)
         self._check_fields()
 
@@ -70,8 +91,9 @@ class Eagle31Config(LlamaConfig):
         self._require(self.aux_norm in AUX_NORMS, f"aux_norm is {self.aux_norm!r}; wanted one of {AUX_NORMS}")
         for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                       "num_key_value_heads", "vocab_size", "draft_vocab_size", "target_hidden_size",
-                      "num_aux_hidden_states"):  # fmt: skip
+                      "num_aux_hidden_states", "max_position_embeddings"):  # fmt: skip
             self._require(getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; wanted at least 1")
+        self._check_bounds()
         self._require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -97,6 +119,39 @@ class Eagle31Config(LlamaConfig):
                 f"aux_layers={self.aux_layers}; wanted {self.num_aux_hidden_states} indices, none negative",
             )
 
+    def _check_latent(self) -> None:
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        wrong = {name: getattr(self, name) for name in sizes if not (getattr(self, name) or 0) >= 1}
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            wrong["q_lora_rank"] = self.q_lora_rank
+        self._require(not wrong, f"latent attention (kv_lora_rank) with {wrong}; wanted at least 1 of each")
+        self._require(
+            not self.attention_bias and not self.qk_norm,
+            "latent attention (kv_lora_rank) with attention_bias or qk_norm; no published drafter has them",
+        )
+
+    def _check_bounds(self) -> None:
+        for field, most in (("num_aux_hidden_states", MOST_AUX_STATES), ("vocab_size", LARGEST_VOCABULARY)):
+            self._require(getattr(self, field) <= most, f"{field} is {getattr(self, field)}; wanted at most {most}")
+        for field in ("rms_norm_eps", "initializer_range"):
+            value = getattr(self, field)
+            self._require(math.isfinite(value) and value >= 0, f"{field} is {value}; wanted a number, not negative")
+        self._require(
+            self.hidden_act in ACT2FN,
+            f"hidden_act is {reprlib.repr(self.hidden_act)}; wanted one that transformers has: {', '.join(ACT2FN)}",
+        )
+        rope = self.rope_parameters or {}
+        weight = rope.get("mscale_all_dim")
+        self._require(
+            weight is None or (isinstance(weight, int | float) and math.isfinite(weight)),
+            f"mscale_all_dim is {reprlib.repr(weight)}; wanted a number",
+        )
+        rope_type = rope.get("rope_type", "default")
+        self._require(
+            rope_type in ROPE_TYPES,
+            f"rope_type is {reprlib.repr(rope_type)}; wanted one that transformers has: {', '.join(ROPE_TYPES)}",
+        )
+
     @staticmethod
     def _require(condition: bool, message: str) -> None:
         if not condition:
@@ -106,6 +161,11 @@ class Eagle31Config(LlamaConfig):
     def is_eagle31(self) -> bool:
         """True for the drift-resistant form: normed aux states and post-norm feedback (arXiv 2605.09992)."""
         return self.aux_norm != "none" and self.norm_output
+
+    @property
+    def is_latent(self) -> bool:
+        """True for DeepSeek's latent attention (MLA), false for grouped-query attention."""
+        return self.kv_lora_rank is not None
 
     def resolve_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """`hs` indices for a target of `num_target_layers` layers (see `aux_layers`).

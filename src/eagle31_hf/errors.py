@@ -11,6 +11,7 @@
     ├── UnsupportedGenerationError    a `generate` request that cannot be served exactly
     ├── MemoryPlanError               a memory plan cannot be made or kept
     ├── OutOfMemoryError              memory ran out, and everything that could be given up was
+    ├── PublishingError               a drafter cannot be put on the Hub: no rights, or a card without evidence
     └── TrainingError                 training data, features or the run itself are unusable
 
 Messages say what was got, what was wanted and what to do.
@@ -61,6 +62,10 @@ class MemoryPlanError(Eagle31Error, ValueError):
 
 class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError):
     """Memory ran out during a generation, and everything that could be given up was. Says what took it."""
+
+
+class PublishingError(Eagle31Error, RuntimeError):
+    """A drafter cannot be put on the Hub: its card lacks evidence, or the Hub refused."""
 
 
 class TrainingError(Eagle31Error, RuntimeError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,11 +27,12 @@ class SpeculationStats:
         drafted: draft tokens sent to verification (tree nodes without the root), summed over rounds.
         accepted: draft tokens accepted, summed over rounds.
         new_tokens: tokens written, summed over rows.
-        draft_s, verify_s, rest_s: host seconds in the drafter, in target forwards, in everything else.
+        prefilled_tokens: prompt tokens our own loop read, summed over rows; not those that a carried cache held.
+        draft_s, verify_s, other_s: host seconds in the drafter, in target forwards, in everything else.
         prefill_s: host seconds until the first token, not part of the three above.
         drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
             accepted all before it, and those that accepted it too.
-        rests: passes that drafted nothing, since no draft had been accepted for long (`control`).
+        skipped_rounds: passes that drafted nothing because it would have been in vain (`decoding.draft_backoff`).
         fallbacks: every step down that was taken, in order.
         memory_steps: what was given up because memory ran out, and how often; empty where it did not.
     """
@@ -42,16 +45,29 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     new_tokens: int = 0
+    prefilled_tokens: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    rest_s: float = 0.0
+    other_s: float = 0.0
     drafted_at: list[int] = field(default_factory=list)
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    rests: int = 0
+    skipped_rounds: int = 0
     fallbacks: list[str] = field(default_factory=list)
     memory_steps: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rest_s(self) -> float:
+        """The old name of `other_s`."""
+        warnings.warn("stats.rest_s is called stats.other_s now", DeprecationWarning, stacklevel=2)
+        return self.other_s
+
+    @property
+    def rests(self) -> int:
+        """The old name of `skipped_rounds`."""
+        warnings.warn("stats.rests is called stats.skipped_rounds now", DeprecationWarning, stacklevel=2)
+        return self.skipped_rounds
 
     @property
     def acceptance_length(self) -> float:
@@ -98,18 +114,39 @@ class SpeculationStats:
         why = f" ({self.reason})" if self.reason else ""
         cache = "" if self.cache_type == "full" else f", {self.cache_type} cache"
         steps = ", ".join(f"{what} {count}x" for what, count in self.memory_steps.items())
-        rests = f" ({self.rests} passes without drafts: none was accepted for long)" if self.rests else ""
+        passes = self.skipped_rounds
+        skipped = f" ({passes} passes without drafts: none was accepted for long)" if passes else ""
         given_up = f"; memory ran out: {steps}" if steps else ""
         return (
             f"acceptance length {self.acceptance_length:.2f} over {self.rounds} rounds, "
-            f"{self.accepted}/{self.drafted} draft tokens accepted{rests}, by position [{positions}], "
+            f"{self.accepted}/{self.drafted} draft tokens accepted{skipped}, by position [{positions}], "
             f"seconds: prefill {self.prefill_s:.2f}, draft {self.draft_s:.2f}, verify {self.verify_s:.2f}, "
-            f"rest {self.rest_s:.2f}, loop {self.loop}{why}{cache}{given_up}"
+            f"other {self.other_s:.2f}, loop {self.loop}{why}{cache}{given_up}"
         )
 
 
+class LastStats:
+    """Figures of each thread's last call, for drafters that threads share.
+
+    A thread that has made none sees the last call's of all: so the figures of a text that was written in the background
+    and streamed here are found, too.
+    """
+
+    def __init__(self, latest: SpeculationStats | None = None):
+        self._latest, self._of_thread = latest, threading.local()
+
+    def get(self) -> SpeculationStats | None:
+        return getattr(self._of_thread, "stats", self._latest)
+
+    def set(self, stats: SpeculationStats | None) -> None:
+        self._latest = self._of_thread.stats = stats
+
+    def __reduce__(self) -> tuple:
+        return LastStats, (self.get(),)
+
+
 class PhaseClock:
-    """Adds host seconds to `prefill_s`, `draft_s`, `verify_s` of a `SpeculationStats`; what is left goes to `rest_s`.
+    """Adds host seconds to `prefill_s`, `draft_s`, `verify_s` of a `SpeculationStats`; what is left goes to `other_s`.
 
     On a GPU, kernels run on after the host has moved on; the one synchronisation a round makes the sum right and puts
     waiting time where the host waited.
@@ -134,10 +171,10 @@ class PhaseClock:
             self._inside_s = outside_s + elapsed_s
 
     def stop(self) -> None:
-        """Charge to `rest_s` what no phase claimed."""
+        """Charge to `other_s` what no phase claimed."""
         stats = self._stats
         total = time.perf_counter() - self._started
-        stats.rest_s = max(0.0, total - stats.prefill_s - stats.draft_s - stats.verify_s)
+        stats.other_s = max(0.0, total - stats.prefill_s - stats.draft_s - stats.verify_s)
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -18,16 +18,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..acceleration import NODE_BUCKET, CompiledVerification, slot_bucket
-from ..cache import SpeculativeCache
-from ..compiled_drafting import CompiledDraftSession
-from ..decoding import DraftShape
-from ..drafter import Eagle31Drafter
-from ..drafting import DraftSession
+from ..compiled.draft_session import CompiledDrafting
+from ..compiled.graphs import Graphs
+from ..compiled.verify import CompiledVerification
+from ..decoding.pair_caches import PairCaches
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..stats import SpeculationStats
-from ..target import TargetBinding
-from ..tree import DraftTree, num_candidates
+from ..target.binding import TargetBinding
+from ..trees.draft_tree import DraftTree
+from ..trees.shape import DraftShape
 
 CALLS = 10
 FEW_CALLS = 3  # beside each text of a loop
@@ -107,27 +107,25 @@ class BareMeter:
         self.drafter, self.shape, self.compiled = drafter, shape, compiled
         self.binding: TargetBinding = drafter.require_binding()
         self.context = context.to(self.binding.input_device)
-        slots, block = length + shape.nodes, max(length, shape.nodes)
-        if compiled:
-            slots, block = slot_bucket(slots + NODE_BUCKET), slot_bucket(block)
-        self.cache = SpeculativeCache.from_config(
-            self.binding.text_config,
+        caches = PairCaches.make(
+            drafter,
+            shape,
             batch_size=batch,
-            capacity=slots,
-            block=block,
-            masks_by_type=self.binding.masks_by_type,
+            length=length,
+            chunk=length,
+            for_graphs=compiled,
             device=self.context.device,
         )
-        self.session = session = (CompiledDraftSession if compiled else DraftSession)(
-            drafter, batch_size=batch, capacity=length + shape.draft_block, block=max(length, shape.draft_block)
-        )
+        assert caches.drafter is not None, "just made"
+        self.cache, self.session = caches.target, caches.drafter
         self._timings = _Timings()
         self._met: set[int] = set()  # widths timed before
-        self._compiled: CompiledVerification | None = None
-        if isinstance(session, CompiledDraftSession):
-            self._compiled = CompiledVerification(
-                self.binding, self.cache, session.steps, most_nodes=shape.nodes, stats=SpeculationStats()
-            )
+        self._verification: CompiledVerification | None = None
+        self._drafting: CompiledDrafting | None = None
+        if compiled:
+            graphs = Graphs.of(drafter)
+            self._verification = CompiledVerification(self.binding, self.cache, graphs, most_nodes=shape.nodes)
+            self._drafting = CompiledDrafting(self.session, graphs)
         with torch.no_grad(), self.binding.masked_attention():
             self._read_context()
 
@@ -188,14 +186,12 @@ class BareMeter:
 
     def _nodes(self, depth: int) -> int:
         """That a round verifies which drafts so many levels, root included."""
-        if depth == 0 or self.shape.top_k == 1:
-            return depth + 1
-        return min(self.shape.nodes, 1 + num_candidates(depth, self.shape.top_k))
+        return self.shape.cut_to(depth).nodes
 
     def _time_round(self, depth: int) -> None:
         """One round's forwards, after others that pay for allocation, compiling and the processor's cache."""
         width = self._nodes(depth)
-        verify = self._timed(self._target_over(width) if self._compiled is None else self._compiled_over(width))
+        verify = self._timed(self._target_over(width) if self._verification is None else self._compiled_over(width))
         absorb, step = self._timed(self._absorb()), self._timed(self._drafter_step())
         uncounted = 1 if width in self._met else UNCOUNTED_CALLS
         self._met.add(width)
@@ -221,8 +217,8 @@ class BareMeter:
         tree = DraftTree.chain(self.context[:, -1:].expand(-1, width))
         if self.shape.top_k > 1:
             tree = replace(tree, max_children=self.shape.top_k)  # taken for a tree, whose graph is another
-        assert self._compiled is not None, "made for compiled meters"
-        return partial(self._compiled, tree)
+        assert self._verification is not None, "made for compiled meters"
+        return partial(self._verification, tree)
 
     def _target_over(self, width: int) -> Callable[[], object]:
         cache = self.cache
@@ -241,20 +237,20 @@ class BareMeter:
     def _drafter_step(self) -> Callable[[], object]:
         drafter, width, batch = self.drafter, self.shape.top_k, self.context.shape[0]
         hidden = self.session.root.feedback.expand(-1, width, -1)  # (B, width, H)
-        if self.compiled:
+        if (drafting := self._drafting) is not None:
             tokens = self.context[:, -1:].to(drafter.device).expand(-1, width)
             alone = torch.eye(width, dtype=torch.bool, device=drafter.device).expand(batch, -1, -1)
             ancestors = None if width == 1 else alone
-            return lambda: self.session.step(tokens, hidden, after=0, depth=0, ancestors=ancestors)
+            return lambda: drafting.step(tokens, hidden, after=0, depth=0, ancestors=ancestors)
         decode = self._drafter_over(width)
         return lambda: drafter.draft_logits(decode(hidden))
 
     def _absorb(self) -> Callable[[], object]:
         drafter, (batch, width, _) = self.drafter, self.aux.shape
-        if self.compiled:
+        if (drafting := self._drafting) is not None:
             tokens = self.context[:, -1:].to(drafter.device).expand(-1, width)
             rotary = drafter.rotary(self.session.cache.lengths_tensor[:, None] + torch.arange(width).to(drafter.device))
-            return lambda: self.session.read(tokens, self.aux, rotary, [width] * batch)
+            return lambda: drafting.read(tokens, self.aux, rotary, [width] * batch)
         decode = self._drafter_over(width)
         return lambda: drafter.draft_logits(decode(drafter.fuse_aux(self.aux))[:, -1:])
 
@@ -278,9 +274,9 @@ def wished_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = Fa
     length = wishes.draft_length(device_type=drafter.device.type, batch_size=batch_size, sampled=sampled)
     depth, top_k = length.depth, wishes.draft_top_k
     if top_k == 1:
-        return DraftShape(depth=depth, floor=length.floor)
+        return DraftShape(depth=depth, min_confidence=length.min_confidence)
     size = wishes.draft_tree_size or 2 * top_k * depth
-    return DraftShape(depth=depth, top_k=top_k, size=min(size, 1 + num_candidates(depth, top_k)))
+    return DraftShape(depth=depth, top_k=top_k, size=size)
 
 
 def drafted_depths(stats: SpeculationStats | None) -> dict[int, float] | None:

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..decoding import DraftShape
-from ..drafter import Eagle31Drafter
+from ..decoding.decoder import SpeculativeDecoder
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..trees.shape import DraftShape
 from .bare import now
 from .prompts import PromptBatch
 from .storages import count_storages
-from .synthetic import SyntheticDecoder, SyntheticRequest, random_target, target_config
+from .synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 
 CONTEXTS = (512, 2048, 8192, 32768)
 # As many key/value heads as query heads: copies for grouped heads are attention's, but lie outside its kernel.
@@ -118,7 +119,7 @@ def measure_growth(
 class _ContextMeter:
     """Rounds after one length of context, a few at a time: a machine that gets slower does so for all lengths."""
 
-    def __init__(self, context: int, decoder: SteppingDecoder):
+    def __init__(self, context: int, decoder: SpeculativeDecoder):
         self.context, self.decoder = context, decoder
         self.timed: list[TimedRound] = []
         self.others: list[TimedRound] = []  # without attention
@@ -129,7 +130,7 @@ class _ContextMeter:
         self.others += _timed_rounds(self.decoder, AttentionClock(device, absent=True), count)
 
     def record(self) -> GrowthRecord:
-        allocated = count_storages(self.decoder.one_round, COUNTED_ROUNDS)
+        allocated = count_storages(self.decoder.step, COUNTED_ROUNDS)
         return GrowthRecord(
             context=self.context,
             round_s=median(each.round_s for each in self.timed),
@@ -148,36 +149,25 @@ class TimedRound:
     attention_s: float
 
 
-def _timed_rounds(decoder: SteppingDecoder, clock: AttentionClock, rounds: int) -> list[TimedRound]:
+def _timed_rounds(decoder: SpeculativeDecoder, clock: AttentionClock, rounds: int) -> list[TimedRound]:
     timed = []
     with clock.running():
         for _ in range(WARM_UP_ROUNDS + rounds):
             clock.seconds = 0.0
             started = now(clock.device)
-            decoder.one_round()
+            decoder.step()
             timed.append(TimedRound(now(clock.device) - started, clock.seconds))
     return timed[WARM_UP_ROUNDS:]
 
 
-class SteppingDecoder(SyntheticDecoder):
-    """A generation whose rounds are taken from outside."""
-
-    def read_prompt(self) -> None:
-        self._prefill()
-
-    def one_round(self) -> None:
-        assert self.rows, "the text has room for every round that is measured"
-        self._round()
-
-
-def _after(drafter: Eagle31Drafter, shape: DraftShape, context: int, new_tokens: int) -> SteppingDecoder:
+def _after(drafter: Eagle31Drafter, shape: DraftShape, context: int, new_tokens: int) -> SpeculativeDecoder:
     device = drafter.require_binding().input_device
     dice = torch.Generator().manual_seed(context)
     ids = torch.randint(drafter.config.vocab_size, (1, context), generator=dice).to(device)
     request = SyntheticRequest(new_tokens, shape, ACCEPTANCE, prefill_chunk=PREFILL_CHUNK)
     decoding = request.to_decoding(PromptBatch(ids, torch.ones_like(ids)))
-    decoder = SteppingDecoder(drafter, decoding, acceptance=ACCEPTANCE, seed=0)
-    decoder.read_prompt()
+    decoder = synthetic_decoder(drafter, decoding, acceptance=ACCEPTANCE, seed=0)
+    decoder.prefill()
     return decoder
 
 

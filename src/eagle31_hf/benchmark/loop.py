@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter import Eagle31Drafter
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, UnsupportedGenerationError
 from ..stats import SpeculationStats
-from ..target import TargetBinding
+from ..target.binding import TargetBinding
 from .bare import BareCosts, BareMeter, drafted_depths, now
 from .prompts import PromptBatch, batches_of
 from .records import LoopRecord, LoopReport, RoundSplit, Sample, add_up
-from .ways import PLAIN, LoopSettings, Way, Written, ways_to_write, why_no_early_exit
+from .ways import PLAIN, PLAIN_COMPILED, LoopSettings, Way, Written, ways_to_write, why_no_early_exit
 
 Key = tuple[str, int]  # a way's name, a batch size
 
@@ -54,7 +54,7 @@ class Tally:
         if self.stats:
             acceptance_length = total.acceptance_length
             if bare is not None:  # of our own loop
-                split = RoundSplit(total.draft_s / rounds, total.verify_s / rounds, total.rest_s / rounds)
+                split = RoundSplit(total.draft_s / rounds, total.verify_s / rounds, total.other_s / rounds)
         return Sample(self.seconds, self.new_tokens, rounds + self.calls, acceptance_length, split, bare)
 
 
@@ -208,6 +208,7 @@ class LoopBenchmark:
             served_by=self.served_by.get((way.name, size), ""),
             equal_texts=int(equal) if comparable else None,
             texts=len(texts),
+            compiled_plain=tuple(samples.get((PLAIN_COMPILED, size), ())) if way.compiled else (),
         )
 
 

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafter import Eagle31Drafter, default_config
+from ..decoding.memory_ladder import is_out_of_memory
+from ..drafter.default_config import default_config
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import GIB, Card, measure_card
 from ..memory.drafter_facts import USUAL_DRAFT_VOCABULARY
-from ..memory.ladder import is_out_of_memory
 from ..memory.ledger import RUNNING
 from ..memory.quantization_schemes import SCHEMES
 from ..memory.weight_bytes import storage_bytes

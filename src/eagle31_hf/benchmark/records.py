@@ -17,11 +17,11 @@ class RoundSplit:
 
     draft_s: float
     verify_s: float
-    rest_s: float
+    other_s: float
 
     @property
     def total_s(self) -> float:
-        return self.draft_s + self.verify_s + self.rest_s
+        return self.draft_s + self.verify_s + self.other_s
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class LoopRecord:
 
     Attributes:
         samples, plain: one per repeat, of this way and of plain `generate` at the same batch size.
+        compiled_plain: the same of compiled plain decoding, for compiled ways; empty where it was not measured.
         served_by: the loop that ran, and why if it was not the one asked for; empty for transformers' own.
         equal_texts: of `texts`, how many are plain decoding's; `None` when sampling or synthetic.
     """
@@ -61,6 +62,7 @@ class LoopRecord:
     served_by: str
     equal_texts: int | None
     texts: int
+    compiled_plain: tuple[Sample, ...] = ()
 
     @property
     def tok_per_s(self) -> list[float]:
@@ -74,6 +76,18 @@ class LoopRecord:
     @property
     def speedup(self) -> float:
         return median(self.speedups)
+
+    @property
+    def by_compiler(self) -> float | None:
+        """What compiling alone gives: compiled plain decoding over plain `generate`. Of compiled ways."""
+        pairs = zip(self.compiled_plain, self.plain, strict=False)
+        return median(ours.tok_per_s / plain.tok_per_s for ours, plain in pairs) if self.compiled_plain else None
+
+    @property
+    def by_drafter(self) -> float | None:
+        """What drafts give beside the compiler: over compiled plain decoding. Of compiled ways."""
+        pairs = zip(self.samples, self.compiled_plain, strict=False)
+        return median(ours.tok_per_s / plain.tok_per_s for ours, plain in pairs) if self.compiled_plain else None
 
     @property
     def acceptance_length(self) -> float:
@@ -113,7 +127,16 @@ class LoopRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, derived figures included, as JSON-ready values."""
-        derived = ("tok_per_s", "speedups", "speedup", "acceptance_length", "round_over_bare", "ceiling")
+        derived = (
+            "tok_per_s",
+            "speedups",
+            "speedup",
+            "by_compiler",
+            "by_drafter",
+            "acceptance_length",
+            "round_over_bare",
+            "ceiling",
+        )
         return {
             "name": self.name,
             "batch_size": self.batch_size,
@@ -140,7 +163,7 @@ class LoopReport:
         return {"records": [record.to_dict() for record in self.records], "left_out": dict(self.left_out)}
 
 
-ADDED_UP = ("rounds", "passes", "drafted", "accepted", "new_tokens", "prefill_s", "draft_s", "verify_s", "rest_s")
+ADDED_UP = ("rounds", "passes", "drafted", "accepted", "new_tokens", "prefill_s", "draft_s", "verify_s", "other_s")
 
 
 def add_up(several: Sequence[SpeculationStats]) -> SpeculationStats:

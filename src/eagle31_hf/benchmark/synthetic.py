@@ -26,16 +26,19 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..decoding import DecodingRequest, DraftShape, SpeculativeDecoder
-from ..drafter import Eagle31Drafter
+from ..decoding.decoder import SpeculativeDecoder
+from ..decoding.request import DecodingRequest
+from ..decoding.round import Accepted, Round, RoundBatch, RoundWrapper
+from ..decoding.text import Sequences, StopRules
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
-from ..judging import NodeScores
 from ..memory.known_targets import known_targets
-from ..processing import ScoreProcessing
-from ..sampling import Acceptance
-from ..sequences import Sequences, StopRules
+from ..sampling.acceptance import Acceptance
+from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from ..tree import DraftTree, ancestors_from_parents
+from ..target.binding import TargetOutput
+from ..trees.draft_tree import DraftTree, ancestors_from_parents
+from ..trees.shape import DraftShape
 from .prompts import PromptBatch
 
 SIZE_NAMES = ("hidden", "layers", "heads", "kv", "intermediate", "vocab")
@@ -44,8 +47,8 @@ SIZE_NAMES = ("hidden", "layers", "heads", "kv", "intermediate", "vocab")
 # --- accepting by lot -------------------------------------------------------------------------------------------------
 
 
-class SyntheticDecoder(SpeculativeDecoder):
-    """Our loop with acceptance drawn by lot. All forwards, and the acceptance rule itself, still run.
+class SyntheticRound(RoundWrapper):
+    """A round whose drafts are accepted by lot. All forwards, and the acceptance rule itself, still run.
 
     The walk goes down the path to the deepest node and takes its `i`-th node, all before it taken, with probability
     `acceptance[i]`; deeper nodes than there are probabilities get the last one. A drafter with random weights is sure
@@ -53,37 +56,42 @@ class SyntheticDecoder(SpeculativeDecoder):
     the draft is deep, which changes no cost.
 
     Args:
-        drafter: attached.
-        request: what to write; nothing in it may end a row early.
+        inner: the round.
         acceptance: probability per position, each 0 to 1.
         seed: of the lot.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, request: DecodingRequest, *, acceptance: Sequence[float], seed: int):
-        super().__init__(drafter, request)
-        device = self.sequences.prompts.device
-        deepest = max(request.shape.depth, 1)
-        by_depth = [acceptance[min(i, len(acceptance) - 1)] for i in range(deepest)]
-        self._chances = torch.tensor(by_depth, device=device)
+    def __init__(self, inner: Round, acceptance: Sequence[float], seed: int):
+        super().__init__(inner)
+        device = inner.caches.target.device
+        self._acceptance = torch.tensor(acceptance, device=device)
         self._lot = torch.Generator(device).manual_seed(seed)
 
-    def _draft(self) -> DraftTree:
-        tree = super()._draft()
-        return tree if tree.is_chain or self.request.shape.static is not None else _deepened(tree)
+    def draft(self, batch: RoundBatch) -> DraftTree:
+        tree = super().draft(batch)
+        is_dynamic = batch.plan is not None and batch.plan.shape.is_dynamic_tree
+        return _deepened(tree) if is_dynamic and not tree.is_chain else tree
 
-    def _judge(self, tree: DraftTree, logits: Tensor, aux: Tensor | None) -> tuple[Acceptance, NodeScores]:
-        told, scores = super()._judge(tree, logits, aux)
-        return self._by_lot(tree, told), scores
+    def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
+        """Drawn, instead of what the rule says; the bonus, and what a graph went on with, stay the rule's."""
+        accepted = super().accept(tree, verified, batch)
+        return accepted._replace(acceptance=self._drawn(tree, accepted.acceptance.bonus))
 
-    def _by_lot(self, tree: DraftTree, told: Acceptance) -> Acceptance:
-        """Instead of what the rule has told; the bonus, and what a graph went on with, stay the rule's."""
-        batch, depth = tree.tokens.shape[0], tree.max_depth
-        drawn = torch.rand(batch, depth, generator=self._lot, device=self._chances.device)
-        taken = (drawn < self._chances[:depth]).to(told.bonus.device).cumprod(1).sum(1)  # (B,) nodes below the root
-        path, nodes = tree.path_to(tree.depths.argmax(1))
-        count = torch.minimum(taken + 1, nodes)
-        best = path.gather(1, count[:, None] - 1).squeeze(1)
-        return Acceptance(path=path, count=count, bonus=told.bonus, best=best)
+    def _drawn(self, tree: DraftTree, bonus: Tensor) -> Acceptance:
+        rows, depth = len(tree.tokens), tree.max_depth
+        drawn = torch.rand(rows, depth, generator=self._lot, device=self._acceptance.device)
+        positions = torch.arange(depth, device=drawn.device).clamp(max=len(self._acceptance) - 1)
+        taken = (drawn < self._acceptance[positions]).to(bonus.device).cumprod(1).sum(1)  # (B,) nodes below the root
+        path, nodes = tree.path_to(tree.positions.argmax(1))
+        length = torch.minimum(taken + 1, nodes)
+        return Acceptance(path=path, length=length, bonus=bonus, best=path.gather(1, length[:, None] - 1).squeeze(1))
+
+
+def synthetic_decoder(
+    drafter: Eagle31Drafter, request: DecodingRequest, *, acceptance: Sequence[float], seed: int
+) -> SpeculativeDecoder:
+    """Our loop with acceptance drawn by lot: see `SyntheticRound`. Nothing in the request may end a row early."""
+    return SpeculativeDecoder(drafter, request, lambda made: SyntheticRound(made, acceptance, seed))
 
 
 def _deepened(tree: DraftTree) -> DraftTree:
@@ -96,6 +104,7 @@ def _deepened(tree: DraftTree) -> DraftTree:
         ancestors=ancestors.expand(batch, -1, -1),
         depths=(ancestors.sum(2) - 1).expand(batch, -1),
         max_children=max(tree.max_children, tree.size - tree.max_depth),
+        valid=None,
     )
 
 
@@ -111,7 +120,7 @@ def _comb(size: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
 class SyntheticRequest:
     """What to write by lot: exactly `new_tokens` per row; `samples` draws tokens instead of taking arg-maxes.
 
-    `acceptance` and `seed` are `SyntheticDecoder`'s, `prefill_chunk` is `DecodingRequest`'s.
+    `acceptance` and `seed` are `SyntheticRound`'s, `prefill_chunk` is `DecodingRequest`'s.
     """
 
     new_tokens: int
@@ -139,7 +148,7 @@ def write_synthetic(
     """Meaningless new tokens `(B, n)` after the prompts, and the figures of the call."""
     decoding = request.to_decoding(prompts)
     with torch.no_grad(), drafter.require_binding().masked_attention():
-        ids = SyntheticDecoder(drafter, decoding, acceptance=request.acceptance, seed=request.seed).run()
+        ids = synthetic_decoder(drafter, decoding, acceptance=request.acceptance, seed=request.seed).run()
     return ids[:, prompts.input_ids.shape[1] :], decoding.stats
 
 

@@ -6,25 +6,26 @@ Each is a function from prompts to new tokens, so that they can take turns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..decoding import DraftShape
-from ..drafter import Eagle31Drafter
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
-from ..generation_settings import FIXED_DEPTH
+from ..generation_config import FIXED_DEPTH
 from ..stats import SpeculationStats
-from ..target import TargetBinding
+from ..target.binding import TargetBinding
+from ..trees.shape import DraftShape
 from .bare import wished_shape
+from .plain_compiled import write_plain_compiled
 from .prompts import PromptBatch
 from .synthetic import SyntheticRequest, check_acceptance, write_synthetic
 
-PLAIN = "plain generate"
+PLAIN, PLAIN_COMPILED = "plain generate", "plain compiled"
 LOOKUP_TOKENS = 10  # the proposal of prompt lookup's author
 
 
@@ -39,6 +40,7 @@ class LoopSettings:
         tree_width, tree_size: children per node of the tree, and its nodes with the root.
         compiled: measure the accelerated loops, too.
         acceptance: chance of each draft position where acceptance is synthetic, else `None`.
+        warping: further keyword arguments of `generate`, in place of the target's generation config.
     """
 
     new_tokens: int = 128
@@ -50,6 +52,7 @@ class LoopSettings:
     tree_size: int = 24
     compiled: bool = False
     acceptance: tuple[float, ...] | None = None
+    warping: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""
@@ -77,7 +80,7 @@ class LoopSettings:
     def to_generate(self) -> dict[str, Any]:
         """Keyword arguments of `generate`."""
         sampling = {"temperature": self.temperature} if self.samples else {}
-        return {"max_new_tokens": self.new_tokens, "do_sample": self.samples, **sampling}
+        return {"max_new_tokens": self.new_tokens, "do_sample": self.samples, **sampling, **self.warping}
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,16 @@ class Written:
     stats: SpeculationStats | None = None
 
 
+class Write(Protocol):
+    def __call__(self, prompts: PromptBatch, streamer: Any = None) -> Written: ...
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to write.
 
     Attributes:
+        write: new tokens for prompts; `streamer` is handed to `generate` where one is given.
         shapes: what our own loop drafts, by batch size; empty for the others.
         compiled: whether our own loop is accelerated.
         one_row_only: transformers' assisted loop, which takes no batches.
@@ -100,7 +108,7 @@ class Way:
     """
 
     name: str
-    write: Callable[[PromptBatch], Written]
+    write: Write
     shapes: Mapping[int, DraftShape] = field(default_factory=dict)
     compiled: bool = False
     one_row_only: bool = False
@@ -120,6 +128,8 @@ def ways_to_write(drafter: Eagle31Drafter, settings: LoopSettings) -> list[Way]:
             Way("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers),
             Way("stock loop", stock, one_row_only=True),
         ]
+        if settings.compiled:
+            ways.append(Way(PLAIN_COMPILED, _by_target_alone(drafter, settings), compiled=True))
     tree = {"draft_top_k": settings.tree_width, "draft_tree_size": settings.tree_size}
     for acceleration in ("eager", "compile") if settings.compiled else ("eager",):
         for name, shape in (("chain", {}), ("tree", tree)):
@@ -137,35 +147,39 @@ def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, wishes
     return Way(f"{name}{' compiled' * compiled}", own(drafter, settings, wishes), shapes, compiled)
 
 
-def _by_generate(drafter: Eagle31Drafter, settings: LoopSettings, **how: Any) -> Callable[[PromptBatch], Written]:
+def _by_generate(drafter: Eagle31Drafter, settings: LoopSettings, **how: Any) -> Write:
     model: Any = drafter.require_binding().model
 
-    def write(prompts: PromptBatch) -> Written:
-        ids = model.generate(**prompts.to_generate(), **settings.to_generate(), **how)
+    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
+        ids = model.generate(**prompts.to_generate(), **settings.to_generate(), **how, streamer=streamer)
         return Written(ids[:, prompts.input_ids.shape[1] :])
 
     return write
 
 
-def _by_drafter(
-    drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]
-) -> Callable[[PromptBatch], Written]:
+def _by_drafter(drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]) -> Write:
     generate = _by_generate(drafter, settings, assistant_model=drafter)
 
-    def write(prompts: PromptBatch) -> Written:
+    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
         with _wishes(drafter, settings, wishes):
-            return Written(generate(prompts).tokens, drafter.stats)
+            return Written(generate(prompts, streamer).tokens, drafter.stats)
 
     return write
 
 
-def _by_lot(
-    drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]
-) -> Callable[[PromptBatch], Written]:
+def _by_target_alone(drafter: Eagle31Drafter, settings: LoopSettings) -> Write:
+    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
+        with _wishes(drafter, settings, {"acceleration": "compile"}):
+            return Written(*write_plain_compiled(drafter, prompts, streamer, **settings.to_generate()))
+
+    return write
+
+
+def _by_lot(drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]) -> Write:
     assert settings.acceptance is not None, "only synthetic acceptance is drawn by lot"
     acceptance = settings.acceptance
 
-    def write(prompts: PromptBatch) -> Written:
+    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
         with _wishes(drafter, settings, wishes):
             seed = int(torch.randint(2**31, ()))  # another for each prompt and repeat, the same for all ways
             request = SyntheticRequest(

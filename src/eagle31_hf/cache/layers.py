@@ -49,9 +49,16 @@ class SlotLayer(CacheLayerMixin):
     # What is stored ------------------------------------------------------------------------------------------------
 
     @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        """What the layer stores, each `(B, heads, slots, width)`."""
+    def storages(self) -> tuple[Tensor, ...]:
+        """What the layer owns, each `(reserved rows, heads, slots, width)`."""
         return tuple(getattr(self, name) for name in self.buffer_names)
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """What the layer stores of its rows, each `(B, heads, slots, width)`."""
+        if self.placement.reserved_rows is None:
+            return self.storages
+        return tuple(storage[: self.placement.batch_size] for storage in self.storages)
 
     def _replace_buffers(self, buffers: Iterable[Tensor]) -> None:
         # All of them are made before the first is replaced: a failure on the way loses nothing.
@@ -74,8 +81,15 @@ class SlotLayer(CacheLayerMixin):
         self._replace_buffers(self._zeros_like(part) for part in one_token)
         self.is_initialized = True
 
+    def adopt_layout(self, other: SlotLayer) -> None:
+        """Own empty buffers such as another layer of the same kind has."""
+        self.dtype, self.device = other.dtype, other.device
+        self._replace_buffers(self._zeros_like(storage[:1]) for storage in other.storages)
+        self.is_initialized = True
+
     def _zeros_like(self, states: Tensor) -> Tensor:
-        return states.new_zeros(*states.shape[:2], self.num_slots, states.shape[3], device=self.device)
+        rows = self.placement.reserved_rows or states.shape[0]
+        return states.new_zeros(rows, states.shape[1], self.num_slots, states.shape[3], device=self.device)
 
     @property
     def num_slots(self) -> int:
@@ -154,7 +168,7 @@ class SlotLayer(CacheLayerMixin):
         """Keep everything there from now on. All buffers are copied before one is replaced."""
         self.kept_on = device
         if self.is_initialized:
-            self._replace_buffers(buffer.to(device) for buffer in self.buffers)
+            self._replace_buffers(storage.to(device) for storage in self.storages)
             self.device = device
 
     def make_room(self) -> None:
@@ -164,15 +178,16 @@ class SlotLayer(CacheLayerMixin):
 
     def _grow(self) -> None:
         """Move to larger buffers."""
-        keep = self.placement.longest + self.placement.after
-        grown = [self._zeros_like(buffer) for buffer in self.buffers]
-        for new, old in zip(grown, self.buffers, strict=True):
+        owned = self.keys.shape[2]
+        keep = owned if self.placement.reserved_rows else self.placement.longest + self.placement.after
+        grown = [self._zeros_like(storage) for storage in self.storages]
+        for new, old in zip(grown, self.storages, strict=True):
             new[:, :, :keep].copy_(old[:, :, :keep])
         self._replace_buffers(grown)
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers) if self.is_initialized else 0
+        return sum(storage.nbytes for storage in self.storages) if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.visible_slots, 0

@@ -23,6 +23,7 @@ class Placement:
     def __init__(self, batch_size: int, block: int, device: torch.device):
         self.block, self.device = block, device
         self.reserved_slots = 0  # slots a full layer must own
+        self.reserved_rows: int | None = None  # rows its buffers have; `None`: as many as there are rows
         self.set_batch(batch_size)
 
     def set_batch(self, batch_size: int) -> None:
@@ -33,10 +34,10 @@ class Placement:
     def set_lengths(self, lengths: list[int]) -> None:
         """Committed tokens of each row from now on. Host first: the device mirror is written, never read back."""
         self.lengths = lengths
-        self.longest = max(lengths)
-        self.rows_alike = min(lengths) == self.longest
+        self.longest = max(lengths, default=0)
+        self.rows_alike = min(lengths, default=0) == self.longest
         if self.rows_alike:
-            self.lengths_tensor.fill_(lengths[0])
+            self.lengths_tensor.fill_(self.longest)
         else:
             # CUDA stages pageable memory before it returns, so this waits for nothing and the source may go.
             self.lengths_tensor.copy_(torch.tensor(lengths), non_blocking=self.device.type == "cuda")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from torch import Tensor
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
+    check_rope,
     check_tensor_infos,
     check_values,
+    check_vocabulary_infos,
     check_vocabulary_map,
     refuse_other_methods,
 )
@@ -32,27 +35,22 @@ from .files import (
     StoredTensors,
     TensorInfo,
     open_tensors,
-    read_json,
     replace_checkpoint,
     resolve_checkpoint,
 )
 from .formats import (
     Format,
     canonical_name,
+    default_format,
     detect_format,
     find_format,
     has_reduced_vocabulary,
     stored_name,
 )
+from .json_files import read_json
+from .losses import check_expressible, reduce_to
 from .packed import PackingScheme, packed_infos
-from .summary import (
-    CheckpointSummary,
-    caution_notes,
-    count_bytes,
-    count_parameters,
-    engine_verdicts,
-    method_name,
-)
+from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters, engine_verdicts, method_name
 
 
 @dataclass(frozen=True)
@@ -127,21 +125,35 @@ def read_checkpoint(
     return Checkpoint(headers.config, tensors, headers.table.name, metadata, headers.scheme, packed)
 
 
-def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain") -> None:
+def write_checkpoint(
+    checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain", allow_loss: bool = False
+) -> tuple[str, ...]:
     """Writes `config.json` and `model.safetensors` of a drafter in one of `FORMATS`.
 
     `"plain"` is the layout that vLLM and both SGLang generations read wherever they can run the drafter at all.
     `folder` at every moment holds its old checkpoint, none that can be read, or the new one. Packed matrices are
     written as they are, so that they are read back bit for bit; only `"plain"` holds them, and no engine reads them.
 
+    Args:
+        allow_loss: leave out what the format cannot express. The drafter that is written then computes something else
+            and has to be trained again before it is of use.
+
+    Returns:
+        In words what was left out; empty unless `allow_loss` had to be used.
+
     Raises:
         ConfigurationError: no such format, or it cannot express this drafter; the message says which can.
         CheckpointFormatError: the tensors do not fit the config.
     """
     table = find_format(format)
-    config, scheme = checkpoint.config, checkpoint.scheme
-    written = write_config_fields(table, config, checkpoint.metadata)
     packed = _packed_to_write(checkpoint, format)
+    left_out: tuple[str, ...] = ()
+    if allow_loss and not packed:
+        reduced = reduce_to(table, checkpoint.config, checkpoint.tensors)
+        checkpoint, left_out = replace(checkpoint, config=reduced.config, tensors=reduced.tensors), reduced.left_out
+    check_expressible(table, checkpoint.config)
+    config, scheme = checkpoint.config, checkpoint.scheme
+    written = write_config_fields(table, config, checkpoint.metadata, checkpoint.format)
     check_tensor_infos(config, {name: _info(tensor) for name, tensor in checkpoint.tensors.items()}, packed)
     _check_loaded(config, checkpoint.tensors | checkpoint.packed)
     written["torch_dtype"] = str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch.")
@@ -152,6 +164,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         tensors["d2t"] = tensors["d2t"].to("cpu", torch.int64)
         tensors["t2d"] = _draft_vocabulary_mask(tensors["d2t"], config.vocab_size)
     replace_checkpoint(Path(folder), written, tensors)
+    return left_out
 
 
 def inspect_checkpoint(
@@ -197,6 +210,7 @@ def _read_headers(folder: Path) -> _Headers:
     refuse_other_methods(raw_config, stored.infos)
     table = detect_format(raw_config, stored.infos)
     names = _canonical_names(table, stored.infos)
+    check_vocabulary_infos({name: stored.infos[names[name]] for name in ("d2t", "t2d") if name in names})
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items()}
     stored_config = read_config_fields(table, raw_config)
     config = _build_config(stored_config, raw_config, infos)
@@ -210,6 +224,7 @@ def _read_headers(folder: Path) -> _Headers:
     packed = packed_infos(config, scheme, infos) if scheme else {}
     apart = _packed_names(packed)
     check_tensor_infos(config, {name: info for name, info in infos.items() if name not in apart}, packed)
+    check_rope(config)  # after the shapes: now its sizes are those of tensors that exist
     return _Headers(table, config, stored_config, raw_config, stored, names, scheme, packed)
 
 
@@ -231,10 +246,10 @@ def _packed_to_write(checkpoint: Checkpoint, format: str) -> Mapping[str, Mappin
     """The packed matrices of a checkpoint, checked as they will be when it is read."""
     if checkpoint.scheme is None:
         return {}
-    if format != "plain":
+    if format != default_format(checkpoint.config):
         raise ConfigurationError(
             f"the {format} format has no words for weights packed by bitsandbytes ({checkpoint.scheme.method}); write "
-            "it as plain, or load the drafter without quantization_config"
+            f"it as {default_format(checkpoint.config)}, or load the drafter without quantization_config"
         )
     infos = {name: _info(tensor) for name, tensor in (checkpoint.tensors | checkpoint.packed).items()}
     return packed_infos(checkpoint.config, checkpoint.scheme, infos)
@@ -280,7 +295,7 @@ def _build_config(
         fields["draft_vocab_size"] = infos["d2t"].shape[0] if infos["d2t"].shape else None
     if fields.get("num_aux_hidden_states") is None:
         fields["num_aux_hidden_states"] = len(fields["aux_layers"] or ()) or 3
-    if fields["head_dim"] is None:
+    if fields.get("head_dim") is None:
         fields["head_dim"] = _head_dim_of(infos, fields["num_attention_heads"])
     if raw_config.get("tie_word_embeddings") and fields["own_embedding"] and not fields["own_lm_head"]:
         raise CheckpointFormatError(
@@ -290,7 +305,8 @@ def _build_config(
     try:
         return Eagle31Config(**fields)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-        raise CheckpointFormatError(f"config.json describes no possible drafter: {error}") from error
+        reason = textwrap.shorten(str(error), 400, placeholder=" …")
+        raise CheckpointFormatError(f"config.json describes no possible drafter: {reason}") from error
 
 
 def _head_dim_of(infos: Mapping[str, TensorInfo], num_heads: Any) -> int | None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .config_fields import get_path
 from .files import TensorInfo
 from .formats import filled, has_reduced_vocabulary
-from .packed import LAYOUT, published_weights
+from .json_files import shown
+from .packed import LAYOUT, latent_matrices, published_weights
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -39,13 +42,19 @@ def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
     return two_wide and not _any_name(tensors, r"hidden_norm\.")
 
 
+def _is_parallel(config: Mapping[str, Any], tensors: Tensors) -> bool:
+    # vLLM reads these with its EAGLE-3 class, so their architectures may be EAGLE-3's.
+    marks = ("parallel_drafting", "pard_token", "ptd_token_id")
+    named = "peagle" in f"{_architectures(config)} {config.get('speculators_model_type', '')}".lower()
+    return (
+        named
+        or any(config.get(mark) not in (None, False) for mark in marks)
+        or _any_name(tensors, r"(^|\.)mask_hidden$")
+    )
+
+
 # First match wins: what it is, how to tell, what to do.
 _OTHER_METHODS: tuple[tuple[str, Callable[[Mapping[str, Any], Tensors], bool], str], ...] = (
-    (
-        "an EAGLE-3 drafter with MLA attention (Eagle3DeepseekV2ForCausalLM, Kimi or DeepSeek targets)",
-        lambda c, t: "Eagle3Deepseek" in _architectures(c) or _any_name(t, r"kv_a_proj_with_mqa|q_a_proj"),
-        "it is not supported yet",
-    ),
     (
         "a DFlash / DSpark block-diffusion drafter",
         lambda c, t: (
@@ -57,8 +66,9 @@ _OTHER_METHODS: tuple[tuple[str, Callable[[Mapping[str, Any], Tensors], bool], s
     ),
     (
         "a P-EAGLE parallel drafter",
-        lambda c, t: bool(c.get("parallel_drafting")) or "mask_hidden" in t or "PEagle" in _architectures(c),
-        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
+        _is_parallel,
+        "it was trained to draft all tokens in one pass from mask tokens, which no loop here does: serve it with vLLM "
+        "(parallel_drafting), or take an EAGLE-3 or EAGLE 3.1 drafter",
     ),
     (
         "a set of Medusa heads",
@@ -132,21 +142,39 @@ def expected_shapes(config: Eagle31Config) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(config: Eagle31Config, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    head_dim = filled(config.head_dim)
-    query, key = config.num_attention_heads * head_dim, filled(config.num_key_value_heads) * head_dim
     read = 2 * hidden if layer == 0 else hidden  # [embedding ; hidden] enters the first layer
-    matrices = {"q": (query, read), "k": (key, read), "v": (key, read), "o": (hidden, query)}
-    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{p}_proj.weight": shape for p, shape in matrices.items()}
+    attention = _latent_shapes(config, read) if config.is_latent else _grouped_shapes(config, read)
+    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
     mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     shapes |= {f"mlp.{p}_proj.weight": shape for p, shape in mlp.items()}
-    if config.attention_bias:
-        shapes |= {f"self_attn.{p}_proj.bias": shape[:1] for p, shape in matrices.items()}
     if config.mlp_bias:
         shapes |= {f"mlp.{p}_proj.bias": shape[:1] for p, shape in mlp.items()}
-    if config.qk_norm:
-        shapes |= {f"self_attn.{p}_norm.weight": (head_dim,) for p in ("q", "k")}
     norms = ("hidden_norm", "input_layernorm") if layer == 0 else ("input_layernorm",)
     return shapes | {f"{norm}.weight": (hidden,) for norm in (*norms, "post_attention_layernorm")}
+
+
+def _grouped_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ...]]:
+    """Attention with query, key and value heads, reading rows `read` wide."""
+    hidden, head_dim = config.hidden_size, filled(config.head_dim)
+    query, key = config.num_attention_heads * head_dim, filled(config.num_key_value_heads) * head_dim
+    matrices = {"q": (query, read), "k": (key, read), "v": (key, read), "o": (hidden, query)}
+    shapes: dict[str, tuple[int, ...]] = {f"{p}_proj.weight": shape for p, shape in matrices.items()}
+    if config.attention_bias:
+        shapes |= {f"{p}_proj.bias": shape[:1] for p, shape in matrices.items()}
+    if config.qk_norm:
+        shapes |= {f"{p}_norm.weight": (head_dim,) for p in ("q", "k")}
+    return shapes
+
+
+def _latent_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ...]]:
+    """DeepSeek's latent attention, reading rows `read` wide."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": shape for name, shape in latent_matrices(config, read).items()
+    }
+    shapes["kv_a_layernorm.weight"] = (filled(config.kv_lora_rank),)
+    if config.q_lora_rank is not None:
+        shapes["q_a_layernorm.weight"] = (config.q_lora_rank,)
+    return shapes
 
 
 def check_tensor_infos(config: Eagle31Config, tensors: Tensors, packed: Collection[str] = ()) -> None:
@@ -181,9 +209,49 @@ def check_tensor_infos(config: Eagle31Config, tensors: Tensors, packed: Collecti
         )
 
 
+def check_vocabulary_infos(maps: Tensors) -> None:
+    """Raises:
+    CheckpointFormatError: `d2t` or `t2d` is no list of integers.
+    """
+    for name, info in maps.items():
+        if len(info.shape) != 1 or info.dtype not in _INTEGER_DTYPES:
+            raise CheckpointFormatError(
+                f"{name} is {list(info.shape)} of dtype {info.dtype}; wanted one row of {', '.join(_INTEGER_DTYPES)}"
+            )
+
+
+def check_rope(config: Eagle31Config) -> None:
+    """Rotary tables are made of these settings, once, for the first and the last position.
+
+    Raises:
+        CheckpointFormatError: no tables can be made, or they are not finite or not as wide as a head.
+    """
+    rope: Mapping[str, Any] = config.rope_parameters or {}
+    turned = rope.get("partial_rotary_factor")
+    if turned not in (None, 1.0) and rope["rope_type"] != "proportional":
+        raise CheckpointFormatError(
+            f"config.json: partial_rotary_factor is {shown(turned)}; only drafters whose heads are turned whole can be "
+            "read"
+        )
+    ends = torch.tensor([[0, config.max_position_embeddings]])
+    try:
+        cos, sin = LlamaRotaryEmbedding(config)(torch.ones(1), ends)
+        sound = bool((cos.isfinite() & sin.isfinite()).all()) and cos.shape[-1] == config.head_dim
+    except Exception as error:  # formulas for settings nobody has looked at may raise anything
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
+        raise CheckpointFormatError(
+            f"config.json: no rotary tables can be made of its rope settings ({reason})"
+        ) from error
+    if not sound:
+        raise CheckpointFormatError(
+            f"config.json: its rope settings {shown(rope)} make tables that are not finite or not "
+            f"{config.head_dim} wide"
+        )
+
+
 def _shortened(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return ", ".join(textwrap.shorten(name, 120, placeholder="…") for name in names[:_LISTED]) + more
 
 
 def _hint(spare: list[str]) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..configuration_eagle31 import Eagle31Config
-from ..errors import CheckpointFormatError, ConfigurationError
+from ..errors import CheckpointFormatError
 from .formats import (
+    LAYER_ID_PLACES,
     LLAMA_ROPE_THETA,
     REQUIRED,
     Format,
-    check_expressible,
     from_hs_indices,
     has_reduced_vocabulary,
     to_hs_indices,
 )
+from .json_files import shown
 
 # Keys that are someone's marker or say how a file came to be: they would mislead in another format.
 _MARKERS = {
@@ -26,6 +28,9 @@ _MARKERS = {
     "torchspec": ("_torchspec_version",),
     "modelopt": ("eagle_config",),
 }  # fmt: skip
+TARGET_MODEL = "target_model"
+"""Metadata that every layout can hold: `{"name_or_path", "architectures"}` of the target, see `Format.target_model`."""
+_KEPT_FOR = "kept_for_formats"  # markers of other formats, by the format they came from: no loader looks there
 _NOT_KEPT = ("architectures", "auto_map", "dtype", "model_type", "tie_word_embeddings", "torch_dtype",
              "transformers_version", "_name_or_path", "rope_theta", "rope_scaling", "rope_parameters",
              "quantization_config")  # fmt: skip
@@ -72,6 +77,7 @@ def read_config_fields(table: Format, config: Mapping[str, Any]) -> StoredConfig
         CheckpointFormatError: a required entry is missing, two contradict, or one states another network.
     """
     _check_demands(table, config)
+    _check_layer_ids(config)
     fields: dict[str, Any] = {}
     for row in table.fields:
         found = [value for path in row.paths if (value := get_path(config, path)) is not None]
@@ -92,14 +98,23 @@ def _check_demands(table: Format, config: Mapping[str, Any]) -> None:
     for path, wanted in table.demands.items():
         if get_path(config, path) not in (wanted, None):
             raise CheckpointFormatError(
-                f"config.json: {path} is {get_path(config, path)}; only drafters with {wanted} can be read, "
+                f"config.json: {path} is {shown(get_path(config, path))}; only drafters with {wanted} can be read, "
                 "this one has another network"
             )
     model_type = get_path(config, f"{table.layer_config}model_type")
     if table.layer_config and model_type not in ("llama", "qwen3", None):
         raise CheckpointFormatError(
-            f"config.json: {table.layer_config}model_type is {model_type!r}; only 'llama' and 'qwen3' can be read"
+            f"config.json: {table.layer_config}model_type is {shown(model_type)}; only 'llama' and 'qwen3' can be read"
         )
+
+
+def _check_layer_ids(config: Mapping[str, Any]) -> None:
+    for path in LAYER_ID_PLACES:  # also where this format has none: engines look there
+        ids = get_path(config, path)
+        if ids and not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
+            raise CheckpointFormatError(
+                f"config.json: {path} is {shown(ids)}; wanted a list of layer ids, none negative"
+            )
 
 
 def _read_layer_ids(table: Format, config: Mapping[str, Any]) -> tuple[list[int] | None, dict[str, list[int]]]:
@@ -109,14 +124,12 @@ def _read_layer_ids(table: Format, config: Mapping[str, Any]) -> tuple[list[int]
         ids = get_path(config, path)
         if not ids:
             continue
-        if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-            raise CheckpointFormatError(f"config.json: {path} is {ids!r}; wanted a list of layer ids, none negative")
         stored[path], meanings[path] = ids, to_hs_indices(ids, convention)
     distinct = {tuple(ids) for ids in meanings.values()}
     if len(distinct) > 1:
         raise CheckpointFormatError(
-            f"config.json names different target layers in two places: {stored} mean hidden states {meanings}; "
-            "keep the one the drafter was trained with"
+            f"config.json names different target layers in two places: {shown(stored)} mean hidden states "
+            f"{shown(meanings)}; keep the one the drafter was trained with"
         )
     return (list(distinct.pop()) if distinct else None), stored
 
@@ -125,16 +138,17 @@ def _read_rope(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     # transformers 5 keeps everything in rope_parameters; a legacy rope_theta beside it may be a class default.
     new, legacy = (get_path(config, prefix + key) for key in ("rope_parameters", "rope_scaling"))
     if not all(part is None or isinstance(part, Mapping) for part in (new, legacy)):
-        raise CheckpointFormatError(f"config.json: rope is {new or legacy!r}; wanted an object with a rope_type")
+        raise CheckpointFormatError(f"config.json: rope is {shown(new or legacy)}; wanted an object with a rope_type")
     rope = dict(new or legacy or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     if rope.get("rope_theta") is None:
         theta = get_path(config, f"{prefix}rope_theta")
         rope["rope_theta"] = LLAMA_ROPE_THETA if theta is None else theta
-    if type(rope["rope_theta"]) not in (int, float):
-        raise CheckpointFormatError(f"config.json: rope_theta is {rope['rope_theta']!r}; wanted a number")
-    rope["rope_theta"] = float(rope["rope_theta"])
+    theta = rope["rope_theta"]
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise CheckpointFormatError(f"config.json: rope_theta is {shown(theta)}; wanted a number above 0")
+    rope["rope_theta"] = float(theta)
     return rope
 
 
@@ -145,23 +159,33 @@ def _read_metadata(table: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     known.append("eagle_config.use_aux_hidden_state")  # false is refused long before, true says nothing new
     # Constants that say nothing new are written again anyway.
     known += [path for path, value in table.constants.items() if get_path(config, path) == value]
+    target_model = _named_target(get_path(config, table.target_model))
+    if target_model is not None:
+        known.append(table.target_model)
     for path in known:
         _drop_path(metadata, path)
-    return metadata
+    return metadata if target_model is None else {**metadata, TARGET_MODEL: target_model}
 
 
-def write_config_fields(table: Format, config: Eagle31Config, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of `config` in this format, without the dtype.
+def _named_target(entry: Any) -> dict[str, Any] | None:
+    """A target as a file names it, if it does: a `name_or_path` and more."""
+    named = isinstance(entry, Mapping) and isinstance(entry.get("name_or_path"), str) and entry["name_or_path"]
+    return copy.deepcopy(dict(entry)) if named else None
 
-    Raises:
-        ConfigurationError: the format cannot express the drafter.
+
+def write_config_fields(
+    table: Format, config: Eagle31Config, metadata: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    """The `config.json` in this format of a drafter that it can express (`losses`), without the dtype.
+
+    Args:
+        metadata: what the checkpoint says beside the network. source: the format it was read from, whose markers are
+            kept where no loader looks, and are found again when that format is written.
     """
-    check_expressible(table, config)
-    foreign = {key for name, keys in _MARKERS.items() if name != table.name for key in keys}
     written: dict[str, Any] = {}
     for path, value in {**table.constants, **table.demands}.items():
         _set_path(written, path, copy.deepcopy(value))
-    _merge(written, {key: value for key, value in metadata.items() if key not in foreign})
+    _merge(written, _metadata_for(table, metadata, source))
     written["architectures"] = [table.architectures[0]]
     values = {**config.to_dict(), "fc_norm": config.aux_norm == "per_slot"}
     values["norm_before_fc"] = config.aux_norm == "concatenated"
@@ -174,6 +198,34 @@ def write_config_fields(table: Format, config: Eagle31Config, metadata: Mapping[
         _set_path(written, f"{table.layer_config}model_type", "qwen3" if config.qk_norm else "llama")
     _write_layer_ids(table, config, written)
     return written
+
+
+def _metadata_for(table: Format, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Metadata as this format says it: own markers where its loaders look, others' put by, the target by its path."""
+    kept = _kept_markers(metadata)
+    foreign = {key for name, keys in _MARKERS.items() if name != table.name for key in keys}
+    foreign &= metadata.keys() if source != table.name else set()
+    if foreign:
+        kept[source] = {key: metadata[key] for key in metadata if key in foreign}
+    said = {key: value for key, value in metadata.items() if key not in foreign | {TARGET_MODEL, _KEPT_FOR}}
+    said = copy.deepcopy({**said, **kept.pop(table.name, {})})
+    if kept:
+        said[_KEPT_FOR] = kept
+    if TARGET_MODEL in metadata:
+        _set_path(said, table.target_model, metadata[TARGET_MODEL])
+    return said
+
+
+def _kept_markers(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What an earlier conversion put by: markers and nothing else, whatever the file says."""
+    stored, markers = metadata.get(_KEPT_FOR), {key for keys in _MARKERS.values() for key in keys}
+    by_format = stored.items() if isinstance(stored, Mapping) else ()
+    kept = {
+        name: {key: value for key, value in entries.items() if key in markers}
+        for name, entries in by_format
+        if isinstance(entries, Mapping)
+    }
+    return {name: entries for name, entries in kept.items() if entries}
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -197,12 +249,8 @@ def _write_layer_ids(table: Format, config: Eagle31Config, written: dict[str, An
         return
     for place, (path, convention) in enumerate(table.layer_ids):
         ids = from_hs_indices(config.aux_layers, convention)
-        if ids is None and place == 0:
-            raise ConfigurationError(
-                f"the {table.name} format stores layer ids as: {convention}; hidden states {config.aux_layers} cannot "
-                "be written that way; write it as plain or speculators"
-            )
+        assert ids is not None or place > 0, "find_losses names layer ids that cannot be said"
         # A second place serves the other engine. Where one list is read in hs form by vLLM and the other is SGLang's,
-        # only `plain` may hold both: the rest have one place of their own.
-        if ids is not None and (place == 0 or table.name == "plain"):
+        # only `plain` and `mla` hold both: the rest have one place of their own.
+        if ids is not None and (place == 0 or table.name in ("plain", "mla")):
             _set_path(written, path, ids)

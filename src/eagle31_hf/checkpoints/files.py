@@ -16,14 +16,16 @@ import torch
 from huggingface_hub import errors as hub
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
+from .json_files import read_json, shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
+_LONGEST_NAME = 255  # bytes, on every common file system
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
@@ -76,11 +78,8 @@ def resolve_checkpoint(
     Raises:
         CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
     """
-    folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    if (folder := _local_folder(path_or_id)) is not None:
         return folder
-    if folder.exists():
-        raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
     options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     try:
         found = _download(str(path_or_id), [CONFIG_FILE, "*.safetensors", INDEX_FILE], options)
@@ -89,6 +88,26 @@ def resolve_checkpoint(
     except (OSError, hub.HFValidationError, hub.EntryNotFoundError) as error:
         raise CheckpointNotFoundError(_why_not_found(str(path_or_id), revision, error)) from error
     return found
+
+
+def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
+    """The folder of that name, if there is one."""
+    try:
+        folder = Path(path_or_id).expanduser()
+        if folder.is_dir():
+            return folder
+        is_there = folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no such user, a NUL
+        raise CheckpointNotFoundError(
+            f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({_cause(error)}); check the path"
+        ) from error
+    if is_there:
+        raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
+    return None
+
+
+def _cause(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _download(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
@@ -118,23 +137,6 @@ def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointFormatError: no such file, or it holds no JSON object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointFormatError(f"{path.parent} has no {path.name}; a drafter checkpoint needs it") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointFormatError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointFormatError(f"{path} holds a {type(content).__name__}; wanted a JSON object")
-    return content
-
-
 def open_tensors(folder: Path) -> StoredTensors:
     """Names, shapes and dtypes of a folder's weights: safetensors first, `.bin` only through weights-only unpickling.
 
@@ -142,7 +144,7 @@ def open_tensors(folder: Path) -> StoredTensors:
         CheckpointFormatError: no weights, a missing shard, or a file whose header does not fit its content.
         UnsafeCheckpointError: a pickle that wants to do more than hold tensors; nothing of it was run.
     """
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if (folder / WEIGHTS_FILE).is_file():
         return _open_shards([folder / WEIGHTS_FILE])
     if (folder / INDEX_FILE).is_file():
@@ -162,18 +164,30 @@ def _open_index(folder: Path) -> StoredTensors:
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFormatError(f"{folder / INDEX_FILE} has no weight_map; fetch it again")
-    shards = sorted({str(name) for name in weight_map.values()})
-    outside = [name for name in shards if Path(name).name != name]
-    if outside:
-        raise CheckpointFormatError(f"{folder / INDEX_FILE} points outside its folder: {outside}; do not trust it")
+    wrong = [name for name in weight_map.values() if not _is_shard_name(name)]
+    if wrong:
+        raise CheckpointFormatError(
+            f"{folder / INDEX_FILE} names {shown(wrong)} as shards; wanted names of safetensors files beside it: do "
+            "not trust it"
+        )
+    shards = sorted(set(weight_map.values()))
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
-        raise CheckpointFormatError(f"{folder} lacks the shards {missing} its index names; fetch them")
+        raise CheckpointFormatError(f"{folder} lacks the shards {shown(missing)} its index names; fetch them")
     stored = _open_shards([folder / name for name in shards])
     absent = sorted(name for name, shard in weight_map.items() if stored._shard_of.get(name) != folder / shard)
     if absent:
-        raise CheckpointFormatError(f"{folder / INDEX_FILE} puts {absent} in shards that do not hold them")
+        raise CheckpointFormatError(f"{folder / INDEX_FILE} puts {shown(absent)} in shards that do not hold them")
     return stored
+
+
+def _is_shard_name(name: Any) -> bool:
+    """A plain file name that every file system can hold."""
+    return (
+        isinstance(name, str)
+        and re.fullmatch(r"[^/\\\0]+\.safetensors", name) is not None
+        and len(name.encode()) <= _LONGEST_NAME
+    )
 
 
 def _open_shards(paths: list[Path]) -> StoredTensors:
@@ -184,6 +198,7 @@ def _open_shards(paths: list[Path]) -> StoredTensors:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 if name in infos:
                     raise CheckpointFormatError(f"{name} is in both {shard_of[name].name} and {path.name}")
+                _require_printable(name, path)
                 header = shard.get_slice(name)
                 dtype = _DTYPES.get(header.get_dtype(), header.get_dtype().lower())
                 infos[name], shard_of[name] = TensorInfo(tuple(header.get_shape()), dtype), path
@@ -203,10 +218,36 @@ def _open_pickle(path: Path) -> StoredTensors:
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
         raise CheckpointFormatError(f"{path} holds more than named tensors; wanted a plain state dict")
+    for name, value in content.items():
+        _require_printable(name, path)
+        _require_stored(name, value, path)
     infos = {
         name: TensorInfo(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in content.items()
     }
     return StoredTensors(infos, (path,), {}, content)
+
+
+def _require_stored(name: str, tensor: Tensor, path: Path) -> None:
+    """A pickle may describe tensors that are not there, or a million rows that are one row said a million times."""
+    kind = ""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        kind = type(tensor).__name__
+    elif tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested or sparse tensor"
+    elif tensor.device.type != "cpu":
+        kind = f"tensor on {tensor.device.type}, without content"
+    elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        kind = "tensor that repeats fewer stored values"
+    if kind:
+        raise CheckpointFormatError(
+            f"{path}: {shown(name)} is a {kind}; wanted plain tensors. Save a state dict of dense tensors on CPU"
+        )
+
+
+def _require_printable(name: str, path: Path) -> None:
+    """Names are shown in terminals, which obey escape sequences."""
+    if not name.isprintable():
+        raise CheckpointFormatError(f"{path} names a tensor {shown(name)}; wanted printable names: do not trust it")
 
 
 def _unpickle(path: Path) -> Any:
@@ -227,6 +268,11 @@ def _unpickle(path: Path) -> Any:
 
 
 # ---------------------------------------------------------------- writing
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether `replace_checkpoint` would take the place of something."""
+    return any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE))
 
 
 def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

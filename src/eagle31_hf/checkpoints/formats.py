@@ -21,6 +21,9 @@ REQUIRED: Any = object()
 
 LLAMA_ROPE_THETA = 10000.0  # SafeAILab's 8B head states none and was trained with Llama's default
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NESTED_LAYER_IDS = f"eagle_config.{LAYER_IDS}"
+LAYER_ID_PLACES = (LAYER_IDS, NESTED_LAYER_IDS)
+"""Dotted paths of `config.json` that any format or engine reads layer ids from."""
 
 # How a stored list of layer ids is to be understood.
 HS_INDEX = "hs index"  # residual stream entering layer i
@@ -58,6 +61,9 @@ class Format:
     constants: Mapping[str, Any] = field(default_factory=dict)  # written unless the metadata says otherwise
     demands: Mapping[str, Any] = field(default_factory=dict)  # a file stating another value is another network
     layer_config: str = ""  # dotted prefix of the Llama fields
+    target_model: str = "target_model"  # dotted path of the target's name and architectures
+    needs_target: bool = False  # whether its loaders ask for them
+    copies_embedding: bool = False  # whether its own loader reads the embedding from the file alone
 
 
 def filled(value: int | None) -> int:
@@ -77,6 +83,8 @@ VARIANTS: dict[str, tuple[str, Callable[[Eagle31Config], bool]]] = {
     "norm_output": ("post-norm feedback (norm_output)", lambda c: c.norm_output),
     "norm_before_residual": ("a normed residual (norm_before_residual)", lambda c: c.norm_before_residual),
     "qk_norm": ("query and key norms (qk_norm)", lambda c: c.qk_norm),
+    "latent": ("latent attention (kv_lora_rank)", lambda c: c.is_latent),
+    "grouped": ("attention with keys and values of its own (kv_lora_rank=None)", lambda c: not c.is_latent),
     "fc_bias": ("a bias on fc (fc_bias)", lambda c: c.fc_bias),
     "biases": ("attention or MLP biases", lambda c: c.attention_bias or c.mlp_bias),
     "layers": ("more than one layer", lambda c: c.num_hidden_layers > 1),
@@ -142,7 +150,6 @@ _SGLANG_NAMES = (
     ("fc_norm.1.", "aux_norm_mid."),
     ("fc_norm.2.", "aux_norm_high."),
 )
-_EAGLE_CONFIG_IDS = f"eagle_config.{LAYER_IDS}"
 _MODELOPT_MARKS = (
     "use_input_layernorm_in_first_layer",
     "use_last_layernorm",
@@ -152,11 +159,45 @@ _MODELOPT_MARKS = (
 _UNTIED = {"model_type": "llama", "tie_word_embeddings": False}
 
 
+LATENT_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_FIELDS = (
+    *(row for row in _layer_fields() if row.name != "head_dim"),  # there it is the rotated width
+    *(Field(name, name, REQUIRED) for name in _LATENT_SIZES),
+    Field("q_lora_rank", "q_lora_rank"),
+)
+
+
 def _has_architecture(config: Mapping[str, Any], prefix: str) -> bool:
     return any(str(name).startswith(prefix) for name in config.get("architectures") or ())
 
 
 _TABLE = (
+    Format(
+        name="mla",
+        title="MLA (lightseek, TorchSpec; vLLM's and SGLang's Eagle3DeepseekV2ForCausalLM)",
+        architectures=LATENT_ARCHITECTURES,
+        recognises=lambda config, names: (
+            _has_architecture(config, "Eagle3Deepseek") or any("kv_a_proj_with_mqa" in name for name in names)
+        ),
+        fields=(*_LATENT_FIELDS, *_drafter_fields()),
+        layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
+        also_prefixes=_SGLANG_NAMES,
+        expresses=frozenset(
+            {
+                "latent",
+                "per_slot",
+                "norm_output",
+                "norm_before_residual",
+                "widths",
+                "layers",
+                "shared_embedding",
+                "shared_head",
+                "aux_count",
+            }
+        ),
+        constants={"model_type": "deepseek_v3", "tie_word_embeddings": False},
+    ),
     Format(
         name="speculators",
         title="Red Hat / speculators",
@@ -167,6 +208,7 @@ _TABLE = (
         prefixes=(),
         expresses=frozenset(
             {
+                "grouped",
                 "per_slot",
                 "concatenated",
                 "norm_output",
@@ -188,6 +230,9 @@ _TABLE = (
             "speculators_config.verifier": {"name_or_path": None, "architectures": []},
         },
         layer_config="transformer_layer_config.",
+        target_model="speculators_config.verifier",
+        needs_target=True,
+        copies_embedding=True,  # speculators 0.9.0 with transformers 5.19 leaves a missing one at zeros, unsaid
     ),
     Format(
         name="torchspec",
@@ -195,8 +240,8 @@ _TABLE = (
         architectures=("LlamaForCausalLMEagle3",),
         recognises=lambda config, names: "_torchspec_version" in config,
         fields=(*_layer_fields(), *_drafter_fields()),
-        layer_ids=((LAYER_IDS, COMPLETED_LAYER), (_EAGLE_CONFIG_IDS, COMPLETED_LAYER)),
-        expresses=frozenset({"per_slot", "norm_output", "widths", "shared_embedding", "aux_count"}),
+        layer_ids=((LAYER_IDS, COMPLETED_LAYER), (NESTED_LAYER_IDS, COMPLETED_LAYER)),
+        expresses=frozenset({"grouped", "per_slot", "norm_output", "widths", "shared_embedding", "aux_count"}),
         constants={**_UNTIED, "_torchspec_version": "unknown"},
     ),
     Format(
@@ -209,7 +254,7 @@ _TABLE = (
         prefixes=tuple((part, f"model.{part}") for part in ("layers.", "fc.", "fc_norm.", "norm.", "embed_tokens.")),
         also_prefixes=(),
         # Its class always holds an embedding; a file without one would be filled with random rows.
-        expresses=frozenset({"per_slot", "norm_output", "biases", "widths", "aux_count"}),
+        expresses=frozenset({"grouped", "per_slot", "norm_output", "biases", "widths", "aux_count"}),
         constants=_UNTIED,
     ),
     Format(
@@ -218,14 +263,14 @@ _TABLE = (
         architectures=("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
         recognises=lambda config, names: any(mark in (config.get("eagle_config") or {}) for mark in _MODELOPT_MARKS),
         fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
-        layer_ids=((_EAGLE_CONFIG_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
+        layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
         also_prefixes=(
             ("layers.0.", "layers.0."),
             ("layers.0.hidden_norm.", "hidden_norm."),
             ("layers.0.input_layernorm.", "input_embeds_norm."),
             ("lm_head.", "eagle_lm_head."),
         ),
-        expresses=frozenset({"biases", "layers", "shared_embedding", "shared_head"}),
+        expresses=frozenset({"grouped", "biases", "layers", "shared_embedding", "shared_head"}),
         constants={**_UNTIED, "eagle_config.use_aux_hidden_state": True},
         demands={
             "eagle_config.use_input_layernorm_in_first_layer": True,
@@ -241,9 +286,9 @@ _TABLE = (
             _has_architecture(config, "LlamaForCausalLMEagle3") and "num_aux_hidden_states" not in config
         ),
         fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
-        layer_ids=((_EAGLE_CONFIG_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
+        layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
         also_prefixes=_SGLANG_NAMES,
-        expresses=frozenset({"per_slot", "norm_output", "widths", "shared_embedding"}),
+        expresses=frozenset({"grouped", "per_slot", "norm_output", "widths", "shared_embedding"}),
         constants=_UNTIED,
     ),
     Format(
@@ -252,10 +297,10 @@ _TABLE = (
         architectures=("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
         recognises=lambda config, names: True,
         fields=(*_layer_fields(), *_drafter_fields(), Field("fc_bias", "bias", False)),
-        layer_ids=((LAYER_IDS, HS_INDEX), (_EAGLE_CONFIG_IDS, SGLANG_RULE)),
+        layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
         also_prefixes=_SGLANG_NAMES,
         # No query/key norms: the class both engines load this layout with has none.
-        expresses=frozenset(VARIANTS) - {"qk_norm"},
+        expresses=frozenset(VARIANTS) - {"qk_norm", "latent"},
         constants=_UNTIED,
     ),
 )
@@ -263,6 +308,11 @@ _BY_NAME = {table.name: table for table in _TABLE}
 
 FORMATS: tuple[str, ...] = tuple(sorted(_BY_NAME))
 """Names accepted by `write_checkpoint(format=…)` and reported by `read_checkpoint`."""
+
+
+def default_format(config: Eagle31Config) -> str:
+    """The layout for a drafter that nobody has asked for another one of: what vLLM and SGLang both read."""
+    return "mla" if config.is_latent else "plain"
 
 
 def find_format(name: str) -> Format:
@@ -279,21 +329,6 @@ def find_format(name: str) -> Format:
 def detect_format(config: Mapping[str, Any], names: Collection[str]) -> Format:
     """The layout of a checkpoint, from its `config.json` and stored tensor names."""
     return next(table for table in _TABLE if table.recognises(config, names))
-
-
-def check_expressible(table: Format, config: Eagle31Config) -> None:
-    """Raises:
-    ConfigurationError: the format has no way to say something this drafter needs.
-    """
-    lacking = [text for key, (text, applies) in VARIANTS.items() if applies(config) and key not in table.expresses]
-    if lacking:
-        others = [
-            other.name
-            for other in _BY_NAME.values()
-            if all(key in other.expresses for key, (_, applies) in VARIANTS.items() if applies(config))
-        ]
-        advice = f"write it as {' or '.join(others)}" if others else "no format can; change the drafter"
-        raise ConfigurationError(f"the {table.name} format cannot express {', '.join(lacking)}; {advice}")
 
 
 # ---------------------------------------------------------------- tensor names

@@ -16,6 +16,7 @@ from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError, ConfigurationError
 from .files import TensorInfo
 from .formats import filled
+from .json_files import shown
 
 BLOCK = 64  # weights with a scale of their own, in 4 bits
 NESTED_BLOCK = 256  # scales with a scale of their own, under double quantisation
@@ -47,7 +48,7 @@ class PackingScheme:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ConfigurationError(f"got packing method {self.method!r}; wanted one of {', '.join(METHODS)}")
+            raise ConfigurationError(f"got packing method {shown(self.method)}; wanted one of {', '.join(METHODS)}")
 
     @classmethod
     def of(cls, quantization_config: Any) -> PackingScheme:
@@ -67,12 +68,17 @@ class PackingScheme:
         kind = fields.get("quant_method", "bitsandbytes")
         if getattr(kind, "value", kind) != "bitsandbytes" or not (fields.get("load_in_8bit") or _in_4bit(fields)):
             raise ConfigurationError(
-                f"got quantization_config={quantization_config!r}; drafters are packed by bitsandbytes: pass "
+                f"got quantization_config={shown(quantization_config)}; drafters are packed by bitsandbytes: pass "
                 "BitsAndBytesConfig(load_in_8bit=True) or BitsAndBytesConfig(load_in_4bit=True, "
                 "bnb_4bit_quant_type='nf4')"
             )
         _refuse_unfollowed(fields)
-        skip = tuple(fields.get("llm_int8_skip_modules") or ())
+        skip = fields.get("llm_int8_skip_modules") or ()
+        if not isinstance(skip, list | tuple) or not all(isinstance(name, str) for name in skip):
+            raise ConfigurationError(
+                f"got llm_int8_skip_modules={shown(skip)} in quantization_config; wanted a list of names"
+            )
+        skip = tuple(skip)
         if not _in_4bit(fields):
             return cls("int8", skip=skip)
         return cls(str(fields.get("bnb_4bit_quant_type", "fp4")), bool(fields.get("bnb_4bit_use_double_quant")), skip)
@@ -148,17 +154,43 @@ def packable_shapes(config: Eagle31Config) -> dict[str, tuple[int, int]]:
     That is attention, MLP and the draft head. `fc` reads the target's hidden states, where a few large entries would
     take all the precision, and is one matrix product per accepted token; norms and embedding are no products at all.
     """
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, filled(config.head_dim)
-    heads, kv_heads = config.num_attention_heads, filled(config.num_key_value_heads)
+    hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(config.num_hidden_layers):
         read = 2 * hidden if layer == 0 else hidden
-        sizes = (((heads + 2 * kv_heads) * head_dim, read), (hidden, heads * head_dim), (2 * inner, hidden),
-                 (hidden, inner))  # fmt: skip
-        shapes |= {f"layers.{layer}.{part}": size for part, size in zip(_FUSED, sizes, strict=True)}
+        parts = {f"self_attn.{name}": size for name, size in _attention_matrices(config, read).items()}
+        parts |= {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
+        shapes |= {f"layers.{layer}.{part}": size for part, size in parts.items()}
     if config.own_lm_head:
         shapes["lm_head"] = (filled(config.draft_vocab_size), hidden)
     return shapes
+
+
+def _attention_matrices(config: Eagle31Config, read: int) -> dict[str, tuple[int, int]]:
+    if config.is_latent:
+        # Latent attention multiplies with parts of kv_b_proj's weight itself, which packed numbers do not have.
+        return {name: size for name, size in latent_matrices(config, read).items() if name != "kv_b_proj"}
+    heads, kv_heads, head_dim = config.num_attention_heads, filled(config.num_key_value_heads), filled(config.head_dim)
+    return {
+        "qkv_proj": ((heads + 2 * kv_heads) * head_dim, read),
+        "o_proj": (config.hidden_size, heads * head_dim),
+    }
+
+
+def latent_matrices(config: Eagle31Config, read: int) -> dict[str, tuple[int, int]]:
+    """Matrices of latent attention over rows `read` wide, `(rows, columns)` by published name."""
+    heads, rank = config.num_attention_heads, filled(config.kv_lora_rank)
+    plain, rotated, value = (
+        filled(size) for size in (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+    )
+    query = heads * (plain + rotated)
+    if config.q_lora_rank is None:
+        matrices = {"q_proj": (query, read)}
+    else:
+        matrices = {"q_a_proj": (config.q_lora_rank, read), "q_b_proj": (query, config.q_lora_rank)}
+    matrices["kv_a_proj_with_mqa"] = (rank + rotated, read)
+    matrices["kv_b_proj"] = (heads * (plain + value), rank)
+    return matrices | {"o_proj": (config.hidden_size, heads * value)}
 
 
 def published_weights(module: str) -> list[str]:

@@ -11,11 +11,18 @@ from typing import Any
 from ..configuration_eagle31 import Eagle31Config
 from .checks import FLOAT_DTYPES, Tensors, expected_shapes
 from .config_fields import get_path
-from .formats import HS_INDEX, LAYER_IDS, SGLANG_RULE, has_reduced_vocabulary, to_hs_indices
+from .formats import (
+    HS_INDEX,
+    LATENT_ARCHITECTURES,
+    LAYER_IDS,
+    NESTED_LAYER_IDS,
+    SGLANG_RULE,
+    has_reduced_vocabulary,
+    to_hs_indices,
+)
 from .packed import packable_shapes
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
-_EAGLE_CONFIG_IDS = f"eagle_config.{LAYER_IDS}"
 
 
 @dataclass(frozen=True)
@@ -161,9 +168,10 @@ def _shared_reasons(stored: Mapping[str, Any], config: Eagle31Config, speculator
 
 def _vllm(stored: Mapping[str, Any], names: set[str], config: Eagle31Config, format_name: str) -> EngineVerdict:
     speculators = format_name == "speculators"
-    known = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+    grouped = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+    known = LATENT_ARCHITECTURES if config.is_latent else grouped
     unknown = sorted(names - expected_shapes(config).keys())
-    as_is, nested = stored.get(LAYER_IDS), get_path(stored, _EAGLE_CONFIG_IDS)
+    as_is, nested = stored.get(LAYER_IDS), get_path(stored, NESTED_LAYER_IDS)
     ids = as_is or nested
     bad_ids = bool(ids) and to_hs_indices(ids, HS_INDEX) != config.aux_layers
     reasons = [
@@ -177,13 +185,16 @@ def _vllm(stored: Mapping[str, Any], names: set[str], config: Eagle31Config, for
             "its Llama class has no query/key norms; only the speculators layout does",
         ),
         (config.fc_bias, "its fc has no bias"),
+        (config.is_latent and config.aux_norm == "concatenated", "its MLA class has no norm_before_fc"),
         (bad_ids, f"it takes layer ids {ids} as hidden states, but they mean {config.aux_layers}"),
         *_shared_reasons(stored, config, speculators),
     ]
     needs = [
         (
             config.aux_norm == "per_slot" or config.norm_output,
-            "vLLM 0.22 (#42764)" + (" with #46488" if speculators else "") + " for the EAGLE 3.1 fields",
+            "vLLM 0.22 (#42764)"
+            + (" with #46488" if speculators else " with #43482" if config.is_latent else "")
+            + " for the EAGLE 3.1 fields",
         ),
         (bool(nested) and not as_is, "a version that reads layer ids from eagle_config"),
         (config.num_aux_hidden_states != 3, "a version that reads num_aux_hidden_states"),
@@ -194,17 +205,20 @@ def _vllm(stored: Mapping[str, Any], names: set[str], config: Eagle31Config, for
 def _sglang(
     stored: Mapping[str, Any], names: set[str], tensors: Tensors, config: Eagle31Config, format_name: str
 ) -> EngineVerdict:
-    ids: list[int] = get_path(stored, _EAGLE_CONFIG_IDS) or stored.get(LAYER_IDS) or []
+    ids: list[int] = get_path(stored, NESTED_LAYER_IDS) or stored.get(LAYER_IDS) or []
     bad_ids = bool(ids) and to_hs_indices(ids, SGLANG_RULE) != config.aux_layers
     biases = any(name.endswith(".bias") for name in names - {"fc.bias"})
     extra_norm = any(re.match(r"layers\.[1-9]\d*\.input_layernorm", name) for name in names)
     architecture = _architecture(stored)
+    wanted = LATENT_ARCHITECTURES[0] if config.is_latent else "LlamaForCausalLMEagle3"
     reasons = [
         (format_name == "speculators", "it reads a flat config, not transformer_layer_config"),
         (
-            format_name != "speculators" and architecture != "LlamaForCausalLMEagle3",
-            f"architecture {architecture} is not LlamaForCausalLMEagle3",
+            format_name != "speculators" and architecture != wanted,
+            f"architecture {architecture} is not {wanted}",
         ),
+        (config.is_latent and config.num_hidden_layers > 1, "its MLA class has one layer"),
+        (config.is_latent and config.aux_norm == "concatenated", "its MLA class has no norm_before_fc"),
         (config.norm_before_residual, "it has no norm_before_residual"),
         (config.qk_norm, "it drops query/key norms without a word"),
         (biases, "it drops attention and MLP biases without a word"),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.text import Text
 from torch import Tensor
 
-from ..benchmark import report
+from ..benchmark import loop_tables
 from ..benchmark.bare import describe_device, describe_machine
 from ..benchmark.growth import CONTEXTS, check_growth, measure_growth, small_drafter
 from ..benchmark.loop import LoopBenchmark
@@ -23,34 +19,25 @@ from ..benchmark.memory_peaks import RUNS, measure_peaks, runs_on
 from ..benchmark.prompts import read_conversations
 from ..benchmark.synthetic import random_target, target_config
 from ..benchmark.ways import LoopSettings
-from ..decoding import DraftShape
 from ..demo import CONVERSATIONS
-from ..drafter import Eagle31Drafter
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.packed_linear import bitsandbytes
 from ..errors import ConfigurationError
-from ..generation_settings import FIXED_DEPTH
-from ..quantization import bitsandbytes
-from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json
-from .pairs import DeviceName, PairSource, device_named, encode, load_pair
+from ..generation_config import FIXED_DEPTH
+from ..target.precision import quick_dtype
+from ..trees.shape import DraftShape
+from .bench_run import run
+from .measuring import DeviceOption, DTypeOption, finish, progress_bar
+from .option_groups import expand_options
+from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json
+from .pairs import PairSource, device_named, encode, load_pair
+from .plan import print_decision
 
 app = typer.Typer(name="bench", help="Measure what the loops are worth, and what they cost.", no_args_is_help=True)
+app.command()(run)
 
 SYNTHETIC_PROMPT_TOKENS = 128
 DEFAULT_ACCEPTANCE = (0.8, 0.75, 0.7, 0.65, 0.6)
-DTYPES = {
-    "auto": "auto",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
-}
-
-
-def _dtype(word: str) -> str:
-    if word not in DTYPES:
-        raise typer.BadParameter(f"got {word!r}; wanted one of {', '.join(DTYPES)}")
-    return DTYPES[word]
 
 
 def _whole_numbers(text: str) -> str:
@@ -68,15 +55,11 @@ def _numbers(text: str | None) -> str | None:
     return text
 
 
-DTypeOption = Annotated[str, typer.Option(callback=_dtype, help="auto (as stored), bf16, fp16 or fp32.")]
-DeviceOption = Annotated[DeviceName, typer.Option(help="Where to run.")]
-
-
 @app.command()
+@expand_options
 @readable_errors
 def loop(
-    target: Annotated[str | None, typer.Option(help="Folder or Hub id; default: the embedded one.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
+    source: PairSource,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines: chats, prompts or questions; default: the embedded ones.")
     ] = None,
@@ -99,8 +82,6 @@ def loop(
         str | None, typer.Option(callback=_numbers, help="With --synthetic: chance of each draft position.")
     ] = None,
     four_bit: Annotated[bool, typer.Option("--four-bit", help="With --synthetic: NF4 weights.")] = False,
-    dtype: DTypeOption = "auto",
-    device: DeviceOption = "auto",
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -113,20 +94,17 @@ def loop(
         depth=draft_tokens,
         tree_width=tree_width,
         tree_size=tree_size,
-        compiled=compile_steps,
+        compiled=compile_steps or source.acceleration == "compile",
         acceptance=_acceptance(synthetic, acceptance),
     )
     settings.check()
     if synthetic is None:
         if four_bit:
-            raise ConfigurationError("--four-bit is for random targets; pass --synthetic with it")
-        subject = _real(PairSource(target, drafter, dtype, device), prompts, limit)  # type: ignore[arg-type]
+            raise ConfigurationError("--four-bit is for random targets; pass --quantization 4bit for others")
+        subject = _real(source, prompts, limit, max(settings.batch_sizes))
     else:
-        if target or drafter or prompts:
-            raise ConfigurationError(
-                "--synthetic makes target, drafter and prompts; drop --target, --drafter, --prompts"
-            )
-        subject = _random(synthetic, limit, dtype, device_named(device), four_bit)
+        _refuse_with_synthetic(source, prompts)
+        subject = _random(synthetic, limit, source.torch_dtype, device_named(source.device), four_bit)
     _run_loop(subject, settings, json_path)
 
 
@@ -145,16 +123,27 @@ def _acceptance(synthetic: str | None, text: str | None) -> tuple[float, ...] | 
     return DEFAULT_ACCEPTANCE if text is None else tuple(float(part) for part in text.split(","))
 
 
-def _real(source: PairSource, prompts: Path | None, limit: int) -> Subject:
+def _refuse_with_synthetic(source: PairSource, prompts: Path | None) -> None:
+    told = {"prompts": prompts, **vars(source)}
+    usual = {
+        "prompts": None,
+        **vars(PairSource(dtype=source.dtype, device=source.device, acceleration=source.acceleration)),
+    }
+    spare = [f"--{name.replace('_', '-')}" for name, value in told.items() if value != usual[name]]
+    if spare:
+        raise ConfigurationError(f"--synthetic makes target, drafter and prompts; drop {', '.join(spare)}")
+
+
+def _real(source: PairSource, prompts: Path | None, limit: int, batch: int) -> Subject:
     # The prompts first: a wrong path should not cost loading a model.
     conversations = CONVERSATIONS[:limit] if prompts is None else read_conversations(prompts, limit)
-    pair = load_pair(source)
+    pair = load_pair(source, batch=batch, on_plan=lambda plan: print_decision(make_console(), plan))
     return Subject(pair.name, pair.drafter, [encode(pair, chat)["input_ids"][0] for chat in conversations])
 
 
 def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> Subject:
     config = target_config(spec)
-    precision = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    precision = quick_dtype(torch.bfloat16, device) if dtype in ("auto", "stored") else getattr(torch, dtype)
     target = random_target(config, dtype=precision, device=device, four_bit=four_bit)
     drafter = Eagle31Drafter.from_target(target).eval()
     dice = torch.Generator().manual_seed(0)
@@ -165,7 +154,7 @@ def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> S
 
 def _run_loop(subject: Subject, settings: LoopSettings, json_path: Path | None) -> None:
     out = make_console()
-    with _progress(out) as (progress, task):
+    with progress_bar(out) as (progress, task):
 
         def show(done: float) -> None:
             progress.update(task, completed=done)
@@ -176,11 +165,11 @@ def _run_loop(subject: Subject, settings: LoopSettings, json_path: Path | None) 
     record = {"bench": "loop", "target": subject.name, **machine, "settings": asdict(settings)}
     record |= {"prompts": len(subject.prompts), **measured.to_dict()}
     out.print(_conditions(subject.name, machine))
-    for table in (report.ceiling_table(measured), report.loop_table(measured), report.round_table(measured)):
-        out.print(table)
-    for note in report.loop_notes(measured, synthetic=settings.acceptance is not None):
+    for table_of in (loop_tables.ceiling_table, loop_tables.loop_table, loop_tables.round_table):
+        out.print(table_of(measured))
+    for note in loop_tables.loop_notes(measured, synthetic=settings.acceptance is not None):
         out.print(note)
-    _finish(json_path, record)
+    finish(json_path, record)
 
 
 @app.command()
@@ -204,7 +193,7 @@ def growth(
     size = tree_size if tree_width > 1 else 0
     shape = DraftShape(depth=FIXED_DEPTH, top_k=tree_width, size=size)
     out = make_console()
-    with _progress(out) as (progress, task):
+    with progress_bar(out) as (progress, task):
 
         def show() -> None:
             progress.advance(task, 1 / len(lengths))
@@ -213,9 +202,9 @@ def growth(
         records = measure_growth(drafter, shape, lengths, rounds=rounds, on_context=show)
     machine = describe_machine(drafter.require_binding())
     out.print(_conditions("small random target", machine))
-    out.print(report.growth_table(records))
-    rows = [{**each.to_dict(), "growth": report.growth(records[0], each)} for each in records]
-    _finish(json_path, {"bench": "growth", **machine, "tree_width": tree_width, "records": rows})
+    out.print(loop_tables.growth_table(records))
+    rows = [{**each.to_dict(), "growth": loop_tables.growth(records[0], each)} for each in records]
+    finish(json_path, {"bench": "growth", **machine, "tree_width": tree_width, "records": rows})
 
 
 @app.command()
@@ -242,10 +231,10 @@ def memory(
             f"targets of 8 and 70 billion parameters are for a CUDA card, and this is a {place.type}; pass --synthetic "
             "with a small target, e.g. hidden=512,layers=4"
         )
-    precision = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    precision = torch.bfloat16 if dtype in ("auto", "stored") else getattr(torch, dtype)
     runs = RUNS if synthetic is None else runs_on(synthetic, context)
     out = make_console()
-    with _progress(out) as (progress, task):
+    with progress_bar(out) as (progress, task):
 
         def show() -> None:
             progress.advance(task, 1 / len(runs))
@@ -254,25 +243,13 @@ def memory(
         measured = measure_peaks(runs, dtype=precision, device=place, on_run=show)
     machine = {**describe_device(place, precision), "bitsandbytes": bitsandbytes().__version__}
     out.print(_conditions("random weights" if synthetic is None else f"random weights, {synthetic}", machine))
-    out.print(report.memory_table(measured))
-    for note in report.memory_notes(measured):
+    out.print(loop_tables.memory_table(measured))
+    for note in loop_tables.memory_notes(measured):
         out.print(Text(note, style="dim"))
     if out_path is not None:
-        out_path.write_text(report.memory_markdown(measured, machine), encoding="utf-8")
-    _finish(json_path, {"bench": "memory", **machine, **measured.to_dict()})
-
-
-@contextmanager
-def _progress(out: Console) -> Iterator[tuple[Progress, TaskID]]:
-    # The bar is drawn between measurements only: drawing while one runs would slow what is measured.
-    with Progress(console=out, transient=True, auto_refresh=False) as progress:
-        yield progress, progress.add_task("measuring", total=1.0)
+        out_path.write_text(loop_tables.memory_markdown(measured, machine), encoding="utf-8")
+    finish(json_path, {"bench": "memory", **machine, **measured.to_dict()})
 
 
 def _conditions(name: str, machine: dict[str, Any]) -> Text:
     return Text(f"{name}, {machine['device']}, {machine['threads']} CPU threads, {machine['dtype']}", style="dim")
-
-
-def _finish(json_path: Path | None, record: dict[str, Any]) -> None:
-    write_json(json_path, record)
-    typer.echo(report.json_line(record))

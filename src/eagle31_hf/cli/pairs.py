@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_peft_available
 
 from ..demo import Messages, drafter_path, target_path
-from ..drafter import Eagle31Drafter
-from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.packed_linear import bitsandbytes
+from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, MemoryPlanError
+from ..memory import MemoryPlan, plan_memory
+from ..serving.prompts import encode_chat
+from ..target.precision import quick_dtype
+from .option_groups import option
 
-DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
+DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 
 
 @dataclass(frozen=True)
 class Pair:
     """A drafter attached to its target.
 
-    `name` is what people call the target; `uses_embedded_target` tells the shipped demo model from any other.
+    `name` is what people call the target; `uses_embedded_target` tells the shipped demo model from any other; `plan` is
+    the memory plan it was loaded under, if one was asked for.
     """
 
     name: str
@@ -30,6 +42,7 @@ class Pair:
     drafter: Eagle31Drafter
     tokenizer: PreTrainedTokenizerBase
     uses_embedded_target: bool = False
+    plan: MemoryPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -51,53 +64,163 @@ class DecodingWishes:
 
 @dataclass(frozen=True)
 class PairSource:
-    """What to load: folders or Hub ids (both `None`: the embedded pair), precision and device."""
+    """What to load and how; the options `generate`, `chat`, `serve` and `bench` have in common."""
 
-    target: str | None = None
-    drafter: str | None = None
-    dtype: DTypeName = "auto"
-    device: DeviceName = "auto"
-    drafting: dict[str, Any] = field(default_factory=dict)  # fields of `eagle.generation_config` to set
+    target: str | None = field(default=None, metadata=option("Folder or Hub id; default: the embedded one."))
+    drafter: str | None = field(default=None, metadata=option("Folder or Hub id of a drafter for that target."))
+    dtype: DTypeName = field(
+        default="auto", metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.")
+    )
+    device: DeviceName = field(default="auto", metadata=option("Where to run."))
+    adapter: str | None = field(default=None, metadata=option("Folder or Hub id of a PEFT adapter for the target."))
+    device_map: str | None = field(
+        default=None, metadata=option("Spread the target as transformers does: auto, balanced, or a JSON object.")
+    )
+    quantization: Literal["4bit", "8bit"] | None = field(
+        default=None, metadata=option("Pack the target's weights with bitsandbytes (nf4, int8).")
+    )
+    memory: str | None = field(
+        default=None,
+        metadata=option("auto: plan before loading and keep to it; or a plan that `eagle31 plan --json` wrote."),
+    )
+    card: str | None = field(
+        default=None, metadata=option("With --memory auto: the card to plan for; default: this machine's.")
+    )
+    context: int | None = field(
+        default=None, metadata=option("With --memory auto: tokens of the longest row, prompt and answer.", min=1)
+    )
+    cache_type: Literal["auto", "full", "int8", "fp8"] = field(
+        default="auto", metadata=option("How the target's keys and values are stored.")
+    )
+    acceleration: Literal["eager", "compile"] = field(
+        default="eager", metadata=option("compile: takes a minute or two once, then rounds are faster.")
+    )
+    chat_template: Path | None = field(
+        default=None, metadata=option("Jinja file to use instead of the target's chat template.", dir_okay=False)
+    )
+
+    @property
+    def torch_dtype(self) -> str:
+        """The name transformers knows; `"auto"` for what is quick here, `"stored"` for what it is stored in."""
+        return _DTYPES.get(self.dtype, self.dtype)
+
+    @property
+    def target_name(self) -> str:
+        """Folder or id of the target, the embedded one's if none is named."""
+        return self.target or str(target_path())
 
 
-def load_pair(source: PairSource) -> Pair:
+@dataclass(frozen=True)
+class Drafting:
+    """What to draft in a round."""
+
+    draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
+    tree_width: int = field(default=1, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
+    tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree.", min=2))
+
+    def apply_to(self, drafter: Eagle31Drafter) -> None:
+        """Set what was asked for; the rest stays as it is, as a memory plan may have decided it."""
+        asked = {"num_assistant_tokens": self.draft_tokens, "draft_tree_size": self.tree_size}
+        asked["draft_top_k"] = self.tree_width if self.tree_width > 1 else None
+        for wish, value in asked.items():
+            if value is not None:
+                setattr(drafter.generation_config, wish, value)
+        drafter.generation_config.check()
+
+
+def load_pair(
+    source: PairSource,
+    drafting: Drafting = Drafting(),
+    *,
+    batch: int = 1,
+    on_plan: Callable[[MemoryPlan], None] = lambda plan: None,
+) -> Pair:
     """Load target, tokenizer and drafter, and attach them.
+
+    Args:
+        batch: rows a memory plan has to leave room for.
+        on_plan: shown the memory plan before anything is loaded, if one was asked for.
 
     Raises:
         ConfigurationError: no drafter named for a target of one's own, or an impossible setting.
         CheckpointNotFoundError: a folder or Hub id is not there, or there is no network to ask.
         CheckpointFormatError, UnsafeCheckpointError: the drafter's files are not usable.
         IncompatibleTargetError: the target is of a kind that cannot be served, or the drafter is not for it.
+        MemoryPlanError: the plan does not fit, or was made for another target or card.
     """
     if source.target is not None and source.drafter is None:
         raise ConfigurationError(f"no drafter given for {source.target!r}; name one trained for it with --drafter")
-    name = source.target or str(target_path())
-    device = device_named(source.device)
-    target, tokenizer = _load_target(name, source.dtype, device)
-    drafter = Eagle31Drafter.from_pretrained(source.drafter or drafter_path(), target=target)
-    for wish, value in source.drafting.items():
-        setattr(drafter.generation_config, wish, value)
-    drafter.generation_config.check()
+    placed = _placement(source)
+    plan = make_plan(source, drafting, batch=batch)
+    if plan is not None:
+        on_plan(plan)
+        plan.require_fit()
+    target, tokenizer = _load_target(source.target_name, source.torch_dtype, placed, _packing(source))
+    if source.adapter is not None:
+        _load_adapter(target, source.adapter)
+    if source.chat_template is not None:
+        tokenizer.chat_template = source.chat_template.read_text(encoding="utf-8")
+    drafter = Eagle31Drafter.from_pretrained(source.drafter or drafter_path(), target=target, memory=plan)
+    if source.cache_type != "auto":
+        drafter.generation_config.cache_type = source.cache_type
+    drafter.generation_config.acceleration = source.acceleration
+    drafting.apply_to(drafter)
     return Pair(
         name=source.target or "the embedded target",
         target=target,
         drafter=drafter,
         tokenizer=tokenizer,
         uses_embedded_target=source.target is None,
+        plan=plan,
     )
+
+
+def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPlan | None:
+    """The memory plan that was asked for: read from its file, or made from configurations alone.
+
+    Raises:
+        ConfigurationError: `--card` or `--context` without a plan to use them in.
+        MemoryPlanError: the file is no plan, or none can be made.
+    """
+    if source.memory != "auto" and (source.card or source.context):
+        raise ConfigurationError("--card and --context are for a plan made here; pass --memory auto with them")
+    if source.memory is None:
+        return None
+    if source.memory != "auto":
+        return _read_plan(Path(source.memory))
+    quantization = _SCHEMES.get(
+        source.quantization or "", None if source.dtype in ("auto", "stored") else source.torch_dtype
+    )
+    return plan_memory(
+        source.target_name,
+        quantization=quantization,
+        drafter=source.drafter or drafter_path(),
+        card=source.card,
+        context=source.context,
+        batch=batch,
+        draft_tokens=drafting.draft_tokens,
+        tree_size=drafting.tree_size,
+        cache_type=None if source.cache_type == "auto" else source.cache_type,
+    )
+
+
+def _read_plan(path: Path) -> MemoryPlan:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MemoryPlanError(
+            f"got --memory {str(path)!r}, which cannot be read ({_first_line(error)}); wanted auto, or a file that "
+            "`eagle31 plan --json` wrote"
+        ) from error
+    if not isinstance(told, dict):
+        raise MemoryPlanError(f"{str(path)!r} holds no memory plan; write one with `eagle31 plan --json`")
+    return MemoryPlan.from_dict(told)
 
 
 def encode(pair: Pair, conversation: Messages) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` `(1, T)` on the target's device, by the chat template if there is one."""
-    encoded: Any
-    if pair.tokenizer.chat_template:
-        encoded = pair.tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = pair.tokenizer("\n".join(message["content"] for message in conversation), return_tensors="pt")
-    device = pair.drafter.require_binding().input_device
-    return {key: encoded[key].to(device) for key in ("input_ids", "attention_mask")}
+    ids = torch.tensor([encode_chat(pair.tokenizer, conversation)], device=pair.drafter.require_binding().input_device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def write(
@@ -109,11 +232,63 @@ def write(
     return output[0, inputs["input_ids"].shape[1] :]
 
 
-def _load_target(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def write_plain(pair: Pair, messages: Messages, new_tokens: int) -> str:
+    """The target's own greedy answer as text, without marks."""
+    ids = write(pair, encode(pair, messages), DecodingWishes(new_tokens), with_drafter=False)
+    return str(pair.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _placement(source: PairSource) -> Any:
+    """`device_map` as transformers takes it."""
+    if source.device_map is None:
+        return device_named(source.device)
+    if source.device != "auto":
+        raise ConfigurationError("--device and --device-map both say where the target goes; pass one of them")
+    if not source.device_map.lstrip().startswith("{"):
+        return source.device_map
     try:
-        AutoConfig.from_pretrained(name)  # small, and its absence says more than that of a tokenizer
+        return json.loads(source.device_map)
+    except ValueError as error:
+        raise ConfigurationError(f"got --device-map {source.device_map!r}, which is no JSON: {error}") from error
+
+
+def _packing(source: PairSource) -> Any:
+    """`quantization_config` as transformers takes it."""
+    if source.quantization is None:
+        return None
+    bitsandbytes()  # says how to install it
+    from transformers import BitsAndBytesConfig
+
+    if source.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = {} if source.dtype in ("auto", "stored") else {"bnb_4bit_compute_dtype": source.torch_dtype}
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, **compute
+    )  # fmt: skip
+
+
+def _load_adapter(target: PreTrainedModel, adapter: str) -> None:
+    if not is_peft_available():
+        raise ConfigurationError("--adapter needs the package peft: pip install peft")
+    try:
+        target.load_adapter(adapter)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointNotFoundError(
+            f"the adapter {adapter!r} cannot be put on {target.name_or_path!r}: {_first_line(error)}; wanted a folder "
+            "or Hub id of a PEFT adapter made for this target"
+        ) from error
+
+
+def _load_target(
+    name: str, dtype: str, device_map: Any, quantization: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    packed = {} if quantization is None else {"quantization_config": quantization}
+    try:
+        config = AutoConfig.from_pretrained(name)  # small, and its absence says more than that of a tokenizer
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device)
+        as_stored = dtype == "stored" or (dtype == "auto" and packed)
+        precision = "auto" if as_stored else _quick_dtype(config, device_map) if dtype == "auto" else dtype
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, device_map=device_map, **packed)
     except OSError as error:
         raise CheckpointNotFoundError(_why_no_target(name, error)) from error
     except ValueError as error:
@@ -122,6 +297,14 @@ def _load_target(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, P
             f"{_first_line(error)}"
         ) from error
     return model.eval(), tokenizer
+
+
+def _quick_dtype(config: Any, device_map: Any) -> torch.dtype | str:
+    """What a target is loaded in if nobody says; packed weights and several devices decide for themselves."""
+    stored = config.get_text_config().dtype
+    if stored is None or getattr(config, "quantization_config", None) or device_map not in ("cpu", "cuda", "mps"):
+        return "auto"
+    return quick_dtype(stored, device_map)
 
 
 def _why_no_target(name: str, error: OSError) -> str:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
-from ..memory import plan_memory
+from ..memory import MemoryPlan, plan_memory
 from ..memory.report import LEDGER_COLUMNS, decision_rows, frontier_rows, ledger_rows, plot_ledger
-from .options import JsonOption, TracebackOption, make_console, readable_errors
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 
 
 @readable_errors
@@ -19,7 +20,9 @@ def plan(
     drafter: Annotated[str | None, typer.Option(help="Folder or Hub id; default: one shaped like the target.")] = None,
     quantization: Annotated[str | None, typer.Option("--quant", help="E.g. bf16, bnb-nf4-dq, bnb-int8.")] = None,
     card: Annotated[str | None, typer.Option(help="E.g. 'RTX 4090' or 24GiB; default: this machine.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of the longest row, prompt and answer.")] = 8192,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of the longest row, prompt and answer; default: 8192, or as trained.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     draft_tokens: Annotated[int | None, typer.Option(help="Draft depth, 0 for none; default: what fits.")] = None,
     tree_size: Annotated[int | None, typer.Option(help="Tokens verified per round with a tree.")] = None,
@@ -43,21 +46,25 @@ def plan(
         prefill_chunk=prefill_chunk,
         margin=margin,
     )
+    write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()
-    console.print(_table([], decision_rows(made)))
-    console.print()
+    print_decision(console, made)
     console.print(_table(LEDGER_COLUMNS, ledger_rows(made)))
     if frontier:
         header, *rows = frontier_rows(made.frontier())
         console.print()
         console.print(_table(header, rows))
-    for warning in made.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}")
     if plot is not None:
         plot_ledger(made, plot)
-    if json_path is not None:
-        json_path.write_text(made.to_json() + "\n", encoding="utf-8")
     raise typer.Exit(0 if made.fits else 1)
+
+
+def print_decision(console: Console, plan: MemoryPlan) -> None:
+    """What a plan decided and what to look out for."""
+    console.print(_table([], decision_rows(plan)))
+    for warning in plan.warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    console.print()
 
 
 def _table(header: list[str] | tuple[str, ...], rows: list[tuple[str, ...]] | list[tuple[str, str]]) -> Table:

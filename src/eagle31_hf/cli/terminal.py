@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from statistics import median
 from typing import Any
 
@@ -16,48 +15,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..benchmark.bare import BareCosts
 from ..checkpoints.summary import CheckpointSummary
+from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
 from .comparison import Comparison
+from .wrapped_writer import WrappedWriter
 
 WIDTH = 100
 ACCEPTED_STYLE = "green"
 OWN_STYLE = ""
-
-
-class IncrementalDecoder:
-    """Token by token to text, never showing half a character.
-
-    A byte-level token may end inside a UTF-8 character; such bytes wait for the rest. Text is decoded together with the
-    piece before it, because some tokenizers write a word's leading space only after another word.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0  # ids whose text has been given out; the ones before it are kept as context
-        self._context = 0
-
-    def feed(self, token: int) -> str:
-        """Text that `token` completes; empty if it completes none."""
-        self._ids.append(token)
-        text = self._new_text()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
-        return text
-
-    def flush(self) -> str:
-        """What is left, broken characters included."""
-        text = self._new_text()
-        self._ids, self._shown, self._context = [], 0, 0
-        return text
-
-    def _new_text(self) -> str:
-        before = self._decode(self._ids[self._context : self._shown])
-        return self._decode(self._ids[self._context :])[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class AcceptanceStreamer(BaseStreamer):
@@ -73,13 +38,9 @@ class AcceptanceStreamer(BaseStreamer):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console, label: str = ""):
-        self._console = console
         self._decoder = IncrementalDecoder(tokenizer)
         self._prompt_seen = False
-        self._word = Text()  # the word being written: it can move to the next line until it is complete
-        self._gap = ""  # spaces before it, dropped where a line ends
-        self._column = len(label)
-        console.print(label, end="", style="dim", markup=False)
+        self._writer = WrappedWriter(console, WIDTH, label)
 
     def put(self, value: Tensor) -> None:
         """Take the prompt (first call, not shown) or one round's tokens, `(n,)` or `(1, n)`."""
@@ -88,42 +49,13 @@ class AcceptanceStreamer(BaseStreamer):
             return
         *accepted, own = value.reshape(-1).tolist()
         for token in accepted:
-            self._add(self._decoder.feed(token), ACCEPTED_STYLE)
-        self._add(self._decoder.feed(own), OWN_STYLE)
+            self._writer.add(self._decoder.feed(token), ACCEPTED_STYLE)
+        self._writer.add(self._decoder.feed(own), OWN_STYLE)
 
     def end(self) -> None:
         """Write what is left and end the line."""
-        self._add(self._decoder.flush(), OWN_STYLE)
-        self._write_word()
-        self._console.print()
-
-    def _add(self, text: str, style: str) -> None:
-        for run in re.findall(r"\S+|\s", text):
-            if run.isspace():
-                self._write_word()
-                self._write_space(run)
-            else:
-                self._word.append(run, style)
-
-    def _write_word(self) -> None:
-        if not self._word:
-            return
-        width = min(WIDTH, self._console.width)
-        if self._column and self._column + len(self._gap) + self._word.cell_len > width:
-            self._break_line()
-        self._console.print(self._gap, self._word, sep="", end="", soft_wrap=True)
-        self._column += len(self._gap) + self._word.cell_len
-        self._word, self._gap = Text(), ""
-
-    def _write_space(self, space: str) -> None:
-        if space == "\n":
-            self._break_line()
-        else:
-            self._gap += " "
-
-    def _break_line(self) -> None:
-        self._console.print()
-        self._column, self._gap = 0, ""
+        self._writer.add(self._decoder.flush(), OWN_STYLE)
+        self._writer.end()
 
 
 def legend() -> Text:
@@ -210,6 +142,22 @@ def comparison_notes(comparison: Comparison, dtype: str) -> list[Text]:
     if comparison.stats.loop != "own":
         notes.append(f"Served by the {comparison.stats.loop} loop: {comparison.stats.reason}.")
     return [Text(note, style="dim") for note in notes]
+
+
+def slower_note(comparison: Comparison, costs: BareCosts) -> Text:
+    """Why drafting did not pay, and what may help."""
+    length = comparison.stats.acceptance_length
+    round_s = length / costs.ceiling(length) * costs.target_step_s
+    cost = (
+        f"a round writes {length:.2f} tokens and its bare forwards take as long as {round_s / costs.target_step_s:.2f}"
+    )
+    if round_s >= length * costs.target_step_s:
+        why = (
+            f"{cost} plain tokens, so no loop could gain here: try fewer --draft-tokens, or a drafter that fits better"
+        )
+    else:
+        why = f"{cost} plain tokens; the rest went to the loop itself: try --acceleration compile, or a longer answer"
+    return Text(f"Slower than plain: {why}.", style="yellow")
 
 
 def stats_line(stats: SpeculationStats) -> Text:

@@ -29,6 +29,8 @@ class DecoderShape:
         rotary_tables: distinct cosine/sine pairs.
         element_bytes: of activations and of an unquantised cache.
         score_bytes: held per attention score by attention without a fused kernel; 0 with one.
+        kv_by_layer: per layer, heads its cache tells apart and the elements a slot of one of them takes; empty: as
+            above. Latent attention caches less than it attends to; where layers differ, above are the widest's sizes.
     """
 
     hidden_size: int
@@ -42,6 +44,7 @@ class DecoderShape:
     rotary_tables: int = 1
     element_bytes: int = 2
     score_bytes: int = 0
+    kv_by_layer: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -49,12 +52,25 @@ class DecoderShape:
 
     def kv_elements(self, capacity: int, block: int) -> int:
         """Cache elements of one row: all slots of full layers, ring and scratch of windowed ones."""
-        per_slot = self.kv_heads * (self.key_dim + self.value_dim)
-        return per_slot * sum(self.layer_slots(window, capacity, block) for window in self.windows)
+        return sum(self._layer_elements(capacity, block))
+
+    def largest_layer_elements(self, capacity: int, block: int) -> int:
+        """Cache elements of one row of the layer that keeps most."""
+        return max(self._layer_elements(capacity, block))
 
     def kv_heads_slots(self, capacity: int, block: int) -> int:
         """Keys and values of one row as (head, slot) pairs: what a per-token scale is stored for."""
-        return 2 * self.kv_heads * sum(self.layer_slots(window, capacity, block) for window in self.windows)
+        return sum(2 * heads * slots for heads, _, slots in self._layers(capacity, block))
+
+    def _layer_elements(self, capacity: int, block: int) -> list[int]:
+        return [heads * width * slots for heads, width, slots in self._layers(capacity, block)]
+
+    def _layers(self, capacity: int, block: int) -> list[tuple[int, int, int]]:
+        """Of each layer: key/value heads, elements of a head's slot, slots."""
+        same = (self.kv_heads, self.key_dim + self.value_dim)
+        kinds = self.kv_by_layer or (same,) * self.num_layers
+        slots = [self.layer_slots(window, capacity, block) for window in self.windows]
+        return [(heads, width, count) for (heads, width), count in zip(kinds, slots, strict=True)]
 
     @staticmethod
     def layer_slots(window: int | None, capacity: int, block: int) -> int:
@@ -150,8 +166,7 @@ def packed_cache_bytes(shape: DecoderShape, capacity: int, block: int) -> int:
 
 def unpacked_layer_bytes(shape: DecoderShape, capacity: int, block: int) -> int:
     """One row of the place where layers of an 8-bit cache are unpacked in turn: the largest, in the model's dtype."""
-    slots = max(shape.layer_slots(window, capacity, block) for window in shape.windows)
-    return slots * shape.kv_heads * (shape.key_dim + shape.value_dim) * shape.element_bytes
+    return shape.largest_layer_elements(capacity, block) * shape.element_bytes
 
 
 def logits_bytes(shape: DecoderShape, rows: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import inspect_checkpoint
+from ..checkpoints import inspect_checkpoint, packable_shapes
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import MemoryPlanError
 from .activation_bytes import DecoderShape, DrafterShape
@@ -104,24 +104,27 @@ def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
     width, inner = config.hidden_size, config.intermediate_size
     head_dim, kv_heads = _known(config.head_dim), _known(config.num_key_value_heads)
     target_width, draft_vocab = _known(config.target_hidden_size), _known(config.draft_vocab_size)
-    heads_width = config.num_attention_heads * head_dim
     qkv_rows = (config.num_attention_heads + 2 * kv_heads) * head_dim
     aux_width = config.num_aux_hidden_states * target_width
     linears: list[tuple[int, int]] = []
     plain = aux_width * width + (width if config.fc_bias else 0) + width  # fc, final norm
     plain += aux_width if config.aux_norm != "none" else 0
+    packable = packable_shapes(config)
+    linears += [size for name, size in packable.items() if name != "lm_head"]
     for layer in range(config.num_hidden_layers):
         joins = layer == 0
-        linears += [(qkv_rows, 2 * width if joins else width), (width, heads_width), (2 * inner, width), (width, inner)]
         plain += (3 if joins else 2) * width + (2 * head_dim if config.qk_norm else 0)
         plain += (qkv_rows + width if config.attention_bias else 0) + (2 * inner + width if config.mlp_bias else 0)
+        plain += _latent_elements(config) if config.is_latent else 0
     reduced = draft_vocab < config.vocab_size
+    latent = config.is_latent
     decoder = DecoderShape(
         hidden_size=width,
         q_heads=config.num_attention_heads,
-        kv_heads=kv_heads,
-        key_dim=head_dim,
-        value_dim=head_dim,
+        # Latent attention has one key, latent and rotated part side by side, and one value, the latent.
+        kv_heads=1 if latent else kv_heads,
+        key_dim=_known(config.kv_lora_rank) + head_dim if latent else head_dim,
+        value_dim=_known(config.kv_lora_rank) if latent else head_dim,
         mlp_units=4 * inner,
         vocab_size=config.vocab_size,
         windows=(None,) * config.num_hidden_layers,
@@ -137,6 +140,13 @@ def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
         plain_elements=plain,
         fixed_bytes=(8 * draft_vocab if reduced else 0) + 2 * 4 * (head_dim // 2),
     )
+
+
+def _latent_elements(config: Eagle31Config) -> int:
+    """Of one layer's latent attention, what is never packed: the matrix that makes keys and values, and two norms."""
+    rank, heads = _known(config.kv_lora_rank), config.num_attention_heads
+    made = heads * (_known(config.qk_nope_head_dim) + _known(config.v_head_dim)) * rank
+    return made + rank + (config.q_lora_rank or 0)
 
 
 def _known(size: int | None) -> int:

@@ -15,12 +15,7 @@ from ..cache.quantized import CACHE_TYPES
 from ..errors import MemoryPlanError
 from .cards import GIB, Card, find_card
 from .drafter_facts import DrafterFacts
-from .ledger import (
-    LedgerTerm,
-    MemorySettings,
-    build_ledger,
-    bytes_by_moment,
-)
+from .ledger import LedgerTerm, MemorySettings, build_ledger, bytes_by_moment
 from .target_facts import TargetFacts, target_fingerprint
 
 

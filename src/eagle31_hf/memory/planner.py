@@ -62,7 +62,7 @@ def plan_memory(
     quantization: Any = None,
     drafter: Any = None,
     card: str | int | Card | None = None,
-    context: int = DEFAULT_CONTEXT,
+    context: int | None = None,
     batch: int = 1,
     draft_tokens: int | None = None,
     tree_size: int | None = None,
@@ -80,7 +80,8 @@ def plan_memory(
         drafter: folder, Hub id, `Eagle31Config` or drafter; `None`: one shaped like a layer of the target, with a
             draft vocabulary of 32,000.
         card: name (`CARDS`), bytes or e.g. `"24GiB"`; `None` measures this machine.
-        context: tokens of the longest row, prompt and new ones.
+        context: tokens of the longest row, prompt and new ones; `None`: 8,192, or what the target was trained for if
+            that is less.
         batch: rows.
         draft_tokens: depth of a draft, 0 for none; `None`: 6, or fewer if that fits.
         tree_size: nodes verified per round, root included; `None`: a chain.
@@ -103,6 +104,7 @@ def plan_memory(
     _check_name("drafter_precision", drafter_precision, DRAFTER_PRECISIONS)
     found_card = find_card(card)
     facts = read_target(target, quantization, attention=attention)
+    context = context or min(DEFAULT_CONTEXT, facts.max_position_embeddings or DEFAULT_CONTEXT)
     warnings = _warnings(facts, found_card, context)
     if not facts.loaded and (reason := _unpacked_reason(facts.quantization, found_card)):
         packed, facts = facts, read_target(target, "bf16", attention=attention)

@@ -16,12 +16,14 @@ from ..cache.spans import windows_from_config
 from ..errors import IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
 from .gguf_header import GgufHeader, read_gguf_header
+from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import SCHEMES, Quantization, scheme
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
                        "tie_word_embeddings", "num_local_experts", "num_experts")  # fmt: skip
+_LAYER_FIELDS = ("intermediate_size", "num_key_value_heads", "head_dim")  # no layer's own where layers differ
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -77,7 +79,7 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
         num_parameters=inventory.num_parameters,
         shape=decoder_shape(config, packing, attention),
         intermediate_size=_intermediate_size(config.get_text_config(decoder=True)),
-        max_position_embeddings=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+        max_position_embeddings=trained_context(config),
     )
 
 
@@ -131,24 +133,23 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         windows, _ = windows_from_config(text, None, 1)
     except IncompatibleTargetError as error:
         raise MemoryPlanError(str(error)) from error
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    latent = getattr(text, "kv_lora_rank", None)
-    key_dim = text.qk_nope_head_dim + text.qk_rope_head_dim if latent else head_dim
+    layers = sizes_by_layer(text)
+    widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
     kinds = set(getattr(text, "layer_types", None) or ())
     rope = getattr(text, "rope_parameters", None) or {}
     return DecoderShape(
         hidden_size=text.hidden_size,
-        q_heads=heads,
-        kv_heads=heads if latent else getattr(text, "num_key_value_heads", None) or heads,
-        key_dim=key_dim,
-        value_dim=text.v_head_dim if latent else head_dim,
+        q_heads=widest.attention_heads,
+        kv_heads=widest.kv_heads,
+        key_dim=widest.key_dim,
+        value_dim=widest.value_dim,
         mlp_units=_mlp_units(text),
         vocab_size=text.vocab_size,
         windows=tuple(windows),
         rotary_tables=max(1, len(kinds & set(rope))),
         element_bytes=packing.dtype_bytes,
         score_bytes=_score_bytes(text, attention, packing.dtype_bytes),
+        kv_by_layer=tuple((layer.cached_heads, layer.cached_elements) for layer in layers),
     )
 
 
@@ -171,13 +172,17 @@ def _mlp_units(text: PreTrainedConfig) -> int:
 
 
 def _intermediate_size(text: PreTrainedConfig) -> int:
-    return getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return max(layer.intermediate_size for layer in sizes_by_layer(text))
 
 
 def target_fingerprint(config: PreTrainedConfig) -> str:
     """Identifies a target's shape: what a plan depends on besides the quantisation."""
     text = config.get_text_config(decoder=True)
-    return digest({field: getattr(text, field, None) for field in _FINGERPRINT_FIELDS})
+    fields = {field: getattr(text, field, None) for field in _FINGERPRINT_FIELDS if field not in _LAYER_FIELDS}
+    layers = set(sizes_by_layer(text))
+    if len(layers) > 1:
+        return digest(fields | {"layers": sorted(layers)})
+    return digest(fields | {field: getattr(text, field, None) for field in _LAYER_FIELDS})
 
 
 def digest(fields: dict[str, Any]) -> str:
@@ -205,7 +210,7 @@ def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
         num_parameters=weight_inventory(config).num_parameters,
         shape=decoder_shape(config, packing, attention),
         intermediate_size=_intermediate_size(config.get_text_config(decoder=True)),
-        max_position_embeddings=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+        max_position_embeddings=trained_context(config),
         loaded=True,
     )
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .distill import DistillationModel, packed
-from .packing import collate
-from .test_time import supervised_positions
+from .data.packing import collate
+from .distillation.trainer import DistillationModel, packed
+from .distillation.unroll import supervised_positions
 
 Work = Callable[[dict[str, Tensor]], None]
 """Something done with a batch."""

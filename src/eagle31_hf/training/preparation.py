@@ -18,18 +18,20 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import read_checkpoint
-from ..drafter import Eagle31Drafter
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
-from .beginnings import freeze_shared, fresh_drafter
-from .data import Conversation, read_conversations
-from .evaluation import EvaluationPrompt, evaluation_prompts
-from .features import FeatureManifest, StoredFeatures, store_features
-from .packing import PackedDocuments
-from .progress import progress_bar
-from .regeneration import disk_bytes, regenerate
-from .rendering import Document, Documents, render_documents
-from .settings import TrainingSettings
-from .vocabulary import DraftVocabulary, build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
+from .data.conversations import Conversation, read_conversations, with_unique_ids
+from .data.packing import PackedDocuments
+from .data.prompt_sieve import PromptSieve
+from .data.regeneration import disk_bytes, regenerate
+from .data.rendering import Document, Documents, render_documents
+from .data.self_prompts import SOURCE, SelfPromptSettings, self_prompt_count, write_prompts
+from .data.vocabulary import DraftVocabulary, build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
+from .distillation.evaluation import EvaluationPrompt, evaluation_prompts
+from .distillation.features import FeatureManifest, StoredFeatures, store_features
+from .progress import Counting
+from .settings import ResolvedSettings
+from .setup import freeze_shared, fresh_drafter
 
 HELD_OUT_ROWS = 64
 VOCABULARY_FILE = "draft_vocabulary.json"
@@ -52,7 +54,7 @@ class Preparation:
 
     def __init__(
         self,
-        settings: TrainingSettings,
+        settings: ResolvedSettings,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
@@ -68,8 +70,7 @@ class Preparation:
             TrainingError: a row or file is unusable; it is named.
         """
         settings = self.settings
-        assert settings.max_length is not None, "resolve sets it"
-        conversations = read_conversations(settings.prompts, limit=settings.max_rows)
+        conversations = self._read_prompts()
         if settings.held_out:
             held_out = read_conversations(settings.held_out, limit=settings.max_rows)
         else:
@@ -81,7 +82,7 @@ class Preparation:
             self.tokenizer,
             max_length=settings.max_length,
             too_long=settings.too_long,
-            supervise=settings.supervise or "assistant",
+            supervise=settings.supervise,
         )
         left_out = {
             "truncated": documents.truncated,
@@ -97,12 +98,36 @@ class Preparation:
         )
         return Texts(documents, prompts)
 
+    def _read_prompts(self) -> list[Conversation]:
+        """Rows of files and the Hub, and those that the target writes itself."""
+        settings = self.settings
+        files = [source for source in settings.prompts if self_prompt_count(source) is None]
+        count = sum(self_prompt_count(source) or 0 for source in settings.prompts)
+        found = read_conversations(files, limit=settings.max_rows) if files else []
+        return with_unique_ids(found + (self._self_prompts(count) if count else []))
+
+    def _self_prompts(self, count: int) -> list[Conversation]:
+        """Each process writes its share; what several wrote alike is kept once."""
+        settings, processes = self.settings, self.processes
+        rank = processes.process_index
+        share = count // processes.num_processes + (rank < count % processes.num_processes)
+        path = settings.out / "data" / (f"prompts-{rank}.jsonl" if rank else "prompts.jsonl")
+        how = SelfPromptSettings(
+            share, batch_size=settings.write_rows, seed=settings.seed * processes.num_processes + rank
+        )
+        with Counting(self.console, "the target writes prompts", share) as counting:
+            mine = write_prompts(self.target, self.tokenizer, path, how, on_batch=counting.advance)
+        if processes.num_processes == 1:
+            return mine
+        sieve = PromptSieve()
+        written = [row for row in gather_object(mine) if sieve.admits(row.messages[0]["content"])]
+        return [replace(row, id=f"{SOURCE}-{number}") for number, row in enumerate(written)]
+
     def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
         settings = self.settings
-        assert settings.max_length is not None, "resolve sets it"
         if settings.regenerate == "none":
             return list(conversations)
-        how = settings.to_regeneration(max_prompt_tokens=max(1, settings.max_length - 8))
+        how = settings.to_regeneration()
         self.console.print(
             f"the target writes its own turns: at most {disk_bytes(conversations, how) / 1e9:.2f} GB "
             f"in {settings.out / 'data'}",
@@ -110,15 +135,14 @@ class Preparation:
             markup=False,
         )
         mine = conversations[self.processes.process_index :: self.processes.num_processes]
-        with progress_bar(self.console) as bar:
-            task = bar.add_task("target writes", total=len(mine), note="")
+        with Counting(self.console, "the target writes answers", len(mine)) as counting:
             written = regenerate(
                 mine,
                 self.target,
                 self.tokenizer,
                 self._text_file(self.processes.process_index),
                 how,
-                on_batch=lambda rows: bar.advance(task, rows),
+                on_rows=counting.advance,
             )
         if self.processes.num_processes == 1:
             return written
@@ -129,7 +153,7 @@ class Preparation:
         name = f"conversations-{process}.jsonl" if process else "conversations.jsonl"
         return self.settings.out / "data" / name
 
-    def settings_of_further_runs(self) -> TrainingSettings:
+    def settings_of_further_runs(self) -> ResolvedSettings:
         """Settings for other runs on the texts of this one, after `read_texts`: what the target wrote is read again.
 
         Rows kept for measuring are not among those it wrote. Without regeneration the settings are the run's own.
@@ -165,7 +189,6 @@ class Preparation:
         """Built once and kept: the head's rows are tied to it."""
         settings = self.settings
         path = settings.out / VOCABULARY_FILE
-        assert settings.draft_vocab_size is not None, "resolve sets it"
         if settings.resume and path.exists():
             vocabulary = read_vocabulary(path)
             if len(vocabulary.ids) != settings.draft_vocab_size or vocabulary.vocab_size != len(counts):
@@ -188,20 +211,13 @@ class Preparation:
     def make_dataset(self, drafter: Eagle31Drafter, documents: list[Document]) -> Dataset:
         """Packed rows, with the target's features beside them if those are to be stored."""
         settings = self.settings
-        assert settings.max_length is not None, "resolve sets it"
         if not settings.store_features:
             return PackedDocuments(documents, settings.max_length, seed=settings.seed)
         binding = drafter.require_binding()
         folder = settings.out / "features"
         # The others find every shard written, and write none.
-        with self.processes.main_process_first(), progress_bar(self.console) as bar:
-            task = bar.add_task("storing features", total=None, note="")
-            store_features(
-                binding,
-                documents,
-                folder,
-                on_shard=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        with self.processes.main_process_first(), Counting(self.console, "storing features", 0) as counting:
+            store_features(binding, documents, folder, on_shard=counting.set)
         wanted = FeatureManifest.of(binding, documents)
         return StoredFeatures(folder, wanted, documents, row_length=settings.max_length, seed=settings.seed)
 

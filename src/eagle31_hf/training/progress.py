@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+LINE_EVERY_S = 30.0
+"""Where no bar can be drawn, the log gets a line so often."""
+
 
 def progress_bar(console: Console) -> Progress:
     """A bar with what is done, how much of it, and the time left."""
@@ -20,17 +23,74 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("{task.fields[note]}"),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 
-LINE_EVERY_S = 60.0
-"""Where no bar can be drawn, the log file gets a line so often."""
+class Counting:
+    """Tells how far some long work is: by a bar on a terminal; elsewhere by a line now and then and at its end.
+
+    Args:
+        title: what is done, as in "the target writes answers".
+        total: how much there is to do.
+    """
+
+    def __init__(self, console: Console, title: str, total: int):
+        self._console, self._title = console, title
+        self._bar = progress_bar(console)
+        self._task = self._bar.add_task(title, total=total, note="")
+        self._started_at = self._told_at = time.monotonic()
+        self._found_done: int | None = None  # what an earlier run had done says nothing of this one's speed
+
+    def advance(self, count: int = 0) -> None:
+        """So many more are done; to be called with 0, too, where the next one is long in coming."""
+        self._bar.advance(self._task, count)
+        if self._found_done is None:
+            self._found_done = count
+            if count:
+                self._tell(f"{self._so_far()}, kept from an earlier run")
+        elif time.monotonic() - self._told_at >= LINE_EVERY_S:
+            self._tell(self._so_far() + self._left())
+
+    def set(self, done: int, total: int) -> None:
+        """`done` of `total` are done."""
+        self._bar.update(self._task, total=total)
+        self.advance(done - int(self._bar.tasks[0].completed))
+
+    def __enter__(self) -> Counting:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._bar.stop()
+        minutes = (time.monotonic() - self._started_at) / 60
+        if kind is None:
+            self._tell(f"{self._so_far()} in {minutes:.1f} minutes")
+        else:
+            self._console.print(f"{self._title}: stopped at {self._so_far()}", highlight=False, markup=False)
+
+    def _so_far(self) -> str:
+        task = self._bar.tasks[0]
+        return f"{int(task.completed):,} of {int(task.total or 0):,}"
+
+    def _left(self) -> str:
+        task = self._bar.tasks[0]
+        fresh = task.completed - (self._found_done or 0)
+        if fresh <= 0:
+            return ""
+        seconds = (time.monotonic() - self._started_at) / fresh * ((task.total or 0) - task.completed)
+        return f", {seconds / 60:.0f} minutes left"
+
+    def _tell(self, text: str) -> None:
+        self._told_at = time.monotonic()
+        if not self._console.is_terminal:
+            self._console.print(f"{self._title}: {text}", highlight=False, markup=False)
 
 
 class LiveProgress(TrainerCallback):
     """A bar with the latest loss and accuracies; a line for each measurement of served acceptance.
 
-    Where the console is no terminal, the bar is a line a minute.
+    Where the console is no terminal, a line now and then stands for the bar.
     """
 
     def __init__(self, console: Console, title: str):

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from .losses import find_loss
-from .objectives import DistillationSettings, PolicySettings
-from .optimizers import OPTIMIZERS
-from .regeneration import TURNS, RegenerationSettings
-from .rendering import SUPERVISED, TOO_LONG
+from .data.regeneration import TURNS, RegenerationSettings
+from .data.rendering import SUPERVISED, TOO_LONG
+from .distillation.losses import find_loss
+from .distillation.objective import DistillationSettings
+from .distillation.optimizers import OPTIMIZERS
+from .policy.objective import PolicySettings
 
 STAGES = ("1", "2", "both")
 SMALL_TARGET_PARAMETERS = 200_000_000
+ROOM_FOR_AN_ANSWER = 8
 
 
 def _option(default: Any, help: str) -> Any:
@@ -23,10 +25,14 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """One training run. `None` means: chosen to suit the target (`beginnings.resolve`)."""
+    """One training run. `None` means: chosen to suit the target (`setup.resolve`)."""
 
     target: str = field(metadata={"help": "target: folder or Hub id"})
-    prompts: tuple[str, ...] = field(metadata={"help": "JSONL files, folders or Hub data sets with conversations"})
+    prompts: tuple[str, ...] = field(
+        metadata={
+            "help": "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
+        }
+    )
     out: Path = field(metadata={"help": "folder for the drafter, its checkpoints and its data"})
     stage: str = _option("1", "1 (distillation), 2 (acceptance, on a trained drafter) or both")
     resume: bool = _option(False, "continue from the last complete checkpoint in the folder")
@@ -77,7 +83,8 @@ class TrainingSettings:
     device: str = _option("auto", "auto, cpu, cuda or mps")
     seed: int = _option(0, "of data order, sampling and initial weights")
     report_to: str = _option("none", "where Trainer logs to: none, tensorboard, wandb, ...")
-    push: str | None = _option(None, "upload the drafter to this Hub repository at the end")
+    push: str | None = _option(None, "upload drafter, card and report to this Hub repository at the end")
+    license: str | None = _option(None, "licence of the drafter for its card, e.g. apache-2.0; needed to push")
 
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""
@@ -101,6 +108,10 @@ class TrainingSettings:
                 raise ConfigurationError(f"temperature is {temperature}; wanted 0 (greedy) or more")
         if not self.prompts:
             raise ConfigurationError("no prompts given; name a JSONL file, a folder of them or a Hub data set")
+        if self.push is not None and not self.license:
+            raise ConfigurationError(
+                f"push is {self.push!r} without a license; a published card must state one, e.g. license='apache-2.0'"
+            )
         if self.stage == "2" and self.drafter is None:
             raise ConfigurationError("stage 2 improves a trained drafter; name it with drafter, or use stage='both'")
         if not 0 < self.stage2_share < 1:
@@ -118,16 +129,29 @@ class TrainingSettings:
         temperature = default if self.reward_temperature is None else self.reward_temperature
         return PolicySettings(reward=self.reward, depth=self.draft_tokens, temperature=temperature)
 
-    def to_regeneration(self, max_prompt_tokens: int) -> RegenerationSettings:
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings(TrainingSettings):
+    """Settings of which nothing is left open: what `setup.resolve` gives for a target."""
+
+    regenerate: str
+    max_new_tokens: int
+    write_rows: int
+    supervise: str
+    max_length: int
+    draft_vocab_size: int
+    batch_rows: int
+    accumulate: int
+    learning_rate: float
+    eval_steps: int
+
+    def to_regeneration(self) -> RegenerationSettings:
         """How the target writes."""
-        assert self.regenerate is not None, "resolve sets it"
-        assert self.max_new_tokens is not None, "resolve sets it"
-        assert self.write_rows is not None, "resolve sets it"
         return RegenerationSettings(
             turns=self.regenerate,
             temperatures=self.temperature,
             max_new_tokens=self.max_new_tokens,
-            max_prompt_tokens=max_prompt_tokens,
+            max_prompt_tokens=max(1, self.max_length - ROOM_FOR_AN_ANSWER),
             batch_size=self.write_rows,
             seed=self.seed,
         )

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,21 @@ from transformers import (
     set_seed,
 )
 
-from ..drafter import Eagle31Drafter
+from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
-from .beginnings import load_target, multiplies_bfloat16, resolve
-from .distill import DistillationModel, DistillationTrainer, copy_weights, last_checkpoint
-from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
-from .features import require_disk
-from .model_card import CardFacts, Evidence, model_card
-from .optimizers import OptimizerSettings
+from .data.disk import require_disk
+from .data.rendering import Documents
+from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
+from .distillation.optimizers import OptimizerSettings
+from .distillation.trainer import DistillationModel, DistillationTrainer, copy_weights, last_checkpoint
 from .plan import StagePlan, TrainingPlan, checkpoint_bytes, time_step, time_token_loss, training_bytes
-from .policy import PolicyModel
+from .policy.policy_model import PolicyModel
 from .preparation import Preparation
 from .processes import is_first_process, leave_process_group
 from .progress import LiveProgress
-from .rendering import Documents
-from .settings import TrainingSettings
+from .settings import ResolvedSettings, TrainingSettings
+from .setup import load_target, multiplies_bfloat16, resolve
 
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
 RESULT_FILE = "result.json"
@@ -110,11 +111,11 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         raise TrainingError(f"{out} holds the checkpoints of an earlier run; resume it, or name another folder")
     set_seed(settings.seed)
     target, tokenizer = load_target(settings)
-    settings = resolve(settings, target)
+    resolved = resolve(settings, target)
     with warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        report = _Run(settings, target, tokenizer, console).execute()
+        report = _Run(resolved, target, tokenizer, console).execute()
     leave_process_group()
     return report
 
@@ -122,7 +123,7 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
 class _Run:
     def __init__(
         self,
-        settings: TrainingSettings,
+        settings: ResolvedSettings,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
@@ -173,8 +174,7 @@ class _Run:
         self, model: DistillationModel, documents: Documents, dataset: Any, coverage: float | None
     ) -> TrainingPlan:
         settings = self.settings
-        accumulate = settings.accumulate or 1
-        assert settings.batch_rows is not None, "resolve sets it"
+        accumulate = settings.accumulate
         rows_per_step = settings.batch_rows * accumulate * self.processes
         steps = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
         rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
@@ -192,21 +192,19 @@ class _Run:
             coverage=coverage,
             stages=tuple(StagePlan(name, n, step_s[name]) for name, n in self._stage_steps(steps).items()),
             disk_bytes=disk,
-            training_bytes=training_bytes(model, settings.batch_rows * (settings.max_length or 0)),
+            training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
             token_loss_s=step_s["stage1"],
             bare_s=accumulate * bare_s,
         )
 
     def _arguments(self, stage: str, steps: int) -> TrainingArguments:
         settings = self.settings
-        assert settings.batch_rows is not None, "resolve sets it"
-        assert settings.eval_steps is not None, "resolve sets it"
         eval_steps = min(settings.eval_steps, steps)
         return TrainingArguments(
             output_dir=str(settings.out / stage),
             max_steps=steps,
             per_device_train_batch_size=settings.batch_rows,
-            gradient_accumulation_steps=settings.accumulate or 1,
+            gradient_accumulation_steps=settings.accumulate,
             learning_rate=self._optimizer(stage).learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=math.ceil(settings.warmup_share * steps),
@@ -230,7 +228,6 @@ class _Run:
         )
 
     def _optimizer(self, stage: str) -> OptimizerSettings:
-        assert self.settings.learning_rate is not None, "resolve sets it"
         rate = self.settings.learning_rate * (0.1 if stage == "stage2" else 1.0)
         return OptimizerSettings(self.settings.optimizer, rate, 10 * rate)
 
@@ -284,25 +281,40 @@ class _Run:
         settings = self.settings
         precision = self.target.dtype if self.target.dtype.is_floating_point else torch.bfloat16
         drafter.eval().to(precision)  # type: ignore[call-arg]
+        # Where it is to be found, but nobody else has this machine's folders.
+        drafter.name_target(_published_name(settings.target) if settings.push else settings.target)
         drafter.save_pretrained(settings.out)
-        facts = CardFacts(
-            repository=settings.push or settings.out.name,
-            target=settings.target if not Path(settings.target).exists() else Path(settings.target).name,
-            recipe=_recipe(settings),
-            conditions=(
-                f"Greedy, chain of {settings.draft_tokens} draft tokens, at most {self.evaluation.max_new_tokens} new "
-                "tokens, held-out prompts; mean tokens per target pass, bonus token included, prefill not counted."
-            ),
-        )
-        evidence = [Evidence(stage.name, stage.acceptance) for stage in report.stages]
-        (settings.out / "README.md").write_text(model_card(facts, evidence), encoding="utf-8")
-        (settings.out / "training_report.json").write_text(json.dumps(report.to_dict(), indent=2), encoding="utf-8")
+        self._write_record(report)
+        repository = settings.push or settings.out.resolve().name
+        (settings.out / CARD_FILE).write_text(fill_card(settings.out, repository), encoding="utf-8")
         if settings.push is not None:
             drafter.save_pretrained(settings.out, push_to_hub=True, repo_id=settings.push)
 
+    def _write_record(self, report: TrainingReport) -> None:
+        """`training_report.json`: all that the card tells, and no path of this machine."""
+        settings = self.settings
+        facts = {
+            "target": _published_name(settings.target),
+            "license": settings.license,
+            "data": [_published_name(source) for source in settings.prompts],
+            "recipe": _recipe(settings),
+            "conditions": (
+                f"Greedy, chain of {settings.draft_tokens} draft tokens, at most {self.evaluation.max_new_tokens} new "
+                "tokens, held-out prompts; prefill not counted."
+            ),
+            "versions": {name: version(name) for name in ("eagle31-hf", "torch", "transformers")},
+        }
+        figures = {name: value for name, value in report.to_dict().items() if name != "folder"}
+        (settings.out / RECORD_FILE).write_text(json.dumps(facts | figures, indent=2), encoding="utf-8")
 
-def _recipe(settings: TrainingSettings) -> dict[str, str]:
-    hidden = ("target", "prompts", "out", "resume", "drafter", "held_out", "device", "push", "report_to")
+
+def _published_name(name: str) -> str:
+    """A Hub id, or of a local file or folder its last part."""
+    return Path(name).resolve().name if Path(name).expanduser().exists() else name
+
+
+def _recipe(settings: ResolvedSettings) -> dict[str, str]:
+    hidden = ("target", "prompts", "out", "resume", "drafter", "held_out", "device", "push", "report_to", "license")
     return {
         item.name: str(getattr(settings, item.name))
         for item in dataclasses.fields(settings)

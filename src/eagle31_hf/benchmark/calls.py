@@ -1,0 +1,178 @@
+"""What `eagle31 bench run` writes down: one record per `generate` call. Plain numbers, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from statistics import fmean, pstdev
+from typing import Any
+
+WINDOW_TOKENS = 8
+"""Tokens of one stretch of text whose speed is looked at: longer than any accepted block is on average."""
+
+SAME, TIE, DIFFERENT, SAMPLED, REFERENCE = "same", "tie", "different", "sampled", "reference"
+"""What an answer is against plain decoding's: equal; different only where the target's own rounding decides; different
+beyond that; drawn, so that only the distribution is comparable; plain decoding's own."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Counts of one call, as `SpeculationStats` has them, and host seconds of its parts."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    drafted_at: list[int]
+    reached_at: list[int]
+    accepted_at: list[int]
+    prefill_s: float
+    draft_s: float
+    verify_s: float
+    other_s: float
+    passes: int = 0
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Rounds and the tokens they wrote, in one part of the answers."""
+
+    rounds: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: TextPart) -> TextPart:
+        return TextPart(self.rounds + other.rounds, self.tokens + other.tokens)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return self.tokens / self.rounds if self.rounds else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one answer is against plain decoding's.
+
+    Attributes:
+        kind: `same`, `tie`, `different`, `sampled` or `reference`.
+        position: first token that differs, counted from 0; -1 if none does.
+        logit_gap, rounding: the largest distance of a written token's logit from the best one in units of the logits,
+            and how far the target's own logits move there with the size of the block they are computed in.
+    """
+
+    kind: str
+    position: int = -1
+    logit_gap: float = 0.0
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One `generate` call of one method.
+
+    Attributes:
+        turn: which prompts, in which repeat and how: all methods of a turn wrote the same prompts one after the other.
+        method: its name.
+        temperature, seed, batch_size, repeat: how it was called.
+        prompts, suite, category: ids of the rows' prompts; "mixed" where rows are not of one kind.
+        prompt_tokens, new_tokens: over all rows, padding and what follows an end not counted.
+        seconds: of the whole call; `first_token_s` until the first token was handed out.
+        window_s: seconds of each `WINDOW_TOKENS` tokens after the first one (one row only).
+        blocks: tokens each round wrote, the first token left out (one row only).
+        thinking, answering: rounds inside and outside `<think>` (one row only).
+        drafting: of our drafter; `None` for methods without it.
+        target_passes: forwards of the whole target where they could be counted, the one for the prompt included.
+        peak_bytes, energy_j: most memory and the energy of the call, where the machine tells.
+        served_by: the loop that ran and why, if it was not the one asked for.
+        texts: a digest of each row's tokens.
+        verdicts: one per row.
+    """
+
+    turn: str
+    method: str
+    temperature: float
+    seed: int
+    batch_size: int
+    repeat: int
+    prompts: list[str]
+    suite: str
+    category: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    first_token_s: float
+    texts: list[str]
+    window_s: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    thinking: TextPart = TextPart()
+    answering: TextPart = TextPart()
+    drafting: Drafting | None = None
+    target_passes: int | None = None
+    peak_bytes: int | None = None
+    energy_j: float | None = None
+    served_by: str = ""
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def tok_per_s(self) -> float:
+        return self.new_tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, seconds to a hundredth of a millisecond."""
+        row = _rounded(asdict(self))
+        plain = asdict(Verdict(""))
+        row["verdicts"] = [{k: v for k, v in verdict.items() if v != plain[k]} for verdict in row["verdicts"]]
+        return {"kind": "call", **row}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> CallRecord:
+        """The record `to_dict` made; fields of later versions are left out."""
+        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}
+        known["verdicts"] = [Verdict(**verdict) for verdict in row.get("verdicts", [])]
+        for part in ("thinking", "answering"):
+            known[part] = TextPart(**row.get(part, {}))
+        known["drafting"] = None if row.get("drafting") is None else Drafting(**row["drafting"])
+        return cls(**known)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 5) if abs(value) >= 1e-3 else float(f"{value:.3g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def windows(arrivals: Sequence[tuple[float, int]], size: int = WINDOW_TOKENS) -> list[float]:
+    """Seconds of each whole stretch of `size` tokens.
+
+    Tokens arrive in blocks, so the time between two arrivals is shared among the tokens of the later one.
+
+    Args:
+        arrivals: (seconds, tokens handed out then), in order. What came first is where the clock starts.
+    """
+    if not arrivals:
+        return []
+    times, counts = [arrivals[0][0]], [0]
+    for moment, count in arrivals[1:]:
+        times.append(moment)
+        counts.append(counts[-1] + count)
+    marks, at = [], 0
+    for tokens in range(0, counts[-1] + 1, size):
+        while counts[at] < tokens:
+            at += 1
+        if counts[at] == tokens:
+            marks.append(times[at])
+        else:
+            share = (tokens - counts[at - 1]) / (counts[at] - counts[at - 1])
+            marks.append(times[at - 1] + share * (times[at] - times[at - 1]))
+    return [later - earlier for earlier, later in pairwise(marks)]
+
+
+def window_speeds(window_s: Sequence[float]) -> list[float]:
+    """Tokens per second of each stretch."""
+    return [WINDOW_TOKENS / seconds for seconds in window_s if seconds > 0]
+
+
+def variation(values: Sequence[float]) -> float | None:
+    """Standard deviation over mean: 0 is perfectly steady; `None` of fewer than two."""
+    return pstdev(values) / fmean(values) if len(values) > 1 else None

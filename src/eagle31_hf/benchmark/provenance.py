@@ -1,0 +1,135 @@
+"""What a figure depends on beside the prompts: versions, commit, machine, models, template."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..demo import drafter_path, target_path
+from ..drafter.drafter import Eagle31Drafter
+from ..target.binding import TargetBinding
+
+SAMPLED_BYTES = 2**20
+CPU_FACTS = Path("/proc/cpuinfo")
+
+
+def software() -> dict[str, Any]:
+    """Versions, and the commit of the package's source where that is a checkout."""
+    return {
+        "eagle31_hf": version("eagle31-hf"),
+        "commit": commit_of(Path(__file__).parent),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit_of(folder: Path) -> str:
+    """Short commit of the checkout `folder` is in, `+` behind it where source differs from it; empty if there is none.
+
+    Only a checkout that tracks the folder counts: a package installed into some project's tree is not that project.
+    """
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        if not git("ls-files", "--error-unmatch", "provenance.py"):
+            return ""
+        return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", ".."))
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def machine(binding: TargetBinding) -> dict[str, Any]:
+    """Device, processor and how many threads of it."""
+    device = binding.head_device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processor": processor_name(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
+
+
+def processor_name(facts: Path = CPU_FACTS) -> str:
+    """As the processor calls itself."""
+    try:
+        lines = facts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def pair_facts(
+    drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase, names: tuple[str | None, str | None]
+) -> dict[str, Any]:
+    """Who was measured.
+
+    Args:
+        names: Hub id or folder of target and drafter; `None` for the embedded ones.
+    """
+    model: Any = drafter.require_binding().model
+    template = tokenizer.chat_template or ""
+    return {
+        "target": _checkpoint(names[0], model.config, target_path()),
+        "drafter": _checkpoint(names[1], drafter.config, drafter_path()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantisation": _quantisation(model),
+        "attention": model.config._attn_implementation,
+        "template": hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else "none",
+    }
+
+
+def _checkpoint(name: str | None, config: Any, embedded: Path) -> dict[str, str]:
+    """A name without the folders above it, and what tells its weights from others."""
+    if name is None:
+        return {"name": f"embedded {embedded.name}", "revision": fingerprint(embedded)}
+    folder = Path(name)
+    if folder.is_dir():
+        return {"name": folder.resolve().name, "revision": fingerprint(folder)}
+    return {"name": name, "revision": str(getattr(config, "_commit_hash", None) or "not known")}
+
+
+def fingerprint(folder: Path) -> str:
+    """Digest of a folder's configuration and of its weights: sizes, and the first and last MiB of each file."""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json"))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(SAMPLED_BYTES))
+            if size > SAMPLED_BYTES:
+                file.seek(-SAMPLED_BYTES, os.SEEK_END)
+                digest.update(file.read())
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def _quantisation(model: PreTrainedModel) -> str:
+    config: Any = getattr(model.config, "quantization_config", None)
+    if config is None:
+        return "none"
+    facts = config if isinstance(config, dict) else config.to_dict()
+    return ", ".join(
+        f"{name}={facts[name]}"
+        for name in ("quant_method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bits")
+        if facts.get(name)
+    )
+
+
+def command_line() -> str:
+    """The command as it was typed, without the folder the script lies in."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

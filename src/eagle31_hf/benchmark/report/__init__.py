@@ -1,0 +1,1 @@
+"""`eagle31 report`: records as one page to read, with plots. From records alone; no model is needed."""

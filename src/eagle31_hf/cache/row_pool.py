@@ -1,0 +1,122 @@
+"""A speculative cache whose rows come and go, one at a time, without the others being moved or copied.
+
+All rows are allocated once. The first `batch_size` are live: forwards see them and no others. A row that leaves changes
+places with the last live one and stays where it then lies, parked, until a row that joins needs the place. What is
+parked can be read (`copy_row_from`): a text that begins as a parked one need not be computed again.
+
+    places    0 .. batch_size-1     batch_size .. num_rows-1
+              live                  parked, or never used
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import MemoryPlanError, UnsupportedGenerationError
+from .layers import SlotLayer, WindowLayer
+from .speculative import SpeculativeCache
+
+
+class RowPool(SpeculativeCache):
+    """See above; made as any `SpeculativeCache`, with `batch_size` rows of which none is live yet."""
+
+    def __init__(self, *args: Any, batch_size: int, **kwargs: Any):
+        super().__init__(*args, batch_size=batch_size, **kwargs)
+        self.num_rows = batch_size
+        self._placement.reserved_rows = batch_size
+        self._parked_lengths: dict[int, int] = {}
+        self._parked_ring_ends: dict[int, int] = {}
+        self._set_live([], [])
+
+    def row_length(self, place: int) -> int:
+        """Tokens of a live or parked row; 0 where nothing lies."""
+        return self.lengths[place] if place < self.batch_size else self._parked_lengths.get(place, 0)
+
+    def can_resume(self, place: int, length: int) -> bool:
+        """Whether a row's first `length` tokens are all held: always in full layers, in rings only until they turn."""
+        full = self.row_length(place)
+        ring = min(self._spans.rings, default=0)
+        end = self._ring_end[place] if place < self.batch_size else self._parked_ring_ends.get(place, 0)
+        return 0 < length <= full and (not ring or end <= ring or (length == full == end))
+
+    def join(self, source: SpeculativeCache) -> int:
+        """Copy the only row of `source` behind the live ones, where it becomes one of them. Returns its place.
+
+        Raises:
+            MemoryPlanError: all rows are live.
+        """
+        place = self.batch_size
+        if place == self.num_rows:
+            raise MemoryPlanError(f"all {self.num_rows} rows are taken; one has to leave before another joins")
+        (length,) = source.lengths
+        self._copy(source, 0, place, length)
+        self._forget(place)
+        self._set_live([*self.lengths, length], [*self._ring_end, source._ring_end[0]])
+        return place
+
+    def leave(self, place: int) -> int:
+        """Park a live row behind the others; the last live one takes its place. Returns where the parked row lies."""
+        last = self.batch_size - 1
+        if not 0 <= place <= last:
+            raise UnsupportedGenerationError(f"got place {place} to leave; wanted one of the {last + 1} live rows")
+        if place != last:
+            for layer in self._layers_in_use():
+                for storage in layer.storages:
+                    parked = storage[place].clone()
+                    storage[place].copy_(storage[last])
+                    storage[last].copy_(parked)
+        lengths, ends = self.lengths, list(self._ring_end)
+        self._parked_lengths[last], self._parked_ring_ends[last] = lengths[place], ends[place]
+        lengths[place], ends[place] = lengths[last], ends[last]
+        self._set_live(lengths[:-1], ends[:-1])
+        return last
+
+    def _forget(self, place: int) -> None:
+        self._parked_lengths.pop(place, None)
+        self._parked_ring_ends.pop(place, None)
+
+    def _set_live(self, lengths: list[int], ring_ends: list[int]) -> None:
+        self._ring_end = ring_ends
+        self._placement.set_batch(len(lengths))
+        self._placement.set_lengths(lengths)
+
+    def _copy(self, source: SpeculativeCache, row: int, place: int, length: int) -> None:
+        """Take a row's first `length` tokens over, ring and all."""
+        self._reserve(max(length, 1))
+        for own, other in zip(self.layers, source.layers, strict=True):
+            copy_row(other, row, own, place, length)
+
+    def _layers_in_use(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if layer.is_initialized]
+
+    def select_rows(self, rows: Any) -> None:
+        """Not of a pool: rows join and leave one at a time."""
+        raise UnsupportedGenerationError("rows of a pool join and leave one at a time; use join and leave")
+
+
+def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) -> None:
+    """Begin `cache`, of one row, with the first `length` tokens of a pool's row, live or parked.
+
+    Raises:
+        UnsupportedGenerationError: the pool does not hold them any more.
+    """
+    if not pool.can_resume(place, length):
+        raise UnsupportedGenerationError(f"row {place} of the pool does not hold its first {length} tokens any more")
+    cache.reset()
+    cache._reserve(length)
+    for own, other in zip(cache.layers, pool.layers, strict=True):
+        copy_row(other, place, own, 0, length)
+    cache._ring_end = [length]
+    cache._placement.set_lengths([length])
+
+
+def copy_row(source: SlotLayer, row: int, target: SlotLayer, place: int, length: int) -> None:
+    """Copy a row's first `length` tokens from one layer's storages to another's of the same kind."""
+    if not source.is_initialized:
+        return
+    if not target.is_initialized:
+        target.adopt_layout(source)
+    target.make_room()
+    slots = source.ring if isinstance(source, WindowLayer) else length
+    for own, other in zip(target.storages, source.storages, strict=True):
+        own[place, :, :slots].copy_(other[row, :, :slots])

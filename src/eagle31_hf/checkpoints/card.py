@@ -1,0 +1,210 @@
+"""The card of a published drafter, filled from its checkpoint and the record of its training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..errors import PublishingError
+from .checkpoint import inspect_checkpoint
+from .json_files import read_json, shown
+from .serving import sglang_command, vllm_command
+from .summary import CheckpointSummary, EngineVerdict
+
+CARD_FILE = "README.md"
+RECORD_FILE = "training_report.json"
+PROFILE_FILE = "speculation_profile.json"  # of eagle31 bench run --profile
+LIBRARY = "eagle31_hf"
+UNKNOWN_LICENSE = "unknown"
+_TEMPLATE = Path(__file__).with_name("card_template.md")
+_TAGS = ["eagle3", "speculative-decoding", "drafter"]
+_METADATA = ("license", "base_model", "library_name")
+_SECTIONS = ("Use", "Evidence", "Training", "Limits")
+_MEASURED = re.compile(r"\|\s*\**\d+\.\d+")  # a table cell with a figure
+
+
+@dataclass(frozen=True)
+class DrafterRecord:
+    """What a card tells beside the checkpoint; the fields of `training_report.json` that are named here.
+
+    Attributes:
+        target: Hub id, or name of a local target.
+        license: of the drafter, as the Hub writes it ("apache-2.0"); `UNKNOWN_LICENSE` if nobody has said.
+        data: names of the texts it learned from.
+        recipe: setting to value.
+        conditions: how acceptance was measured, in words.
+        versions: package to version.
+        stages: `[{"name": …, "acceptance": {category: {"rounds", "accepted", "drafted_at", "accepted_at"}}}]`.
+    """
+
+    target: str
+    license: str
+    data: list[str]
+    recipe: dict[str, Any]
+    conditions: str
+    versions: dict[str, str]
+    stages: list[dict[str, Any]]
+
+
+def fill_card(folder: Path, repository: str, *, license: str | None = None) -> str:
+    """The card of the drafter in `folder`, from its `config.json`, weights' headers and `training_report.json`.
+
+    Args:
+        repository: where it will be found: Hub id, or the folder's name.
+        license: of the drafter, where the record tells none or another.
+
+    Raises:
+        PublishingError: the record lacks evidence or something else a card must tell; all of it is named.
+        CheckpointError: the folder holds no drafter.
+    """
+    summary, record = inspect_checkpoint(folder), _read_record(folder, license)
+    vllm, sglang = summary.engines
+    data = ModelCardData(
+        base_model=record.target,
+        base_model_relation="adapter",
+        library_name=LIBRARY,
+        license=record.license,
+        pipeline_tag="text-generation",
+        tags=[*_TAGS, "eagle3.1"] if summary.config.is_eagle31 else _TAGS,
+    )
+    card = ModelCard.from_template(
+        data,
+        template_str="---\n{{ card_data }}\n---\n\n" + _TEMPLATE.read_text(encoding="utf-8"),
+        name=repository.rpartition("/")[2],
+        repository=repository,
+        target=record.target,
+        summary=summary,
+        config=summary.config,
+        record=record,
+        vllm=vllm,
+        sglang=sglang,
+        vllm_line=vllm_command(record.target, repository),
+        sglang_line=sglang_command(record.target, repository),
+        needs=_needs,
+        size=_size(summary.parameters),
+        aux=_aux(summary),
+        evidence=_evidence_rows(record),
+        served=_served(folder / PROFILE_FILE),
+    )
+    return str(card)
+
+
+def check_card(text: str) -> None:
+    """Raises:
+    PublishingError: a card without metadata, sections or measured figures that users of a drafter look for.
+    """
+    card = ModelCard(text, ignore_metadata_errors=True)
+    metadata = card.data.to_dict()
+    lacking = [f"{name} in its metadata" for name in _METADATA if metadata.get(name) in (None, "", UNKNOWN_LICENSE)]
+    headings = re.split(r"^#{1,3} +(.*)$", card.text, flags=re.MULTILINE)
+    sections = dict(zip(headings[1::2], headings[2::2], strict=True))
+    lacking += [f"a section {name!r}" for name in _SECTIONS if not sections.get(name, "").strip()]
+    if "Evidence" in sections and not _MEASURED.search(sections["Evidence"]):
+        lacking.append("a table with measured acceptance under 'Evidence'")
+    if lacking:
+        raise PublishingError(
+            f"the card lacks {', '.join(lacking)}; complete {CARD_FILE}, or remove it to have it filled from "
+            f"{RECORD_FILE} (--license names the licence)"
+        )
+
+
+def _read_record(folder: Path, license: str | None) -> DrafterRecord:
+    path = folder / RECORD_FILE
+    if not path.exists():
+        raise PublishingError(
+            f"{folder} has neither {CARD_FILE} nor {RECORD_FILE} to fill one from, so nothing tells how the drafter "
+            "was measured; train it with eagle31 train, or write a card with the sections " + ", ".join(_SECTIONS)
+        )
+    stored = read_json(path)
+    stored["license"] = license or stored.get("license") or UNKNOWN_LICENSE
+    kinds: dict[str, type] = {"target": str, "license": str, "conditions": str, "data": list, "stages": list,
+                              "recipe": dict, "versions": dict}  # fmt: skip
+    wrong = [name for name, kind in kinds.items() if not isinstance(stored.get(name), kind) or not stored[name]]
+    if wrong:
+        raise PublishingError(f"{path} lacks {', '.join(wrong)}, which the card must tell; train or measure it again")
+    return DrafterRecord(**{field.name: stored[field.name] for field in fields(DrafterRecord)})
+
+
+def _measured_stages(stages: list[Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(stage, category, counts) of everything measured."""
+    found: list[tuple[str, str, Mapping[str, Any]]] = []
+    for stage in stages:
+        acceptance = stage.get("acceptance") if isinstance(stage, dict) else None
+        for category, counts in (acceptance or {}).items():
+            if isinstance(counts, dict) and isinstance(counts.get("rounds"), int) and counts["rounds"] > 0:
+                found.append((str(stage.get("name")), category, counts))
+    return found
+
+
+def _evidence_rows(record: DrafterRecord) -> list[dict[str, str]]:
+    measured = _measured_stages(record.stages)
+    rows = []
+    for wanted in dict.fromkeys(category for _, category, _ in measured):
+        for name, category, counts in measured:
+            if category == wanted:
+                rows.append({"category": category, "drafter": name} | _figures(counts))
+    return rows
+
+
+def _figures(counts: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        length = (counts["accepted"] + counts["rounds"]) / counts["rounds"]
+        pairs = list(zip(counts["accepted_at"], counts["drafted_at"], strict=True))
+        positions = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs if drafted)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PublishingError(
+            f"{RECORD_FILE} holds acceptance that is none ({shown(dict(counts))}); wanted rounds, accepted, drafted_at "
+            "and accepted_at"
+        ) from error
+    return {"length": f"{length:.3f}", "positions": positions}
+
+
+def _served(path: Path) -> dict[str, Any] | None:
+    """What `eagle31 bench run` measured, as the card shows it; `None` where it has not been run."""
+    if not path.is_file():
+        return None
+    profile = read_json(path)
+    try:
+        machine = profile["machine"]
+        return {
+            "command": str(profile["command"]),
+            "place": f"{machine['device']}, {machine['processor']}, {machine['threads']} threads",
+            "methods": [_served_row(method) for method in profile["methods"]],
+        }
+    except (KeyError, TypeError) as error:
+        raise PublishingError(
+            f"{path} is no profile ({type(error).__name__}: {error}); write it with eagle31 bench run --profile, or "
+            "remove it"
+        ) from error
+
+
+def _served_row(method: Mapping[str, Any]) -> dict[str, str]:
+    positions = " ".join(f"{share:.2f}" for share in method["acceptance_at_position"])
+    low_high = method["speedup_interval"]
+    speedup = "not told: " + str(method["refusal"]) if method["speedup"] is None else f"{method['speedup']:.2f}"
+    return {
+        "method": f"{method['method']}, temperature {method['temperature']}, batch {method['batch_size']}",
+        "length": f"{method['acceptance_length']:.3f}",
+        "positions": positions,
+        "speedup": speedup + (f" ({low_high[0]:.2f} to {low_high[1]:.2f})" if low_high else ""),
+    }
+
+
+def _needs(engine: EngineVerdict) -> str:
+    return f" ({'; '.join(engine.needs)})" if engine.needs else ""
+
+
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M parameters"
+
+
+def _aux(summary: CheckpointSummary) -> str:
+    config = summary.config
+    layers = "2, L/2 and L-3 of the target's L layers" if config.aux_layers is None else f"hs {config.aux_layers}"
+    norms = {"per_slot": "each normed (`fc_norm`)", "concatenated": "normed as one", "none": "not normed"}
+    return f"{layers}, {norms[config.aux_norm]}"

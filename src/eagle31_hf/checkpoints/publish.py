@@ -1,0 +1,140 @@
+"""A drafter's folder to the Hub: card, config, weights and records in one commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import errors as hub
+
+from ..errors import PublishingError
+from .card import CARD_FILE, PROFILE_FILE, RECORD_FILE, check_card, fill_card
+from .config_fields import TARGET_MODEL, get_path
+from .files import CONFIG_FILE, WEIGHTS_FILE
+from .json_files import read_json
+
+PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE, PROFILE_FILE)
+"""What is uploaded of a folder, and nothing beside it: checkpoints and texts of a run stay at home."""
+
+
+@dataclass(frozen=True)
+class HubTarget:
+    """Where a drafter goes.
+
+    Attributes:
+        repo_id: `owner/name`; made if it does not exist.
+        token: with write rights; `None`: the one of `hf auth login`.
+        private: of a repository that is made now.
+        revision: branch; `None`: main.
+        create_pr: propose the files instead of committing them.
+        message: of the commit.
+    """
+
+    repo_id: str
+    token: str | bool | None = None
+    private: bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+    message: str = "Upload drafter"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What will be uploaded: files of `folder` by name, and the card's text, which may not be in the folder yet."""
+
+    folder: Path
+    card: str
+    files: tuple[str, ...]
+
+    def num_bytes(self, name: str) -> int:
+        """Size of one of `files`."""
+        return len(self.card.encode()) if name == CARD_FILE else (self.folder / name).stat().st_size
+
+
+def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) -> Upload:
+    """Everything that can be refused without a network. Nothing is written.
+
+    A `README.md` that somebody has written or changed is taken as it is; else the card is filled from
+    `training_report.json`, now that the repository is known.
+
+    Raises:
+        PublishingError: the card lacks evidence or other facts (named), or `repo_id` cannot be a Hub id.
+        CheckpointError: the folder holds no drafter.
+    """
+    try:
+        huggingface_hub.utils.validate_repo_id(repo_id)
+    except hub.HFValidationError as error:
+        raise PublishingError(f"got repository {repo_id!r}; wanted a Hub id, owner/name ({error})") from error
+    card = _card(folder, repo_id, license)
+    check_card(card)
+    present = [name for name in PUBLISHED_FILES if name == CARD_FILE or (folder / name).is_file()]
+    if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in present]:
+        raise PublishingError(f"{folder} lacks {', '.join(missing)}; write the drafter there with save_pretrained")
+    _refuse_local_paths(folder)
+    return Upload(folder, card, tuple(present))
+
+
+def _refuse_local_paths(folder: Path) -> None:
+    config = read_json(folder / CONFIG_FILE)
+    for place in (TARGET_MODEL, "speculators_config.verifier"):
+        name = get_path(config, f"{place}.name_or_path")
+        if isinstance(name, str) and Path(name).expanduser().is_absolute():
+            raise PublishingError(
+                f"{CONFIG_FILE} names its target by a path of this machine ({name}), where nobody else finds it; name "
+                "its Hub id: eagle31 convert FOLDER NEW_FOLDER --target OWNER/NAME"
+            )
+
+
+def _card(folder: Path, repo_id: str, license: str | None) -> str:
+    written = folder / CARD_FILE
+    text = written.read_text(encoding="utf-8") if written.exists() else None
+    if text is None or ((folder / RECORD_FILE).exists() and text == fill_card(folder, folder.resolve().name)):
+        return fill_card(folder, repo_id, license=license)
+    if license is not None:
+        raise PublishingError(
+            f"got licence {license!r}, but {written} was written by hand and is published as it is; state the licence "
+            "there, or remove it"
+        )
+    return text
+
+
+def upload(prepared: Upload, to: HubTarget) -> str:
+    """Commit all files at once; returns the commit's address.
+
+    Raises:
+        PublishingError: no token, no rights, no network, or the Hub refused; the message says what to do.
+    """
+    api = huggingface_hub.HfApi(token=to.token, library_name="eagle31_hf")
+    operations = [
+        huggingface_hub.CommitOperationAdd(
+            name, prepared.card.encode() if name == CARD_FILE else str(prepared.folder / name)
+        )
+        for name in prepared.files
+    ]
+    try:
+        made = api.create_repo(to.repo_id, private=to.private, exist_ok=True)
+        if to.revision is not None and not to.create_pr:
+            api.create_branch(made.repo_id, branch=to.revision, exist_ok=True)
+        commit = api.create_commit(
+            made.repo_id, operations, commit_message=to.message, revision=to.revision, create_pr=to.create_pr
+        )
+    except Exception as error:  # which HTTP client is underneath, with errors of its own, depends on the version
+        raise PublishingError(_why_refused(to.repo_id, error)) from error
+    return str(commit.pr_url or commit.commit_url)
+
+
+def _why_refused(repo_id: str, error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, hub.LocalTokenNotFoundError) or status == 401:
+        return (
+            f"the Hub wants a token to write to {repo_id}; log in with `hf auth login`, set HF_TOKEN, or pass token= "
+            "(of a role that may write)"
+        )
+    if status in (403, 404):
+        return (
+            f"this token may not write to {repo_id}; make one with write rights for {repo_id.partition('/')[0]}, or "
+            "name a repository of your own"
+        )
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{repo_id} could not be uploaded to ({reason[0][:200]}); nothing was committed: try again"

@@ -1,0 +1,334 @@
+"""`eagle31 chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import ConfigurationError, Eagle31Error
+from ..serving.session import Answer, ChatSession, Piece
+from . import terminal
+from .option_groups import expand_options
+from .options import TracebackOption, make_console, readable_errors
+from .pairs import Drafting, Pair, PairSource, load_pair
+from .plan import print_decision
+from .wrapped_writer import WrappedWriter
+
+HISTORY = "chat_history"
+PROMPT, LABEL = "you › ", "  ‹ "
+THOUGHT_STYLE = "dim italic"
+
+
+@expand_options
+@readable_errors
+def chat(
+    source: PairSource,
+    drafting: Drafting,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    colour: Annotated[bool, typer.Option(help="Colour tokens that were drafted and accepted.")] = True,
+    thoughts: Annotated[bool, typer.Option(help="Show what a thinking model thinks.")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
+    console = make_console()
+    read = _reader(console)
+    pair = load_pair(source, drafting, on_plan=lambda plan: print_decision(console, plan))
+    session = ChatSession(
+        pair.target,
+        pair.drafter,
+        pair.tokenizer,
+        system=system,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        context=None if pair.plan is None else pair.plan.settings.context,
+    )
+    console.print(f"{pair.name}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
+    Chat(console, session, pair, colour=colour, thoughts=thoughts).run(read)
+
+
+class Leave(Exception):
+    """The user wants to go."""
+
+
+class Chat:
+    """Commands and answers of one session on a console.
+
+    Args:
+        session: the conversation.
+        pair: whose plan `/plan` shows.
+        colour: mark tokens that were drafted and accepted.
+        thoughts: show thoughts instead of folding them.
+    """
+
+    def __init__(self, console: Console, session: ChatSession, pair: Pair, *, colour: bool, thoughts: bool):
+        self.console, self.session, self.pair = console, session, pair
+        self.colour, self.thoughts = colour, thoughts
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/help": self.help,
+            "/system": self.system,
+            "/reset": self.reset,
+            "/undo": self.undo,
+            "/retry": self.retry,
+            "/stats": self.stats,
+            "/plan": self.plan,
+            "/save": self.save,
+            "/load": self.load,
+            "/temperature": self.temperature,
+            "/colour": self.toggle_colour,
+            "/thoughts": self.toggle_thoughts,
+            "/quit": self.quit,
+        }
+
+    def run(self, read: Callable[[], str]) -> None:
+        """Until `read` raises `EOFError`, or the user leaves."""
+        while True:
+            try:
+                line = read().strip()
+            except KeyboardInterrupt:  # an empty line instead of the one being typed
+                continue
+            except EOFError:
+                return
+            try:
+                self.take(line)
+            except Leave:
+                return
+            except Eagle31Error as error:
+                self.console.print(terminal.error_line(error), soft_wrap=True)
+
+    def take(self, line: str) -> None:
+        """One line: a command, or something to answer."""
+        if not line:
+            return
+        if not line.startswith("/"):
+            self._show(lambda on_piece: self.session.ask(line, on_piece))
+            return
+        name, _, rest = line.partition(" ")
+        found = [command for command in self.commands if command.startswith(name)]
+        if name in self.commands:
+            found = [name]
+        if len(found) != 1:
+            raise ConfigurationError(f"got {name}; wanted one of {', '.join(found or self.commands)}")
+        self.commands[found[0]](rest.strip())
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def _show(self, answer: Callable[[Callable[[Piece], None]], Answer]) -> None:
+        shown = _AnswerView(self.console, colour=self.colour, thoughts=self.thoughts)
+        with _interrupt_stops(self.session):
+            try:
+                told = answer(shown.add)
+            finally:
+                shown.end()
+        self.console.print(answer_line(told))
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def help(self, _rest: str) -> None:
+        """this list"""
+        for name, command in self.commands.items():
+            self.console.print(f"  {name:<13} {command.__doc__}", style="dim", highlight=False)
+
+    def system(self, rest: str) -> None:
+        """TEXT: set the system prompt (nothing: show it); the conversation goes on under it"""
+        if rest:
+            self.session.system = rest
+        self.console.print(self.session.system or "no system prompt", style="dim", markup=False)
+
+    def reset(self, _rest: str) -> None:
+        """begin anew; the system prompt stays"""
+        self.session.reset()
+
+    def undo(self, _rest: str) -> None:
+        """take the last message and its answer back"""
+        self.console.print(f"taken back: {self.session.undo()}", style="dim", markup=False)
+
+    def retry(self, _rest: str) -> None:
+        """answer the last message anew (another text only above temperature 0)"""
+        self._show(self.session.retry)
+
+    def stats(self, _rest: str) -> None:
+        """figures of the last answer"""
+        if not self.session.answers:
+            raise ConfigurationError("nothing has been answered yet")
+        self.console.print(str(self.session.answers[-1].stats), style="dim", soft_wrap=True)
+
+    def plan(self, _rest: str) -> None:
+        """the memory plan this chat keeps to"""
+        if self.pair.plan is None:
+            raise ConfigurationError("no plan was asked for; start with --memory auto")
+        print_decision(self.console, self.pair.plan)
+
+    def save(self, rest: str) -> None:
+        """FILE: write the conversation as JSON"""
+        path = _path_in(rest)
+        self.session.save(path)
+        self.console.print(f"written to {path}", style="dim", markup=False)
+
+    def load(self, rest: str) -> None:
+        """FILE: go on with a saved conversation"""
+        self.session.load(_path_in(rest))
+        for message in self.session.messages:
+            self.console.print(f"{message['role']}: {message['content']}", style="dim", markup=False)
+
+    def temperature(self, rest: str) -> None:
+        """NUMBER: 0 is greedy (nothing: show it)"""
+        if rest:
+            try:
+                self.session.set_temperature(float(rest))
+            except ValueError as error:
+                raise ConfigurationError(f"got temperature {rest!r}; wanted a number from 0 (greedy) to 5") from error
+        self.console.print(f"temperature {self.session.temperature:g}", style="dim")
+
+    def toggle_colour(self, _rest: str) -> None:
+        """colour drafted and accepted tokens, or not"""
+        self.colour = not self.colour
+        self.console.print(terminal.legend() if self.colour else Text("no colours", style="dim"))
+
+    def toggle_thoughts(self, _rest: str) -> None:
+        """show what a thinking model thinks, or fold it"""
+        self.thoughts = not self.thoughts
+        self.console.print("thoughts are shown" if self.thoughts else "thoughts are folded", style="dim")
+
+    def quit(self, _rest: str) -> None:
+        """leave"""
+        raise Leave
+
+
+class _AnswerView:
+    """An answer as it appears; thoughts folded to a line that counts them."""
+
+    def __init__(self, console: Console, *, colour: bool, thoughts: bool):
+        self._console, self._colour, self._thoughts = console, colour, thoughts
+        self._writer: WrappedWriter | None = None
+        self._thinking: WrappedWriter | None = None
+        self._folded = 0  # words thought and not shown
+
+    def add(self, piece: Piece) -> None:
+        if piece.thought:
+            self._add_thought(piece.text)
+            return
+        if self._writer is None:
+            text = piece.text.lstrip("\n")
+            if not text:
+                return
+            self._end_thought()
+            self._writer = WrappedWriter(self._console, terminal.WIDTH, LABEL)
+            piece = Piece(text, piece.drafted, piece.thought)
+        self._writer.add(piece.text, terminal.ACCEPTED_STYLE if self._colour and piece.drafted else "")
+
+    def end(self) -> None:
+        self._end_thought()
+        if self._writer is not None:
+            self._writer.end()
+
+    def _add_thought(self, text: str) -> None:
+        if self._thoughts:
+            self._thinking = self._thinking or WrappedWriter(self._console, terminal.WIDTH, LABEL)
+            self._thinking.add(text, THOUGHT_STYLE)
+            return
+        self._folded += len(text.split())
+        if self._console.is_terminal:
+            self._console.print(f"\r{LABEL}thinking … {self._folded} words", end="", style=THOUGHT_STYLE)
+
+    def _end_thought(self) -> None:
+        if self._thinking is not None:
+            self._thinking.end()
+            self._thinking = None
+        elif self._folded:
+            start = "\r" if self._console.is_terminal else ""
+            self._console.print(
+                f"{start}{LABEL}thought {self._folded} words (/thoughts shows them)", style=THOUGHT_STYLE
+            )  # fmt: skip
+            self._folded = 0
+
+
+def answer_line(answer: Answer) -> Text:
+    """What an answer took, in a line."""
+    stats = answer.stats
+    parts = [
+        f"{stats.new_tokens} tokens" + ("" if answer.finish == "stop" else f" ({answer.finish})"),
+        f"{answer.tok_per_s:.0f} tokens/s",
+        f"first after {answer.first_token_s * 1e3:.0f} ms",
+    ]
+    if stats.loop == "plain":
+        parts.append(f"plain decoding: {stats.reason}")
+    else:
+        parts.append(f"acceptance length {stats.acceptance_length:.2f}")
+        parts.append(f"read {stats.prefilled_tokens} of {answer.prompt_tokens}")
+    return Text("    " + " · ".join(parts), style="dim")
+
+
+@contextmanager
+def _interrupt_stops(session: ChatSession) -> Iterator[None]:
+    """Ctrl-C ends the answer; a second one, should that hang, the program."""
+
+    def stop(_signal: int, _frame: Any) -> None:
+        session.stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    try:
+        before = signal.signal(signal.SIGINT, stop)
+    except ValueError:  # not the main thread: there are no signals to take
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _path_in(rest: str) -> Path:
+    words = shlex.split(rest)
+    if len(words) != 1:
+        raise ConfigurationError(f"got {rest!r}; wanted one file name")
+    return Path(words[0]).expanduser()
+
+
+def _reader(console: Console) -> Callable[[], str]:
+    """Lines with history and editing in a terminal; plain lines where input is a file or a pipe."""
+    if not sys.stdin.isatty():
+        return _piped_line
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.key_binding import KeyBindings
+    except ImportError as error:
+        raise ConfigurationError(
+            "chat needs the package prompt_toolkit: pip install prompt_toolkit, or install this package with its extra "
+            "'chat'"
+        ) from error
+    folder = Path(typer.get_app_dir("eagle31"))
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _new_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    names = ["/help", "/system", "/reset", "/undo", "/retry", "/stats", "/plan", "/save", "/load", "/temperature"]
+    session: Any = PromptSession(
+        history=FileHistory(str(folder / HISTORY)),
+        completer=WordCompleter([*names, "/colour", "/thoughts", "/quit"], sentence=True),
+        complete_while_typing=False,
+        key_bindings=keys,
+    )
+    return lambda: str(session.prompt(PROMPT))
+
+
+def _piped_line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line

@@ -1,0 +1,99 @@
+"""`eagle31 doctor`: is this pair sound, does it pay, does it drift?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..benchmark.prompts import read_conversations
+from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
+from ..demo import Messages
+from ..doctor.drift import DriftCurve, plot_drift
+from ..doctor.examination import Examination, Patient, examine
+from ..doctor.findings import Finding
+from ..doctor.prompts import CONVERSATIONS
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .pairs import DeviceName, DTypeName, Pair, PairSource, encode, load_pair
+
+STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+@readable_errors
+def doctor(
+    target: Annotated[str | None, typer.Option(help="Folder or Hub id; default: the embedded one.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(exists=True, help="JSONL of chats to examine with; default: 20 of many kinds.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Use at most so many prompts.")] = 20,
+    new_tokens: Annotated[int, typer.Option(min=16, help="Tokens written after each prompt.")] = 48,
+    drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
+    dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
+    device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?"""
+    console = make_console()
+    pair = load_pair(PairSource(target, drafter, dtype, device))
+    patient = Patient(
+        drafter=pair.drafter,
+        tokenizer=pair.tokenizer,
+        conversations=_conversations(pair, prompts, limit),
+        encode=lambda conversation: encode(pair, conversation),
+        folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
+    )
+    seen = examine(patient, new_tokens=new_tokens, drift=drift or plot is not None)
+    write_json(json_path, {"target": pair.name, **seen.to_dict()})
+    _show(console, seen)
+    if plot is not None and seen.drift:
+        plot_drift(seen.drift, plot)
+        console.print(f"plot: {plot}")
+    if seen.problems:
+        raise typer.Exit(1)
+
+
+def _conversations(pair: Pair, prompts: Path | None, limit: int) -> list[Messages]:
+    if prompts is not None:
+        return read_conversations(prompts, limit)
+    return list(DEMO_CONVERSATIONS if pair.uses_embedded_target else CONVERSATIONS)[:limit]
+
+
+def _show(console: Console, seen: Examination) -> None:
+    console.print(_table(seen.findings))
+    for curve in seen.drift:
+        console.print(_drift_table(curve))
+    console.print(f"verdict: {seen.verdict}", style="bold")
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    for column in ("check", "", "what was seen"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        text = f"{finding.text}\n→ {finding.advice}" if finding.advice else finding.text
+        table.add_row(finding.check, f"[{STYLES[finding.level]}]{finding.level}", text)
+    return table
+
+
+def _drift_table(curve: DriftCurve) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, title=f"{curve.form}, {curve.condition}", title_justify="left")
+    table.add_column("draft depth")
+    rows = (
+        ("attention on the prompt's first tokens", [f"{value:.2f}" for value in curve.sink]),
+        ("attention on the other text", [f"{value:.2f}" for value in curve.context]),
+        ("attention on the draft itself", [f"{value:.2f}" for value in curve.own]),
+        ("length of the fed-back state", [f"{value:.2f}" for value in curve.feedback_norm]),
+        ("accepted, given all before", [f"{value:.2f}" for value in curve.acceptance]),
+    )
+    for depth in range(len(curve.sink)):
+        table.add_column(str(depth + 1), justify="right")
+    for name, values in rows:
+        table.add_row(name, *values)
+    return table

@@ -1,0 +1,49 @@
+"""What the commands that measure share: precision and device, a bar drawn between measurements, figures at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from ..benchmark.loop_tables import json_line
+from .options import write_json
+from .pairs import DeviceName
+
+DTYPES = {
+    "auto": "auto",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+}
+
+
+def _dtype(word: str) -> str:
+    if word not in DTYPES:
+        raise typer.BadParameter(f"got {word!r}; wanted one of {', '.join(DTYPES)}")
+    return DTYPES[word]
+
+
+DTypeOption = Annotated[str, typer.Option(callback=_dtype, help="auto (as stored), bf16, fp16 or fp32.")]
+DeviceOption = Annotated[DeviceName, typer.Option(help="Where to run.")]
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar and its task, complete at 1. It is to be refreshed between measurements: drawing would slow them."""
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+        yield progress, progress.add_task("measuring", total=1.0)
+
+
+def finish(json_path: Path | None, record: dict[str, Any]) -> None:
+    """The figures: into the file that was asked for, and as the last line."""
+    write_json(json_path, record)
+    typer.echo(json_line(record))

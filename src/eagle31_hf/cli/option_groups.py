@@ -1,0 +1,64 @@
+"""Options that several commands take: a dataclass says once what they are, and a command asks for the dataclass.
+
+@dataclass(frozen=True)
+class Reading:
+    depth: int = option("Levels read.", 3)
+
+@expand_options
+def command(reading: Reading) -> None: ...          # takes --depth
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+
+def option(help: str, *flags: str, **more: Any) -> dict[str, Any]:
+    """Metadata of a dataclass field that is a command line option.
+
+    Args:
+        flags: its names; default: the field's.
+        more: what else `typer.Option` takes.
+    """
+    return {"flags": flags, "option": {"help": help, **more}}
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its dataclass parameters as options, in the dataclass's place."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+
+    @functools.wraps(command)
+    def expanded(**told: Any) -> None:
+        for name, kind in groups.items():
+            told[name] = kind(**{each.name: told.pop(each.name) for each in fields(kind)})
+        command(**told)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _parameters_of(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
+
+
+def _parameters_of(kind: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [_parameter(each, hints[each.name]) for each in fields(kind)]
+
+
+def _parameter(each: Field, hint: Any) -> inspect.Parameter:
+    flags = each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)
+    annotation: Any = Annotated[hint, typer.Option(*flags, **each.metadata["option"])]
+    return inspect.Parameter(
+        each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""`eagle31 push`: a drafter's folder to the Hub. Shows what would go, and uploads only when told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markdown import Markdown
+from rich.table import Table
+
+from ..checkpoints.publish import HubTarget, prepare_upload, upload
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+
+
+@readable_errors
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of the drafter.", exists=True, file_okay=False)],
+    repository: Annotated[str, typer.Argument(help="Hub id, owner/name; made if it does not exist.")],
+    really: Annotated[bool, typer.Option("--upload", help="Upload; without it nothing leaves this machine.")] = False,
+    license: Annotated[str | None, typer.Option(help="Licence of the drafter, e.g. apache-2.0, for its card.")] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a repository made now.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
+    create_pr: Annotated[bool, typer.Option(help="Propose the files instead of committing them.")] = False,
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Publish a drafter with its card and records; shows what would be uploaded unless told to upload."""
+    prepared = prepare_upload(folder, repository, license=license)
+    console = make_console()
+    table = Table(box=None, show_header=False)
+    for name in prepared.files:
+        table.add_row(name, f"{prepared.num_bytes(name):,} bytes")
+    record = {"repository": repository, "files": {name: prepared.num_bytes(name) for name in prepared.files}}
+    if not really:
+        console.print(Markdown(prepared.card.partition("\n---\n")[2]))
+        console.print(f"\nwould be uploaded to {repository} (add --upload to do it):")
+        console.print(table)
+        write_json(json_path, record | {"uploaded": None})
+        return
+    console.print(table)
+    address = upload(prepared, HubTarget(repository, private=private, revision=revision, create_pr=create_pr))
+    console.print(f"uploaded: {address}", soft_wrap=True)
+    write_json(json_path, record | {"uploaded": address})

@@ -1,0 +1,103 @@
+"""`eagle31 serve`: many clients on one card, by OpenAI's API."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import ConfigurationError
+from .option_groups import expand_options
+from .options import TracebackOption, make_console, readable_errors
+from .pairs import Drafting, Pair, PairSource, load_pair
+from .plan import print_decision
+
+DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK = 4096, 256
+
+
+@expand_options
+@readable_errors
+def serve(
+    source: PairSource,
+    drafting: Drafting,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="Name clients ask for; default: the target's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EAGLE31_API_KEY", help="What clients have to show.", show_envvar=True)
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Texts written at once.")] = 8,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; others are told to come back.")] = 64,
+    prefill_chunk: Annotated[int | None, typer.Option(min=16, help="Prompt tokens read between two rounds.")] = None,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds running texts get when the server stops.")] = 10.0,
+    traceback: TracebackOption = False,
+) -> None:
+    """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch."""
+    uvicorn = _import_uvicorn()
+    _check_reach(host, api_key)
+    console = make_console()
+    pair = load_pair(source, drafting, batch=max_batch, on_plan=lambda plan: print_decision(console, plan))
+    from ..serving.app import ServerSettings, make_app
+    from ..serving.engine import Engine, EngineSettings
+
+    settings = EngineSettings(
+        max_rows=max_batch,
+        context=_context(pair, source),
+        max_waiting=max_waiting,
+        prefill_chunk=prefill_chunk or _prefill_chunk(pair),
+    )
+    name = model_name or Path(source.target or "eagle31-demo").name
+    app = make_app(
+        Engine(pair.drafter, pair.tokenizer, settings), ServerSettings(name, api_key=api_key or None, grace_s=grace)
+    )
+    console.print(
+        f"{name}: {settings.max_rows} texts at once, {settings.context:,} tokens each, "
+        f"http://{host}:{port}/v1 (Ctrl-C to stop)",
+        soft_wrap=True,
+    )
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=max(1, int(grace)), access_log=False
+    )
+    uvicorn.Server(config).run()
+
+
+def _import_uvicorn() -> Any:
+    try:
+        import fastapi  # noqa: F401
+        import openai  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the server needs the package {error.name}: pip install fastapi uvicorn openai prometheus-client, or "
+            "install this package with its extra 'serve'"
+        ) from error
+    return uvicorn
+
+
+def _check_reach(host: str, api_key: str | None) -> None:
+    """Beyond this machine only with a key."""
+    try:
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local and not api_key:
+        raise ConfigurationError(
+            f"--host {host} can be reached from other machines; give a key that clients have to show (--api-key, or "
+            f"EAGLE31_API_KEY in the environment), or listen on 127.0.0.1"
+        )
+
+
+def _context(pair: Pair, source: PairSource) -> int:
+    """Most tokens of a text: as planned, as asked, as trained, in this order."""
+    if pair.plan is not None:
+        return pair.plan.settings.context
+    trained = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None)
+    return min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
+
+
+def _prefill_chunk(pair: Pair) -> int:
+    planned = pair.plan.settings.prefill_chunk if pair.plan is not None else DEFAULT_PREFILL_CHUNK
+    return min(planned, DEFAULT_PREFILL_CHUNK) if pair.drafter.device.type == "cpu" else planned

@@ -1,0 +1,1 @@
+"""The same steps as graphs of fixed shape."""

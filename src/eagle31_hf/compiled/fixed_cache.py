@@ -1,0 +1,138 @@
+"""A speculative cache as compiled code wants it: shapes and Python values that stay as they are from round to round.
+
+The buffers are those of a `SpeculativeCache`, whole: every query sees all of their slots, and the mask hides what is
+not its own. Where a block is written is a tensor, not a number, so that a graph made in one round serves the next.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..cache.layers import SlotLayer, WindowLayer
+from ..cache.speculative import SpeculativeCache
+from ..errors import UnsupportedGenerationError
+
+
+class RunningBlock:
+    """Slots `(B, T)` of full layers that a target's running forward writes."""
+
+    slots: Tensor
+
+
+class FixedLayer(CacheLayerMixin):
+    """The buffers of one `SlotLayer`; `ring` is where the block begins in a windowed one, `None` in a full one."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, block: RunningBlock, ring: int | None):
+        super().__init__()
+        self.block, self.ring = block, ring
+
+    def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the block `(B, heads, T, D)` to `slots (B, T)`; return all slots `(B, heads, slots, D)`."""
+        if self.ring is None:
+            rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]  # (B, 1)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)  # (B, T, heads, D)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        else:
+            self.keys.narrow(2, self.ring, key_states.shape[2]).copy_(key_states)
+            self.values.narrow(2, self.ring, value_states.shape[2]).copy_(value_states)
+        return self.keys, self.values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """`write` to the running block, as a target does."""
+        return self.write(key_states, value_states, self.block.slots)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
+        raise UnsupportedGenerationError("a compiled forward cannot allocate; run an eager one first")
+
+    def get_mask_sizes(self, query_length: int) -> NoReturn:
+        self._refuse()
+
+    def get_seq_length(self) -> NoReturn:
+        self._refuse()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _refuse(self) -> NoReturn:
+        # The answer would be frozen into the graph: right this round, wrong in the next.
+        raise UnsupportedGenerationError("the target asks its cache how long it is, which compiled code cannot follow")
+
+
+class FixedShapeCache(Cache):
+    """Stands in for `source` during compiled forwards; holds its buffers, never copies them.
+
+    A target takes it as its cache and writes to `block`. The drafter's graphs take several steps and say where each one
+    writes: `at(slots)`.
+    """
+
+    layers: list[FixedLayer]  # type: ignore[assignment]
+
+    def __init__(self, source: SpeculativeCache):
+        self.block, self.mask_types = RunningBlock(), source.mask_types
+        layers = [FixedLayer(self.block, _ring(layer)) for layer in source.layers]
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+
+    def follow(self, source: SpeculativeCache) -> None:
+        """Take the buffers `source` has now: growing and dropping rows replace them."""
+        for fixed, layer in zip(self.layers, source.layers, strict=True):
+            if layer.is_initialized:  # a layer that shares another's keys and values has none
+                fixed.keys, fixed.values = layer.keys, layer.values
+                fixed.is_initialized = True
+
+    def at(self, slots: Tensor) -> BlockWriter:
+        """These buffers, written to at `slots (B, T)`."""
+        return BlockWriter(self.layers, slots)
+
+    def by_type(self, mask: Tensor) -> Tensor | dict[str, Tensor | None]:
+        """One mask for all layers as the model takes it."""
+        return mask if self.mask_types is None else dict.fromkeys(self.mask_types, mask)
+
+
+class BlockWriter:
+    """Buffers of a fixed cache and where one step writes in them: what a drafter takes as its cache.
+
+    Args:
+        layers: hold the buffers.
+        slots: `(B, T)` of full layers.
+    """
+
+    def __init__(self, layers: list[FixedLayer], slots: Tensor):
+        self.layers, self.slots = layers, slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write the block `(B, heads, T, D)`; return all slots `(B, heads, slots, D)`."""
+        return self.layers[layer_idx].write(key_states, value_states, self.slots)
+
+    def mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
+        """Made in the graph: the mask `(B, 1, T, S)` that `SpeculativeCache` gives full layers, over all their slots.
+
+        Args:
+            ancestors: which nodes of the block each written one sees, `(B, T, M)`, the last `T` of `M` being written;
+                `None`: a chain, where each sees its slots up to its own.
+        """
+        slots = self.slots  # (B, T)
+        columns = torch.arange(self.layers[0].keys.shape[2], device=slots.device)
+        if ancestors is None:
+            hidden = columns > slots[:, :, None]  # (B, T, S)
+        else:
+            nodes = ancestors.shape[2]
+            node = columns - (slots[:, :1] + slots.shape[1] - nodes)  # (B, S), below 0 before the block
+            held = node.clamp(0, nodes - 1)[:, None].expand(-1, slots.shape[1], -1)  # (B, T, S)
+            seen = ancestors.gather(2, held) & (node < nodes)[:, None]
+            hidden = (node >= 0)[:, None] & ~seen
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
+        return mask.masked_fill(hidden, torch.finfo(dtype).min)[:, None]
+
+
+def _ring(layer: SlotLayer) -> int | None:
+    return layer.ring if isinstance(layer, WindowLayer) else None

@@ -1,0 +1,274 @@
+"""Graphs of a target and its drafter: made by `torch.compile`, checked against the eager code, kept and let go.
+
+A graph that cannot be made, that disagrees, or that things keep changing under is given up, and why is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor import config as inductor
+from torch.utils._pytree import tree_map_only
+
+from ..drafter.drafter import Eagle31Drafter
+from ..target.binding import TargetBinding
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[..., Any]
+"""Tensors in, a NamedTuple of tensors out."""
+
+_ONE_THREAD_AT_A_TIME = threading.RLock()
+"""Held while a graph is made or runs: what dynamo and inductor are told for it holds for the whole process."""
+
+
+class GraphKey(NamedTuple):
+    """What tells graphs of one pair of models apart.
+
+    Attributes:
+        kind: of step.
+        rows: batch size.
+        size: tokens or nodes it is about.
+        shape: whatever else its inputs' shapes depend on.
+        sampling: how tokens are chosen in it; `None` where none are.
+    """
+
+    kind: str
+    rows: int
+    size: int
+    shape: tuple = ()
+    sampling: Hashable = None
+
+
+MOST_SAMPLING_SETTINGS = 4
+"""Sampling settings (and greedy) a kind of step is compiled for; compiling takes as long as thousands of tokens."""
+
+PACKED_BYTES = 2**30
+"""Weights of target and drafter up to which graphs for a CPU pack them: every graph holds a copy of those it reads."""
+
+PACKING = {
+    "freezing": True,  # weights become constants of the graph, laid out as its products read them
+    "max_autotune": True,  # which of two products is quicker for a shape is tried; pays with packed weights alone
+    "max_autotune_gemm_backends": "ATEN,CPP",
+    "autotune_num_choices_displayed": 0,
+    "max_autotune_report_choices_stats": False,
+}
+"""Settings of inductor; dynamo looks at the first of them, too, so options of `torch.compile` would come too late."""
+
+
+class Graphs:
+    """What has been compiled for a target and its drafter; outlives the generation that asked for it.
+
+    Attributes:
+        disabled_reason: why nothing more is compiled; empty while all is well.
+    """
+
+    def __init__(self, weights: Hashable, *, freezes_weights: bool = False):
+        self.weights, self.freezes_weights = weights, freezes_weights
+        self.disabled_reason = ""
+        self._steps: dict[GraphKey, Step] = {}
+        self._guards_checked: set[GraphKey] = set()  # graphs that were found to fit the models as they are now
+
+    @classmethod
+    def of(cls, drafter: Eagle31Drafter) -> Graphs:
+        """Those of the drafter's binding, or fresh ones after weights have changed: graphs have them built in.
+
+        Looking at all weights takes milliseconds: to be asked once in a generation.
+        """
+        binding = drafter.require_binding()
+        tensors = [*_weights(binding.model), *_weights(drafter)]
+        freezes = _freezes_weights(tensors)
+        weights = tuple((*_version(tensor), _sample(tensor) if freezes else None) for tensor in tensors)
+        if binding.compiled is None or binding.compiled.weights != weights:
+            binding.compiled = cls(weights, freezes_weights=freezes)
+            binding.compiled.disabled_reason = _disabled_reason(binding)
+        binding.compiled._guards_checked.clear()
+        return binding.compiled
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copied binding has a target of its own, which these graphs know nothing about."""
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """What graphs there are."""
+        return list(self._steps)
+
+    def run_or_eager(
+        self,
+        key: GraphKey,
+        make: Callable[[], Step] | None,
+        inputs: Callable[[], tuple],
+        eager: Callable[[], Any],
+        *,
+        reference: Callable[[], Tensor | None] | None = None,
+    ) -> Any:
+        """What the graph of `key` makes of its inputs, or what eager code does where there is no such graph.
+
+        The first call at a key makes the graph, which is checked against the eager outputs; these are then returned.
+
+        Args:
+            key: which graph.
+            make: the step to compile; `None` where a new graph would not pay.
+            inputs: what the step takes, in memory that stays where it is.
+            eager: the same outputs without a graph; anything where `reference` is given.
+            reference: what the first output must begin with, where that is cheaper than all of `eager`: the new graph
+                then serves the first call, too. It may give `None`: nothing to check by.
+        """
+        known = key in self._steps
+        if self.disabled_reason or not (known or (make is not None and self.can_compile(key))):
+            return eager()
+        filled = inputs()
+        if not known:
+            assert make is not None, "asked above"
+            if reference is None:
+                outputs = eager()
+                self._add(key, make(), filled, outputs[0])
+                return outputs
+            self._add(key, make(), filled, reference())
+        outputs = self._run(key, filled)
+        return eager() if outputs is None else outputs
+
+    def can_compile(self, key: GraphKey) -> bool:
+        """Whether one more graph for this way to choose tokens is there or would still pay."""
+        settings = {known.sampling for known in self._steps if known.kind == key.kind}
+        return key.sampling is None or key.sampling in settings or len(settings) < MOST_SAMPLING_SETTINGS
+
+    def _run(self, key: GraphKey, inputs: tuple) -> Any:
+        """What the graph of `key` makes of `inputs`; `None` if there is no such graph or it cannot be used.
+
+        Guards, which ask whether model and settings are still those compiled for, cost as much as a layer. Nothing
+        they ask about changes within a generation, so they are asked once in each.
+        """
+        if key not in self._steps:
+            return None
+        try:
+            return self._call(key, inputs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as failure:  # a hook that counts its calls, say
+            self._disable(failure)
+            return None
+
+    def _call(self, key: GraphKey, inputs: tuple) -> Any:
+        with _ONE_THREAD_AT_A_TIME:
+            return self._call_alone(key, inputs)
+
+    def _call_alone(self, key: GraphKey, inputs: tuple) -> Any:
+        step = self._steps[key]
+        if key in self._guards_checked:
+            try:
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                    return step(*inputs)
+            except RuntimeError as failure:
+                if "skip_guard_eval_unsafe" not in str(failure):
+                    raise
+                # The step was compiled more than once, and for none of those things as they are now.
+        with self._compiling():
+            outputs = step(*inputs)
+        self._guards_checked.add(key)
+        return outputs
+
+    def drop(self, reason: str) -> None:
+        """Let all graphs go; whoever holds these is served by eager code from now on."""
+        self.disabled_reason = reason
+        self._steps.clear()
+
+    def _add(self, key: GraphKey, step: Step, inputs: tuple, expected: Tensor | None) -> None:
+        """Compile `step` and try it on `inputs`; its first output must begin with `expected`, up to rounding."""
+        try:
+            compiled = _compile(step, inputs[0].device)
+            with _ONE_THREAD_AT_A_TIME, self._compiling():
+                found = compiled(*inputs)[0]
+            if expected is not None:
+                _require_agreement(found, expected)
+        except Exception as failure:  # whatever a compiler stumbles over, the text must go on
+            self._disable(failure)
+        else:
+            self._steps[key] = compiled
+            self._guards_checked.add(key)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Around calls that may trace a step."""
+        known = {name: value for name, value in PACKING.items() if hasattr(inductor, name)}
+        with inductor.patch(known if self.freezes_weights else {}), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
+            yield
+
+    def _disable(self, failure: Exception) -> None:
+        told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
+        reasons = [f"{type(each).__name__}: {(str(each).splitlines() or [''])[0]}" for each in told]
+        self.disabled_reason = f"compiling failed, steps stay eager: {', '.join(reasons)}"
+        logger.warning("eagle31: %s", self.disabled_reason)
+
+
+def _require_agreement(found: Tensor, expected: Tensor) -> None:
+    found = found[tuple(slice(size) for size in expected.shape)]
+    spread = (expected.max() - expected.min()).clamp(min=torch.finfo(expected.dtype).tiny)
+    error = ((found - expected).abs().max() / spread).item()
+    if not error <= LARGEST_ERRORS.get(expected.dtype, LARGEST_ROUNDING_ERROR):
+        raise ArithmeticError(f"the compiled step is off by {error:.2g} of the logits' range")
+
+
+LARGEST_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
+LARGEST_ROUNDING_ERROR = 5e-2
+"""Share of the logits' range two right computations may differ by: a wrong one differs by tenths."""
+
+
+def _disabled_reason(binding: TargetBinding) -> str:
+    devices = set(getattr(binding.model, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        return f"the target is spread over {len(devices)} devices, steps stay eager"
+    return ""
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _freezes_weights(weights: Sequence[Tensor]) -> bool:
+    plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in weights}  # some are shared
+    return plain and sum(sizes.values()) <= PACKED_BYTES
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """A few elements, bit for bit: writes through `.data`, as adapters are merged, leave the version alone."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+SAMPLED_ELEMENTS = 64
+
+
+def _compile(step: Any, device: torch.device) -> Step:
+    # Graphs are kept per code object, with one limit and one list of guards for all of them: each shape gets its own.
+    own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+    if device.type == "cuda":
+        return _replayed(torch.compile(own, fullgraph=True, dynamic=False, mode="reduce-overhead"))
+    return torch.compile(own, fullgraph=True, dynamic=False)
+
+
+def _replayed(step: Step) -> Step:
+    """A step whose outputs survive the next replay of its CUDA graph, which overwrites them in place."""
+
+    def call(*inputs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return tree_map_only(Tensor, Tensor.clone, step(*inputs))
+
+    return call

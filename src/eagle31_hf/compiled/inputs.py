@@ -1,0 +1,102 @@
+"""What graphs read: tensors of fixed shape in the same memory every round, and the slots of the running step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..cache import SpeculativeCache
+from .fixed_cache import FixedShapeCache
+from .shapes import slot_bucket
+
+
+class InputBuffers:
+    """Tensors of fixed shape that a step reads; the same memory every round, as graphs want it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, Tensor] = {}
+
+    def fill(self, name: str, source: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """`source` in the leading corner of a buffer; the rest holds whatever was there, and nothing reads it.
+
+        On a CPU, where graphs take memory from anywhere, a source of that very shape is taken as it is.
+
+        Args:
+            name: of the buffer; another one for each shape.
+            shape: of the buffer; default: the source's own.
+        """
+        shape = tuple(source.shape) if shape is None else shape
+        if source.device.type == "cpu" and tuple(source.shape) == shape and source.is_contiguous():
+            # Dimensions of size 1 have any stride, by which graphs would be told apart.
+            return source if source.stride() == _dense_strides(shape) else source.view(-1).view(shape)
+        buffer = self._buffers.get((name, shape, source.dtype))
+        if buffer is None:
+            buffer = self._buffers[name, shape, source.dtype] = source.new_zeros(shape)
+        corner = buffer
+        for dim, size in enumerate(source.shape):
+            if dim and size != shape[dim]:  # rows may be expanded
+                corner = corner.narrow(dim, 0, size)
+        corner.copy_(source)
+        return buffer
+
+    def fill_mask(self, name: str, source: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """As `fill`, with everything beyond `source` hidden."""
+        pads = (0, shape[3] - source.shape[3], 0, shape[2] - source.shape[2])
+        return self.fill(name, F.pad(source, pads, value=torch.finfo(source.dtype).min), shape)
+
+    def fill_rotary(self, tables: tuple[Tensor, Tensor], width: int) -> tuple[Tensor, Tensor]:
+        """The first `width` columns of rotary tables `(B, T, d)`, padded to that many."""
+        cos, sin = (table[:, :width] for table in tables)
+        shape = (cos.shape[0], width, cos.shape[2])
+        return self.fill("cos", cos, shape), self.fill("sin", sin, shape)
+
+
+@lru_cache(maxsize=256)
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+class GraphInputs(InputBuffers):
+    """Buffers and slots of the steps over one cache.
+
+    Attributes:
+        cache: the one rounds are committed to.
+        fixed: what stands for it in graphs.
+    """
+
+    def __init__(self, cache: SpeculativeCache):
+        super().__init__()
+        self.cache, self.fixed = cache, FixedShapeCache(cache)
+        self._numbers = torch.arange(cache.block, device=cache.device)
+
+    def make_room(self, block_end: int) -> bool:
+        """Whether the placed block, padded to `block_end`, fits; if so, the buffers have a bucket's length."""
+        slots = max(self.cache.lengths) + block_end
+        if block_end > self.cache.block or slot_bucket(slots) > self.cache.capacity:
+            return False
+        self.cache.make_room(slot_bucket(slots))
+        return True
+
+    @property
+    def num_slots(self) -> int:
+        """Length of the buffers behind the one mask of a drafter's cache."""
+        (slots,) = self.cache.mask_widths.values()
+        return slots
+
+    def slots(self, num_tokens: int, *, after: int = 0) -> Tensor:
+        """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""
+        slots = self.cache.lengths_tensor[:, None] + self._numbers[after : after + num_tokens]
+        self.fixed.follow(self.cache)
+        if slots.device.type == "cuda":
+            # CUDA graphs write in place only where they are told the memory stays; unguarded, since the next
+            # generation brings buffers of its own and may use the same graph.
+            for layer in self.fixed.layers:
+                if layer.is_initialized:
+                    torch._dynamo.mark_static_address(layer.keys, guard=False)
+                    torch._dynamo.mark_static_address(layer.values, guard=False)
+        return self.fill("slots", slots)

@@ -1,0 +1,43 @@
+"""The few sizes that graphs are made for.
+
+A graph serves one shape only, so blocks are padded to a few node counts and rows to a few lengths (buckets of 256
+slots, then doubling), and what is padded is masked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SLOT_BUCKET = 256
+"""Smallest row length compiled for; longer ones double it, so a generation meets few of them."""
+
+NODE_BUCKET = 8
+"""Verified nodes are padded to this or, beyond it, to the most a round may have, rounded up to a multiple of this."""
+
+
+class CacheSize(NamedTuple):
+    """Arguments of `SpeculativeCache`."""
+
+    capacity: int
+    block: int
+    slab: int | None
+
+
+def slot_bucket(num_slots: int) -> int:
+    """Row length to allocate where `num_slots` are needed."""
+    return SLOT_BUCKET << max(0, (num_slots - 1) // SLOT_BUCKET).bit_length()
+
+
+def node_bucket(num_nodes: int, most: int) -> int:
+    """Nodes to verify where there are `num_nodes`, and never more than `most` in a round."""
+    return NODE_BUCKET if num_nodes <= NODE_BUCKET else -(-most // NODE_BUCKET) * NODE_BUCKET
+
+
+def step_width(num_tokens: int) -> int:
+    """Tokens of a draft step where there are `num_tokens`: the next power of 2."""
+    return 1 << (num_tokens - 1).bit_length()
+
+
+def cache_size(capacity: int, block: int) -> CacheSize:
+    """A cache in which padded blocks of graphs have room, too. It grows by as much as rows get longer for graphs."""
+    return CacheSize(slot_bucket(capacity + NODE_BUCKET), slot_bucket(block), SLOT_BUCKET)

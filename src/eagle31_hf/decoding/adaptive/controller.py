@@ -1,0 +1,199 @@
+"""One generation's drafting: its length, its source, or a rest, decided before each round and learnt from after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from math import exp, sqrt
+from operator import mul
+
+from .acceptance_rates import AcceptanceRates, Prior
+from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
+from .guard import CollapseGuard, GuardState
+from .lookup_rates import LookupRates
+from .prompt_lookup import NOTHING, Lookup
+from .schedules import LengthSchedule
+
+SPEED_KEEP = exp(-1.0 / 12.0)
+PRIOR_ROUNDS = 2.0
+
+
+class Source(Enum):
+    """Where a round's drafts come from."""
+
+    DRAFTER = "drafter"
+    LOOKUP = "prompt lookup"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to draft: up to `depth` tokens, fewer once the drafter is less sure of them all than `min_confidence`."""
+
+    source: Source
+    depth: int = 0
+    min_confidence: float = 0.0
+
+
+class RealisedSpeed:
+    """Tokens that the drafter's rounds wrote, over what plain decoding would have, in the last dozen of them."""
+
+    def __init__(self, prior: float):
+        self._tokens, self._plain_tokens = prior * PRIOR_ROUNDS, PRIOR_ROUNDS
+
+    def record(self, tokens: float, plain_tokens: float) -> None:
+        """One round."""
+        self._tokens = self._tokens * SPEED_KEEP + tokens
+        self._plain_tokens = self._plain_tokens * SPEED_KEEP + plain_tokens
+
+    @property
+    def speedup(self) -> float:
+        return self._tokens / self._plain_tokens
+
+
+class DraftController:
+    """Decides round by round.
+
+    Args:
+        table: what rounds take on this machine, for the models at work.
+        schedule: of draft lengths, none beyond the table.
+        prior: what earlier generations say of the drafter.
+        asks_confidence: whether reading the drafter's confidence costs nothing: a draft may then be as long as any, and
+            ends where the drafter is less sure of it than pays.
+        reading_s: what the drafter takes to read what a rest has passed over, if a trial may depend on what it makes of
+            that (`record_reading`); `None`: a trial drafts at once.
+        on_event: told what changed and why.
+    """
+
+    def __init__(
+        self,
+        table: RoundTable,
+        schedule: LengthSchedule,
+        *,
+        prior: Prior | None = None,
+        asks_confidence: bool = False,
+        reading_s: float | None = None,
+        on_event: Callable[[str, str], None] | None = None,
+    ):
+        self.table, self.schedule, self.asks_confidence = table, schedule, asks_confidence
+        self.longest = len(table.speculative_s) - 1
+        self.rates = AcceptanceRates(self.longest, prior)
+        self.lookup_rates = LookupRates()
+        self._on_event = on_event or (lambda _what, _why: None)
+        expected = self._expected()
+        self._realised = RealisedSpeed(max(expected.speedup, 1.0))
+        self.guard = CollapseGuard(
+            trial_loss=table.break_even_tokens(expected.depth) - 1.0,
+            reading_loss=None if reading_s is None else reading_s / table.plain_s,
+            starts_resting=expected.speedup < 1.0,
+        )
+        if self.guard.rests:
+            self._tell("rest", "as in earlier texts")
+
+    def decide(self, lookup: Lookup = NOTHING) -> Decision:
+        """What to draft next; asking twice changes nothing.
+
+        Args:
+            lookup: what the text itself offers.
+        """
+        drafter = self._drafter_decision()
+        if not lookup.tokens:
+            return drafter
+        length, lead = self._best_lookup(lookup)
+        return Decision(Source.LOOKUP, length) if lead > self._lead(drafter) else drafter
+
+    def record(self, decision: Decision, drafted: int, accepted: Sequence[int]) -> None:
+        """Learn what became of a decision.
+
+        Args:
+            drafted: tokens drafted one after the other, at least as many as any row accepted.
+            accepted: by each row that needed tokens.
+        """
+        tokens = 1.0 + sum(accepted) / len(accepted)
+        if decision.source is Source.DRAFTER and drafted:
+            self._record_drafts(drafted, accepted, tokens)
+        elif self.guard.record_rest(round(tokens)) is GuardState.TRYING:
+            self.rates.doubt_past()
+
+    def record_reading(self, right: int, tried: int) -> None:
+        """Before a trial the drafter has read what the rest passed over.
+
+        Args:
+            right, tried: of the last tokens there, how many the drafter would have drafted.
+        """
+        if self.guard.state is not GuardState.TRYING or not tried:
+            return
+        rate = (right + 0.5) / (tried + 1.0)
+        rate += sqrt(rate * (1.0 - rate) / tried)  # a trial is denied where even a standard error more would not pay
+        reach = list(accumulate([rate] * self.longest, mul))
+        if choose_length(self.table, reach, range(1, self.longest + 1)).speedup < 1.0:
+            self.guard.give_up_trial()
+
+    # --- the drafter ---------------------------------------------------------------------------------------------
+
+    def _drafter_decision(self) -> Decision:
+        if self.guard.rests:
+            return Decision(Source.NOTHING)
+        if not self.asks_confidence:
+            return Decision(Source.DRAFTER, self.schedule.length(self.rates.reach()))
+        return Decision(Source.DRAFTER, self.longest, self._least_confidence())
+
+    def _least_confidence(self) -> float:
+        """A further token is right with the chance that all before it are, times the usual one: below this, too rarely
+        to pay for its step."""
+        if self.longest < 2:
+            return 0.0
+        shortest_s, *_, longest_s = self.table.speculative_s[1:]
+        step = (longest_s - shortest_s) / (self.longest - 1) / self.table.plain_s  # in plain tokens
+        return min(max(step * self._speedup() / self.rates.overall(), 0.0), 0.9)
+
+    def _speedup(self) -> float:
+        """Of writing now, over plain decoding."""
+        return max(self._realised.speedup, 1.0)
+
+    def _expected(self) -> LengthChoice:
+        """Of drafts as long as the schedule makes them."""
+        reach = self.rates.reach()
+        return choose_length(self.table, reach, (self.schedule.length(reach),))
+
+    def _record_drafts(self, drafted: int, accepted: Sequence[int], tokens: float) -> None:
+        plain_tokens = self.table.break_even_tokens(drafted)
+        self._realised.record(tokens, plain_tokens)
+        before = self._expected().depth
+        self.rates.record(drafted, accepted)
+        self.schedule.record(drafted, accepted, self.rates.reach())
+        expected = self._expected()
+        if expected.depth != before and not self.asks_confidence:
+            self._tell("length", f"{before} to {expected.depth} tokens")
+        speedup = self._realised.speedup if self.asks_confidence else expected.speedup
+        state = self.guard.record_drafts(tokens - plain_tokens, speedup)
+        if state is GuardState.RESTING:
+            self._tell("rest", f"drafts would write {speedup:.2f} x as fast as none")
+        elif state is GuardState.DRAFTING:
+            self._realised = RealisedSpeed(max(expected.speedup, 1.0))
+            self._tell("resume", "drafts pay again")
+
+    def _tell(self, what: str, why: str) -> None:
+        self._on_event(what, f"{why}; a draft token is accepted {self.rates.overall():.0%} of the time")
+
+    # --- prompt lookup -------------------------------------------------------------------------------------------
+
+    def _best_lookup(self, lookup: Lookup) -> tuple[int, float]:
+        """Length, and how many tokens it is ahead of writing on at the present speed."""
+        reach = self.lookup_rates.reach(lookup.match, min(len(lookup.tokens), self.longest))
+        ahead = [
+            tokens - self._speedup() * seconds / self.table.plain_s
+            for tokens, seconds in zip(accumulate(reach, initial=1.0), self.table.lookup_s, strict=False)
+        ][1:]
+        return ahead.index(max(ahead)) + 1, max(ahead)
+
+    def _lead(self, drafter: Decision) -> float:
+        """The same of what the drafter would do."""
+        if drafter.source is Source.NOTHING:
+            return 1.0 - self._speedup()
+        if self.asks_confidence:
+            return 0.0  # the present speed is the drafter's
+        tokens = expected_tokens(self.rates.reach(), drafter.depth)
+        return tokens - self._speedup() * self.table.break_even_tokens(drafter.depth)

@@ -1,0 +1,105 @@
+"""Whether to draft at all: rests while drafts cost more than they bring, tries again, and comes back.
+
+What drafting has won or lost against plain decoding is counted in tokens. A rest begins after a loss, not at the first
+bad round; a trial ends one after a gain, so that a drafter on the edge does not flicker. Each trial in vain makes the
+next rest longer, up to a bound within which a returning domain is noticed.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN = 1.0, 0.3
+"""Tokens that may be lost since drafting last was at its best: more of them the less a further round is expected to
+lose, since near break-even chance alone loses some."""
+
+TRIAL_LOSS, TRIAL_GAIN = 0.3, 0.8
+"""Tokens lost at which a trial has failed, and won at which it has succeeded."""
+
+SHORTEST_REST = 4
+"""Tokens (of a row) before the first trial."""
+
+TRIAL_SHARE = 0.01
+"""Share of plain decoding's time that trials in vain may take, where the longest rest allows it."""
+
+REST_BOUNDS = (8, 48)
+"""What the longest rest may be, however cheap or dear a trial is: a returning domain is used within 64 tokens."""
+
+
+class GuardState(Enum):
+    """What is being done."""
+
+    DRAFTING = "drafting"
+    RESTING = "resting"
+    TRYING = "trying"
+
+
+class CollapseGuard:
+    """One generation's trust in its drafter.
+
+    Args:
+        trial_loss: tokens that a draft in vain costs.
+        reading_loss: tokens that it costs to have the drafter read on, if that alone may tell that a trial is vain.
+        starts_resting: whether what earlier generations accepted speaks against drafting.
+    """
+
+    def __init__(self, trial_loss: float, reading_loss: float | None = None, *, starts_resting: bool = False):
+        self.longest_rest = _longest_rest(trial_loss)
+        self.longest_unread = self.longest_rest if reading_loss is None else _longest_rest(reading_loss)
+        self.state = GuardState.RESTING if starts_resting else GuardState.DRAFTING
+        self._rest_left = self._next_unread = self._next_rest = SHORTEST_REST
+        self._balance = 0.0  # tokens won by the drafts of this state
+        self._best = 0.0  # the most they ever were
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next round had better draft nothing."""
+        return self.state is GuardState.RESTING
+
+    def record_drafts(self, won: float, expected_speedup: float) -> GuardState | None:
+        """After a round with drafts. Returns the new state if it changed.
+
+        Args:
+            won: tokens it wrote more than plain decoding would have in its time; negative if fewer.
+            expected_speedup: of further drafts, by all that is known.
+        """
+        self._balance += won
+        self._best = max(self._best, self._balance)
+        if self.state is GuardState.DRAFTING:
+            slowdown = 1.0 - expected_speedup
+            lost = self._best - self._balance
+            if slowdown <= 0.0 or lost < max(SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN / slowdown):
+                return None
+            if self._balance > 0:
+                self._next_rest = SHORTEST_REST
+            return self._begin_rest()
+        if self._balance <= -TRIAL_LOSS:
+            return self._begin_rest()
+        return self._enter(GuardState.DRAFTING) if self._balance >= TRIAL_GAIN else None
+
+    def record_rest(self, tokens: int) -> GuardState | None:
+        """After a round that did not ask the drafter and wrote so many tokens per row."""
+        if self.state is not GuardState.RESTING:
+            return None
+        self._rest_left -= tokens
+        return self._enter(GuardState.TRYING) if self._rest_left <= 0 else None
+
+    def give_up_trial(self) -> GuardState:
+        """The drafter has read what was written, and would not have foretold it: rest on without a draft."""
+        self._rest_left = self._next_unread
+        self._next_unread = min(2 * self._next_unread, self.longest_unread)
+        return self._enter(GuardState.RESTING)
+
+    def _begin_rest(self) -> GuardState:
+        """Rest, and longer the next time, unless drafting wins something before."""
+        self._rest_left, self._next_unread = self._next_rest, SHORTEST_REST
+        self._next_rest = min(2 * self._next_rest, self.longest_rest)
+        return self._enter(GuardState.RESTING)
+
+    def _enter(self, state: GuardState) -> GuardState:
+        self.state, self._balance, self._best = state, 0.0, 0.0
+        return state
+
+
+def _longest_rest(loss: float) -> int:
+    return min(max(round(loss / TRIAL_SHARE), REST_BOUNDS[0]), REST_BOUNDS[1])

@@ -1,0 +1,94 @@
+"""Drafts from the text itself: what followed the last time the same few tokens were written. Pure, over token ids.
+
+Costs nothing but the wider forward, and is right where answers quote their prompt or repeat themselves (prompt lookup
+decoding, Saxena 2023; transformers' `prompt_lookup_num_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SHORTEST_MATCH, LONGEST_MATCH = 2, 8
+"""Last tokens that must have been written before, at least, and as many as are compared."""
+
+
+class Lookup(NamedTuple):
+    """`tokens` that followed the latest earlier place where the last `match` tokens stood."""
+
+    match: int
+    tokens: tuple[int, ...]
+
+
+NOTHING = Lookup(0, ())
+
+
+class TextIndex:
+    """Where each pair of tokens of one growing text was seen last. Adding a token and asking take constant time."""
+
+    def __init__(self, tokens: Sequence[int] = ()):
+        self._text: list[int] = []
+        self._ends: dict[tuple[int, int], int] = {}  # pair of tokens -> position behind its latest place
+        self._previous: list[int] = []  # for each position, the one where its pair ended before; -1 for none
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these."""
+        text, ends, previous = self._text, self._ends, self._previous
+        for token in tokens:
+            text.append(token)
+            end = len(text)
+            if end < SHORTEST_MATCH:
+                previous.append(-1)
+                continue
+            pair = (text[-2], token)
+            previous.append(ends.get(pair, -1))
+            ends[pair] = end
+
+    def truncate(self, length: int) -> None:
+        """Take back all tokens from position `length` on."""
+        while len(self._text) > length:
+            before = self._previous.pop()
+            if len(self._text) >= SHORTEST_MATCH:
+                pair = (self._text[-2], self._text[-1])
+                if before < 0:
+                    del self._ends[pair]
+                else:
+                    self._ends[pair] = before
+            self._text.pop()
+
+    def lookup(self, length: int) -> Lookup:
+        """Up to `length` tokens that followed the longest match among the latest places, the latest of equals first."""
+        text = self._text
+        if len(text) < SHORTEST_MATCH or length < 1:
+            return NOTHING
+        best, at = 0, -1
+        end = self._previous[-1]
+        for _ in range(PLACES_TRIED):
+            if end < 0:
+                break
+            match = self._match_length(end)
+            if match > best:
+                best, at = match, end
+            if best >= LONGEST_MATCH:
+                break
+            end = self._previous[end - 1]
+        return NOTHING if at < 0 else Lookup(best, tuple(self._continuation(at, length)))
+
+    def _match_length(self, end: int) -> int:
+        text, length, last = self._text, 0, len(self._text)
+        while length < LONGEST_MATCH and length < end and text[end - 1 - length] == text[last - 1 - length]:
+            length += 1
+        return length
+
+    def _continuation(self, start: int, length: int) -> list[int]:
+        """What follows `start`; a text that repeats a short run goes on repeating it."""
+        text, period = self._text, len(self._text) - start
+        return [text[start + index % period] for index in range(length)]
+
+
+PLACES_TRIED = 16
+"""Earlier places of the last two tokens that are compared; a bound for texts of few different tokens."""

@@ -1,0 +1,338 @@
+"""A cache carried over from the last turn: what of it holds for this prompt, and what is left for the next.
+
+Plain `generate` believes that a cache it is handed belongs to the prompt; an edited history goes unnoticed and the text
+is wrong. Here a cache remembers its text (`cache.eagle31_state`), and is believed only as far as that text and the
+prompt agree. The drafter's own keys and values travel in the same place.
+
+    prompt given in full      resume where record and prompt part. Tokens of unknown origin (a plain `generate` wrote
+                              them, or there is no record at all) are read again by target and drafter.
+    new tokens only           nothing to compare with: the target's cache is believed, as plain `generate` does. Without
+                              a record the drafter starts midway, its cache shorter than the target's.
+
+A drafter that starts midway needs no position offset: its rotary positions count only as differences. It sees less
+context, so fewer of its drafts may be accepted; the text is the target's either way. Reading the history again for the
+drafter's sake alone would cost the very prefill that the cache saves.
+
+The user's cache is refilled when the turn has ended: an interrupted turn leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+from ..cache import SpeculativeCache
+from ..cache.layers import FullLayer
+from ..cache.stock import LayerStates, read_stock_layers, refill_stock_layers
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.packed_linear import packed_tensors
+from ..drafter.session import DraftSession
+from ..errors import UnsupportedGenerationError
+
+UNKNOWN_TOKEN = -1
+"""Stands in a record for history that was never shown to us; no prompt agrees with it."""
+
+CHECKSUM_VALUES = 4
+
+
+@dataclass(frozen=True)
+class Eagle31CacheState:
+    """What a `DynamicCache` remembers as `cache.eagle31_state`. Plain tensors: it can be copied and pickled.
+
+    Attributes:
+        token_ids: `(B, L)` on the CPU, the text so far. The cache holds all but its last token.
+        key_checksum: `(B, k, n)` on the CPU, some numbers of the last layer's newest keys. A deep key depends on every
+            token before it, so an equal one proves that the cache still holds this text, in these rows.
+        drafter_cache: the drafter's keys and values of the newest positions before the last token.
+        target_fingerprint, drafter_fingerprint: of the weights that computed them.
+    """
+
+    token_ids: Tensor
+    key_checksum: Tensor
+    drafter_cache: DynamicCache
+    target_fingerprint: str
+    drafter_fingerprint: str
+
+    @property
+    def length(self) -> int:
+        """Tokens the cache held when this was written."""
+        return self.token_ids.shape[1] - 1
+
+    def agreement(self, prompts: Tensor) -> int:
+        """How many first tokens of all rows are the same here and in `prompts` `(B, P)`."""
+        width = min(self.token_ids.shape[1], prompts.shape[1])
+        same = (self.token_ids[:, :width] == prompts[:, :width].cpu()).all(dim=0)
+        return int(same.long().cumprod(0).sum())
+
+    def vouches_for(self, cache: DynamicCache, length: int) -> bool:
+        """Whether the first `length` tokens of `cache` are still the ones recorded."""
+        found, end = _key_checksum(cache), cache.get_seq_length()
+        here, there = length - 1 - (end - found.shape[1]), length - 1 - (self.length - self.key_checksum.shape[1])
+        if not (0 <= here < found.shape[1] and 0 <= there < self.key_checksum.shape[1]):
+            return False
+        return torch.equal(found[:, here], self.key_checksum[:, there])
+
+
+def _key_checksum(cache: DynamicCache) -> Tensor:
+    """`(B, k, n)`: a few numbers of each key that the last written layer holds."""
+    layers: list[Any] = cache.layers
+    written = [layer for layer in layers if layer.is_initialized and layer.get_seq_length() > 0]
+    return written[-1].keys[:, 0, :, :CHECKSUM_VALUES].cpu().clone()
+
+
+# --- where a turn begins ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheResume:
+    """What target and drafter have read before the turn begins.
+
+    Attributes:
+        target: what the target's cache starts with; `None` for nothing.
+        drafter: the same for the drafter's, often shorter.
+        skip: first columns of the prompts that are read already.
+        history: `(B, h)` token ids before the prompts, if only new tokens were passed.
+    """
+
+    target: DynamicCache | None = None
+    drafter: DynamicCache | None = None
+    skip: int = 0
+    history: Tensor | None = None
+
+    @property
+    def before_prompts(self) -> int:
+        """Tokens of each row that lie before the prompts' first column."""
+        return 0 if self.history is None else self.history.shape[1]
+
+    def load(self, cache: SpeculativeCache, session: DraftSession | None) -> None:
+        """Begin with what holds. Both are copies: the user's cache is not written to."""
+        if self.target is not None:
+            cache.load_dynamic(self.target)
+        if self.drafter is not None and session is not None:
+            session.cache.load_dynamic(self.drafter)
+
+
+class CarriedCache:
+    """One turn's view of a carried cache.
+
+    Args:
+        drafter: attached to the target that generates.
+        cache: as `generate` hands it over, empty or not; refilled by `close`.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, cache: DynamicCache):
+        binding = drafter.require_binding()
+        self.cache = cache
+        self.config: PreTrainedConfig = binding.text_config
+        self.target_fingerprint = fingerprint(binding.model)
+        self.drafter_fingerprint = fingerprint(drafter)
+        self.start = CacheResume()
+        self.end = CacheExport()
+
+    def open(self, prompts: Tensor, total_length: int) -> CacheResume:
+        """Decide what of the cache holds.
+
+        Args:
+            prompts: `(B, P)` without padding: the whole text, or only its new tokens.
+            total_length: tokens of the whole text, as the attention mask tells.
+
+        Raises:
+            UnsupportedGenerationError: the cache has another number of rows, or another length than mask and prompt
+                leave for it.
+        """
+        length = self.cache.get_seq_length()
+        held = {keys.shape[2] for keys, _ in read_stock_layers(self.cache, len(prompts)).values()}
+        if total_length == prompts.shape[1]:
+            self.start = self._resume_full_prompt(prompts, length, can_cut_back=held == {length})
+        elif total_length == length + prompts.shape[1]:
+            self.start = self._resume_new_tokens(prompts, length)
+        else:
+            raise UnsupportedGenerationError(
+                f"the cache holds {length} tokens and the prompt {prompts.shape[1]}, but the attention mask is "
+                f"{total_length} long; pass the whole text with a mask of its length, or only the tokens after the "
+                f"cache's with a mask of {length + prompts.shape[1]}"
+            )
+        return self.start
+
+    def _resume_full_prompt(self, prompts: Tensor, length: int, *, can_cut_back: bool) -> CacheResume:
+        """`can_cut_back`: no window has slid; one that has no longer holds what an earlier point would need."""
+        state = self._recorded_state(len(prompts))
+        if state is None:
+            return CacheResume()
+        # One token short of the agreement: the drafter joined its last position with the token after it. The prompt's
+        # last token is read in any case, its logits are not kept.
+        resumed = min(length, state.agreement(prompts) - 1, prompts.shape[1] - 1)
+        reachable = resumed == length or can_cut_back
+        if resumed < 1 or not reachable or not state.vouches_for(self.cache, resumed):
+            return CacheResume()
+        behind = state.length - resumed  # positions of the drafter that do not hold any more
+        return CacheResume(
+            target=_first_tokens(self.cache, resumed), drafter=self._drafter_part(state, behind), skip=resumed
+        )
+
+    def _resume_new_tokens(self, prompts: Tensor, length: int) -> CacheResume:
+        state = self._recorded_state(len(prompts))
+        if state is None or state.length != length or not state.vouches_for(self.cache, length):
+            unknown = torch.full((len(prompts), length), UNKNOWN_TOKEN)
+            return CacheResume(target=self.cache, history=unknown)
+        # The drafter joined its last position with the last token written. The user may go on with another one.
+        goes_on = torch.equal(state.token_ids[:, -1], prompts[:, 0].cpu())
+        return CacheResume(
+            target=self.cache,
+            drafter=self._drafter_part(state, behind=0 if goes_on else 1),
+            history=state.token_ids[:, :-1],
+        )
+
+    def _recorded_state(self, rows: int) -> Eagle31CacheState | None:
+        state = getattr(self.cache, "eagle31_state", None)
+        if not isinstance(state, Eagle31CacheState) or len(state.token_ids) != rows:
+            return None
+        return state if state.target_fingerprint == self.target_fingerprint else None
+
+    def _drafter_part(self, state: Eagle31CacheState, behind: int) -> DynamicCache | None:
+        kept = state.drafter_cache.get_seq_length() - behind
+        if kept < 1 or state.drafter_fingerprint != self.drafter_fingerprint:
+            return None
+        return _first_tokens(state.drafter_cache, kept)
+
+    # --- where it ends -----------------------------------------------------------------------------------------------
+
+    def close(self, sequences: Tensor) -> DynamicCache | None:
+        """Refill the cache with all but the last token of the text, as plain `generate` leaves it.
+
+        Args:
+            sequences: `(B, T)` as `generate` returns them.
+
+        Returns:
+            The cache, or `None` if no stock cache can hold the rows (they ended at unequal lengths, or were padded) or
+            not all of them were taken. It is then as it was.
+        """
+        length = self.start.before_prompts + sequences.shape[1] - 1
+        rows = [self.end.rows[row] for row in sorted(self.end.rows)]
+        empty = DynamicCache(config=self.config)
+        is_whole = len(rows) == len(sequences) and all(row.length == length for row in rows)
+        if not is_whole or not _fits(empty, rows[0].target, length):
+            return None
+        # A drafter that was let go on the way leaves nothing behind, or only that of rows that ended before.
+        of_drafter = [row.drafter for row in rows] if all(row.drafter for row in rows) else [{}]
+        state_of_drafter = _joined(DynamicCache(), of_drafter)
+        self.cache.layers = empty.layers  # lets the old contents go first: two copies of the history, never three
+        self.cache.eagle31_state = None  # type: ignore[attr-defined]
+        try:
+            _joined(self.cache, [row.target for row in rows], length)
+        except BaseException:
+            self.cache.layers = DynamicCache(config=self.config).layers  # empty, never half filled
+            raise
+        text = sequences.cpu() if self.start.history is None else torch.cat((self.start.history, sequences.cpu()), 1)
+        self.cache.eagle31_state = Eagle31CacheState(  # type: ignore[attr-defined]
+            token_ids=text,
+            key_checksum=_key_checksum(self.cache),
+            drafter_cache=state_of_drafter,
+            target_fingerprint=self.target_fingerprint,
+            drafter_fingerprint=self.drafter_fingerprint,
+        )
+        return self.cache
+
+
+@dataclass(frozen=True)
+class EndedRow:
+    """Keys and values `(1, heads, k, D)` of a row that has ended, after `length` tokens."""
+
+    length: int
+    target: LayerStates
+    drafter: LayerStates
+
+
+@dataclass
+class CacheExport:
+    """Rows as they leave the batch, by their number in it."""
+
+    rows: dict[int, EndedRow] = field(default_factory=dict)
+
+    def take(
+        self, places: Sequence[int], live_rows: Sequence[int], cache: SpeculativeCache, drafter: SpeculativeCache | None
+    ) -> None:
+        """Note the rows at these places of the live batch. Views where possible: the batch is about to move on.
+
+        Args:
+            places: which live rows have ended.
+            live_rows: the number of each live row.
+            cache, drafter: the target's and, if there is one, the drafter's, both up to the last token.
+        """
+        others_go_on = len(places) < len(live_rows)
+        for place in places:
+            self.rows[live_rows[place]] = EndedRow(
+                length=cache.lengths[place],
+                target=_row_states(cache, place, copied=others_go_on),
+                drafter={} if drafter is None else _row_states(drafter, place, copied=others_go_on),
+            )
+
+
+def _row_states(cache: SpeculativeCache, row: int, *, copied: bool) -> LayerStates:
+    """One row's keys and values, oldest first. Copies where a view would keep the whole batch alive."""
+    length = cache.lengths[row]
+    states: LayerStates = {}
+    for index, layer in enumerate(cache.layers):
+        if not layer.is_initialized:
+            continue
+        keys, values = layer.held_row(row, length)
+        is_view = isinstance(layer, FullLayer)  # or unpacked, and copied once more at worst
+        states[index] = (keys.clone(), values.clone()) if copied and is_view else (keys, values)
+    return states
+
+
+# --- stock caches -----------------------------------------------------------------------------------------------------
+
+
+def _first_tokens(cache: DynamicCache, length: int) -> DynamicCache:
+    """The first tokens of a stock cache as one of its own; nothing is copied."""
+    if cache.get_seq_length() == length:
+        return cache
+    first = copy.copy(cache)
+    first.layers = [copy.copy(layer) for layer in cache.layers]
+    layers: list[Any] = first.layers
+    for layer in layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+    return first
+
+
+def _fits(empty: DynamicCache, states: LayerStates, length: int) -> bool:
+    """Whether the layers that hold only a window are those that slide in a stock cache, too."""
+    return all(
+        keys.shape[2] == length or isinstance(empty.layers[index], DynamicSlidingWindowLayer)
+        for index, (keys, _) in states.items()
+    )
+
+
+def _joined(cache: DynamicCache, rows: Sequence[LayerStates], length: int | None = None) -> DynamicCache:
+    """Fill an empty stock cache with rows of equal length, layer by layer."""
+    for index in rows[0]:
+        keys, values = (torch.cat([row[index][part] for row in rows]) for part in (0, 1))
+        refill_stock_layers(cache, {index: (keys, values)}, keys.shape[2] if length is None else length)
+    return cache
+
+
+def fingerprint(network: nn.Module) -> str:
+    """Changes with the network's class, its weights' names, shapes and packing, and with training."""
+    digest = hashlib.sha256(type(network).__name__.encode())
+    samples: dict[torch.device, list[Tensor]] = {}
+    for name, weight in (*network.named_parameters(), *packed_tensors(network).items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        # A target's packed weights are subclasses that need not support indexing; offloaded ones are not here.
+        if type(weight) in (nn.Parameter, Tensor) and not weight.is_meta and weight.numel():
+            few = weight.detach().flatten()[:: max(1, weight.numel() // 4)][:4]
+            samples.setdefault(few.device, []).append(few.float())
+    for few_of_each in samples.values():
+        digest.update(torch.cat(few_of_each).cpu().numpy().tobytes())
+    return digest.hexdigest()

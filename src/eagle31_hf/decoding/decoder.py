@@ -1,0 +1,286 @@
+"""Our decoding loop: rounds over a batch of texts, any batch, any prompt.
+
+The decoder keeps rows and text; what a round computes is the `Round`'s business. One step (`SpeculativeDecoder.step`)
+is the figure in docs/architecture.md. Each row accepts its own number of tokens; the host waits for the device once a
+round, to read what was accepted. Rows that have ended leave the batch, unless graphs were made for its size: then they
+stand still in it until few are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..drafter.drafter import Eagle31Drafter
+from ..sampling.acceptance import Acceptance
+from ..sampling.draw import draw
+from ..stats import PhaseClock
+from ..target.binding import TargetBinding
+from ..trees.draft_tree import DraftTree
+from .carried_cache import CacheExport
+from .compiled_round import CompiledRound
+from .draft_policy import DraftPlan, RoundState, RoundStats
+from .eager_round import EagerRound
+from .memory_ladder import Stage
+from .pair_caches import PairCaches
+from .prefill import ChunkedPrefill, PrefillState
+from .request import DecodingRequest
+from .round import Accepted, Round, RoundBatch, Written
+
+
+def make_round(
+    drafter: Eagle31Drafter, caches: PairCaches, request: DecodingRequest, clock: PhaseClock, *, compiled: bool
+) -> Round:
+    """Rounds over these caches, by graphs where they can be had or by eager code."""
+    kind = CompiledRound if compiled and caches.drafter is not None else EagerRound
+    return kind(drafter, caches, request, clock)
+
+
+class SpeculativeDecoder:
+    """One generation with our own loop: `run` it, or `prefill` and then `step` while there are `rows`.
+
+    Args:
+        drafter: attached; its binding's target verifies.
+        request: what to write.
+        wrap_round: put around the rounds, to look into them or to change a step.
+
+    Attributes:
+        rows: which row of the texts each row of the caches is; empty once all have ended.
+        round: how rounds are computed.
+        compiles: whether by graphs; see `use_rounds`.
+        largest: the largest draft that policies are offered.
+        chunk: prompt columns per target forward.
+        stage: where a step is; after a failure, where it happened.
+        reading: the text that was last read into the caches (prefill).
+    """
+
+    def __init__(
+        self, drafter: Eagle31Drafter, request: DecodingRequest, wrap_round: Callable[[Round], Round] | None = None
+    ):
+        self.drafter, self.request = drafter, request
+        self.binding: TargetBinding = drafter.require_binding()
+        self.sequences = request.sequences
+        self.clock = PhaseClock(request.stats)
+        self.rows = list(range(self.sequences.batch_size))
+        self.stage, self.largest = Stage.PREFILL, request.shape
+        self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each row
+        prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
+        self.chunk = min(request.prefill_chunk or prompt, prompt)
+        self.reading: PrefillState | None = None
+        self.compiles = drafter.generation_config.acceleration == "compile"
+        self._wrap_round = wrap_round
+        self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown
+        self.round = self._rounds_over(self._new_caches(len(self.rows)))
+
+    @property
+    def caches(self) -> PairCaches:
+        return self.round.caches
+
+    def use_rounds(self, *, compiled: bool) -> None:
+        """Go on with graphs or without, over the same caches. Between two steps."""
+        self.compiles = compiled
+        self.round = self._rounds_over(self.caches)
+
+    def renew_caches(self, batch_size: int, *, with_drafter: bool) -> None:
+        """Go on over empty caches for so many rows; the old ones go before the new ones come."""
+        del self.round
+        caches = self._new_caches(batch_size)
+        if not with_drafter:
+            caches.drafter = None
+        self.round = self._rounds_over(caches)
+
+    def _rounds_over(self, caches: PairCaches) -> Round:
+        made = make_round(self.drafter, caches, self.request, self.clock, compiled=self.compiles)
+        return made if self._wrap_round is None else self._wrap_round(made)
+
+    def _new_caches(self, batch_size: int) -> PairCaches:
+        cache_type = self.request.stats.cache_type = self.drafter.generation_config.stored_cache_type
+        return PairCaches.make(
+            self.drafter,
+            self.largest,
+            batch_size=batch_size,
+            length=self.request.start.before_prompts + self.sequences.rules.max_length,
+            chunk=self.chunk,
+            for_graphs=self.compiles,
+            cache_type=cache_type,
+            device=self.sequences.prompts.device,
+        )
+
+    def run(self) -> Tensor:
+        """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
+        self.prefill()
+        self.stream()
+        while self.rows:
+            self.step()
+            self.stream()
+        return self.finish()
+
+    def finish(self) -> Tensor:
+        """Close the figures and return the text, `(B, L + n)` ids."""
+        self.clock.stop()
+        self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
+        return self.sequences.assemble()
+
+    # --- prefill -------------------------------------------------------------------------------------------------
+
+    def prefill(self) -> None:
+        """Target and drafter read the prompts; then the target's first token."""
+        self.stage = Stage.PREFILL
+        skip = self.request.start.skip
+        with self.clock.phase("prefill"):
+            self.request.start.load(self.caches.target, self.caches.drafter)
+            texts = [self.sequences.text(row, skip) for row in self.rows]
+            self.first_token(self.read(texts, unread=0))
+
+    def read(self, texts: Sequence[Sequence[int]], *, unread: int) -> PrefillState:
+        """Target and drafter read what lies behind their caches, in chunks; see `PrefillState`."""
+        self.reading = reading = PrefillState(texts, unread=unread, device=self.sequences.prompts.device)
+        ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter).read(reading, self.chunk)
+        return reading
+
+    def first_token(self, prompts: PrefillState) -> None:
+        """Write the token after each prompt, which no draft was made for."""
+        batch = self._batch()
+        chosen = self.choose_first(torch.stack(prompts.last_logits), batch)  # type: ignore[arg-type]
+        written = self._write([[token] for token in chosen], batch)
+        self.stage = Stage.COMMIT
+        if self.caches.drafter is not None and self._goes_on:
+            self.round.absorb(written, torch.stack(prompts.last_aux)[:, None])  # type: ignore[arg-type]
+        self._after_round(batch)
+
+    def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
+        """First token of each row from `(B, V)`."""
+        request = self.request
+        scores = request.processing.row_scores(lambda b: self.sequences.prefix(self.rows[b]), logits, self.rows)
+        choice = draw(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)
+        self._collect({b: [(scores[b], logits[b])] for b in batch.live})
+        return choice.tolist()
+
+    # --- one round -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One round: draft, verify, accept; from then on the text is longer, and the caches follow."""
+        self.stage, batch = Stage.DRAFT, self._batch()
+        batch = replace(batch, plan=self._plan(batch))
+        tree = self.round.draft(batch)
+        self.stage = Stage.VERIFY
+        verified = self.round.verify(tree)
+        accepted = self.round.accept(tree, verified, batch)
+        paths, emitted = sync_accepted(tree, accepted.acceptance)
+        self._collect_scores(accepted, verified.logits, paths, batch)
+        written = Written(paths, self._write(emitted, batch))
+        self.stage = Stage.COMMIT
+        self._record(tree, [len(paths[b]) - 1 for b in batch.live], batch)
+        if self._goes_on:
+            self.round.commit(accepted, verified, written)
+        self._after_round(batch)
+
+    def _batch(self) -> RoundBatch:
+        return RoundBatch(self.sequences, list(self.rows), self.unfinished_rows(), self.roots)
+
+    def _plan(self, batch: RoundBatch) -> DraftPlan | None:
+        """What the policy wants of this round; it is not asked where nothing can be drafted."""
+        live_rows = [self.rows[b] for b in batch.live]
+        remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
+        if remaining < 2 or self.caches.drafter is None or self.largest.depth < 1:
+            return None
+        plan = self.request.policy.next_draft(RoundState(self.largest, live_rows, self.sequences, remaining))
+        return replace(plan, shape=plan.shape.within(self.largest))
+
+    def _record(self, tree: DraftTree, accepted: list[int], batch: RoundBatch) -> None:
+        stats, plan, depth, nodes = self.request.stats, batch.plan, tree.max_depth, tree.size - 1
+        stats.record_round(depth=depth, nodes=nodes, accepted=accepted)
+        if plan is not None:
+            stats.skipped_rounds += plan.skips
+            rows = tuple(self.rows[b] for b in batch.live)
+            self.request.policy.record(RoundStats(plan, depth, nodes, rows, tuple(accepted)))
+
+    def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
+        """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""
+        written: list[list[int]] = [[] for _ in self.rows]
+        for b in batch.live:
+            written[b] = emitted[b][: self.sequences.append(self.rows[b], emitted[b])]
+        self.sequences.stop_if_out_of_time()
+        return written
+
+    def stream(self) -> None:
+        """Show what was written since the last time. Apart from the round: what a streamer raises is not ours."""
+        if self.request.on_tokens is None:
+            return
+        for row, new in enumerate(self.sequences.new):
+            if len(new) > self._streamed[row]:
+                start, self._streamed[row] = self._streamed[row], len(new)
+                self.request.on_tokens(row, new[start:])
+
+    # --- after a round -------------------------------------------------------------------------------------------
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether somebody needs caches that are up to date with the text."""
+        return bool(self.unfinished_rows()) or self.request.end is not None
+
+    def _after_round(self, batch: RoundBatch) -> None:
+        """Let rows go that have ended."""
+        staying = self.unfinished_rows()
+        leaving = sorted(set(batch.live) - set(staying))
+        if leaving and self.request.end is not None:
+            self.export_rows(leaving, self.request.end)
+        if not staying:
+            self.rows = []
+        elif len(staying) < len(self.rows) and not self.round.keeps_ended_rows(len(staying)):
+            self.drop_rows(staying)
+        if self.rows:
+            self.set_roots()
+
+    def unfinished_rows(self) -> list[int]:
+        """Places of the rows that need more tokens."""
+        live = set(self.sequences.live_rows())
+        return [b for b, row in enumerate(self.rows) if row in live]
+
+    def export_rows(self, leaving: Sequence[int], end: CacheExport) -> None:
+        """Give away the caches of rows that have ended."""
+        self.stage, session = Stage.EXPORT, self.caches.drafter
+        end.take(leaving, self.rows, self.caches.target, None if session is None else session.cache)
+        self.stage = Stage.COMMIT
+
+    def drop_rows(self, staying: Sequence[int]) -> None:
+        """Go on with the rows at these places."""
+        self.rows = [self.rows[b] for b in staying]  # first: caches that do not follow are known by it
+        self.round.select_rows(staying)
+
+    def set_roots(self) -> None:
+        """Take the last token of each row as the root of its next draft."""
+        last = [self.sequences.new[row][-1] for row in self.rows]
+        self.roots = torch.tensor(last, device=self.sequences.prompts.device)
+
+    # --- scores that somebody wants ------------------------------------------------------------------------------
+
+    def _collect_scores(self, accepted: Accepted, logits: Tensor, paths: list[list[int]], batch: RoundBatch) -> None:
+        scores = accepted.scores
+        if self.request.keep_scores or self.request.keep_logits:
+            self._collect({b: [(scores[b, node], logits[b, node]) for node in paths[b]] for b in batch.live})
+
+    def _collect(self, steps: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
+        """Keep `(scores, logits)` of the tokens that live rows are about to get, if asked to."""
+        for row, taken in ((self.rows[b], each) for b, each in steps.items()):
+            if self.request.keep_scores:
+                self.sequences.scores[row].extend(scores for scores, _ in taken)
+            if self.request.keep_logits:
+                self.sequences.logits[row].extend(logits.float() for _, logits in taken)
+
+
+def sync_accepted(tree: DraftTree, acceptance: Acceptance) -> tuple[list[list[int]], list[list[int]]]:
+    """The round's one wait for the device: accepted nodes and new tokens per row, past the row's end too."""
+    packed = torch.cat(
+        (acceptance.length[:, None], acceptance.bonus[:, None], acceptance.path, tree.tokens), dim=1
+    ).tolist()
+    paths: list[list[int]] = []
+    emitted: list[list[int]] = []
+    for count, bonus, *rest in packed:
+        nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
+        paths.append(nodes)
+        emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
+    return paths, emitted

@@ -1,0 +1,88 @@
+"""What to draft next: asked before each round, told after it.
+
+A policy decides length, shape or source of the coming draft from what earlier rounds accepted, never from what the
+target is about to say: so the text is the target's own whatever it decides. It must not look at the clock, so that a
+seed writes the same text twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..trees.shape import DraftShape
+from .text import Sequences
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """What a policy may look at before a round.
+
+    Attributes:
+        largest: the largest draft there is room for; a plan that asks for more is cut to it.
+        rows: rows of `sequences` that need tokens, in the order of the batch.
+        sequences: prompts and what was written so far; not to be changed.
+        remaining_tokens: most tokens that one of these rows may still get.
+    """
+
+    largest: DraftShape
+    rows: Sequence[int]
+    sequences: Sequences
+    remaining_tokens: int
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What to draft in one round.
+
+    Attributes:
+        shape: depth 0 drafts nothing; the drafter goes on reading, so that it is up to date when its turn comes.
+        tokens: drafts that are there already instead of the drafter's, one chain per row of `RoundState.rows`, of any
+            length up to `shape.depth` (prompt lookup).
+        skips: nothing is drafted because it would be in vain (`stats.skipped_rounds` counts these).
+    """
+
+    shape: DraftShape
+    tokens: tuple[tuple[int, ...], ...] | None = None
+    skips: bool = False
+
+    @classmethod
+    def skip(cls) -> DraftPlan:
+        """Draft nothing: one token per row, as plain decoding."""
+        return cls(DraftShape(depth=0), skips=True)
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """What became of a plan.
+
+    Attributes:
+        plan: as it was made; the draft may have been shorter (a text's end, doubt, less memory).
+        depth: deepest draft position that was verified.
+        nodes: draft tokens verified per row.
+        rows: rows of the text that needed tokens.
+        accepted: draft tokens that each of them accepted.
+    """
+
+    plan: DraftPlan
+    depth: int
+    nodes: int
+    rows: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+class DraftPolicy(Protocol):
+    """One generation's decisions; see the module.
+
+    Asked in every round in which something may be drafted. A round that memory failed is asked about again without
+    having been recorded, so `next_draft` must not count how often it is called.
+    """
+
+    def next_draft(self, state: RoundState) -> DraftPlan:
+        """What to draft in the coming round."""
+        ...
+
+    def record(self, stats: RoundStats) -> None:
+        """Learn what became of it."""
+        ...

@@ -1,0 +1,134 @@
+"""A round by eager code: the reference, and what compiled rounds fall back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ..drafter.draft_scores import draft_scores
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.propose import DraftStepper, propose_chain, propose_dynamic_tree, propose_static_tree
+from ..generation_config import DraftLength
+from ..sampling.acceptance import AcceptanceRule, choose_rule
+from ..stats import PhaseClock
+from ..target.binding import TargetOutput
+from ..target.verify import Verification
+from ..trees.draft_tree import DraftTree
+from .accept import Acceptor
+from .pair_caches import PairCaches
+from .request import DecodingRequest
+from .round import Accepted, RoundBatch, Written
+
+
+class EagerRound:
+    """A `Round` by eager code.
+
+    Args:
+        drafter: attached.
+        caches: of target and drafter.
+        request: what is written.
+        clock: charged with the seconds of drafting and verifying.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, request: DecodingRequest, clock: PhaseClock):
+        self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
+        self.binding = drafter.require_binding()
+        self.acceptor = Acceptor(request)
+        self._verify = Verification(self.binding, caches.target)
+
+    def draft(self, batch: RoundBatch) -> DraftTree:
+        session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
+        with self.clock.phase("draft"):
+            if plan is None or depth < 1:
+                return DraftTree.chain(batch.roots[:, None])
+            if plan.tokens is not None:
+                return given_chain(batch, plan.tokens, depth)
+            if session is None:
+                return DraftTree.chain(batch.roots[:, None])
+            return propose(session, batch, self.request, self.drafter)
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        capturing = self.binding.capturing() if self.caches.drafter is not None else nullcontext()
+        with self.clock.phase("verify"), capturing:
+            return self._verify(tree)
+
+    def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
+        return self.acceptor(tree, verified.logits, batch)
+
+    def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
+        counts = written.counts
+        self.caches.target.keep(written.paths, counts)
+        self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
+
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+        session = self.caches.drafter
+        if session is not None and aux is not None:
+            with self.clock.phase("draft"):
+                session.absorb(*absorbed(tokens, aux))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.caches.select_rows(rows)
+
+    def keeps_ended_rows(self, num_live: int) -> bool:
+        return False
+
+
+def propose(session: DraftStepper, batch: RoundBatch, request: DecodingRequest, drafter: Eagle31Drafter) -> DraftTree:
+    """What the drafter proposes step by step, as planned."""
+    assert batch.plan is not None, "somebody wants drafts"
+    shape, depth, roots = batch.plan.shape, batch.draft_depth, batch.roots
+    if shape.is_dynamic_tree:
+        return propose_dynamic_tree(session, roots, shape.cut_to(depth))
+    processing = request.processing
+    sample = drafts_are_drawn(request, is_dynamic=False)
+
+    def prefix(b: int, drafted: Tensor) -> Tensor:
+        return batch.sequences.prefix(batch.rows[b], drafted)
+
+    scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample)
+    if shape.static is not None:
+        kept = scores if processing.fits_draft_vocabulary else None
+        return propose_static_tree(session, roots, shape.cut_to(depth), sample=sample, scores=kept)
+    length = DraftLength(depth, shape.min_confidence)
+    return propose_chain(session, roots, length, sample=sample, scores=scores, draws=shape.depth)
+
+
+def drafts_are_drawn(request: DecodingRequest, *, is_dynamic: bool) -> bool:
+    """Whether drafts are drawn from the drafter's distribution, to be accepted by rejection."""
+    in_order = bool(request.processing.in_order)
+    rule = choose_rule(do_sample=request.do_sample, dynamic_tree=is_dynamic, in_order=in_order)
+    return rule is AcceptanceRule.REJECTION
+
+
+def given_chain(batch: RoundBatch, tokens: Sequence[Sequence[int]], depth: int) -> DraftTree:
+    """Drafts that are there already, a chain per live row; shorter ones are filled up with what is unlikely to follow.
+
+    Args:
+        batch: the rows.
+        tokens: of each live row.
+        depth: longest chain.
+    """
+    depth = min(depth, max(len(chain) for chain in tokens))
+    drafts = [[0] * depth for _ in batch.rows]
+    for b, chain in zip(batch.live, tokens, strict=True):
+        drafts[b][: len(chain)] = chain[:depth]
+    drafted = torch.tensor(drafts, dtype=torch.long, device=batch.roots.device).view(len(drafts), depth)
+    return DraftTree.chain(torch.cat((batch.roots[:, None], drafted), dim=1))
+
+
+def aux_of_path(accepted: Accepted, aux: Tensor | None, width: int) -> Tensor | None:
+    """Hidden states `(B, width, A*Ht)` of the first nodes of each accepted path."""
+    if aux is None or accepted.tree.is_chain:
+        return aux
+    return accepted.acceptance.along(aux, width)
+
+
+def absorbed(tokens: Sequence[Sequence[int]], aux: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Arguments of `DraftSession.absorb` for `tokens` of each row."""
+    counts = [len(row) for row in tokens]
+    width = max(counts)
+    padded = [[*row, *[0] * (width - len(row))] for row in tokens]
+    return torch.tensor(padded, device=aux.device), aux[:, :width], counts

@@ -1,0 +1,100 @@
+"""The caches of target and drafter, which hold prefixes of the same text and move together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..cache import SpeculativeCache
+from ..compiled import shapes
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.session import SLAB, DraftSession
+from ..trees.shape import DraftShape
+
+
+@dataclass
+class PairCaches:
+    """What target and drafter have read of the text.
+
+    Attributes:
+        target: keys and values of the target, up to the last token or the one before it.
+        drafter: the drafter's session, whose cache is one token behind; `None` once it was dropped.
+    """
+
+    target: SpeculativeCache
+    drafter: DraftSession | None
+
+    @classmethod
+    def make(
+        cls,
+        drafter: Eagle31Drafter,
+        shape: DraftShape,
+        *,
+        batch_size: int,
+        length: int,
+        chunk: int,
+        for_graphs: bool = False,
+        cache_type: str = "full",
+        device: torch.device | None = None,
+    ) -> PairCaches:
+        """Empty caches, which own no memory until something is written.
+
+        Args:
+            drafter: attached.
+            shape: the largest draft of a round.
+            length: longest text of a row.
+            chunk: prompt tokens per forward.
+            for_graphs: of sizes that compiled steps can write in, too. Eager steps can write in either.
+            cache_type: as in `SpeculativeCache`; the target's.
+            device: where token ids live; default: where the target takes them.
+        """
+        binding = drafter.require_binding()
+        sizes = shapes.cache_size if for_graphs else eager_size
+        target = sizes(shape.target_capacity(length), shape.block(chunk))
+        own = sizes(shape.drafter_capacity(length), shape.drafter_block(chunk))
+        cache = SpeculativeCache.from_config(
+            binding.text_config,
+            batch_size=batch_size,
+            **target._asdict(),
+            masks_by_type=binding.masks_by_type,
+            cache_type=cache_type,
+            device=device or binding.input_device,
+        )
+        return cls(cache, DraftSession(drafter, batch_size=batch_size, **own._asdict()))
+
+    @property
+    def batch_size(self) -> int:
+        return self.target.batch_size
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.target.select_rows(rows)
+        if self.drafter is not None:
+            self.drafter.select_rows(rows)
+
+    def rollback(self, target: Sequence[int], drafter: Sequence[int]) -> None:
+        """Truncate rows to these lengths and forget what is placed.
+
+        Raises:
+            UnsupportedGenerationError: a length is no longer held.
+        """
+        self.target.rollback(target)
+        if self.drafter is not None:
+            self.drafter.rollback(drafter)
+
+    def forget_round(self) -> None:
+        """Take back what an unfinished round has written: nothing of it was committed."""
+        self.rollback(self.target.lengths, [] if self.drafter is None else self.drafter.cache.lengths)
+
+    def release(self) -> None:
+        """Give back what can be made again."""
+        self.target.release()
+        if self.drafter is not None:
+            self.drafter.cache.release()
+
+
+def eager_size(capacity: int, block: int) -> shapes.CacheSize:
+    """A cache for eager steps: long ones grow in slabs."""
+    return shapes.CacheSize(capacity, block, SLAB if capacity > SLAB else None)

@@ -1,0 +1,89 @@
+"""Target and drafter read text that is there already, in the same chunks: the prompt, or what a failure has cost.
+
+Only each row's last logits and hidden states outlive a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ..cache import SpeculativeCache
+from ..drafter.session import DraftSession
+from ..target.binding import TargetBinding, TargetOutput
+
+
+class PrefillState:
+    """Text of each row that lies behind what the caches hold, and how far it has been read.
+
+    Args:
+        texts: token ids per row, from the first one the caches do not hold.
+        unread: how many last tokens of each row are left unread. With 1, every position that is read is followed by
+            a known token, so the drafter's state afterwards belongs to the last one.
+        device: of the target's input.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], *, unread: int, device: torch.device):
+        self.known = [len(text) for text in texts]
+        self.to_read = [length - unread for length in self.known]
+        longest = max(self.known)
+        padded = [[*text, *[0] * (longest - len(text))] for text in texts]
+        self.tokens = torch.tensor(padded, device=device)  # (B, longest) right-padded
+        self.last_logits: list[Tensor | None] = [None] * len(texts)  # (V,) after the last token read
+        self.last_aux: list[Tensor | None] = [None] * len(texts)  # (A*Ht,)
+
+
+class ChunkedPrefill:
+    """Reads with these models and caches.
+
+    Args:
+        session: the drafter's; `None` without one.
+    """
+
+    def __init__(self, binding: TargetBinding, cache: SpeculativeCache, session: DraftSession | None):
+        self.binding, self.cache, self.session = binding, cache, session
+
+    def read(self, reading: PrefillState, chunk: int) -> None:
+        """Read to the end, `chunk` columns per forward. A failure leaves both caches with whole tokens of the text."""
+        end = max(reading.to_read)
+        for start in range(0, end, chunk):
+            self.read_columns(reading, start, min(start + chunk, end))
+        # A last chunk may be small enough for the masks of rounds, and wider than any round.
+        self.cache.forget_mask()
+        if self.session is not None:
+            self.session.cache.forget_mask()
+
+    def read_columns(self, reading: PrefillState, start: int, end: int) -> None:
+        """One forward over columns `start` to `end`."""
+        counts = [min(max(length - start, 0), end - start) for length in reading.to_read]
+        ending = [row for row, n in enumerate(counts) if 0 < n == reading.to_read[row] - start]
+        ends = sorted({counts[row] - 1 for row in ending})
+        out = self._forward(reading.tokens[:, start:end], ends or [0])
+        self.cache.commit(counts)
+        for row in ending:
+            # Copies: a view would keep the whole chunk's hidden states alive.
+            reading.last_logits[row] = out.logits[row, ends.index(counts[row] - 1)].clone()
+            if out.aux is not None:
+                reading.last_aux[row] = out.aux[row, counts[row] - 1].clone()
+        if self.session is not None:
+            assert out.aux is not None
+            # Position t pairs with token t+1; one that does not exist yet is waited for.
+            paired = [min(n, max(known - start - 1, 0)) for n, known in zip(counts, reading.known, strict=True)]
+            width = max(paired)
+            if width > 0:
+                self.session.absorb(reading.tokens[:, start + 1 : start + 1 + width], out.aux[:, :width], paired)
+
+    def _forward(self, columns: Tensor, keep: list[int]) -> TargetOutput:
+        """One chunk `(B, C)`: logits of the columns to keep, hidden states `(B, C, A*Ht)` if there is a drafter."""
+        self.cache.place(columns.shape[1])
+        with self.binding.capturing() if self.session is not None else nullcontext():
+            return self.binding.forward(
+                columns,
+                self.cache.position_ids(),
+                self.cache.attention_mask(dtype=self.binding.compute_dtype),
+                self.cache,
+                logits_to_keep=torch.tensor(keep, device=columns.device),
+            )

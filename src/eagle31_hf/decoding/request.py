@@ -1,0 +1,45 @@
+"""What a generation of our own loop is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..sampling.logits_processing import ScoreProcessing
+from ..stats import SpeculationStats
+from ..trees.shape import DraftShape
+from .carried_cache import CacheExport, CacheResume
+from .draft_backoff import DraftBackoff
+from .draft_policy import DraftPolicy
+from .text import Sequences
+
+
+@dataclass
+class DecodingRequest:
+    """Everything one generation needs beside the models.
+
+    Attributes:
+        sequences: prompts and stopping rules.
+        processing: logits processors.
+        shape: the largest draft of a round; caches are made for it.
+        policy: decides what to draft in each round.
+        do_sample: sample from the target's distribution instead of taking its arg-max.
+        prefill_chunk: prompt columns per target forward; `None` for all at once.
+        on_tokens: called with `(row, tokens)` as they are written (streaming).
+        keep_scores, keep_logits: collect processed / raw scores of every written token.
+        start: what the caches hold already.
+        end: takes the caches of rows that have ended; `None` if nobody wants them.
+    """
+
+    sequences: Sequences
+    processing: ScoreProcessing
+    shape: DraftShape
+    policy: DraftPolicy = field(default_factory=DraftBackoff)
+    do_sample: bool = False
+    prefill_chunk: int | None = None
+    on_tokens: Callable[[int, list[int]], None] | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    start: CacheResume = field(default_factory=CacheResume)
+    end: CacheExport | None = None
+    stats: SpeculationStats = field(default_factory=SpeculationStats)

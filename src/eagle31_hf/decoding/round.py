@@ -1,0 +1,145 @@
+"""A round: draft, verify, accept, commit. What a decoder needs of it, and nothing about how it is computed.
+
+`EagerRound` and `CompiledRound` are the two ways; a decoder may change from one to the other between rounds, since all
+that outlives a round is in its `PairCaches`. Whoever wants to look into rounds or change one step (benchmarks, tests)
+puts a `RoundWrapper` around them: see `SpeculativeDecoder`'s `make_round`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..sampling.acceptance import Acceptance
+from ..target.binding import TargetOutput
+from ..trees.draft_tree import DraftTree
+from .draft_policy import DraftPlan
+from .pair_caches import PairCaches
+from .text import Sequences
+
+# Processed scores (V,) of a node, by (row of the caches, node); or of all nodes, (B, N, V).
+NodeScores = Tensor | Mapping[tuple[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class RoundBatch:
+    """The rows of a round, as it begins.
+
+    Attributes:
+        sequences: the texts.
+        rows: which text each row of the caches is.
+        live: places in `rows` of those that need tokens; others stand still.
+        roots: `(B,)` the last token of each row.
+        plan: what to draft; `None` where nothing can be.
+    """
+
+    sequences: Sequences
+    rows: Sequence[int]
+    live: Sequence[int]
+    roots: Tensor
+    plan: DraftPlan | None = None
+
+    @property
+    def draft_depth(self) -> int:
+        """Levels to draft: as planned, and no more than the longest row may get; the target adds a token of its own."""
+        if self.plan is None:
+            return 0
+        remaining = max(self.sequences.remaining_tokens(self.rows[b]) for b in self.live)
+        return min(self.plan.shape.depth, remaining - 1)
+
+
+class Accepted(NamedTuple):
+    """What the target accepts of a tree; `scores` of the accepted nodes where somebody may want them."""
+
+    tree: DraftTree
+    acceptance: Acceptance
+    scores: NodeScores
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the text got of a round, by row of the caches.
+
+    Attributes:
+        paths: accepted nodes, the root first; more of them than tokens were written where the text ended.
+        tokens: written ones, none for a row that stands still.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(tokens) for tokens in self.tokens]
+
+
+class Round(Protocol):
+    """One round's four steps over one pair of caches. Each may fail: nothing is kept of a round before `commit`."""
+
+    @property
+    def caches(self) -> PairCaches:
+        """All that outlives a round."""
+        ...
+
+    def draft(self, batch: RoundBatch) -> DraftTree:
+        """This round's drafts as planned, or fewer where there is no room for as many."""
+        ...
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        """Logits `(B, N, V)` and, for a drafter, hidden states `(B, N, A*Ht)` of every node, in one target forward."""
+        ...
+
+    def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
+        """What the target says to the drafts. Waits for the device only where that is free."""
+        ...
+
+    def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
+        """Keep what was written in the target's cache, and bring the drafter up to date with it."""
+        ...
+
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+        """Bring the drafter up to date with `tokens` of each row; `aux` `(B, T, A*Ht)` of the positions before them."""
+        ...
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows of the caches only."""
+        ...
+
+    def keeps_ended_rows(self, num_live: int) -> bool:
+        """Whether ended rows had better stay in the batch while so many need tokens: graphs are made for its size."""
+        ...
+
+
+class RoundWrapper:
+    """A round that does what another does, for subclasses to change a step of."""
+
+    def __init__(self, inner: Round):
+        self.inner = inner
+
+    @property
+    def caches(self) -> PairCaches:
+        return self.inner.caches
+
+    def draft(self, batch: RoundBatch) -> DraftTree:
+        return self.inner.draft(batch)
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        return self.inner.verify(tree)
+
+    def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
+        return self.inner.accept(tree, verified, batch)
+
+    def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
+        self.inner.commit(accepted, verified, written)
+
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+        self.inner.absorb(tokens, aux)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.inner.select_rows(rows)
+
+    def keeps_ended_rows(self, num_live: int) -> bool:
+        return self.inner.keeps_ended_rows(num_live)

@@ -1,0 +1,1 @@
+"""Is this pair sound? Preflight, acceptance, drift and losslessness on the user's own set-up."""

@@ -1,0 +1,396 @@
+"""`Eagle31Drafter`: the network with its files, its target and its run-time settings."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ..checkpoints import Checkpoint, PackingScheme, packable_shapes, read_checkpoint, write_checkpoint
+from ..checkpoints.config_fields import TARGET_MODEL
+from ..checkpoints.files import CONFIG_FILE, WEIGHTS_FILE
+from ..checkpoints.formats import default_format
+from ..checkpoints.publish import PUBLISHED_FILES, HubTarget, prepare_upload, upload
+from ..configuration_eagle31 import Eagle31Config
+from ..errors import ConfigurationError, MemoryPlanError, NotAttachedError
+from ..generation_config import Eagle31GenerationConfig
+from ..memory import MemoryPlan
+from ..memory.apply_plan import obey, plan_to_obey
+from ..stats import LastStats, SpeculationStats
+from ..target.binding import TargetBinding
+from ..target.quantized import gather_head_rows
+from ..target.self_test import probe_tree_verification
+from .default_config import default_config
+from .loading_habits import answer_habits, chosen_dtype
+from .modeling_eagle31 import Eagle31Network, RotaryTables
+from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packed_linear, packed_tensors
+
+
+class Eagle31Drafter(Eagle31Network):
+    """An EAGLE-3 / 3.1 drafter, to be passed as `model.generate(..., assistant_model=eagle)`.
+
+    Attributes:
+        generation_config: run-time wishes (`Eagle31GenerationConfig`): draft length, tree, loop.
+        stats: figures of the last `generate` call of this thread, of the last of all in a thread that made none; `None`
+            before the first.
+        binding: the target it is attached to, or `None`.
+        memory_plan: what it was loaded under, `None` if nothing was planned.
+        packing: how its matrices are packed, `None` if they are not.
+    """
+
+    generation_config: Eagle31GenerationConfig
+    d2t: Tensor
+
+    def __init__(self, config: Eagle31Config):
+        super().__init__(config)
+        self.generation_config = Eagle31GenerationConfig()
+        self._last_stats = LastStats()
+        self.memory_plan: MemoryPlan | None = None
+        self._checkpoint_origin: dict[str, Any] = {}
+        # A list hides the target from nn.Module: it must not become our submodule, be saved or be moved with us.
+        self._bindings: list[TargetBinding] = _NotCopied()
+        self._head_rows: list[Tensor | nn.Module] = []
+        self.packing: PackingScheme | None = None
+        self._draft_ids: Tensor | None = None
+
+    # --- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        target: PreTrainedModel | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        quantization_config: Any = None,
+        memory: MemoryPlan | Literal["auto"] | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        **habits: Any,
+    ) -> Eagle31Drafter:
+        """Read a published drafter from a folder or the Hub, in any layout of `docs/formats.md`.
+
+        Args:
+            target: attach to this model at once (recommended).
+            dtype: precision of the drafter; default: the target's, or without a target the checkpoint's. `"auto"`: the
+                checkpoint's.
+            device: default: where the target's LM head is, else CPU.
+            quantization_config: `BitsAndBytesConfig` (int8, nf4, fp4) to pack attention, MLP and draft head with, also
+                head rows gathered from the target (docs/quantization.md). A checkpoint saved packed needs none.
+            memory: a plan to obey (`plan_memory`), or `"auto"` to make one for the device `target` sits on: checked
+                before weights are read, it sets precision, draft length or tree, prefill chunk and cache type
+                (docs/memory.md). Needs `target`.
+            revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
+            habits: what else transformers' `from_pretrained` takes; each is answered with what to do here.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be found, read or trusted.
+            IncompatibleTargetError: it does not fit `target`.
+            ConfigurationError: `dtype`, `quantization_config` or one of `habits` cannot be followed, or bitsandbytes is
+                not installed.
+            MemoryPlanError: the plan was made for another target or card, or too little memory is free.
+        """
+        answer_habits(habits)
+        chosen_dtype(dtype, torch.float32)  # a misspelt one should not cost a download
+        scheme = None if quantization_config is None else PackingScheme.of(quantization_config)
+        plan = _plan_to_obey(memory, target, pretrained_model_name_or_path)
+        if plan is not None and scheme is None:
+            scheme = PLANNED_PACKING[plan.settings.drafter_precision]
+        checkpoint = read_checkpoint(
+            pretrained_model_name_or_path,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        dtype = chosen_dtype(dtype, checkpoint.tensors["fc.weight"].dtype)
+        drafter = cls.from_checkpoint(checkpoint)
+        drafter.name_or_path = str(pretrained_model_name_or_path)
+        if scheme is not None:
+            drafter._choose_packing(scheme)
+        binding = None
+        if target is not None:
+            binding = TargetBinding(target, drafter.config)
+            dtype = dtype or binding.compute_dtype
+            device = device or binding.head_device
+        if scheme is not None and checkpoint.scheme is None:
+            drafter._pack(scheme, device, dtype)
+        if dtype is not None or device is not None:
+            drafter.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+        if binding is not None:
+            drafter._bind(binding)
+        if plan is not None:
+            obey(plan, drafter.generation_config)
+            drafter.memory_plan = plan
+        return drafter.eval()
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Eagle31Drafter:
+        """Build the network around tensors already read (`read_checkpoint` has verified names and shapes)."""
+        with torch.device("meta"):
+            drafter = cls(checkpoint.config)
+        drafter.rotary_emb = RotaryTables(checkpoint.config)  # its tables are computed, not stored
+        drafter._take_packed(checkpoint)
+        drafter.load_canonical(checkpoint.tensors)
+        drafter._checkpoint_origin = {"format": checkpoint.format, "metadata": checkpoint.metadata}
+        return drafter
+
+    def _take_packed(self, checkpoint: Checkpoint) -> None:
+        """Put layers around the matrices that `checkpoint` holds packed."""
+        if checkpoint.scheme is None:
+            return
+        self._choose_packing(checkpoint.scheme)
+        for name, shape in packable_shapes(self.config).items():
+            tensors = {
+                part.rpartition(".")[2]: tensor
+                for part, tensor in checkpoint.packed.items()
+                if part.rpartition(".")[0] == name
+            }
+            if tensors:
+                bias = getattr(self.get_submodule(name), "bias", None)  # on meta: it comes with the rest
+                self.set_submodule(name, packed_linear(checkpoint.scheme, shape, tensors, bias))
+
+    def _choose_packing(self, scheme: PackingScheme) -> None:
+        """From now on packed matrices are of this scheme. A drafter packed already can only be asked for what it is."""
+        bitsandbytes()
+        if self.packing not in (None, scheme):
+            raise ConfigurationError(
+                f"this checkpoint is packed already ({self.packing}), quantization_config asks for {scheme}; leave "
+                "quantization_config out, or pack anew from the unpacked drafter"
+            )
+        self.packing = scheme
+
+    def _pack(self, scheme: PackingScheme, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Pack the matrices that would take more on `device` in `dtype`."""
+        element_bytes = (dtype or self.dtype).itemsize
+        shapes = packable_shapes(self.config)
+        worth = [name for name, shape in shapes.items() if scheme.packs(name, shape, element_bytes)]
+        pack_linears(self, scheme, worth, device)
+
+    def to_checkpoint(self) -> Checkpoint:
+        """The drafter as a checkpoint: published tensor names, nothing of the target's."""
+        return Checkpoint(
+            config=self.config,
+            tensors=self.canonical_tensors(),
+            format=self._checkpoint_origin.get("format", "plain"),
+            metadata=self._checkpoint_origin.get("metadata", {}),
+            scheme=self.packing,
+            packed=packed_tensors(self),
+        )
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, *, format: str | None = None, **kwargs: Any
+    ) -> None:
+        """Write the layout that vLLM and SGLang both load, or another one of `docs/formats.md`.
+
+        A packed drafter is written packed, to be read back bit for bit; that no engine but ours reads.
+
+        Args:
+            format: name of the layout; default: `"plain"`, or `"mla"` for latent attention.
+            kwargs: `push_to_hub=True` with `repo_id` (default: the folder's name) and what `push_to_hub` takes.
+
+        Raises:
+            ConfigurationError: the layout cannot express this drafter.
+            PublishingError: see `push_to_hub`; the folder is written all the same.
+        """
+        folder, push_to_hub = Path(save_directory), kwargs.pop("push_to_hub", False)
+        repo_id = kwargs.pop("repo_id", folder.resolve().name)
+        write_checkpoint(self.to_checkpoint(), folder, format=format or default_format(self.config))
+        if push_to_hub:
+            self._upload(folder, repo_id, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:  # type: ignore[override]
+        """Put the drafter on the Hub with its card and the records beside it; returns the commit's address.
+
+        Card and records are those of the folder the drafter was read from. Without a `README.md` there, the card is
+        filled from `training_report.json`.
+
+        Args:
+            repo_id: `owner/name`.
+            options: `license` for a card that is filled, and `token`, `private`, `revision`, `create_pr`,
+                `commit_message` as in transformers.
+
+        Raises:
+            PublishingError: the card lacks evidence, or the Hub refuses; the message says what is missing.
+        """
+        origin = Path(self.name_or_path or "unsaved").resolve()
+        with TemporaryDirectory() as name:
+            folder = Path(name) / origin.name  # a card that nobody has changed is told by the folder's name in it
+            write_checkpoint(self.to_checkpoint(), folder, format=default_format(self.config))
+            for record in set(PUBLISHED_FILES) - {CONFIG_FILE, WEIGHTS_FILE}:
+                if (origin / record).is_file():
+                    shutil.copyfile(origin / record, folder / record)
+            return self._upload(folder, repo_id, **options)
+
+    def _upload(
+        self,
+        folder: Path,
+        repo_id: str,
+        *,
+        license: str | None = None,
+        commit_message: str = "Upload drafter",
+        **options: Any,
+    ) -> str:
+        return upload(
+            prepare_upload(folder, repo_id, license=license), HubTarget(repo_id, message=commit_message, **options)
+        )
+
+    def name_target(self, name_or_path: str) -> None:
+        """Write down that this drafter is for the attached target, found at `name_or_path`.
+
+        Files saved from now on say so where each layout's loaders look; those of speculators ask for it.
+
+        Raises:
+            NotAttachedError: there is no target.
+        """
+        model: PreTrainedModel = self.require_binding().model
+        architectures = list(model.config.architectures or [type(model).__name__])
+        named = {TARGET_MODEL: {"name_or_path": name_or_path, "architectures": architectures}}
+        self._checkpoint_origin["metadata"] = {**self._checkpoint_origin.get("metadata", {}), **named}
+
+    # --- target --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, *, config: Eagle31Config | None = None, **overrides: Any) -> Any:
+        """A fresh drafter for `target`, to be trained: shaped like one of its layers, EAGLE 3.1 form.
+
+        Args:
+            config: exact configuration; default: the target's own sizes, `fc_norm`, post-norm feedback.
+            overrides: fields of `Eagle31Config` to set differently, e.g. `draft_vocab_size=32000`.
+        """
+        drafter = cls(config or default_config(target, **overrides))
+        binding = TargetBinding(target, drafter.config)
+        drafter.to(device=binding.head_device, dtype=binding.compute_dtype)  # type: ignore[call-arg]
+        drafter._bind(binding)
+        return drafter
+
+    def attach(self, target: PreTrainedModel) -> Eagle31Drafter:
+        """Bind to `target`: check the fit, tap its hidden states, share its embedding and head. Returns `self`.
+
+        Raises:
+            IncompatibleTargetError: what does not fit, named. The drafter stays as it was.
+        """
+        self._bind(TargetBinding(target, self.config))
+        return self
+
+    def detach(self) -> None:
+        """Let go of the target: hooks removed, nothing shared any more."""
+        for binding in self._bindings:
+            binding.close()
+        self._bindings, self._head_rows = _NotCopied(), []
+
+    def _bind(self, binding: TargetBinding) -> None:
+        rows = None
+        if self.lm_head is None and self._is_reduced:
+            try:
+                rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
+            except Exception:
+                binding.close()
+                raise
+        self.detach()
+        probe_tree_verification(binding)
+        self._bindings = _NotCopied([binding])
+        self._head_rows = [] if rows is None else [self._packed_rows(rows.to(self.device, self.dtype))]
+
+    def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
+        """Head rows `(Vd, H)`, packed as the other matrices are."""
+        shape = (rows.shape[0], rows.shape[1])
+        if self.packing is None or not self.packing.packs("lm_head", shape, rows.element_size()):
+            return rows
+        return pack_matrix(rows, self.packing)
+
+    @property
+    def binding(self) -> TargetBinding | None:
+        """The attached target, if any."""
+        return self._bindings[0] if self._bindings else None
+
+    def require_binding(self) -> TargetBinding:
+        """The attached target.
+
+        Raises:
+            NotAttachedError: there is none.
+        """
+        if not self._bindings:
+            raise NotAttachedError(
+                "this drafter is not attached to a target; call eagle.attach(target) or pass target= to from_pretrained"
+            )
+        return self._bindings[0]
+
+    @property
+    def stats(self) -> SpeculationStats | None:
+        return self._last_stats.get()
+
+    @stats.setter
+    def stats(self, stats: SpeculationStats | None) -> None:
+        self._last_stats.set(stats)
+
+    # --- vocabulary ----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_reduced(self) -> bool:
+        return self.config.draft_vocab_size < self.config.vocab_size
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """Target ids `(Vd,)` of the draft head's rows, or `None` when the draft vocabulary is the target's."""
+        if not self._is_reduced:
+            return None
+        if self._draft_ids is None or self._draft_ids.device != self.d2t.device:
+            self._draft_ids = self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+        return self._draft_ids
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embedding `(B, T, H)` of target ids `(B, T)`: the drafter's own, or the target's, in the drafter's dtype."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(token_ids)
+        return self.require_binding().embed(token_ids).to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
+
+    def draft_logits(self, normed: Tensor) -> Tensor:
+        """Logits `(..., Vd)` over the draft vocabulary from post-norm hidden states `(..., H)`."""
+        if self.lm_head is not None:
+            return self.lm_head(normed)
+        if self._head_rows:
+            rows = self._head_rows[0]
+            return F.linear(normed, rows) if isinstance(rows, Tensor) else rows(normed)
+        head: nn.Module = self.require_binding().lm_head
+        return head(normed.to(self.require_binding().compute_dtype))
+
+    def load_canonical(self, tensors: dict[str, Tensor]) -> None:
+        super().load_canonical(tensors)
+        self._draft_ids = None
+
+
+class _NotCopied(list):
+    """A drafter that is copied or pickled leaves its target behind: the twin is to be attached."""
+
+    def __deepcopy__(self, memo: dict) -> _NotCopied:
+        return _NotCopied()
+
+    def __reduce__(self) -> tuple[type[_NotCopied], tuple[()]]:  # type: ignore[override]
+        return _NotCopied, ()
+
+
+PLANNED_PACKING = {"full": None, "int8": PackingScheme("int8"), "nf4": PackingScheme("nf4", double_quant=True)}
+"""What the drafter precisions of a memory plan stand for."""
+
+
+def _plan_to_obey(
+    memory: MemoryPlan | Literal["auto"] | None, target: PreTrainedModel | None, drafter: str | Path
+) -> MemoryPlan | None:
+    if memory is None:
+        return None
+    if target is None:
+        raise MemoryPlanError(
+            f"got memory={'a plan' if memory != 'auto' else memory!r} without a target; a plan is kept beside the "
+            "target it was made for: pass target="
+        )
+    return plan_to_obey(memory, target, drafter)

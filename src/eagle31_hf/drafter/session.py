@@ -1,0 +1,244 @@
+"""The drafter at work: keep its cache in step with the target, and take draft steps.
+
+Row t of the drafter joins the target's hidden state at position t with the token at t+1, so its cache always ends one
+token before the root (the last token, whose hidden state the target has not computed yet). What shape is drafted
+(chain, static tree, dynamic tree) is `propose`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache import SpeculativeCache
+from .drafter import Eagle31Drafter
+
+
+class NextTokenProbs(NamedTuple):
+    """Distribution of one next token: `probs` `(B, V)` float32, the largest of them and its id, `(B,)` each."""
+
+    probs: Tensor
+    largest: Tensor
+    argmax: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> NextTokenProbs:
+        """From logits or scores `(B, V)`."""
+        probs = logits.softmax(-1, dtype=torch.float32)
+        return cls(probs, *probs.max(-1))
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """The drafter after some positions.
+
+    Attributes:
+        logits: `(B, T, Vd)` of their next tokens.
+        feedback: `(B, T, H)`.
+        known: what follows a single position, if the step has computed it already.
+    """
+
+    logits: Tensor
+    feedback: Tensor
+    known: NextTokenProbs | None = None
+
+    @property
+    def next_token(self) -> NextTokenProbs:
+        """What follows the first position."""
+        return NextTokenProbs.of(self.logits[:, 0]) if self.known is None else self.known
+
+    def select(self, positions: Tensor) -> DraftState:
+        """Of each row, the given positions `(B, n)`."""
+        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        return DraftState(self.logits[rows, positions], self.feedback[rows, positions])
+
+
+# Tokens, hidden states, rotary tables and counts of `DraftSession.read` to the state after each row's last.
+Read = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], Sequence[int]], DraftState]
+
+
+class DraftSession:
+    """The drafter's side of one generation.
+
+    Args:
+        drafter: attached to its target.
+        batch_size: rows `B`.
+        capacity: slots a row may need: longest sequence and the largest draft.
+        block: most tokens written between two commits (prefill chunk, accepted path, or whole draft).
+        slab: slots to grow by; default: `SLAB` for rows that may get longer than that.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int, slab: int | None = None):
+        self.drafter = drafter
+        # Attributes of a module cost 10 to 100 us each: asked once.
+        self.device, self.dtype, self.draft_ids = drafter.device, drafter.dtype, drafter.draft_ids
+        self.cache = SpeculativeCache(
+            [None] * drafter.config.num_hidden_layers,
+            batch_size=batch_size,
+            capacity=capacity,
+            block=block,
+            slab=slab or (SLAB if capacity > SLAB else None),
+            device=drafter.device,
+        )
+        self._root: DraftState | None = None
+        self._rotary: tuple[Tensor, Tensor] | None = None  # (B, depths, d) from the present lengths on
+
+    @property
+    def has_root(self) -> bool:
+        """Whether something was absorbed."""
+        return self._root is not None
+
+    @property
+    def root(self) -> DraftState:
+        """State after the last absorbed position of each row, `T` = 1: where drafts start."""
+        assert self._root is not None, "absorb comes before drafting"
+        return self._root
+
+    def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
+        """Run the drafter over true hidden states and keep the result in its cache.
+
+        Args:
+            tokens: `(B, T)`, the token *after* each position; the last valid one of a row is its root.
+            aux: `(B, T, A*Ht)` target hidden states of the positions.
+            counts: valid positions per row, first come; a row with 0 keeps its state.
+            read: what stands in for `read` of this session.
+        """
+        tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
+        width = tokens.shape[1]
+        cos, sin = self.rotary_ahead(width)
+        state = (read or self.read)(tokens, aux, (cos[:, :width], sin[:, :width]), counts)
+        self.commit(state, (cos, sin), counts, width)
+
+    def commit(self, state: DraftState, rotary: tuple[Tensor, Tensor], counts: Sequence[int], width: int) -> None:
+        """Keep what was read of each row's `width` positions.
+
+        Args:
+            state: after each row's last position.
+            rotary: tables `(B, T, d)` from the lengths before on.
+            counts: as in `absorb`.
+        """
+        cos, sin = rotary
+        if _may_view(counts, width):
+            self.cache.commit(counts)
+            self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
+        else:
+            before = self.cache.lengths_tensor.clone()
+            self.cache.commit(counts)
+            committed = self.cache.lengths_tensor - before  # `counts` again, without bringing them to the device
+            self._rotary = _columns_from(cos, committed), _columns_from(sin, committed)
+        self._root = self._merged(state, counts)
+
+    def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
+        """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
+        normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
+        if _may_view(counts, tokens.shape[1]):
+            last = slice(counts[0] - 1, counts[0])
+            normed, feedback = normed[:, last], feedback[:, last]
+        else:
+            index = torch.tensor([[max(count - 1, 0)] for count in counts], device=self.device)
+            rows = torch.arange(len(counts), device=self.device)[:, None]
+            normed, feedback = normed[rows, index], feedback[rows, index]  # (B, 1, H)
+        return DraftState(self.drafter.draft_logits(normed), feedback)
+
+    def _merged(self, state: DraftState, counts: Sequence[int]) -> DraftState:
+        """Rows that absorbed nothing keep what they had (prompts of unequal length end in different chunks)."""
+        if self._root is None or min(counts) > 0:
+            return state
+        moved = torch.tensor([count > 0 for count in counts], device=state.logits.device)[:, None, None]
+        return DraftState(
+            torch.where(moved, state.logits, self._root.logits), torch.where(moved, state.feedback, self._root.feedback)
+        )
+
+    def step(
+        self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
+    ) -> DraftState:
+        """One recurrent draft step; nothing is committed.
+
+        Args:
+            tokens: drafted target ids `(B, T)`, all of one depth.
+            feedback: `(B, T, H)` of the positions that proposed them.
+            after: draft positions already stepped over this round.
+            depth: of `tokens`; the root's children have 0.
+            ancestors: which of the round's positions each may see, `(B, T, after + T)`; `None` for a chain.
+        """
+        normed, feedback = self._decode(tokens, feedback, self.rotary_at(depth), after=after, ancestors=ancestors)
+        return DraftState(self.drafter.draft_logits(normed), feedback)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Truncate rows to these lengths of the drafter's cache. `root` stays what it was until the next `absorb`."""
+        self.cache.rollback(lengths)
+        self._rotary = None
+
+    def _decode(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        *,
+        after: int,
+        ancestors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        drafter, cache = self.drafter, self.cache
+        cache.place(tokens.shape[1], after=after)
+        mask: Tensor | None = cache.attention_mask(ancestors, dtype=self.dtype)  # type: ignore[assignment]
+        out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
+        return out.normed, out.feedback
+
+    def rotary_at(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Rotation `(B, 1, d)` of a draft depth; the tables of a round's next depths are made together."""
+        cos, sin = self.rotary_depths(depth + 1)
+        return cos[:, depth:], sin[:, depth:]
+
+    def rotary_depths(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rotations `(B, count, d)` of the first draft depths."""
+        if self._rotary is None or count > self._rotary[0].shape[1]:
+            self._rotary = self._rotary_table(max(ROTARY_DEPTHS, 2 * count))
+        cos, sin = self._rotary
+        return cos[:, :count], sin[:, :count]
+
+    def rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
+        """Rotations of the next `width` positions and of a draft behind them: those left over, if they reach so far."""
+        needed = width + ROTARY_DEPTHS
+        if self._rotary is not None and self._rotary[0].shape[1] >= needed:
+            return self._rotary
+        one_row = self.cache.batch_size == 1 and width <= ROTARY_DEPTHS
+        return self._rotary_table(max(needed, ROTARY_AHEAD) if one_row else needed)
+
+    def _rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Rotations `(B, num_positions, d)` of the positions that follow each row's last."""
+        positions = self.cache.lengths_tensor[:, None] + torch.arange(num_positions, device=self.device)
+        return self.drafter.rotary(positions)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.cache.select_rows(rows)
+        self._rotary = None
+        if self._root is not None:
+            index = torch.tensor(rows, device=self._root.logits.device)
+            self._root = DraftState(self._root.logits[index], self._root.feedback[index])
+
+
+def _may_view(counts: Sequence[int], width: int) -> bool:
+    """Whether one row's last position is kept as a view; of a prompt's chunk that would keep all of it alive."""
+    return len(counts) == 1 and width <= ROTARY_DEPTHS
+
+
+def _columns_from(table: Tensor, first: Tensor) -> Tensor:
+    """Of each row of a rotary table `(B, T, d)` the `ROTARY_DEPTHS` columns from `first` `(B,)` on."""
+    columns = first[:, None] + torch.arange(ROTARY_DEPTHS, device=table.device)
+    rows = torch.arange(table.shape[0], device=table.device)[:, None]
+    return table[rows, columns]
+
+
+ROTARY_DEPTHS = 16
+"""Draft depths whose rotary tables are made at once: a table costs as much as a linear layer, whatever its length."""
+
+ROTARY_AHEAD = 64
+"""Positions whose tables are made at once for a single row, whose rounds follow one another in them."""
+
+SLAB = 4096
+"""Caches longer than this grow by it, so that a generous `max_new_tokens` costs no memory before it is used."""

@@ -1,0 +1,1 @@
+"""How a `generate` call enters, and which loop serves it."""

@@ -1,0 +1,119 @@
+"""Run-time wishes of a drafter, where Hugging Face users look for them: `eagle.generation_config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import GenerationConfig
+
+from .errors import ConfigurationError
+
+LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR, FIXED_DEPTH = 12, 0.02, 6
+COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
+"""A compiled chain is one graph whatever it is sure of: 7 and the root fill the 8 nodes that are verified anyway. Drawn
+tokens cost more and are accepted less (docs/LOG.md)."""
+LOOPS = ("auto", "own", "stock", "plain")
+CACHE_TYPES = ("auto", "full", "int8", "fp8")
+
+
+@dataclass(frozen=True)
+class DraftLength:
+    """`depth` tokens at most; a chain ends once the drafter is less sure of it than `min_confidence` (0: never)."""
+
+    depth: int
+    min_confidence: float = 0.0
+
+
+class Eagle31GenerationConfig(GenerationConfig):
+    """`GenerationConfig` with the few fields of our own.
+
+    Args:
+        num_assistant_tokens: draft depth, tokens drafted one after the other in a round. `None` (default) decides by
+            `draft_length`: where asking the device costs nothing (CPU, one row, chain) up to 12 tokens, ended early
+            by the drafter's own doubt; compiled chains 7 (sampled ones 5); elsewhere 6.
+        draft_confidence_floor: end a chain once the product of the drafter's largest probabilities, step by step, falls
+            below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
+            `None` and asking costs nothing, else never.
+        num_assistant_tokens_schedule: `"constant"` (default).
+        draft_top_k: children per tree node; 1 drafts a chain.
+        draft_tree_size: nodes verified per round, root included; `None` means `num_assistant_tokens + 1` for a chain
+            and `2 * draft_top_k * num_assistant_tokens` for a tree.
+        draft_tree: `"dynamic"` (EAGLE-2: the nodes the drafter is surest of) or `"static"` (same shape every round).
+        speculation_loop: `"auto"` (our loop where the target allows it, else a fallback whose reason is logged),
+            or exactly one of `"own"`, `"stock"`, `"plain"`.
+        acceleration: `"eager"` or `"compile"` (`torch.compile` by shape bucket; the first rounds are slow: see
+            docs/architecture.md for what it costs).
+        cache_type: how the target's keys and values are stored: `"full"` in its own dtype, `"int8"` and `"fp8"` in 8
+            bits (docs/kv_cache.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
+            then what the target writes over such a cache, with or without drafts. Our own loop only.
+    """
+
+    def __init__(self, **kwargs):
+        self.draft_top_k: int = kwargs.pop("draft_top_k", 1)
+        self.draft_confidence_floor: float | None = kwargs.pop("draft_confidence_floor", None)
+        self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
+        self.draft_tree: str = kwargs.pop("draft_tree", "dynamic")
+        self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
+        self.acceleration: str = kwargs.pop("acceleration", "eager")
+        self.cache_type: str = kwargs.pop("cache_type", "auto")
+        kwargs.setdefault("num_assistant_tokens_schedule", "constant")
+        super().__init__(**kwargs)
+
+    def draft_length(
+        self, *, device_type: str, batch_size: int, sampled: bool = False, asked: int | None = None
+    ) -> DraftLength:
+        """How long this round's drafts may get.
+
+        The floor was chosen on the embedded pair (docs/LOG.md): its drafter doubts itself more than it errs, so a low
+        floor saves the steps that are almost never accepted and no others.
+
+        Args:
+            device_type: where the drafter runs; reading its confidence makes an accelerator wait.
+            batch_size: rows.
+            sampled: whether drafts are drawn.
+            asked: depth the `generate` call itself asks for.
+        """
+        depth = asked or self.num_assistant_tokens
+        free_to_ask = device_type == "cpu" and batch_size == 1 and self.draft_top_k == 1
+        floor = self.draft_confidence_floor
+        if depth is not None:
+            return DraftLength(depth, floor or 0.0)
+        if self.acceleration == "compile" and self.draft_top_k == 1:
+            return DraftLength(COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH, floor or 0.0)
+        if free_to_ask:
+            return DraftLength(LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR if floor is None else floor)
+        return DraftLength(FIXED_DEPTH, floor or 0.0)
+
+    @property
+    def stored_cache_type(self) -> str:
+        """`cache_type` as the cache takes it."""
+        return "full" if self.cache_type == "auto" else self.cache_type
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` naming the first field that makes no sense."""
+        floor = self.draft_confidence_floor
+        if floor is not None and not 0.0 <= floor < 1.0:
+            raise ConfigurationError(f"draft_confidence_floor is {floor!r}; wanted a probability below 1, or None")
+        for field in ("num_assistant_tokens", "draft_top_k"):
+            value = getattr(self, field)
+            if value is None and field == "num_assistant_tokens":
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{field} is {value!r}; wanted a whole number of at least 1")
+        size = self.draft_tree_size
+        if size is not None and (not isinstance(size, int) or size < 2):
+            raise ConfigurationError(f"draft_tree_size is {size!r}; wanted at least 2 (root and one draft token)")
+        for field, allowed in (
+            ("draft_tree", ("dynamic", "static")),
+            ("speculation_loop", LOOPS),
+            ("acceleration", ("eager", "compile")),
+            ("cache_type", CACHE_TYPES),
+            ("num_assistant_tokens_schedule", ("constant",)),
+        ):
+            if getattr(self, field) not in allowed:
+                raise ConfigurationError(f"{field} is {getattr(self, field)!r}; wanted one of {allowed}")
+        if self.stored_cache_type != "full" and self.speculation_loop in ("stock", "plain"):
+            raise ConfigurationError(
+                f"cache_type is {self.cache_type!r} and speculation_loop {self.speculation_loop!r}; only our own loop "
+                "stores keys and values in 8 bits: leave speculation_loop at 'auto', or cache_type at 'full'"
+            )

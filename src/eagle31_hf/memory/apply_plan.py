@@ -1,0 +1,160 @@
+"""Keeping a plan: made for where the target sits, checked before the drafter's weights are read, set on its wishes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import MemoryPlanError
+from ..generation_config import Eagle31GenerationConfig
+from .cards import GIB, Card, measure_card
+from .drafter_facts import read_drafter
+from .ledger import MemorySettings
+from .plan import MemoryPlan
+from .planner import DEFAULT_CONTEXT, plan_memory
+from .report import size_text
+from .target_facts import read_target
+
+logger = logging.getLogger(__name__)
+
+LARGEST_TERMS = 5
+
+
+def plan_to_obey(wish: MemoryPlan | Literal["auto"], target: PreTrainedModel, drafter: Any) -> MemoryPlan:
+    """The plan a drafter is to be loaded under; refuses before its weights are read.
+
+    Args:
+        wish: a plan, or `"auto"` for one made here: this device, the context `target.generation_config` asks for, else
+            8,192 tokens or what the target was trained for, one row.
+        target: loaded.
+        drafter: folder, Hub id or configuration.
+
+    Raises:
+        MemoryPlanError: it was made for another target or card, or has no room for a drafter, or not enough is free.
+    """
+    if wish != "auto" and not isinstance(wish, MemoryPlan):
+        raise MemoryPlanError(f"got memory={wish!r}; wanted 'auto' or a plan of plan_memory(...)")
+    card = measure_card(_device_of(target))
+    if isinstance(wish, MemoryPlan):
+        wish.check_target(target)
+        wish.check_card(card)
+        plan = wish
+    else:
+        plan = plan_memory(target, drafter=drafter, card=card, context=_context_of(target))
+    require_room(plan, card)
+    return plan
+
+
+def require_room(plan: MemoryPlan, card: Card) -> None:
+    """Refuse a plan that has no drafter, or for which too little is free on the measured `card`.
+
+    Raises:
+        MemoryPlanError: with the largest terms of the ledger.
+    """
+    budget = card.usable_bytes - plan.margin_bytes
+    needed = plan.peak_bytes - plan.card.context_bytes  # a measured card's runtime is there already
+    if needed > budget:
+        nearest = "; ".join(f"{other.what} {other.value}" for other in plan.alternatives)
+        raise MemoryPlanError(
+            f"{plan.target.name} with a drafter needs {needed / GIB:.1f} GiB at {plan.peak_moment!r}, and {card.name} "
+            f"has {budget / GIB:.1f} GiB free for it now. {short_ledger(plan)}"
+            + (f"What would fit: {nearest}" if nearest else "Close other programs, or plan with a shorter context")
+        )
+    if not plan.settings.speculates:
+        raise MemoryPlanError(
+            f"this plan for {plan.target.name} on {card.name} leaves no room for a drafter at a context of "
+            f"{plan.settings.context:,} tokens. {short_ledger(plan)}Generate without one, or plan a shorter context"
+        )
+
+
+def obey(plan: MemoryPlan, wishes: Eagle31GenerationConfig) -> None:
+    """Set draft length or tree, prefill chunk and cache type as planned."""
+    settings = plan.settings
+    wishes.num_assistant_tokens = settings.draft_tokens
+    wishes.draft_top_k = settings.top_k
+    wishes.draft_tree_size = settings.tree_size
+    wishes.prefill_chunk_size = settings.prefill_chunk
+    wishes.cache_type = settings.cache_type
+    if settings.cache_type != "full":
+        logger.warning(
+            "eagle31: the memory plan stores the target's cache as %s, which may change the text (docs/kv_cache.md); "
+            "plan with cache_type='full' or a shorter context if it must not",
+            settings.cache_type,
+        )
+
+
+def why_not_as_planned(plan: MemoryPlan, *, rows: int, length: int) -> str:
+    """Why a request for `rows` of at most `length` tokens is larger than the plan; empty if it is not."""
+    settings = plan.settings
+    if rows <= settings.batch and length <= settings.context:
+        return ""
+    return (
+        f"the request may take {rows} rows of {length:,} tokens, the memory plan is for {settings.batch} of "
+        f"{settings.context:,}"
+    )
+
+
+def short_ledger(plan: MemoryPlan) -> str:
+    """One sentence with the largest terms alive at the peak."""
+    alive = sorted((t for t in plan.ledger if plan.peak_moment in t.moments), key=lambda term: -term.num_bytes)
+    named = ", ".join(f"{term.name} {size_text(term.num_bytes)}" for term in alive[:LARGEST_TERMS])
+    rest = sum(term.num_bytes for term in alive[LARGEST_TERMS:])
+    return f"Planned at the peak ({plan.peak_moment}): {named}, the rest {size_text(rest)}. "
+
+
+def run_ledger(drafter: Any, settings: MemorySettings) -> str:
+    """`short_ledger` of a generation with these settings; empty where it cannot be had.
+
+    Args:
+        drafter: attached.
+    """
+    try:
+        return short_ledger(plan_of_run(drafter, settings))
+    except (MemoryPlanError, RuntimeError, MemoryError) as error:  # an error is being told; this one must not hide it
+        logger.debug("no ledger: %s", error)
+        return ""
+
+
+def plan_of_run(drafter: Any, settings: MemorySettings) -> MemoryPlan:
+    """What a generation with these settings takes where the target sits, whether it fits or not.
+
+    Raises:
+        MemoryPlanError: the target's facts cannot be read, or it sits on several devices.
+    """
+    target = drafter.require_binding().model
+    facts = read_target(target)
+    own = read_drafter(drafter, facts) if settings.speculates else None
+    return MemoryPlan(facts, own, Card("this device", _device_of(target).type, 0, 0), settings, margin_bytes=0)
+
+
+def _device_of(target: nn.Module) -> torch.device:
+    """Where a target sits.
+
+    Raises:
+        MemoryPlanError: on several devices.
+    """
+    devices = {parameter.device for parameter in target.parameters() if parameter.device.type != "meta"}
+    if len(devices) != 1:
+        found = ", ".join(sorted(str(device) for device in devices)) or "none"
+        raise MemoryPlanError(
+            f"the target's weights are on {found}; a memory plan is for one device: load the target on one, or leave "
+            "memory= out"
+        )
+    return devices.pop()
+
+
+def _context_of(target: PreTrainedModel) -> int:
+    """Tokens of the longest row to plan for."""
+    wanted: Any = getattr(target.generation_config, "max_length", None)
+    trained = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(wanted, int) and wanted > TRANSFORMERS_DEFAULT_LENGTH:
+        return wanted
+    return min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
+
+
+TRANSFORMERS_DEFAULT_LENGTH = 20
+"""`max_length` of a generation config nobody has set."""

@@ -1,0 +1,1 @@
+"""Lossless acceptance and the scores it reads: pure functions on tensors."""

@@ -1,0 +1,194 @@
+"""The target's logits processors, applied to the nodes of a draft tree and to the drafter's own scores.
+
+Processors fall into four kinds (tried out of order, repeated and row by row; transformers 5.17 and 5.23):
+
+    scores only   temperature, top-k, top-p, ...    one call for all nodes of all rows
+    prefix        repetition penalty, n-grams, ...  a call per row and depth, on that node's own prefix
+    row-bound     the encoder pair, ...             the same, through a view that knows the true row
+    in order      grammars, SynthID, guidance, any  shown each prefix of the text once, one after the other, as plain
+                  that transformers does not ship,  decoding does; never a draft. Of several rows only prefix
+                  prefix constraints                constraints: the others may keep one state for all of them
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+SCORES_ONLY = (
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+    stock.TopHLogitsWarper,
+    stock.MinPLogitsWarper,
+    stock.TypicalLogitsWarper,
+    stock.EpsilonLogitsWarper,
+    stock.EtaLogitsWarper,
+    stock.InfNanRemoveLogitsProcessor,
+    stock.LogitNormalization,
+)
+# Sound on a reduced vocabulary too: they look at each score's rank or mass, which -inf rows do not change.
+RANKED_BY_SCORE = (
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+    stock.MinPLogitsWarper,
+)
+STATEFUL = (stock.SynthIDTextWatermarkLogitsProcessor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor)
+CALLS_THE_USERS_CODE = (stock.PrefixConstrainedLogitsProcessor,)
+
+
+class DraftWarping:
+    """Processors that look at scores alone, for the drafter's logits over its own vocabulary.
+
+    Attributes:
+        key: equal for processors that do the same.
+    """
+
+    def __init__(self, processors: Sequence[Any]):
+        self._processors = list(processors)
+        self.key = tuple((type(p).__name__, *sorted(vars(p).items())) for p in self._processors)
+        first = _top_k_that_compares_first(self._processors)
+        self._top_k: int | None = None if first is None else first.top_k
+        self._after_top_k = [processor for processor in self._processors if processor is not first]
+
+    def __call__(self, logits: Tensor, _drafted: Sequence[Tensor] = ()) -> Tensor:
+        """Float32 scores of logits `(B, Vd)`."""
+        return ScoreProcessing._run(self._processors, torch.empty(0), logits.float())
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The distribution `(B, N, V)` after each node, float32, by logits over the target's vocabulary."""
+        return self(logits.flatten(0, 1)).softmax(-1).view(logits.shape)
+
+    def width(self, vocabulary: int, at_least: int = 1) -> int | None:
+        """How many `candidates` there are, if that is less than the vocabulary."""
+        return self._top_k if self._top_k is not None and at_least <= self._top_k < vocabulary else None
+
+    def candidates(self, logits: Tensor, at_least: int = 1) -> tuple[Tensor, Tensor | None]:
+        """Scores `(B, S)` of the tokens that may be drawn, and which these are, `(B, S)`; `None`: all of them.
+
+        Where top-k comes before all that depends on other scores, nothing else is looked at. Of tokens that tie for the
+        last place stock top-k keeps all and this only some: drafts may be drawn from any distribution that is known.
+
+        Args:
+            at_least: fewer candidates than this are filled up by all of the vocabulary.
+        """
+        width = self.width(logits.shape[-1], at_least)
+        if width is None:
+            return self(logits), None
+        likeliest, ids = logits.topk(width)
+        return ScoreProcessing._run(self._after_top_k, torch.empty(0), likeliest.float()), ids
+
+
+def _top_k_that_compares_first(processors: Sequence[Any]) -> stock.TopKLogitsWarper | None:
+    """Top-k, if nothing before it looks at more than each score alone."""
+    for processor in processors:
+        if isinstance(processor, stock.TopKLogitsWarper):
+            return processor
+        if not isinstance(processor, stock.TemperatureLogitsWarper):
+            return None
+    return None
+
+
+class ScoreProcessing:
+    """A prepared `LogitsProcessorList`, ready for trees.
+
+    Args:
+        processors: as `generate` prepared them.
+    """
+
+    def __init__(self, processors: LogitsProcessorList):
+        self.processors = list(processors)
+        self.is_empty = not self.processors
+        self.scores_only = all(type(p) in SCORES_ONLY for p in self.processors)
+        self.fits_draft_vocabulary = all(type(p) in RANKED_BY_SCORE for p in self.processors)
+
+    @cached_property
+    def bound_to_the_batch(self) -> list[str]:
+        """Class names of processors that may keep state of all rows together: none of them can be asked about one."""
+        return [type(p).__name__ for p in self.processors if isinstance(p, STATEFUL) or not _is_stock(p)]
+
+    @cached_property
+    def in_order(self) -> list[str]:
+        """Class names of processors that must be shown the prefixes of the text alone, each once and in order."""
+        asked = [type(p).__name__ for p in self.processors if isinstance(p, CALLS_THE_USERS_CODE)]
+        return self.bound_to_the_batch + asked
+
+    def node_scores(self, logits: Tensor, prefix: Callable[[int, int], Tensor], rows: Sequence[int]) -> Tensor:
+        """Processed scores of every node.
+
+        Args:
+            logits: `(B, N, V)` raw, any float dtype.
+            prefix: `prefix(b, node)` gives the token ids `(1, t)` of node `node` of row `b`, that node included.
+            rows: the row of the whole batch each of the `B` rows is.
+
+        Returns:
+            Tensor: `(B, N, V)` float32.
+        """
+        scores = logits.float()
+        if self.is_empty:
+            return scores
+        batch, nodes, width = scores.shape
+        if self.scores_only:
+            flat = self._run(self.processors, torch.empty(0), scores.reshape(-1, width))
+            return flat.view(batch, nodes, width)
+        result = torch.empty_like(scores)
+        for b, row in enumerate(rows):
+            views = self._row_views(row)
+            for node in range(nodes):
+                result[b, node] = self._run(views, prefix(b, node), scores[b, node : node + 1].clone())[0]
+        return result
+
+    @cached_property
+    def draft_warping(self) -> DraftWarping:
+        """What warps the drafter's scores as the target's are; only if `fits_draft_vocabulary`."""
+        assert self.fits_draft_vocabulary, "these processors need the full vocabulary"
+        return DraftWarping(self.processors)
+
+    def row_scores(self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int]) -> Tensor:
+        """Processed scores `(B, V)` of one token per row; `prefix(b)` gives the token ids `(1, t)` before it."""
+        return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows)[:, 0]
+
+    def _row_views(self, row: int) -> list[Any]:
+        return [_view_of_row(processor, row) for processor in self.processors]
+
+    @staticmethod
+    def _run(processors: Sequence[Any], input_ids: Tensor, scores: Tensor) -> Tensor:
+        for processor in processors:
+            scores = processor(input_ids, scores)
+        return scores
+
+
+def _is_stock(processor: Any) -> bool:
+    """Whether transformers ships it, and so whether it is known to look at nothing but its arguments."""
+    return type(processor).__module__ == stock.__name__
+
+
+def _view_of_row(processor: Any, row: int) -> Any:
+    """A processor that treats a one-row batch as row `row` of the whole one."""
+    if isinstance(processor, stock.RepetitionPenaltyLogitsProcessor):
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor) and ignored.numel() > 1:  # one length per row since transformers 5.23
+            return _changed(processor, prompt_ignore_length=int(ignored.flatten()[row]))
+    elif isinstance(processor, stock.EncoderRepetitionPenaltyLogitsProcessor):
+        return _changed(processor, encoder_input_ids=processor.encoder_input_ids[row : row + 1])
+    elif isinstance(processor, stock.EncoderNoRepeatNGramLogitsProcessor):
+        return _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[row]])
+    elif isinstance(processor, stock.PrefixConstrainedLogitsProcessor):
+        allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
+        return stock.PrefixConstrainedLogitsProcessor(lambda _batch, ids: allowed(row // beams, ids), 1)
+    return processor
+
+
+def _changed(processor: Any, **attributes: Any) -> Any:
+    view = copy.copy(processor)
+    for name, value in attributes.items():
+        setattr(view, name, value)
+    return view

@@ -1,0 +1,1 @@
+"""Many clients on one card: requests join and leave a running batch; an HTTP server that speaks OpenAI's API."""

@@ -1,0 +1,408 @@
+"""The HTTP side: routes of OpenAI's API, streams, errors in its shape, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
+from . import answers
+from .answer_parts import AnswerParser
+from .api_errors import ApiError
+from .calls import CallTranslator, ChatTexts
+from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
+from .metrics import ServerMetrics
+from .requests import TextEvent, TextRequest, TextUsage
+from .wire import CompletionCall, parse_chat, parse_completion, parse_json
+
+MAX_BODY_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server behaves towards its clients.
+
+    Attributes:
+        model: the name clients ask for.
+        api_key: what they have to show; `None`: nothing.
+        max_body_bytes: of a request.
+        grace_s: what running texts get to end in when the server is shut down.
+    """
+
+    model: str
+    api_key: str | None = None
+    max_body_bytes: int = MAX_BODY_BYTES
+    grace_s: float = 10.0
+
+
+def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
+    """The ASGI application; shuts the engine down as it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close, settings.grace_s)
+
+    app = FastAPI(title="eagle31", lifespan=lifespan, openapi_url=None)
+    server = _Server(engine, settings)
+    for path, handler in (
+        ("/v1/chat/completions", server.chat),
+        ("/v1/completions", server.complete),
+    ):
+        app.add_api_route(path, handler, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", server.models, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"], response_model=None)
+    app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", server.metrics, methods=["GET"], response_model=None)
+    app.add_exception_handler(Eagle31Error, _as_response)
+    app.add_exception_handler(HTTPException, _as_response)
+    app.add_exception_handler(Exception, _as_response)
+    return app
+
+
+class _Server:
+    """The handlers."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings):
+        self.engine, self.settings = engine, settings
+        self.translator = CallTranslator(engine)
+        self.figures = ServerMetrics(engine)
+        self.started = int(time.time())
+
+    # --- small ones ----------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        """200 while texts are taken, 503 from then on."""
+        alive = self.engine.is_alive
+        told = {
+            "status": "ok" if alive else "shutting down",
+            "model": self.settings.model,
+            "running": self.engine.running,
+            "waiting": self.engine.waiting,
+        }
+        return JSONResponse(told, status_code=200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        self._check_key(request)
+        return Response(self.figures.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request, name: str) -> Response:
+        self._check_key(request)
+        self._check_model(name)
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "eagle31",
+            "max_model_len": self.engine.settings.context,
+        }
+
+    # --- chats and completions -------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        self._check_key(request)
+        call = parse_chat(parse_json(await self._body(request)))
+        self._check_model(call.wishes.model)
+        # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
+        texts = await asyncio.to_thread(self.translator.of_chat, call)
+        writer = _ChatWriter(self, texts)
+        return await self._answer(request, texts.requests, writer, call.wishes.stream, call.wishes.include_usage)
+
+    async def complete(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        self._check_key(request)
+        call = parse_completion(parse_json(await self._body(request)))
+        self._check_model(call.wishes.model)
+        requests = await asyncio.to_thread(self.translator.of_completion, call)
+        writer = _CompletionWriter(self, call, len(requests))
+        return await self._answer(request, requests, writer, call.wishes.stream, call.wishes.include_usage)
+
+    async def _answer(
+        self, request: Request, texts: Sequence[TextRequest], writer: _Writer, stream: bool, include_usage: bool
+    ) -> Response:
+        run = _Run(self, texts)
+        if stream:
+            await run.start()
+            return StreamingResponse(self._stream(run, writer, include_usage), media_type="text/event-stream")
+        await run.start()
+        try:
+            await _while_connected(request, self._collect(run, writer))
+        finally:
+            run.cancel()
+        return _json(writer.whole(run.usages))
+
+    async def _collect(self, run: _Run, writer: _Writer) -> None:
+        async for index, event in run.events():
+            if event.error:
+                raise ApiError(event.error, status=500, code="engine_error")
+            writer.pieces(index, event)
+
+    async def _stream(self, run: _Run, writer: _Writer, include_usage: bool) -> AsyncIterator[str]:
+        try:
+            for piece in writer.opening():
+                yield _sse(piece)
+            async for index, event in run.events():
+                if event.error:
+                    error = ApiError(event.error, status=500, code="engine_error")
+                    yield f"data: {json.dumps(error.body)}\n\n"
+                    return
+                for piece in writer.pieces(index, event):
+                    yield _sse(piece)
+            if include_usage:
+                yield _sse(writer.usage(run.usages))
+            yield "data: [DONE]\n\n"
+        finally:
+            run.cancel()
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def _check_key(self, request: Request) -> None:
+        wanted = self.settings.api_key
+        if wanted is None:
+            return
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), wanted.encode()):
+            what = "no API key" if not shown else "another API key than this server's"
+            raise ApiError(
+                f"got {what}; send it as 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_model(self, name: str) -> None:
+        if name != self.settings.model:
+            raise ApiError(
+                f"the model {name!r} is not served here; {self.settings.model!r} is",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # also what keeps web pages of others from asking without the browser's leave
+            raise ApiError(
+                f"the content type is {kind or 'not given'}; wanted application/json", status=415, code="invalid_json"
+            )
+        body, most = b"", self.settings.max_body_bytes
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise ApiError(f"the body is larger than {most:,} bytes", status=413, code="body_too_large")
+        return body
+
+
+class _Run:
+    """The texts of one answer on their way through the engine."""
+
+    def __init__(self, server: _Server, texts: Sequence[TextRequest]):
+        self.server, self.texts = server, texts
+        self.usages = [TextUsage(len(text.prompt)) for text in texts]
+        self._tickets: list[Any] = []
+        self._events: asyncio.Queue[tuple[int, TextEvent]] = asyncio.Queue()
+        self._started = time.perf_counter()
+        self._last: list[float | None] = [None] * len(texts)
+
+    async def start(self) -> None:
+        """Line all of them up, or none.
+
+        Raises:
+            Eagle31Error: there is no room, or one is too long.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            for index, text in enumerate(self.texts):
+                self._tickets.append(self.server.engine.submit(text, self._listener(loop, index)))
+        except Eagle31Error:
+            self.cancel()
+            raise
+
+    def _listener(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[TextEvent], None]:
+        def tell(event: TextEvent) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+        return tell
+
+    async def events(self) -> AsyncIterator[tuple[int, TextEvent]]:
+        """Until all texts have ended."""
+        left = len(self.texts)
+        while left:
+            index, event = await self._events.get()
+            self.usages[index] = event.usage
+            self._observe(index)
+            left -= event.finish is not None
+            yield index, event
+
+    def _observe(self, index: int) -> None:
+        now, last = time.perf_counter(), self._last[index]
+        figures = self.server.figures
+        (figures.first_token_s if last is None else figures.gap_s).observe(now - (last or self._started))
+        self._last[index] = now
+
+    def cancel(self) -> None:
+        """Those that have not ended need not go on."""
+        for ticket in self._tickets:
+            self.server.engine.cancel(ticket)
+
+
+# --- writing answers --------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Events of an answer's texts as pieces of a stream, and as a whole."""
+
+    def opening(self) -> list[BaseModel]:
+        """Pieces before the first event."""
+        return []
+
+    def pieces(self, index: int, event: TextEvent) -> list[BaseModel]:
+        raise NotImplementedError
+
+    def whole(self, usages: Sequence[TextUsage]) -> BaseModel:
+        raise NotImplementedError
+
+    def usage(self, usages: Sequence[TextUsage]) -> BaseModel:
+        raise NotImplementedError
+
+
+class _ChatWriter(_Writer):
+    def __init__(self, server: _Server, texts: ChatTexts):
+        self.envelope = answers.Envelope(server.settings.model, "chatcmpl")
+        self.tokenizer, count = server.engine.tokenizer, len(texts.requests)
+        self.parsers = [AnswerParser(thinks=texts.thinks, tools=texts.tool_names) for _ in range(count)]
+        self.messages = [answers.ChatMessage() for _ in range(count)]
+        self.logprobs: list[list[dict[str, Any]] | None] = [[] if texts.tells_logprobs else None for _ in range(count)]
+        self.finish: list[str | None] = [None] * count
+
+    def opening(self) -> list[BaseModel]:
+        return [
+            answers.chat_chunk(self.envelope, index, {"role": "assistant", "content": ""})
+            for index in range(len(self.messages))
+        ]
+
+    def pieces(self, index: int, event: TextEvent) -> list[BaseModel]:
+        parser, message = self.parsers[index], self.messages[index]
+        parts = parser.feed(event.text)
+        if event.finish is not None:
+            parts += parser.finish()
+        deltas = [message.add(part) for part in parts]
+        told = None
+        kept = self.logprobs[index]
+        if kept is not None:
+            told = answers.chat_logprobs(self.tokenizer, event.logprobs)
+            kept += told["content"]
+            deltas = deltas or [{"content": ""}]
+        made: list[BaseModel] = []
+        for number, delta in enumerate(deltas):
+            made.append(answers.chat_chunk(self.envelope, index, delta, logprobs=told if number == 0 else None))
+        if event.finish is not None:
+            self.finish[index] = message.finish_reason(event.finish)
+            made.append(answers.chat_chunk(self.envelope, index, {}, finish=self.finish[index]))
+        return made
+
+    def whole(self, usages: Sequence[TextUsage]) -> BaseModel:
+        choices = []
+        for index, message in enumerate(self.messages):
+            kept = self.logprobs[index]
+            told = {} if kept is None else {"logprobs": {"content": kept}}
+            choices.append({"index": index, "message": message.to_dict(), "finish_reason": self.finish[index], **told})
+        return answers.chat_completion(self.envelope, choices, usages)
+
+    def usage(self, usages: Sequence[TextUsage]) -> BaseModel:
+        return answers.chat_usage_chunk(self.envelope, usages)
+
+
+class _CompletionWriter(_Writer):
+    def __init__(self, server: _Server, call: CompletionCall, count: int):
+        self.envelope = answers.Envelope(server.settings.model, "cmpl")
+        self.tokenizer, self.tells_logprobs = server.engine.tokenizer, call.top_logprobs is not None
+        self.texts = [""] * count
+        self.logprobs: list[list[Any]] = [[] for _ in range(count)]
+        self.finish: list[str | None] = [None] * count
+
+    def _told(self, logprobs: Sequence[Any]) -> dict[str, Any] | None:
+        return answers.completion_logprobs(self.tokenizer, logprobs) if self.tells_logprobs else None
+
+    def pieces(self, index: int, event: TextEvent) -> list[BaseModel]:
+        self.texts[index] += event.text
+        self.logprobs[index] += event.logprobs
+        self.finish[index] = event.finish
+        if not event.text and event.finish is None and not event.logprobs:
+            return []
+        choice = answers.completion_choice(index, event.text, finish=event.finish, logprobs=self._told(event.logprobs))
+        return [answers.completion(self.envelope, [choice], [])]
+
+    def whole(self, usages: Sequence[TextUsage]) -> BaseModel:
+        choices = [
+            answers.completion_choice(i, text, finish=self.finish[i], logprobs=self._told(self.logprobs[i]))
+            for i, text in enumerate(self.texts)
+        ]
+        return answers.completion(self.envelope, choices, usages)
+
+    def usage(self, usages: Sequence[TextUsage]) -> BaseModel:
+        return answers.completion(self.envelope, [], usages)
+
+
+def _sse(piece: BaseModel) -> str:
+    return f"data: {piece.model_dump_json(exclude_unset=True)}\n\n"
+
+
+def _json(piece: BaseModel) -> Response:
+    return Response(piece.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+async def _while_connected(request: Request, work: Awaitable[None]) -> None:
+    """Do it, unless the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError("the client has gone", status=499, code="cancelled")
+        await task
+    finally:
+        for each in (task, gone):
+            each.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _as_response(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    elif isinstance(error, TooLongError):
+        error = ApiError(str(error), code="context_length_exceeded", param="messages")
+    elif isinstance(error, QueueFullError):
+        wait = getattr(error, "retry_after_s", 1)
+        error = ApiError(str(error), status=429, code="queue_full", headers={"Retry-After": str(wait)})
+    elif isinstance(error, ShuttingDownError):
+        error = ApiError(str(error), status=503, code="shutting_down", headers={"Retry-After": "30"})
+    elif isinstance(error, (ConfigurationError, UnsupportedGenerationError)):
+        error = ApiError(str(error))
+    elif not isinstance(error, ApiError):
+        error = ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error")
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)

@@ -1,0 +1,352 @@
+"""Texts written side by side: rows join between two rounds, leave as they end, and what they leave behind is reused.
+
+The caches are pools (`cache.row_pool`): one block of rows for the target, one for the drafter, allocated once. A prompt
+is read in pieces in caches of its own, one prompt at a time, and then copied to a free row. A row whose text has ended
+stays where it is until its place is needed; a new prompt that begins as it did (the same system prompt, the last turn
+of the same chat) starts from there, the drafter's keys and values included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.row_pool import RowPool, resume_row
+from ..cache.speculative import SpeculativeCache
+from ..decoding.prefill import ChunkedPrefill, PrefillState
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.propose import propose_chain
+from ..drafter.session import SLAB, DraftSession, DraftState
+from ..generation_config import DraftLength
+from ..sampling.acceptance import Acceptance
+from ..stats import PhaseClock, SpeculationStats
+from ..target.verify import Verification
+from ..trees.draft_tree import DraftTree
+from .choosing import TokenChooser, accept_drafts
+from .requests import TextRequest, TextUsage, TokenLogprob
+from .text import TextWriter
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """What a round brought for one text; see `TextEvent`."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str | None
+
+
+@dataclass(eq=False)
+class WrittenText:
+    """A text being written in the batch.
+
+    Attributes:
+        request: what was asked for.
+        writer: tokens so far, and where they end.
+        chooser: how the next one is chosen.
+        usage: counts so far.
+    """
+
+    request: TextRequest
+    writer: TextWriter
+    chooser: TokenChooser
+    usage: TextUsage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.usage = TextUsage(prompt_tokens=len(self.request.prompt))
+
+    @property
+    def last_token(self) -> int:
+        return self.writer.tokens[-1] if self.writer.tokens else self.request.prompt[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and text."""
+        return [*self.request.prompt, *self.writer.tokens]
+
+
+class PooledDraftSession(DraftSession):
+    """The drafter's side of a batch whose rows come and go."""
+
+    def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int):
+        super().__init__(drafter, batch_size=batch_size, capacity=capacity, block=block)
+        self.cache: RowPool = RowPool(
+            [None] * drafter.config.num_hidden_layers,
+            batch_size=batch_size,
+            capacity=capacity,
+            block=block,
+            slab=SLAB if capacity > SLAB else None,
+            device=drafter.device,
+        )
+
+    def join(self, other: DraftSession) -> None:
+        """Take the only row of another session behind the others."""
+        self.cache.join(other.cache)
+        self._rotary = None
+        own, new = self._root, other.root
+        self._root = new if own is None else DraftState(
+            torch.cat((own.logits, new.logits)), torch.cat((own.feedback, new.feedback))
+        )  # fmt: skip
+
+    def leave(self, place: int) -> None:
+        """Let a row go; the last one takes its place."""
+        rows = list(range(self.cache.batch_size))
+        self.cache.leave(place)
+        self._rotary = None
+        rows[place] = rows[-1]
+        index = torch.tensor(rows[:-1], dtype=torch.long, device=self.root.logits.device)
+        self._root = DraftState(self.root.logits[index], self.root.feedback[index]) if len(rows) > 1 else None
+
+
+class TextBatch:
+    """The texts that are being written, and the one whose prompt is being read.
+
+    Args:
+        drafter: attached; its target writes.
+        max_rows: most texts at once.
+        context: most tokens of a text, prompt included.
+        prefill_chunk: most prompt tokens of one forward.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, *, max_rows: int, context: int, prefill_chunk: int):
+        self.drafter, self.binding = drafter, drafter.require_binding()
+        self.max_rows, self.context, self.prefill_chunk = max_rows, context, prefill_chunk
+        self.texts: list[WrittenText] = []  # by place
+        self.stats = SpeculationStats()
+        self.clock = PhaseClock(self.stats)
+        self.depth = self._draft_length(1).depth
+        nodes = self.depth + 1
+        self.capacity = context + nodes
+        sizes = {"capacity": self.capacity, "block": max(prefill_chunk, nodes)}
+        self.cache: RowPool = self.target_cache(RowPool, max_rows, sizes)
+        self.session = PooledDraftSession(drafter, batch_size=max_rows, **sizes)
+        self.verify = Verification(self.binding, self.cache)
+        self._reader = PromptReader(self, sizes)
+        self._parked: dict[int, list[int]] = {}  # tokens of parked rows, by place
+
+    def _draft_length(self, rows: int) -> DraftLength:
+        return self.drafter.generation_config.draft_length(device_type=self.drafter.device.type, batch_size=rows)
+
+    def target_cache(self, kind: type[SpeculativeCache], rows: int, sizes: dict[str, int]) -> Any:
+        """An empty cache of this kind for the target."""
+        return kind.from_config(
+            self.binding.text_config,
+            batch_size=rows,
+            slab=SLAB if self.capacity > SLAB else None,
+            masks_by_type=self.binding.masks_by_type,
+            cache_type=self.drafter.generation_config.stored_cache_type,
+            device=self.binding.input_device,
+            **sizes,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all caches."""
+        return self.cache.num_bytes + self.session.cache.num_bytes + self._reader.num_bytes
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def begin(self, text: WrittenText) -> int:
+        """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
+        place, length = self._longest_shared(text.request.prompt)
+        text.usage = replace(text.usage, cached_tokens=length)
+        return self._reader.begin(text, place, length)
+
+    def read(self, num_tokens: int) -> None:
+        """Read on."""
+        with self.clock.phase("prefill"):
+            self._reader.read(num_tokens)
+
+    def join(self) -> None:
+        """The prompt has been read: its text is written from the next round on."""
+        place = self.cache.join(self._reader.cache)
+        self.session.join(self._reader.session)
+        self._parked.pop(place, None)
+        self.texts.append(self._reader.text)
+
+    def drop_reading(self) -> None:
+        """Forget the prompt that is being read."""
+        self._reader.reset()
+
+    def _longest_shared(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The place of the row to resume from and how many of its tokens; length 0 for none.
+
+        One token less than the two share, since the drafter has joined each position with the token after it; and the
+        prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
+        """
+        rows = {place: text.tokens for place, text in enumerate(self.texts)} | self._parked
+        best = (0, 0)
+        for place, tokens in rows.items():
+            length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
+            if length > best[1]:
+                if not self.cache.can_resume(place, length):
+                    continue
+                best = (place, length)
+        return best
+
+    # --- a round -------------------------------------------------------------------------------------------------
+
+    def round(self) -> list[tuple[WrittenText, RoundOutput]]:
+        """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
+        with self.clock.phase("draft"):
+            tree = self._draft()
+        with self.clock.phase("verify"), self.binding.capturing():
+            out = self.verify(tree)
+        written = [len(text.writer.tokens) for text in self.texts]
+        choosers = [text.chooser for text in self.texts]
+        acceptance = accept_drafts(tree, out.logits, choosers, written, self._prefix)
+        paths, emitted = _read_back(tree, acceptance)
+        outputs = [self._write(b, tree, out.logits, paths[b], emitted[b]) for b in range(len(self.texts))]
+        counts = [len(output.tokens) for output in outputs]
+        self.cache.keep(paths, counts)
+        self._absorb([list(output.tokens) for output in outputs], out.aux, None if tree.is_chain else paths)
+        self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=[len(path) - 1 for path in paths])
+        self.stats.new_tokens += sum(counts)
+        told = list(zip(list(self.texts), outputs, strict=True))
+        for text, output in told:
+            if output.finish is not None:
+                self.leave(text)
+        return told
+
+    def leave(self, text: WrittenText) -> None:
+        """Let a text go. What was computed for it stays until its place is needed."""
+        place = self.texts.index(text)
+        parked = self.cache.leave(place)
+        self.session.leave(place)
+        self._parked[parked] = text.tokens
+        self.texts[place] = self.texts[-1]
+        self.texts.pop()
+
+    def reset(self) -> None:
+        """Forget everything: after a failure nothing of the caches is trusted."""
+        for text in list(self.texts):
+            self.leave(text)
+        self._parked.clear()
+        self._reader.reset()
+
+    def _draft(self) -> DraftTree:
+        roots = torch.tensor([text.last_token for text in self.texts], device=self.binding.input_device)
+        length = self._draft_length(len(self.texts))
+        depth = min(length.depth, self.depth, max(text.writer.remaining for text in self.texts) - 1)
+        if depth < 1:
+            return DraftTree.chain(roots[:, None])
+        return propose_chain(self.session, roots, DraftLength(depth, length.min_confidence), sample=False)
+
+    def _prefix(self, place: int, drafted: Sequence[int]) -> Tensor:
+        return torch.tensor([[*self.texts[place].tokens, *drafted]], device=self.binding.input_device)
+
+    def _write(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> RoundOutput:
+        """Add a row's tokens to its text, up to where that ends."""
+        text = self.texts[b]
+        count, shown = text.writer.append(emitted)
+        text.usage = replace(
+            text.usage,
+            completion_tokens=text.usage.completion_tokens + count,
+            drafted=text.usage.drafted + tree.size - 1,
+            accepted=text.usage.accepted + min(count, len(path) - 1),
+            rounds=text.usage.rounds + 1,
+        )
+        top = text.request.top_logprobs
+        logprobs = () if top is None else _logprobs(logits[b, path[:count]], emitted[:count], top)
+        return RoundOutput(shown, tuple(emitted[:count]), logprobs, text.writer.finish)
+
+    def _absorb(self, written: list[list[int]], aux: Tensor | None, paths: list[list[int]] | None) -> None:
+        """Bring the drafter up to date with what was written; `aux` `(B, N, A*Ht)` of the nodes."""
+        assert aux is not None
+        counts = [len(tokens) for tokens in written]
+        width = max(counts)
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in written]
+        if paths is not None:
+            nodes = torch.tensor([(path + [0] * width)[:width] for path in paths], device=aux.device)
+            aux = aux.gather(1, nodes[..., None].expand(-1, -1, aux.shape[-1]))
+        with self.clock.phase("draft"):
+            self.session.absorb(torch.tensor(padded, device=self.binding.input_device), aux[:, :width], counts)
+
+
+class PromptReader:
+    """Reads one prompt after the other, in caches of one row, all but the last token: a round begins with that."""
+
+    def __init__(self, batch: TextBatch, sizes: dict[str, int]):
+        self.batch = batch
+        self.cache: SpeculativeCache = batch.target_cache(SpeculativeCache, 1, sizes)
+        self.session = DraftSession(batch.drafter, batch_size=1, **sizes)
+        self._chunks = ChunkedPrefill(batch.binding, self.cache, self.session)
+        self._reading: PrefillState | None = None
+        self._position = 0
+        self._text: WrittenText | None = None
+
+    @property
+    def text(self) -> WrittenText:
+        assert self._text is not None, "begin comes first"
+        return self._text
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes + self.session.cache.num_bytes
+
+    def begin(self, text: WrittenText, place: int, length: int) -> int:
+        """Start behind the first `length` tokens of the row at `place`. Returns how many are left to read."""
+        self.reset()
+        self._text = text
+        if length:
+            resume_row(self.cache, self.batch.cache, place, length)
+            resume_row(self.session.cache, self.batch.session.cache, place, length)
+            self.session._rotary = None
+        rest = list(text.request.prompt[length:])
+        self._reading = PrefillState([rest], unread=1, device=self.batch.binding.input_device)
+        if len(rest) == 1:
+            self._start_midway()
+        return len(rest) - 1
+
+    def read(self, num_tokens: int) -> None:
+        assert self._reading is not None
+        end = self._position + num_tokens
+        while self._position < end:
+            stop = min(end, self._position + self.batch.prefill_chunk)
+            self._chunks.read_columns(self._reading, self._position, stop)
+            self._position = stop
+
+    def reset(self) -> None:
+        """Forget what was read."""
+        self.cache.reset()
+        self.session.rollback([0])
+        self.session._root = None
+        self._reading, self._position, self._text = None, 0, None
+
+    def _start_midway(self) -> None:
+        """A prompt of one token: the drafter knows nothing yet, and guesses until the first round has told it more."""
+        drafter = self.batch.drafter
+        hidden = torch.zeros(1, 1, drafter.config.hidden_size, device=drafter.device, dtype=drafter.dtype)
+        self.session._root = DraftState(drafter.draft_logits(hidden), hidden)
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    width = min(len(one), len(other))
+    return next((i for i in range(width) if one[i] != other[i]), width)
+
+
+def _read_back(tree: DraftTree, acceptance: Acceptance) -> tuple[list[list[int]], list[list[int]]]:
+    """Accepted nodes and new tokens of each row."""
+    tokens = tree.tokens.tolist()
+    counts, bonus, nodes = acceptance.length.tolist(), acceptance.bonus.tolist(), acceptance.path.tolist()
+    paths = [row[:count] for row, count in zip(nodes, counts, strict=True)]
+    emitted = [[*(tokens[b][node] for node in path[1:]), bonus[b]] for b, path in enumerate(paths)]
+    return paths, emitted
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Of tokens written after nodes of these `logits` `(n, V)`."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs[range(len(tokens)), list(tokens)].tolist()
+    best = logprobs.topk(top, dim=-1) if top else None
+    others: list[tuple[tuple[int, float], ...]] = [()] * len(tokens) if best is None else [
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]  # fmt: skip
+    return tuple(TokenLogprob(*each) for each in zip(tokens, own, others, strict=True))

@@ -1,0 +1,186 @@
+"""Which token a text goes on with, for rows that each want something else: greedy, drawn, penalised, constrained.
+
+The target's own token is chosen after every node a text passes, and a draft is kept where it is that token
+(`sampling.tree_walk`), so what is written never depends on what was drafted. Random numbers belong to the text, one for
+each of its positions, whoever else is in the batch: a seed writes the same text alone and in a crowd, with drafts and
+without.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+from ..sampling.acceptance import Acceptance
+from ..sampling.draw import argmax, draw
+from ..sampling.logits_processing import ScoreProcessing
+from ..sampling.tree_walk import accept_tree_walk
+from ..trees.draft_tree import DraftTree
+from .requests import Sampling
+
+
+class PositionDice:
+    """A text's random numbers, by position: from 0 to below 1, as often asked for as needed."""
+
+    def __init__(self, seed: int | None):
+        self._random = random.Random(seed)  # `None`: from the system
+        self._numbers: list[float] = []
+        self._first = 0  # position of the first number kept
+
+    def numbers(self, position: int, count: int) -> list[float]:
+        """Those of `count` positions from `position` on; earlier ones are not asked for again."""
+        del self._numbers[: position - self._first]
+        self._first = position
+        while len(self._numbers) < count:
+            self._numbers.append(self._random.random())
+        return self._numbers[:count]
+
+
+class TokenChooser:
+    """How one text chooses its tokens.
+
+    Args:
+        sampling: as asked for.
+        prompt_length: tokens of its prompt.
+        constraint: further processors that look at the prefix, such as a grammar's.
+    """
+
+    def __init__(
+        self, sampling: Sampling, prompt_length: int, constraint: Sequence[stock.LogitsProcessor] = ()
+    ):  # fmt: skip
+        self.processing = ScoreProcessing(_processors(sampling, prompt_length, constraint))
+        self.draws = sampling.draws
+        self.dice = PositionDice(sampling.seed) if sampling.draws else None
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for texts whose scores can be processed together; `None` where each prefix has to be looked at."""
+        if not self.processing.scores_only:
+            return None
+        key = self.processing.draft_warping.key if self.processing.fits_draft_vocabulary else ()
+        return (self.draws, key)
+
+    def choose(self, prefix: Tensor, logits: Tensor, position: int) -> int:
+        """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`."""
+        scores = self.processing.row_scores(lambda _b: prefix, logits, [0])
+        if self.dice is None:
+            return int(argmax(scores))
+        number = torch.tensor([self.dice.numbers(position, 1)], dtype=_wide(scores.device), device=scores.device)
+        return int(draw(scores.softmax(-1), numbers=number))
+
+
+def _processors(
+    sampling: Sampling, prompt_length: int, constraint: Sequence[stock.LogitsProcessor]
+) -> LogitsProcessorList:  # fmt: skip
+    found: list[stock.LogitsProcessor] = []
+    if sampling.repetition_penalty != 1.0:
+        found.append(stock.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        found.append(OccurrencePenalty(sampling.presence_penalty, sampling.frequency_penalty, prompt_length))
+    if sampling.logit_bias:
+        found.append(TokenBias(sampling.logit_bias))
+    found += constraint
+    if sampling.draws:
+        if sampling.temperature != 1.0:
+            found.append(stock.TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            found.append(stock.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            found.append(stock.TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p > 0.0:
+            found.append(stock.MinPLogitsWarper(sampling.min_p))
+    return LogitsProcessorList(found)
+
+
+class OccurrencePenalty(stock.LogitsProcessor):
+    """OpenAI's penalties: `presence` off each token written so far, `frequency` once more for each time it was."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int):
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Processed scores `(B, V)` after `input_ids` `(B, t)`."""
+        written = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class TokenBias(stock.LogitsProcessor):
+    """Adds to the scores of some tokens; -100 forbids one and 100 forces it."""
+
+    def __init__(self, bias: dict[int, float]):
+        self.ids, self.amounts = list(bias), list(bias.values())
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Processed scores `(B, V)`."""
+        changed = scores.clone()
+        changed[:, self.ids] += torch.tensor(self.amounts, dtype=scores.dtype, device=scores.device)
+        return changed
+
+
+# --- a batch ----------------------------------------------------------------------------------------------------------
+
+Prefix = Callable[[int, Sequence[int]], Tensor]
+"""Token ids `(1, t)` of a row and some drafted tokens."""
+
+
+def accept_drafts(
+    tree: DraftTree, logits: Tensor, choosers: Sequence[TokenChooser], written: Sequence[int], prefix: Prefix
+) -> Acceptance:
+    """What each row accepts of its drafts, and the target's token after that.
+
+    Args:
+        tree: drafts of `B` rows.
+        logits: the target's `(B, N, V)`.
+        choosers: of each row.
+        written: new tokens of each row so far.
+        prefix: asked only for rows whose scores depend on it.
+    """
+    at_once: dict[int, list[int]] = {}
+    for rows in _alike(choosers).values():
+        group = [choosers[row] for row in rows]
+        chosen = _choose_at_all_nodes(tree.depths[rows], logits[rows], group, [written[row] for row in rows])
+        at_once.update(zip(rows, chosen.tolist(), strict=True))
+
+    def choose_after(row: int, path: Sequence[int]) -> int:
+        ids = prefix(row, tree.tokens[row, path[1:]].tolist())
+        return choosers[row].choose(ids, logits[row, path[-1]][None], written[row] + len(path) - 1)
+
+    def choose(rows: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
+        return [
+            at_once[row][path[-1]] if row in at_once else choose_after(row, path)
+            for row, path in zip(rows, paths, strict=True)
+        ]
+
+    return accept_tree_walk(tree, choose, range(len(choosers)))
+
+
+def _alike(choosers: Sequence[TokenChooser]) -> dict[Hashable, list[int]]:
+    """Rows whose scores are processed alike, by kind; not those that must be asked one by one."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, chooser in enumerate(choosers):
+        if chooser.kind is not None:
+            groups.setdefault(chooser.kind, []).append(row)
+    return groups
+
+
+def _choose_at_all_nodes(
+    depths: Tensor, logits: Tensor, choosers: Sequence[TokenChooser], written: Sequence[int]
+) -> Tensor:
+    """The target's token after every node of rows of one kind, `(R, N)`; nothing waits for the device."""
+    if not choosers[0].draws:
+        return argmax(logits)
+    scores = choosers[0].processing.node_scores(logits, lambda b, node: logits, range(len(choosers)))
+    most = logits.shape[1]  # no node is deeper
+    numbers = [chooser.dice.numbers(at, most) for chooser, at in zip(choosers, written, strict=True) if chooser.dice]
+    by_depth = torch.tensor(numbers, dtype=_wide(logits.device), device=logits.device)  # (R, most)
+    return draw(scores.softmax(-1), numbers=by_depth.gather(1, depths)[..., None])
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

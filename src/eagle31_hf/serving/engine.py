@@ -1,0 +1,315 @@
+"""One worker thread that writes all texts: it takes requests in, decides with the scheduler, runs the batch, tells.
+
+    submit (any thread) ──► inbox ──► worker: next_step ─► begin / read / round ─► on_event (worker thread)
+
+The model is touched by the worker alone. What fails in a round fails the texts of that round, and the worker goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import Eagle31Error, UnsupportedGenerationError
+from .batch import RoundOutput, TextBatch, WrittenText
+from .choosing import TokenChooser
+from .grammar import GrammarProcessor
+from .requests import OnEvent, TextEvent, TextRequest, TextUsage
+from .scheduler import QueueFullError, Scheduler, Step, Ticket
+from .text import TextWriter
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Engine", "EngineSettings", "QueueFullError", "ShuttingDownError", "TooLongError"]
+
+
+class TooLongError(Eagle31Error):
+    """Prompt and answer together are longer than any text may be. `longest` tokens are possible."""
+
+    def __init__(self, message: str, longest: int):
+        super().__init__(message)
+        self.longest = longest
+
+
+class ShuttingDownError(Eagle31Error):
+    """No new requests are taken."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How much the engine may take on.
+
+    Attributes:
+        max_rows: texts written at once.
+        context: most tokens of a text, prompt and answer.
+        max_waiting: requests that may wait.
+        prefill_chunk: prompt tokens read between two rounds.
+    """
+
+    max_rows: int = 8
+    context: int = 4096
+    max_waiting: int = 64
+    prefill_chunk: int = 256
+
+
+@dataclass
+class Totals:
+    """Counts since the start, for metrics; written by the worker alone."""
+
+    requests: dict[str, int] = field(default_factory=dict)  # by how they ended
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    text_rounds: int = 0
+    round_s: float = 0.0
+
+    def add(self, usage: TextUsage, finish: str) -> None:
+        """Count a text that has ended."""
+        self.requests[finish] = self.requests.get(finish, 0) + 1
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.completion_tokens += usage.completion_tokens
+        self.drafted += usage.drafted
+        self.accepted += usage.accepted
+        self.text_rounds += usage.rounds
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way: its ticket, its text once it is being read, and who hears of it."""
+
+    request: TextRequest
+    ticket: Ticket
+    on_event: OnEvent
+    text: WrittenText | None = None
+
+
+class Engine:
+    """See the module's description.
+
+    Args:
+        drafter: attached; its target writes.
+        tokenizer: the target's.
+        settings: how much to take on.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
+        self.drafter, self.tokenizer, self.settings = drafter, tokenizer, settings
+        self.eos_ids = end_tokens(drafter, tokenizer)
+        self.totals = Totals()
+        self.batch = TextBatch(
+            drafter, max_rows=settings.max_rows, context=settings.context, prefill_chunk=settings.prefill_chunk
+        )
+        self.scheduler = Scheduler(
+            max_rows=settings.max_rows, max_waiting=settings.max_waiting, read_budget=settings.prefill_chunk
+        )
+        self._jobs: dict[Ticket, Job] = {}
+        self._work = threading.Condition()
+        self._accepts, self._stopping = True, False
+        self._thread = threading.Thread(target=self._run, name="eagle31-engine", daemon=True)
+        self._thread.start()
+
+    # --- any thread ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: TextRequest, on_event: OnEvent) -> Ticket:
+        """Line a request up; `on_event` is called from the worker's thread, with a `finish` in the last event.
+
+        Raises:
+            TooLongError: it could outgrow the context.
+            QueueFullError: as many wait as may.
+            ShuttingDownError: the engine is being closed.
+        """
+        longest = self.settings.context
+        if request.longest > longest:
+            raise TooLongError(
+                f"the prompt has {len(request.prompt)} tokens and up to {request.max_new_tokens} are to be written; "
+                f"{longest} together are possible",
+                longest,
+            )
+        if not request.prompt:
+            raise UnsupportedGenerationError("the prompt is empty; wanted at least one token")
+        with self._work:
+            if not self._accepts:
+                raise ShuttingDownError("the server is shutting down and takes no new requests")
+            ticket = self.scheduler.submit(request.longest)
+            self._jobs[ticket] = Job(request, ticket, on_event)
+            self._work.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Its client has gone: let it go at the next round's end."""
+        with self._work:
+            ticket.cancelled = True
+            self._work.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def running(self) -> int:
+        """Texts that are read or written."""
+        return len(self.scheduler.writing) + (self.scheduler.reading is not None)
+
+    @property
+    def retry_after_s(self) -> int:
+        """A guess how long a full queue takes to move."""
+        return max(1, min(60, round(self.totals.round_s / max(1, self.batch.stats.passes) * 30)))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self._accepts
+
+    def close(self, grace_s: float = 10.0) -> bool:
+        """Take nothing more, finish what runs within `grace_s`, cancel the rest. Whether all was finished."""
+        with self._work:
+            self._accepts = False
+            self._work.notify()
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and not self.scheduler.is_empty and self._thread.is_alive():
+            time.sleep(0.02)
+        finished = self.scheduler.is_empty
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        self._thread.join(timeout=30)
+        return finished
+
+    # --- the worker ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        with self.drafter.require_binding().masked_attention():
+            while True:
+                with self._work:
+                    step = self.scheduler.next_step()
+                    while step.is_idle and not self._stopping:
+                        self._work.wait()
+                        step = self.scheduler.next_step()
+                    if self._stopping:
+                        break
+                self._take(step)
+        for job in list(self._jobs.values()):
+            self._end(job, "error", "the server was shut down before this text was finished")
+
+    def _take(self, step: Step) -> None:
+        for ticket in step.dropped:
+            self._end(self._jobs[ticket], "cancelled")
+        reading = self.scheduler.reading
+        if reading is not None and (step.begin or step.read):
+            self._attempt_reading(self._jobs[reading], step)
+        elif reading is None and step.dropped:
+            self.batch.drop_reading()
+        if step.round:
+            self._attempt_round()
+
+    def _attempt_reading(self, job: Job, step: Step) -> None:
+        """A failure ends this request and no other."""
+        try:
+            self._read(job, step)
+        except Exception as error:
+            logger.exception("eagle31: a prompt of %d tokens could not be read", len(job.request.prompt))
+            self.batch.drop_reading()
+            self._end(job, "error", f"{type(error).__name__}: {error}")
+
+    def _attempt_round(self) -> None:
+        """A failure ends all texts of the round; nothing they have left behind is trusted."""
+        try:
+            self._round()
+        except Exception as error:
+            jobs = [self._jobs[ticket] for ticket in self.scheduler.writing]
+            logger.exception("eagle31: a round of %d texts failed", len(jobs))
+            self.batch.reset()
+            for job in jobs:
+                self._end(job, "error", f"{type(error).__name__}: {error}")
+
+    def _read(self, job: Job, step: Step) -> None:
+        if step.begin is not None:
+            job.text = self._new_text(job.request)
+            to_read = self.batch.begin(job.text)
+            with self._work:
+                self.scheduler.begun(to_read)
+                joins = to_read == 0 and self.scheduler.has_read(0)
+        else:
+            self.batch.read(step.read)
+            with self._work:
+                joins = self.scheduler.has_read(step.read)
+        if joins:
+            self.batch.join()
+
+    def _new_text(self, request: TextRequest) -> WrittenText:
+        constraint = []
+        if request.grammar is not None:
+            constraint.append(GrammarProcessor(request.grammar, len(request.prompt), self.eos_ids))
+        writer = TextWriter(
+            self.tokenizer,
+            max_new_tokens=request.max_new_tokens,
+            eos_ids=frozenset() if request.ignore_eos else self.eos_ids,
+            stops=request.stop,
+        )
+        return WrittenText(request, writer, TokenChooser(request.sampling, len(request.prompt), constraint))
+
+    def _round(self) -> None:
+        self._let_cancelled_go()
+        if not self.batch.texts:
+            return
+        started = time.perf_counter()
+        told = self.batch.round()
+        self.totals.round_s += time.perf_counter() - started
+        jobs = {id(job.text): job for job in self._jobs.values()}
+        for text, output in told:
+            self._tell(jobs[id(text)], text, output)
+
+    def _let_cancelled_go(self) -> None:
+        for ticket in [ticket for ticket in self.scheduler.writing if ticket.cancelled]:
+            job = self._jobs[ticket]
+            assert job.text is not None
+            self.batch.leave(job.text)
+            self._end(job, "cancelled")
+
+    def _tell(self, job: Job, text: WrittenText, output: RoundOutput) -> None:
+        event = TextEvent(
+            text=output.text, tokens=output.tokens, usage=text.usage, logprobs=output.logprobs, finish=output.finish
+        )
+        if output.finish is None:
+            _deliver(job, event)
+        else:
+            self._forget(job, text.usage, output.finish)
+            _deliver(job, event)
+
+    def _end(self, job: Job, finish: str, error: str = "") -> None:
+        usage = TextUsage(len(job.request.prompt)) if job.text is None else job.text.usage
+        self._forget(job, usage, finish)
+        _deliver(job, TextEvent(text="", tokens=(), usage=usage, finish=finish, error=error))
+
+    def _forget(self, job: Job, usage: TextUsage, finish: str) -> None:
+        with self._work:
+            self.scheduler.leave(job.ticket)
+            self._jobs.pop(job.ticket, None)
+        self.totals.add(usage, finish)
+
+
+def _deliver(job: Job, event: TextEvent) -> None:
+    """What a listener raises is its own affair."""
+    try:
+        job.on_event(event)
+    except Exception:
+        logger.exception("eagle31: a listener failed")
+
+
+def end_tokens(drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids after which the target's texts end, as `generate` takes them."""
+    asked = drafter.require_binding().model.generation_config.eos_token_id
+    ids = [asked] if isinstance(asked, int) else list(asked or ())
+    if not ids and tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id]
+    return frozenset(ids)

@@ -1,0 +1,149 @@
+"""Texts that keep to a grammar: a JSON schema, a regular expression, a choice of functions to call. Uses llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation import logits_process as stock
+
+from ..errors import ConfigurationError
+
+WHITE_SPACE = {"whitespace_pattern": r"[ \n]{0,12}"}
+"""Between the parts of JSON: enough for any indentation, and not so much that a text is nothing else."""
+
+
+def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, told how much white space its texts may have."""
+    return {"x-guidance": WHITE_SPACE, **schema}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled constraint: the tokenizer it was made for, and llguidance's description of it."""
+
+    tokenizer: Any
+    description: str
+    vocabulary: int
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer.
+
+    Args:
+        tokenizer: the target's; must be a fast one.
+        vocabulary: scores the target gives, at least as many as the tokenizer has tokens.
+        eos_ids: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, eos_ids: frozenset[int]):
+        self._tokenizer: Any = tokenizer
+        self._vocabulary, self._eos_ids = vocabulary, sorted(eos_ids)
+        self._compiled: Any = None
+
+    def json_schema(self, schema: dict[str, Any] | None) -> Grammar:
+        """Texts that are JSON by this schema; `None`: any JSON object.
+
+        Raises:
+            ConfigurationError: no schema that can be followed, or llguidance is not installed.
+        """
+        matcher = _llguidance().LLMatcher
+        wanted = {"type": "object"} if schema is None else schema
+        return self._checked(
+            lambda: matcher.grammar_from_json_schema(json.dumps(with_white_space(wanted))), "JSON schema"
+        )
+
+    def lark(self, text: str) -> Grammar:
+        """Texts by a Lark grammar, in which `%json {...}` stands for a JSON schema.
+
+        Raises:
+            ConfigurationError: it cannot be followed, or llguidance is not installed.
+        """
+        matcher = _llguidance().LLMatcher
+        return self._checked(lambda: matcher.grammar_from_lark(text), "grammar")
+
+    def _checked(self, describe: Any, what: str) -> Grammar:
+        try:
+            description = describe()
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(f"this {what} cannot be followed: {error}") from error
+        tokenizer = self._llguidance_tokenizer()
+        problem = _llguidance().LLMatcher.validate_grammar(description, tokenizer)
+        if problem:
+            raise ConfigurationError(f"this {what} cannot be followed: {problem}")
+        return Grammar(tokenizer, description, self._vocabulary)
+
+    def _llguidance_tokenizer(self) -> Any:
+        if self._compiled is None:
+            from llguidance.hf import from_tokenizer
+
+            self._compiled = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_ids or None)
+        return self._compiled
+
+
+@lru_cache
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigurationError(
+            "texts by a JSON schema and forced function calls need the package llguidance: pip install llguidance"
+        ) from error
+    return llguidance
+
+
+class GrammarProcessor(stock.LogitsProcessor):
+    """Forbids what a grammar does not allow next, for one text.
+
+    It follows the text it is shown: tokens it has not seen yet are added, and if another text is shown than before (a
+    draft was not taken) it goes back to where the two part.
+
+    Args:
+        grammar: as compiled.
+        prompt_length: tokens before the text begins.
+        eos_ids: tokens that end a text; allowed where the grammar is satisfied.
+    """
+
+    def __init__(self, grammar: Grammar, prompt_length: int, eos_ids: frozenset[int]):
+        self._matcher = _llguidance().LLMatcher(grammar.tokenizer, grammar.description)
+        self._prompt_length, self._eos_ids = prompt_length, sorted(eos_ids)
+        self._vocabulary = grammar.vocabulary
+        self._seen: list[int] = []
+        self._bits = torch.full((1, (grammar.vocabulary + 31) // 32), -1, dtype=torch.int32)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Scores `(1, V)` after `input_ids` `(1, t)`, `-inf` where the grammar has no place for a token."""
+        self._follow(input_ids[0, self._prompt_length :].tolist())
+        allowed = self._allowed().to(scores.device)
+        return scores.masked_fill(~allowed[: scores.shape[-1]], float("-inf"))
+
+    def _follow(self, written: Sequence[int]) -> None:
+        shared = 0
+        while shared < min(len(written), len(self._seen)) and written[shared] == self._seen[shared]:
+            shared += 1
+        if shared < len(self._seen):
+            self._matcher.rollback(len(self._seen) - shared)
+        for token in written[shared:]:
+            self._matcher.consume_token(token)
+        self._seen = list(written)
+
+    def _allowed(self) -> Tensor:
+        """Which of the `V` tokens may come next, on the CPU."""
+        if self._matcher.is_stopped() or self._matcher.is_error():
+            allowed = torch.zeros(self._vocabulary, dtype=torch.bool)
+            allowed[self._eos_ids] = True
+            return allowed
+        import llguidance.torch as of_torch
+
+        of_torch.fill_next_token_bitmask(self._matcher, self._bits, 0)
+        bits = (self._bits[0, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+        allowed = bits.flatten()[: self._vocabulary].bool()
+        if self._matcher.is_accepting():
+            allowed[self._eos_ids] = True
+        return allowed

@@ -1,0 +1,70 @@
+"""Chats as token ids, by the target's own template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ConfigurationError
+
+Message = dict[str, Any]
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    **template_wishes: Any,
+) -> list[int]:
+    """Token ids of a chat up to where the answer begins.
+
+    Without a chat template (a base model) the contents are joined by line ends, as they are.
+
+    Args:
+        tools: JSON schemas of functions the model may call.
+        template_wishes: passed on to the template, e.g. `enable_thinking=False`.
+
+    Raises:
+        ConfigurationError: the template cannot be made to hold these messages or tools, or there is no template and
+            the messages have roles that need one.
+    """
+    if not tokenizer.chat_template:
+        return _without_template(tokenizer, messages, tools)
+    if tools and not template_takes_tools(tokenizer):
+        raise ConfigurationError(
+            "this model's chat template has no place for tools; leave tools out, or give a template that has "
+            "(--chat-template)"
+        )
+    try:
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]
+            list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **template_wishes,
+        )
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
+
+
+def _without_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+) -> list[int]:
+    roles = {message["role"] for message in messages}
+    if tools or roles - {"user"}:
+        raise ConfigurationError(
+            f"this model has no chat template, so it knows no roles (got {', '.join(sorted(roles))}) and no tools; "
+            "pass the text as one prompt, or give a template (--chat-template)"
+        )
+    return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+
+
+def template_takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template does anything with tools."""
+    template = tokenizer.chat_template
+    return (isinstance(template, dict) and "tool_use" in template) or "tools" in str(template)

@@ -1,0 +1,117 @@
+"""What a client asks the engine for, and what it hears of it. No torch, no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+FinishReason = str
+"""`"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"` or `"error"`."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. `temperature` 0 takes the likeliest one, whatever the rest says.
+
+    Attributes:
+        seed: of this text's random numbers; the same seed writes the same text, alone or in a crowd. `None`: any.
+        top_k: 0 for all.
+        logit_bias: added to the scores of these ids.
+        presence_penalty, frequency_penalty: taken off the scores of tokens written so far, once or per occurrence.
+        repetition_penalty: divides (multiplies, if negative) the scores of all tokens seen, prompt included.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn instead of taking the likeliest."""
+        return self.temperature > 0
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One text to write.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: most tokens to write.
+        stop: strings that end the text and are cut off it.
+        ignore_eos: write on after an end-of-sequence token.
+        top_logprobs: how many alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
+        grammar: a constraint on what may be written (`serving.grammar`), `None` for none.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+    grammar: Any = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens the text may grow to, prompt included."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A written token, its log-probability under the target (natural logarithm, before temperature), and others."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TextUsage:
+    """What a text took.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of the prompt, and how many of them needed not be read again.
+        completion_tokens: written, an end-of-sequence token included.
+        drafted, accepted: draft tokens verified for this text, and those that the target agreed with.
+        rounds: verification passes this text took part in.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """What a round brought for one text.
+
+    Attributes:
+        text: new characters; what may turn out to be the beginning of a stop string is held back.
+        tokens: new token ids; the last of a round is the target's own, those before it were drafted and accepted.
+        logprobs: of the tokens, if asked for.
+        finish: why the text has ended, `None` if it goes on.
+        error: what went wrong, with `finish` `"error"`.
+        usage: so far.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    usage: TextUsage
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+
+
+OnEvent = Callable[[TextEvent], None]

@@ -1,0 +1,151 @@
+"""Who reads and who writes next: a bounded queue, rows to give away, prompts read in pieces between rounds. No torch.
+
+    submit ──► waiting ──► reading (one at a time, at most `read_budget` tokens between two rounds) ──► writing ──► gone
+
+First come, first served. A round is a pass of all that write; nobody's stream waits longer than a round and one budget
+of reading.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..errors import Eagle31Error
+
+
+class QueueFullError(Eagle31Error):
+    """As many requests wait as may; try again later."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request's place.
+
+    Attributes:
+        number: given by the scheduler, in order of arrival.
+        to_read: tokens of its prompt that are to be read yet; known once reading begins.
+        slots: tokens it may grow to.
+        cancelled: its client has gone.
+    """
+
+    number: int
+    slots: int
+    to_read: int = 0
+    cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next, in this order.
+
+    Attributes:
+        dropped: cancelled before they wrote anything.
+        begin: starts reading now, if any.
+        read: so many tokens of the one that reads.
+        round: all that write take a round.
+    """
+
+    dropped: tuple[Ticket, ...] = ()
+    begin: Ticket | None = None
+    read: int = 0
+    round: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.dropped or self.begin or self.read or self.round)
+
+
+@dataclass
+class Scheduler:
+    """Queue, rows and turns.
+
+    Args:
+        max_rows: texts written at once.
+        max_waiting: requests that may wait; beyond them `submit` refuses.
+        read_budget: prompt tokens read between two rounds while others write.
+        max_slots: tokens that the rows of all texts may take together: the longest of them times their number, since
+            rows lie side by side in one block. `None`: rows are the only limit.
+    """
+
+    max_rows: int
+    max_waiting: int
+    read_budget: int
+    max_slots: int | None = None
+    waiting: deque[Ticket] = field(default_factory=deque)
+    reading: Ticket | None = None
+    writing: list[Ticket] = field(default_factory=list)
+    _count: int = 0
+
+    def submit(self, slots: int) -> Ticket:
+        """Line up.
+
+        Raises:
+            QueueFullError: the queue is full.
+        """
+        if len(self.waiting) >= self.max_waiting:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting already, which is all that may; try again later"
+            )
+        self._count += 1
+        ticket = Ticket(self._count, slots)
+        self.waiting.append(ticket)
+        return ticket
+
+    def next_step(self) -> Step:
+        """Decide. Tickets change hands here and in `begun`, `finished_reading` and `leave`, nowhere else."""
+        dropped = tuple(self._drop_cancelled())
+        if self.reading is None and self.waiting and self._fits(self.waiting[0]):
+            self.reading = self.waiting.popleft()
+            return Step(dropped, begin=self.reading)
+        read = 0
+        if self.reading is not None:
+            read = self.reading.to_read if not self.writing else min(self.reading.to_read, self.read_budget)
+        return Step(dropped, read=read, round=bool(self.writing))
+
+    def begun(self, to_read: int) -> None:
+        """The one that reads has so many tokens ahead of it."""
+        assert self.reading is not None
+        self.reading.to_read = to_read
+
+    def has_read(self, tokens: int) -> bool:
+        """So many tokens were read. Returns whether the prompt is done; its text is then being written."""
+        assert self.reading is not None
+        self.reading.to_read -= tokens
+        if self.reading.to_read > 0:
+            return False
+        self.writing.append(self.reading)
+        self.reading = None
+        return True
+
+    def leave(self, ticket: Ticket) -> None:
+        """Its text has ended, or failed."""
+        if ticket is self.reading:
+            self.reading = None
+        elif ticket in self.writing:
+            self.writing.remove(ticket)
+        elif ticket in self.waiting:
+            self.waiting.remove(ticket)
+
+    def _fits(self, ticket: Ticket) -> bool:
+        """Whether there is a row for it, and the block of rows would not outgrow its limit."""
+        if len(self.writing) >= self.max_rows:
+            return False
+        if self.max_slots is None or not self.writing:
+            return True
+        longest = max(ticket.slots, *(other.slots for other in self.writing))
+        return longest * (len(self.writing) + 1) <= self.max_slots
+
+    def _drop_cancelled(self) -> Iterator[Ticket]:
+        for ticket in [*self.waiting]:
+            if ticket.cancelled:
+                self.waiting.remove(ticket)
+                yield ticket
+        if self.reading is not None and self.reading.cancelled:
+            yield self.reading
+            self.reading = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.reading or self.writing)

@@ -1,0 +1,315 @@
+"""A chat with one pair, turn after turn, without a terminal: what is said, what is kept, how an answer is stopped.
+
+The caches of target and drafter travel from turn to turn (`decoding.carried_cache`), so that only what is new is read.
+After `undo` or `retry` they are cut back to where the texts part.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+from ..stats import SpeculationStats
+from .answer_parts import OPEN_THOUGHT, AnswerParser, AnswerPart
+from .prompts import Message, encode_chat
+from .text import IncrementalDecoder
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer: its text, whether it was drafted and accepted, whether it is thought rather than said."""
+
+    text: str
+    drafted: bool
+    thought: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        content, thought: what was said, and what was thought before.
+        stats: of the generation.
+        prompt_tokens: of the whole conversation; `stats.prefilled_tokens` of them had to be read.
+        first_token_s, seconds: until the first token, and in all.
+        finish: `"stop"`, `"length"` or `"stopped"` (by `ChatSession.stop`).
+    """
+
+    content: str
+    thought: str
+    stats: SpeculationStats
+    prompt_tokens: int
+    first_token_s: float
+    seconds: float
+    finish: str
+
+    @property
+    def tok_per_s(self) -> float:
+        return self.stats.new_tokens / self.seconds if self.seconds else 0.0
+
+
+class ChatSession:
+    """See the module's description.
+
+    Args:
+        target, drafter, tokenizer: a pair; the drafter is attached.
+        system: system prompt.
+        temperature: 0 is greedy.
+        max_new_tokens: longest answer.
+        context: most tokens of the conversation; `None`: what the target was trained for.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Eagle31Drafter,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        temperature: float = 0.0,
+        max_new_tokens: int = 512,
+        context: int | None = None,
+    ):
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.system, self.max_new_tokens = system, max_new_tokens
+        self.temperature = _checked_temperature(temperature)
+        trained = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context or trained or 2**31
+        self.turns: list[Message] = []
+        self.answers: list[Answer] = []
+        self._stop = _StopWhenAsked()
+        self._forget_cache()
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as the template takes it."""
+        return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
+
+    # --- asking --------------------------------------------------------------------------------------------------
+
+    def ask(self, content: str, on_piece: Callable[[Piece], None] = lambda piece: None) -> Answer:
+        """Say something and get an answer, piece by piece. The conversation is longer by both afterwards.
+
+        Raises:
+            ConfigurationError: the conversation has no room for an answer, or the template refuses it; it is then as
+                it was.
+        """
+        self.turns.append({"role": "user", "content": content})
+        try:
+            answer = self._answer(on_piece)
+        except BaseException:
+            self.turns.pop()
+            raise
+        self.turns.append({"role": "assistant", "content": answer.content})
+        self.answers.append(answer)
+        return answer
+
+    def retry(self, on_piece: Callable[[Piece], None] = lambda piece: None) -> Answer:
+        """Answer the last message anew.
+
+        Raises:
+            ConfigurationError: nothing has been said yet.
+        """
+        before = list(self.turns)
+        content = self.undo()
+        try:
+            return self.ask(content, on_piece)
+        except BaseException:
+            self.turns = before
+            raise
+
+    def stop(self) -> None:
+        """End the answer that is being written at its next token; it stays in the conversation as far as it got."""
+        self._stop.asked = True
+
+    def _answer(self, on_piece: Callable[[Piece], None]) -> Answer:
+        ids = encode_chat(self.tokenizer, self.messages)
+        room = self.context - len(ids)
+        if room < 1:
+            raise ConfigurationError(
+                f"the conversation has {len(ids):,} tokens, and {self.context:,} are possible; take turns back with "
+                "undo, or begin anew with reset"
+            )
+        thinks = str(self.tokenizer.decode(ids[-8:])).rstrip().endswith(OPEN_THOUGHT)
+        pieces = _PieceStreamer(self.tokenizer, AnswerParser(thinks=thinks), on_piece)
+        self._stop.asked = False
+        started = time.perf_counter()
+        length = self._generate(ids, min(self.max_new_tokens, room), pieces)
+        seconds = time.perf_counter() - started
+        stats = self.drafter.stats
+        assert stats is not None, "generate with our drafter leaves stats"
+        stats.new_tokens = length - len(ids)  # other loops do not count
+        return Answer(
+            content=pieces.content,
+            thought=pieces.thought,
+            stats=stats,
+            prompt_tokens=len(ids),
+            first_token_s=(pieces.first_at or started) - started,
+            seconds=seconds,
+            finish=self._finish(stats.new_tokens, min(self.max_new_tokens, room)),
+        )
+
+    def _generate(self, ids: list[int], max_new_tokens: int, streamer: BaseStreamer) -> int:
+        """Write the answer; returns how long the whole text then is."""
+        prompt = torch.tensor([ids], device=self.drafter.require_binding().input_device)
+        wishes: dict[str, Any] = {"do_sample": False}
+        if self.temperature > 0:
+            wishes = {"do_sample": True, "temperature": self.temperature}
+        if self._cache is not None:
+            wishes |= {"past_key_values": self._cache, "return_dict_in_generate": True}
+        output = self.target.generate(  # type: ignore[operator]
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_new_tokens,
+            assistant_model=self.drafter,
+            streamer=streamer,
+            stopping_criteria=StoppingCriteriaList([self._stop]),
+            **wishes,
+        )
+        return output.shape[1] if isinstance(output, Tensor) else output.sequences.shape[1]
+
+    def _finish(self, written: int, most: int) -> str:
+        if self._stop.asked:
+            return "stopped"
+        return "length" if written >= most else "stop"
+
+    # --- changing the conversation -------------------------------------------------------------------------------
+
+    def undo(self) -> str:
+        """Take the last message and its answer back. Returns the message.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if not self.turns:
+            raise ConfigurationError("nothing has been said yet")
+        while (removed := self.turns.pop())["role"] != "user":
+            pass
+        return str(removed["content"])
+
+    def reset(self) -> None:
+        """Begin anew; the system prompt stays."""
+        self.turns.clear()
+        self._forget_cache()
+
+    def set_temperature(self, temperature: float) -> None:
+        """0 is greedy.
+
+        Raises:
+            ConfigurationError: not a number from 0 to 5.
+        """
+        self.temperature = _checked_temperature(temperature)
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as JSON.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
+        try:
+            path.write_text(json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write {str(path)!r}: {error}") from error
+
+    def load(self, path: Path) -> None:
+        """Go on with a conversation that was saved; the present one is dropped.
+
+        Raises:
+            ConfigurationError: the file cannot be read or holds no conversation. The present one is kept.
+        """
+        try:
+            told = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
+        messages = told.get("messages") if isinstance(told, dict) else None
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise ConfigurationError(
+                f'{str(path)!r} holds no conversation; wanted {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
+            )
+        turns = [message for message in messages if message["role"] != "system"]
+        roles = [message["role"] for message in turns]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ConfigurationError(
+                f"{str(path)!r}: user and assistant have to take turns, an answer last; got {roles}"
+            )
+        systems = [message["content"] for message in messages if message["role"] == "system"]
+        self.system, self.turns = systems[0] if systems else None, turns
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        """A cache is only carried where our own loop serves: others believe that a cache belongs to the prompt."""
+        wish = self.drafter.generation_config.speculation_loop
+        is_own = wish in ("auto", "own") and not self.drafter.require_binding().why_no_trees
+        self._cache = DynamicCache(config=self.target.config) if is_own else None
+
+
+def _is_message(told: Any) -> bool:
+    return isinstance(told, dict) and isinstance(told.get("content"), str) and told.get("role") in _ROLES
+
+
+_ROLES = ("system", "user", "assistant")
+
+
+def _checked_temperature(temperature: float) -> float:
+    if not 0.0 <= temperature <= 5.0:
+        raise ConfigurationError(f"got temperature {temperature}; wanted a number from 0 (greedy) to 5")
+    return temperature
+
+
+class _StopWhenAsked(StoppingCriteria):
+    """Ends a text at its next token once somebody has asked for that."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """`(B,)` bool for ids `(B, T)`."""
+        return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
+
+
+class _PieceStreamer(BaseStreamer):
+    """Takes a round's tokens apart: the last is the target's own, those before it were drafted and accepted."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: AnswerParser, on_piece: Callable[[Piece], None]):
+        self._decoder, self._parser, self._on_piece = IncrementalDecoder(tokenizer), parser, on_piece
+        self._prompt_seen = False
+        self.first_at: float | None = None
+        self.content = self.thought = ""
+
+    def put(self, value: Tensor) -> None:
+        """The prompt first, then a round's tokens, `(n,)` or `(1, n)`."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.first_at = self.first_at or time.perf_counter()
+        *drafted, own = value.reshape(-1).tolist()
+        for token in drafted:
+            self._tell(self._parser.feed(self._decoder.feed(token)), drafted=True)
+        self._tell(self._parser.feed(self._decoder.feed(own)), drafted=False)
+
+    def end(self) -> None:
+        self._tell([*self._parser.feed(self._decoder.flush()), *self._parser.finish()], drafted=False)
+
+    def _tell(self, parts: list[AnswerPart], *, drafted: bool) -> None:
+        for part in parts:
+            self.content += part.content
+            self.thought += part.reasoning
+            self._on_piece(Piece(part.content or part.reasoning, drafted, thought=bool(part.reasoning)))

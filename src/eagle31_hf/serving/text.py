@@ -1,0 +1,134 @@
+"""Token by token to text: characters that are whole, stop strings that may span tokens, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+
+class IncrementalDecoder:
+    """Token by token to text, never showing half a character.
+
+    A byte-level token may end inside a UTF-8 character; such bytes wait for the rest. Text is decoded together with the
+    piece before it, because some tokenizers write a word's leading space only after another word.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._shown = 0  # ids whose text has been given out; the ones before it are kept as context
+        self._context = 0
+
+    def feed(self, token: int) -> str:
+        """Text that `token` completes; empty if it completes none."""
+        self._ids.append(token)
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """What is left, broken characters included."""
+        text = self._new_text()
+        self._ids, self._shown, self._context = [], 0, 0
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._context : self._shown])
+        return self._decode(self._ids[self._context :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+class StopScanner:
+    """Lets text through up to the first stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.found = False
+
+    def feed(self, text: str) -> str:
+        """What can be shown now."""
+        if self.found or not self._stops:
+            return "" if self.found else text
+        self._held += text
+        ends = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if ends:
+            self.found = True
+            shown, self._held = self._held[: min(ends)], ""
+            return shown
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    @property
+    def pending(self) -> str:
+        """What is held back."""
+        return self._held
+
+    def flush(self) -> str:
+        """What was held back for a stop string that did not come."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class TextWriter:
+    """One text as it grows: which of a round's tokens belong to it, what can be shown, and why it ends.
+
+    Args:
+        tokenizer: the target's.
+        max_new_tokens: most tokens.
+        eos_ids: tokens after which a text ends; empty to write on.
+        stops: strings after which it ends.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, eos_ids: frozenset[int], stops: Sequence[str]
+    ):
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+        self._max_new_tokens, self._eos_ids = max_new_tokens, eos_ids
+        self._decoder, self._scanner = IncrementalDecoder(tokenizer), StopScanner(stops)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still get."""
+        return 0 if self.finish else self._max_new_tokens - len(self.tokens)
+
+    def append(self, tokens: Sequence[int]) -> tuple[int, str]:
+        """Add tokens up to where the text ends. Returns how many were added, and the text that can be shown."""
+        shown, added = "", 0
+        for token in tokens:
+            if self.finish is not None:
+                break
+            self.tokens.append(token)
+            added += 1
+            shown += self._scanner.feed(self._decoder.feed(token))
+            if token in self._eos_ids or self._scanner.found:
+                self.finish = "stop"
+            elif len(self.tokens) >= self._max_new_tokens:
+                self.finish = "length"
+        if self.finish is not None and not self._scanner.found:
+            shown += self._scanner.feed(self._decoder.flush())
+            if self._scanner.found:
+                self.finish = "stop"
+            else:
+                shown += self._scanner.flush()
+        return added, shown

@@ -1,0 +1,241 @@
+"""Everything we ask of a target model: its parts, its hidden states, one forward pass.
+
+This is the only file that reads a target's insides and the private names of transformers' generation code. A shim here
+says in which version it was needed, so that it can be deleted when that version is no longer supported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ..configuration_eagle31 import Eagle31Config
+from ..errors import IncompatibleTargetError
+from .precision import warn_of_precision
+from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
+from .taps import HiddenStateTaps
+
+
+class TargetOutput(NamedTuple):
+    """One target forward: `logits` `(B, n, V)` in the target's dtype, `aux` `(B, T, A*Ht)` or `None`."""
+
+    logits: Tensor
+    aux: Tensor | None
+
+
+class TargetBinding:
+    """A drafter's hold on one target model.
+
+    Finds the decoder layers, taps the residual stream entering the layers the drafter reads, and lends the embedding
+    and the LM head. The target's weights are never copied; nothing is planted on the target but forward hooks, which
+    `close` removes.
+
+    Args:
+        target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
+        config: the drafter's configuration.
+
+    Raises:
+        IncompatibleTargetError: the target is of a kind that cannot be served, or does not fit the drafter.
+    """
+
+    def __init__(self, target: PreTrainedModel, config: Eagle31Config):
+        self.model = _unwrap(target)
+        _require_decoder_only(self.model)
+        self.text_config = self.model.config.get_text_config()
+        self.layers = _decoder_layers(self.model, self.text_config.num_hidden_layers)
+        self.embedding: Any = self.model.get_input_embeddings()
+        self.lm_head = self.model.get_output_embeddings()
+        self._require_fit(config)
+        self.aux_layers = config.resolve_aux_layers(len(self.layers))
+        self.compute_dtype: torch.dtype = self.model.dtype
+        self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
+        self.why_no_trees = ""  # set by the self-test: why our own loop must not be used
+        self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
+        refuse_corrupt_saving(self.model)
+        warn_of_quantization(self.model)
+        warn_of_precision(self.model)
+        self.one_token_arithmetic = OneTokenArithmetic(self.model)
+        self._masking, self._own_attention, self._lock = 0, "", threading.Lock()
+        self.taps = HiddenStateTaps(self.model, self.layers, self.aux_layers)
+
+    def _require_fit(self, config: Eagle31Config) -> None:
+        text = self.text_config
+        if text.hidden_size != config.target_hidden_size:
+            raise IncompatibleTargetError(
+                f"the drafter was made for a target of hidden size {config.target_hidden_size}, but "
+                f"{self.model.name_or_path or type(self.model).__name__} has {text.hidden_size}; "
+                "use a drafter made for this target"
+            )
+        if text.vocab_size != config.vocab_size:
+            raise IncompatibleTargetError(
+                f"the drafter was made for a vocabulary of {config.vocab_size} tokens, but the target has "
+                f"{text.vocab_size}; a drafter fits only targets with its own tokenizer and vocabulary"
+            )
+        if self.lm_head is None:
+            raise IncompatibleTargetError(
+                f"{type(self.model).__name__} has no LM head; load the target with AutoModelForCausalLM"
+            )
+        require_working_head(self.lm_head, self.model.name_or_path or type(self.model).__name__)
+        rows = getattr(self.embedding, "num_embeddings", config.vocab_size)
+        if rows < config.vocab_size:
+            raise IncompatibleTargetError(
+                f"the target's embedding has {rows} rows, fewer than its vocabulary of {config.vocab_size}; "
+                "was it resized after loading? Call target.resize_token_embeddings to match its config"
+            )
+
+    # --- hidden states -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While open, forwards of this thread leave their hidden states to be collected by `take_aux`."""
+        try:
+            with self.taps.open():
+                yield
+        finally:
+            self.one_token_arithmetic.stop()
+
+    def take_aux(self) -> Tensor:
+        """Hidden states `(B, T, A*Ht)` of the last captured forward, low layer first, pre-norm, in the target's dtype.
+
+        They are handed over once, so that a long prompt's states do not outlive their use.
+
+        Raises:
+            IncompatibleTargetError: the hooks did not run (the model was compiled before the drafter was attached).
+        """
+        return self.taps.take(self.head_device)
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        cache: Any,
+        *,
+        logits_to_keep: int | Tensor = 0,
+    ) -> TargetOutput:
+        """One pass over `input_ids` `(B, T)` at `position_ids` `(B, T)`.
+
+        Args:
+            attention_mask: additive mask(s) as the cache made them.
+            logits_to_keep: as in transformers: 0 all, n the last n, or a 1-D tensor of columns. Tokens all of whose
+                logits are wanted are being verified: each is computed as a forward of its own would.
+        """
+        verifies = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        apart = self.one_token_arithmetic.active() if verifies and self.one_token_arithmetic else nullcontext()
+        with self.taps.turns(), apart:
+            output = self._forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+            return TargetOutput(logits=output.logits, aux=self.take_aux() if self.taps.are_open else None)
+
+    def _forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, cache: Any, logits_to_keep: int | Tensor
+    ) -> Any:
+        return self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+        )
+
+    @contextmanager
+    def masked_attention(self) -> Iterator[None]:
+        """While open in any thread, the target's attention takes additive masks: flash and flex make way for SDPA."""
+        with self._lock:
+            if self._masking == 0:
+                self._own_attention = self.model.config._attn_implementation
+                self._attend_by("sdpa")
+            self._masking += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._masking -= 1
+                if self._masking == 0:
+                    self._attend_by(self._own_attention)
+
+    def _attend_by(self, implementation: str) -> None:
+        if self._own_attention not in ("eager", "sdpa"):
+            self.model.set_attn_implementation(implementation)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where token ids go in."""
+        return _module_device(self.embedding)
+
+    @property
+    def head_device(self) -> torch.device:
+        """Where logits appear, and where the drafter lives unless told otherwise."""
+        return _module_device(self.lm_head)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's own embedding of `token_ids` `(B, T)`, shared, never copied."""
+        return self.embedding(token_ids)
+
+    def close(self) -> None:
+        """Remove the hooks. The target is as it was before."""
+        self.taps.close()
+
+
+def _unwrap(target: Any) -> PreTrainedModel:
+    base = getattr(target, "get_base_model", None)  # PEFT
+    model = base() if callable(base) else target
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # its class is slow to import
+        raise IncompatibleTargetError(
+            "the target was wrapped by torch.compile, but generate runs the model inside the wrapper; attach to that "
+            "one (model._orig_mod, or the model before torch.compile), and to compile generation set "
+            "eagle.generation_config.acceleration = 'compile'"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise IncompatibleTargetError(
+            f"the target is a {type(target).__name__}; wanted a transformers model, e.g. from "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    return model
+
+
+def _require_decoder_only(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise IncompatibleTargetError(
+            f"{name} is an encoder-decoder model; EAGLE drafts for decoder-only models (Llama, Qwen, Mistral, ...)"
+        )
+    if not model.can_generate():
+        raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
+    if model._is_stateful or _recurrent_layers(model):
+        raise IncompatibleTargetError(
+            f"{name} keeps a recurrent state that cannot be rolled back when a draft is rejected; "
+            "use a target whose layers are all attention"
+        )
+
+
+def _recurrent_layers(model: PreTrainedModel) -> bool:
+    """Whether stock transformers would give this model cache layers that a draft cannot be rolled back in."""
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    return any("Linear" in type(layer).__name__ for layer in layers)
+
+
+def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise IncompatibleTargetError(
+        f"no list of {count} decoder layers was found in {type(model).__name__}; its hidden states cannot be read"
+    )
+
+
+def _module_device(module: nn.Module) -> torch.device:
+    hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if hook_device is not None:
+        return torch.device(hook_device)
+    return next(module.parameters()).device

@@ -1,0 +1,83 @@
+"""Which floating-point type a machine computes in quickly: what the processor's own arithmetic is, not what fits.
+
+A CPU without 16-bit arithmetic converts every weight to float32 each time it is multiplied. One token at a time that
+may go unnoticed, since reading half the bytes makes up for it; verifying several at once is two to three times slower.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+_said: set[str] = set()
+
+PROCESSOR_FACTS = Path("/proc/cpuinfo")
+ARITHMETIC = {  # by type: flags (x86) and features (Arm) of processors that multiply it themselves, the best first
+    torch.bfloat16: ("amx_bf16", "avx512_bf16", "svebf16", "bf16"),
+    torch.float16: ("amx_fp16", "avx512_fp16", "asimdhp"),
+}
+FIRST_BFLOAT16_CUDA = (8, 0)
+
+
+def cpu_arithmetic(dtype: torch.dtype, facts: Path = PROCESSOR_FACTS) -> str | None:
+    """Name of the instructions this CPU multiplies `dtype` with.
+
+    Returns:
+        str | None: empty if it has none (every CPU has float32's), `None` if the system does not say.
+    """
+    if dtype not in ARITHMETIC:
+        return "native"
+    try:
+        announced = set(facts.read_text(encoding="ascii", errors="replace").lower().split())
+    except OSError:  # not Linux
+        return None
+    return next((name for name in ARITHMETIC[dtype] if name in announced), "")
+
+
+def quick_dtype(stored: torch.dtype, device: torch.device | str, facts: Path = PROCESSOR_FACTS) -> torch.dtype:
+    """What weights stored as `stored` are computed in quickest: their own type, unless the device has to emulate it.
+
+    Args:
+        facts: where the system says what the CPU can do.
+    """
+    device = torch.device(device)
+    if device.type == "cpu" and cpu_arithmetic(stored, facts) == "":
+        return torch.float32
+    if device.type == "cuda" and stored is torch.bfloat16 and _compute_capability(device) < FIRST_BFLOAT16_CUDA:
+        return torch.float16
+    return stored
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def precision_caution(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
+    """What the owner of a model should know of its precision on its device; empty if that is the quick one."""
+    dtype, device = model.dtype, model.device
+    quick = quick_dtype(dtype, device, facts)
+    if quick == dtype or getattr(model, "hf_quantizer", None) is not None:
+        return ""
+    kind, better = _name(dtype), _name(quick)
+    place = "this processor" if device.type == "cpu" else "this GPU"
+    return (
+        f"the target is in {kind}, which {place} has no arithmetic of its own for: verifying several tokens at once is "
+        f"slow, and drafts bring less. Load it with dtype=torch.{better}"
+        + (" (twice the memory)" if quick.itemsize > dtype.itemsize else "")
+    )
+
+
+def warn_of_precision(model: Any, facts: Path = PROCESSOR_FACTS) -> None:
+    """Say once what `precision_caution` finds."""
+    caution = precision_caution(model, facts)
+    if caution and caution not in _said:
+        _said.add(caution)
+        logger.warning("eagle31: %s", caution)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,283 @@
+"""Targets whose weights are packed: rows of a packed LM head, one token's numbers, and what should be known of them.
+
+What loads and runs is transformers' business. Nothing here reads packed numbers: rows of a head are had by asking the
+head itself, which works for every method there is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError, IncompatibleTargetError
+
+logger = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+_SLICE_ELEMENTS = 2**24
+"""Logits asked of a packed head at once, at most: 64 MiB in fp32."""
+_DENSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_GIB = 2**30
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows `rows` `(Vd,)` of an LM head as a dense `(Vd, H)` matrix: a reduced draft vocabulary over a shared head.
+
+    A packed weight's rows cannot be taken by index. Its head is given the unit vectors instead, a few at a time, and
+    answers with its columns as it computes with them, whatever it packs them with.
+
+    Args:
+        dtype: of the hidden states the head is used to.
+    """
+    weight: Any = getattr(head, "weight", None)
+    if type(head) is nn.Linear and weight.dtype in _DENSE and not hasattr(weight, "__tensor_flatten__"):
+        return weight.detach()[rows.to(weight.device)]
+    device = next(iter((*head.parameters(), *head.buffers()))).device
+    width, count = _head_shape(head)
+    rows = rows.to(device)
+    bias = head(torch.zeros(1, width, dtype=dtype, device=device))[:, rows] if _has_bias(head) else 0
+    slices = []
+    step = max(1, _SLICE_ELEMENTS // count)
+    for start in range(0, width, step):
+        units = torch.zeros(min(step, width - start), width, dtype=dtype, device=device)  # (n, H)
+        units.diagonal(offset=start).fill_(1)
+        slices.append(head(units)[:, rows] - bias)  # (n, Vd)
+    return torch.cat(slices).t().contiguous()
+
+
+def _head_shape(head: nn.Module) -> tuple[int, int]:
+    """Inputs `H` and outputs `V`, as every kind of linear layer states them."""
+    width, count = getattr(head, "in_features", None), getattr(head, "out_features", None)
+    if width is None or count is None:
+        raise IncompatibleTargetError(
+            f"the target's LM head is a {type(head).__name__} of unknown size, so that its rows cannot be gathered; "
+            "load the target with its LM head unquantised, or use a drafter with a head of its own"
+        )
+    return width, count
+
+
+def _has_bias(head: nn.Module) -> bool:
+    return getattr(head, "bias", None) is not None
+
+
+def require_working_head(head: nn.Module, target: str) -> None:
+    """A head must be where it computes, and be what it is made for.
+
+    Raises:
+        IncompatibleTargetError: it is offloaded, by a `device_map` or by accelerate, and would be fetched for every
+            draft step and every verification; or it was to be packed while its weight is the embedding's.
+    """
+    hook: Any = getattr(head, "_hf_hook", None)
+    if getattr(hook, "offload", False) or any(tensor.is_meta for tensor in head.parameters()):
+        raise IncompatibleTargetError(
+            f"the LM head of {target} is offloaded (its device_map puts it on the CPU beside another device, or on "
+            "disk) and would be fetched for every token; put the head on the device that computes, e.g. "
+            "device_map={..., 'lm_head': 0}, and offload decoder layers instead"
+        )
+    if type(head).__name__ in ("Linear4bit", "Linear8bitLt") and type(getattr(head, "weight", None)) is nn.Parameter:
+        raise IncompatibleTargetError(
+            f"the LM head of {target} is a {type(head).__name__} whose weight is not packed, because it is also the "
+            "embedding's: such a target cannot run. Name 'lm_head' in llm_int8_skip_modules, or leave that out"
+        )
+
+
+# --- LLM.int8 ---------------------------------------------------------------------------------------------------------
+
+
+class OneTokenArithmetic:
+    """Lets a forward over several tokens compute each as a forward of its own would.
+
+    LLM.int8 takes an input column out of the int8 product, into full precision, as soon as one row has an outlier
+    there. A token's numbers then depend on its neighbours, and a draft would not be verified by what the target
+    computes token by token. While this is on, each row has the outliers that are its own.
+
+    Args:
+        model: the target; without int8 layers that look for outliers there is nothing to do.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._layers = [module for module in model.modules() if _looks_for_outliers(module)]
+        self._before: list[Any] = []
+        self._threads: set[int] = set()  # that have it on; the others' forwards are as they were
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def start(self) -> None:
+        """On for this thread, until `stop`."""
+        if not self._layers:
+            return
+        with self._lock:
+            if not self._threads:
+                self._replace_forwards()
+            self._threads.add(threading.get_ident())
+
+    def _replace_forwards(self) -> None:
+        for layer in self._layers:
+            # Into the instance's own dictionary: the module's bookkeeping of attributes costs more than the product.
+            name = _forward_name(layer)
+            before = layer.__dict__.get(name)
+            self._before.append(before)
+            layer.__dict__[name] = functools.partial(self._forward, layer, before or type(layer).forward.__get__(layer))
+
+    def _forward(self, layer: Any, before: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return _forward_row_by_row(layer, x) if threading.get_ident() in self._threads else before(x)
+
+    def stop(self) -> None:
+        if not self._layers:
+            return
+        with self._lock:
+            self._threads.discard(threading.get_ident())
+            if not self._threads:
+                self._put_forwards_back()
+
+    def _put_forwards_back(self) -> None:
+        for layer, before in zip(self._layers, self._before, strict=False):
+            name = _forward_name(layer)
+            if before is None:
+                layer.__dict__.pop(name, None)
+            else:
+                layer.__dict__[name] = before
+        self._before = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """On while open; left on if it was."""
+        was_on = threading.get_ident() in self._threads
+        self.start()
+        try:
+            yield
+        finally:
+            if not was_on:
+                self.stop()
+
+
+def _forward_name(layer: nn.Module) -> str:
+    """accelerate's hooks put a forward of their own before the layer's."""
+    return "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
+
+
+def _looks_for_outliers(module: nn.Module) -> bool:
+    state: Any = getattr(module, "state", None)
+    if type(module).__name__ != "Linear8bitLt" or state is None:
+        return False
+    return state.threshold > 0 and not state.has_fp16_weights
+
+
+def _forward_row_by_row(layer: Any, x: Tensor) -> Tensor:
+    """`Linear8bitLt.forward`, except that a row's outliers are its own. `x` `(..., K)`, result `(..., N)`."""
+    rows = x.reshape(-1, x.shape[-1])  # (T, K)
+    outliers = rows.to(torch.float16).abs() >= layer.state.threshold
+    if rows.shape[0] == 1 or not bool(outliers.any()):
+        return type(layer).forward(layer, x)
+    if layer.weight.CB is not None:
+        layer.init_8bit_state()
+    ops = torch.ops.bitsandbytes
+    weight, scale = layer.state.CB, layer.state.SCB
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    packed, scales, _ = ops.int8_vectorwise_quant.default(rows.to(torch.float16).masked_fill(outliers, 0))
+    out = ops.int8_scaled_mm.default(packed, weight, scales, scale, bias=bias, dtype=x.dtype)  # (T, N)
+    columns = outliers.any(dim=0).nonzero().flatten()
+    exact = rows.masked_fill(~outliers, 0)[:, columns]
+    dense = ops.int8_vectorwise_dequant.default(weight[:, columns].contiguous(), scale).to(x.dtype)
+    return out.addmm(exact, dense.t()).reshape(*x.shape[:-1], weight.shape[0])
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_corrupt_saving(model: nn.Module) -> None:
+    """Have `model.state_dict()`, and so `save_pretrained`, refuse once bitsandbytes has repacked 4-bit weights.
+
+    It does so in place, when such a layer first runs on a CPU with AVX512-BF16, and attaching a drafter makes the
+    target run. Its way back, taken on saving, writes the scales transposed: the file is corrupt, and so is the model
+    from then on. The refusal stays when the drafter is detached, as the trap does.
+    """
+    repacks = any(
+        type(module).__name__ == "Linear4bit" and getattr(module, "support_avx512bf16_for_cpu", False)
+        for module in model.modules()
+    )
+    if repacks and not getattr(model, "_eagle31_guards_saving", False):
+        model.register_state_dict_pre_hook(_require_original_layout)
+        model._eagle31_guards_saving = True  # type: ignore[assignment]
+
+
+def _require_original_layout(model: nn.Module, *_: Any) -> None:
+    repacked = [name for name, module in model.named_modules() if _is_repacked(module)]
+    if repacked:
+        raise CheckpointError(
+            f"{len(repacked)} 4-bit matrices of this target ({repacked[0]}, ...) were repacked by bitsandbytes for "
+            "this CPU (AVX512-BF16) when it first ran; written now, their scales would be wrong and the file corrupt. "
+            "Load the target again and save it before it runs, that is before a drafter is attached"
+        )
+
+
+def _is_repacked(module: nn.Module) -> bool:
+    return bool(getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False))
+
+
+# --- what should be known ---------------------------------------------------------------------------------------------
+
+
+def warn_of_quantization(model: PreTrainedModel) -> None:
+    """Say once what `quantization_cautions` finds."""
+    for caution in quantization_cautions(model):
+        if caution not in _warned:
+            _warned.add(caution)
+            logger.warning("eagle31: %s", caution)
+
+
+def quantization_cautions(model: PreTrainedModel) -> list[str]:
+    """Where a target's weights are not as packed as its user may believe."""
+    name, found = type(model).__name__, []
+    config: Any = getattr(model.config, "quantization_config", None)
+    method = _method_of(config)
+    experts = sum(_unpacked_expert_bytes(module) for module in model.modules()) if method else 0
+    if experts:
+        found.append(
+            f"{method} packs linear layers only; the experts of this {name} are not and take {experts / _GIB:.2f} GiB. "
+            "Use a checkpoint whose format packs experts (FP8, MXFP4)"
+        )
+    # transformers says so, and drops the config, when there are no kernels for a format here.
+    unpacked_while_loading = config is None and vars(model).get("is_quantized") is False
+    if unpacked_while_loading or (method and not holds_packed_weights(model)):
+        size = sum(tensor.nbytes for tensor in model.parameters())
+        found.append(
+            f"the weights of this {name} were packed in its checkpoint{f' ({method})' if method else ''} and have been "
+            f"unpacked to {model.dtype} while loading, as there are no kernels for them here: they take "
+            f"{size / _GIB:.2f} GiB"
+        )
+    return found
+
+
+def _method_of(config: Any) -> str:
+    if config is None:
+        return ""
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    return str(getattr(method, "value", method))
+
+
+def _unpacked_expert_bytes(module: nn.Module) -> int:
+    """Bytes of experts in plain floats: 3-D parameters, which no replacement of `nn.Linear` reaches."""
+    if "Experts" not in type(module).__name__:
+        return 0
+    return sum(p.nbytes for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in _DENSE)
+
+
+def holds_packed_weights(model: nn.Module) -> bool:
+    """Whether any matrix of `model` is held in another form than floats."""
+    tensors = (*model.parameters(), *model.buffers())
+    return any(t.ndim >= 2 and (t.dtype not in _DENSE or hasattr(t, "__tensor_flatten__")) for t in tensors)

@@ -1,0 +1,133 @@
+"""Hidden states of a target, caught on their way into the layers a drafter reads.
+
+A server's threads share one target. What is caught belongs to the thread whose forward it was: another thread's, with
+a drafter or without, is none of its business. Compiled code cannot ask which thread it runs in; what a graph catches
+lies in one place, so whoever runs a model compiled by its user takes turns (`turns`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import IncompatibleTargetError
+
+
+class HiddenStateTaps:
+    """Forward hooks on decoder layers.
+
+    Args:
+        model: the target.
+        layers: its decoder layers.
+        indices: `hs` indices: `k` is the input of layer `k`, the number of layers the output of the last.
+    """
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, indices: Sequence[int]):
+        self._model, self._indices = model, tuple(indices)
+        self._caught: dict[int, dict[int, Tensor]] = {}  # by thread, then by index
+        self._caught_in_graphs: dict[int, Tensor] = {}
+        self._catches = False  # whether any thread does; what graphs are guarded by
+        self._turns = threading.RLock()
+        self._handles = [self._tap(layers, index) for index in sorted(set(indices))]
+
+    def _tap(self, layers: nn.ModuleList, index: int) -> Any:
+        if index < len(layers):
+
+            def before(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+                self._catch(index, args[0] if args else kwargs["hidden_states"])
+
+            return layers[index].register_forward_pre_hook(_Tap(before), with_kwargs=True)
+
+        def after(_module: nn.Module, _args: tuple, output: Any) -> None:
+            self._catch(index, output[0] if isinstance(output, tuple) else output)
+
+        return layers[-1].register_forward_hook(_Tap(after))
+
+    def _catch(self, index: int, states: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            if self._catches:
+                self._caught_in_graphs[index] = states
+        elif (caught := self._caught.get(threading.get_ident())) is not None:
+            caught[index] = states
+
+    @property
+    def are_open(self) -> bool:
+        """Whether this thread's forwards are being watched."""
+        return self._catches if torch.compiler.is_compiling() else threading.get_ident() in self._caught
+
+    @property
+    def are_empty(self) -> bool:
+        """Whether nothing is held back, of any thread."""
+        return not self._caught_in_graphs and not any(self._caught.values())
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """While open, this thread's forwards leave their hidden states to `take`."""
+        thread = threading.get_ident()
+        outer = self._caught.get(thread)
+        self._caught[thread], self._catches = {}, True
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self._caught[thread]
+            else:
+                self._caught[thread] = outer
+            self._catches = bool(self._caught)
+            if not self._catches:
+                self._caught_in_graphs.clear()
+
+    def turns(self) -> AbstractContextManager[Any]:
+        """To be held from a forward to its `take`, where hooks may run inside a graph."""
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        is_compiled = getattr(self._model, "_compiled_call_impl", None) is not None or "forward" in vars(self._model)
+        return self._turns if is_compiled else nullcontext()
+
+    def take(self, device: torch.device) -> Tensor:
+        """What the thread's last forward left, `(B, T, A*Ht)` on `device`, lowest index first. Handed over once.
+
+        Raises:
+            IncompatibleTargetError: the hooks did not run (the model was compiled before they were there).
+        """
+        caught = dict(self._caught_in_graphs)
+        if not torch.compiler.is_compiling():
+            caught |= self._caught[threading.get_ident()]
+            self._caught[threading.get_ident()].clear()
+        self._caught_in_graphs.clear()
+        missing = [index for index in self._indices if index not in caught]
+        if missing:
+            raise IncompatibleTargetError(
+                f"the target's hidden states {missing} were not seen during its forward pass; if the target was "
+                "compiled with torch.compile, attach the drafter before compiling"
+            )
+        return torch.cat([caught[index].to(device) for index in self._indices], dim=-1)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._caught_in_graphs.clear()
+
+
+class _Tap:
+    """A forward hook that stays behind when its target is copied or pickled: the copy has an idle one.
+
+    A plain function would go along: a copy's forward would overwrite our hidden states, and pickling would fail.
+    """
+
+    def __init__(self, hook: Callable[..., None] | None = None):
+        self._hook = hook
+
+    def __call__(self, *call: Any) -> None:
+        if self._hook is not None:
+            self._hook(*call)
+
+    def __reduce__(self) -> tuple[type[_Tap], tuple[()]]:
+        return _Tap, ()

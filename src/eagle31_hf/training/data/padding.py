@@ -1,0 +1,27 @@
+"""Prompts of different length as one batch for `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask `(B, L)`; what stands under the padding is not read."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return ids, (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
+
+
+def pad_token_id(model: Any) -> int:
+    """The target's padding id, else its first end-of-text id, else 0."""
+    for value in (model.generation_config.pad_token_id, model.generation_config.eos_token_id):
+        if isinstance(value, list) and value:
+            return int(value[0])
+        if isinstance(value, int):
+            return value
+    return 0

@@ -1,0 +1,87 @@
+"""Which of the prompts a target wrote are kept: each once, long enough, not repeating itself, in English."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+GRAM = 8
+MOST_SEEN = 0.5
+"""A text is like one before if so many of its runs of `GRAM` words were seen."""
+FEWEST_WORDS = 3
+MOST_REPETITION = 0.3
+FEWEST_LATIN = 0.9
+# fmt: off
+ENGLISH = frozenset(
+    {
+        "the", "of", "and", "to", "is", "you", "that", "it", "for", "with", "are", "this", "have", "from", "they",
+        "what", "how", "can", "which", "their", "would", "there", "does", "your", "write", "explain", "about",
+        "function", "using", "given", "number", "return", "following", "why", "who", "where", "when", "should",
+        "will", "be", "my", "if", "or", "as", "by", "not", "i", "a", "an", "help",
+    }
+)
+# fmt: on
+WORDS_THAT_SHOW_A_LANGUAGE, FEWEST_ENGLISH = 8, 0.1
+"""Prose of so many words has so large a share of `ENGLISH` ones; shorter texts and code need not."""
+
+
+class PromptSieve:
+    """Admits a text once. `left_out` counts the others by reason."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, ...]] = set()
+        self.left_out: Counter[str] = Counter()
+
+    def admits(self, text: str) -> bool:
+        """Whether `text` is kept; if so it counts as seen."""
+        reason = self._objection(text)
+        if reason is not None:
+            self.left_out[reason] += 1
+            return False
+        self._seen.update(grams(text))
+        return True
+
+    def told(self) -> str:
+        """How many were left out, and why."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common()) or "none left out"
+
+    def _objection(self, text: str) -> str | None:
+        words = words_of(text)
+        if len(words) < FEWEST_WORDS:
+            return "too short"
+        if repetition(words) > MOST_REPETITION:
+            return "repeating themselves"
+        if not is_english(text):
+            return "in another language"
+        own = grams(text)
+        if sum(gram in self._seen for gram in own) >= MOST_SEEN * len(own):
+            return "like one before"
+        return None
+
+
+def words_of(text: str) -> list[str]:
+    """Words and numbers in lower case."""
+    return re.findall(r"\w+", text.lower())
+
+
+def grams(text: str, size: int = GRAM) -> set[tuple[str, ...]]:
+    """Runs of `size` words; of a shorter text the whole."""
+    words = words_of(text)
+    return {tuple(words[i : i + size]) for i in range(max(1, len(words) - size + 1))}
+
+
+def repetition(words: list[str]) -> float:
+    """Share of the runs of three words that stood before in the same text."""
+    runs = [tuple(words[i : i + 3]) for i in range(len(words) - 2)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def is_english(text: str) -> bool:
+    """By script, and for longer prose by its commonest words."""
+    letters = [letter for letter in text if letter.isalpha()]
+    if sum(letter < "\u0250" for letter in letters) < FEWEST_LATIN * len(letters):
+        return False
+    words = words_of(text)
+    if len(words) < WORDS_THAT_SHOW_A_LANGUAGE or re.search(r"[_{}=]|\w\(|\d\s*[-+*/]", text):
+        return True
+    return sum(word in ENGLISH for word in words) >= FEWEST_ENGLISH * len(words)

@@ -1,0 +1,220 @@
+"""Prompts from nothing: a chat model asked with the opening of a user turn writes the user's words.
+
+So it samples what it was taught to answer (Magpie, arXiv 2406.08464). Several system prompts, first words and
+temperatures spread the samples. They only steer: a kept prompt is answered without that system prompt, as it is served.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from ...errors import ConfigurationError, TrainingError
+from .conversations import Conversation
+from .json_lines import append_lines, read_whole_lines
+from .padding import left_padded, pad_token_id
+from .prompt_sieve import PromptSieve
+
+SOURCE = "self"
+DEFAULT_COUNT = 2000
+FRUITLESS_BATCHES = 4
+"""After so many batches without a new prompt the target has no more to say."""
+MOST_ENDED = 0.75
+TOP_P = 0.9
+
+SYSTEM_PROMPTS = (
+    None,
+    None,
+    "You are a helpful assistant.",
+    "You are an assistant for people who write Python programs.",
+    "You are a patient tutor of mathematics who solves word problems step by step.",
+    "You help people to write letters, stories and speeches.",
+    "You answer questions on science, history and geography.",
+    "You summarise, sort and extract what stands in texts.",
+    "You give advice for work, health, travel and the household.",
+    "You play the roles you are given.",
+)
+FIRST_WORDS = ("", "", "", "", "Write a", "Write a Python function", "How", "What", "Explain", "Can you")
+USERS_WORDS = "\u2063user\u2063"
+"""Stands where the user's words would: invisible separators, which no template trims."""
+
+
+@dataclass(frozen=True)
+class SelfPromptSettings:
+    """How prompts are written.
+
+    Attributes:
+        count: how many are wanted.
+        temperatures: each batch takes one of them.
+        max_new_tokens: a prompt that is longer is left out.
+        batch_size: prompts written at a time.
+        seed: of all draws.
+    """
+
+    count: int = DEFAULT_COUNT
+    temperatures: tuple[float, ...] = (0.7, 0.85, 1.0)
+    max_new_tokens: int = 72
+    batch_size: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """What a chat template puts before (`opening`) and after (`closing`) the user's words."""
+
+    opening: str
+    closing: str
+
+
+def self_prompt_count(source: str) -> int | None:
+    """How many prompts `self` or `self:N` asks for; `None` if the source is another.
+
+    Raises:
+        ConfigurationError: what follows `self:` is no positive number.
+    """
+    name, _, count = source.partition(":")
+    if name != SOURCE:
+        return None
+    if not count:
+        return DEFAULT_COUNT
+    if not count.isdigit() or int(count) < 1:
+        raise ConfigurationError(f"{source!r} asks for no number of prompts; wanted self or self:N, N at least 1")
+    return int(count)
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None) -> UserTurn:
+    """The template around a user's first message. A template that knows no system prompt is asked without.
+
+    Raises:
+        TrainingError: there is no chat template, it refuses a user message, or does not show it.
+    """
+    if not tokenizer.chat_template:
+        raise TrainingError(
+            "the target's tokenizer has no chat template, so the target cannot be asked to write prompts; name a JSONL "
+            'file of plain text instead of self: rows {"text": ...} or {"prompt": ...}'
+        )
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": USERS_WORDS})
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template may raise anything
+        if system is not None:
+            return user_turn(tokenizer, None)
+        raise TrainingError(f"the target's chat template refuses a lone user message ({error})") from error
+    opening, found, closing = text.partition(USERS_WORDS)
+    if not found:
+        raise TrainingError("the target's chat template does not show the user's words, so it cannot write prompts")
+    return UserTurn(opening, closing)
+
+
+def write_prompts(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    settings: SelfPromptSettings,
+    *,
+    on_batch: Callable[[int], None] = lambda rows: None,
+) -> list[Conversation]:
+    """`settings.count` distinct prompts by the target itself, kept in `path` (JSONL) batch by batch.
+
+    Called again it goes on where it was stopped; asked for more, it adds to those that are there.
+
+    Args:
+        on_batch: called with the number of prompts kept since the last call.
+
+    Raises:
+        TrainingError: the tokenizer has no chat template, `path` was written with other settings, or the target writes
+            nothing more that can be used.
+    """
+    writer = _PromptWriter(target, tokenizer, settings)
+    header = {**asdict(settings), "temperatures": list(settings.temperatures), "target": target.name_or_path}
+    kept = read_whole_lines(path, {name: value for name, value in header.items() if name != "count"})
+    sieve = PromptSieve()
+    for row in kept:
+        sieve.admits(row["prompt"])
+    on_batch(min(len(kept), settings.count))
+    batch, fruitless = (kept[-1]["batch"] + 1 if kept else 0), 0
+    while len(kept) < settings.count:
+        texts = [text for text in writer.write(batch) if sieve.admits(text)][: settings.count - len(kept)]
+        rows = [{"id": f"{SOURCE}-{len(kept) + i}", "prompt": text, "batch": batch} for i, text in enumerate(texts)]
+        append_lines(path, rows)
+        kept += rows
+        on_batch(len(rows))
+        batch, fruitless = batch + 1, 0 if rows else fruitless + 1
+        if fruitless == FRUITLESS_BATCHES:
+            raise TrainingError(
+                f"the target wrote {len(kept)} prompts that can be used, and in {fruitless} batches no more "
+                f"({sieve.told()}); ask for fewer (self:{max(1, len(kept))}), or name files"
+            )
+    return [
+        Conversation(id=row["id"], category=SOURCE, messages=({"role": "user", "content": row["prompt"]},))
+        for row in kept[: settings.count]
+    ]
+
+
+class _PromptWriter:
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SelfPromptSettings):
+        self.target: Any = target
+        self.tokenizer, self.settings = tokenizer, settings
+        self.openings = {system: user_turn(tokenizer, system).opening for system in SYSTEM_PROMPTS}
+        self.ends = _end_ids(target, tokenizer)
+
+    @torch.no_grad()
+    def write(self, batch: int) -> list[str]:
+        """The user's words of one batch, at one temperature; those that did not end are left out."""
+        chance = random.Random(f"prompts {self.settings.seed} {batch}")
+        starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(self.settings.batch_size)]
+        prompts = [self._ids(self.openings[system] + words) for system, words in starts]
+        ids, mask = left_padded(prompts, self.target.get_input_embeddings().weight.device)
+        with torch.random.fork_rng():
+            torch.manual_seed(chance.getrandbits(63))
+            output = self.target.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=chance.choice(self.settings.temperatures),
+                top_k=0,
+                top_p=TOP_P,
+                max_new_tokens=self.settings.max_new_tokens,
+                eos_token_id=sorted(self.ends),
+                pad_token_id=pad_token_id(self.target),
+                stopping_criteria=StoppingCriteriaList([_MostHaveEnded(self.ends, ids.shape[1])]),
+            )
+        ended = (self._until_end(row) for row in output[:, ids.shape[1] :].tolist())
+        return [
+            (words + str(self.tokenizer.decode(row))).strip()
+            for (_, words), row in zip(starts, ended, strict=True)
+            if row is not None
+        ]
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _until_end(self, row: list[int]) -> list[int] | None:
+        end = next((position for position, token in enumerate(row) if token in self.ends), None)
+        return None if end is None else row[:end]
+
+
+def _end_ids(target: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """What ends a user's words: the first token the template puts behind them, and what ends any text."""
+    closing = tokenizer(user_turn(tokenizer, None).closing, add_special_tokens=False)["input_ids"]
+    ends = target.generation_config.eos_token_id
+    return {*closing[:1], *(ends if isinstance(ends, list) else [ends])} - {None}
+
+
+class _MostHaveEnded(StoppingCriteria):
+    """Ends a batch when few rows still write: all would wait for them, and they mostly ramble."""
+
+    def __init__(self, ends: set[int], prompt_length: int):
+        self.ends, self.prompt_length = torch.tensor(sorted(ends)), prompt_length
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        ended: Tensor = torch.isin(input_ids[:, self.prompt_length :], self.ends.to(input_ids.device)).any(1)
+        return ended | (ended.float().mean() >= MOST_ENDED)

@@ -1,0 +1,94 @@
+"""Muon on the drafter's matrices, AdamW on its head, norms and biases, behind one optimiser for `Trainer`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZERS = ("auto", "muon", "adamw")
+ADAM_BETAS = (0.9, 0.95)  # EAGLE-3's
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """`name`: one of `optimizers.OPTIMIZERS`; `learning_rate` is AdamW's, `muon_learning_rate` Muon's."""
+
+    name: str = "auto"
+    learning_rate: float = 1e-4
+    muon_learning_rate: float = 1e-3
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Two optimisers as one: schedules, clipping and checkpoints see a single list of parameter groups.
+
+    Muon (orthogonalised momentum, Jordan 2024; `torch.optim.Muon`) reaches the loss of AdamW in about half the steps on
+    matrices that map hidden states to hidden states. Heads, embeddings and vectors are AdamW's by its author's advice.
+    """
+
+    def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], *, lr: float, muon_lr: float):
+        self._parts = (
+            torch.optim.Muon(list(matrices), lr=muon_lr, weight_decay=0.0),
+            torch.optim.AdamW(list(others), lr=lr, betas=ADAM_BETAS, weight_decay=0.0),
+        )
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        # The very same dicts, so that a schedule that changes ours changes theirs.
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"muon": ..., "adamw": ...}`."""
+        return {name: part.state_dict() for name, part in zip(("muon", "adamw"), self._parts, strict=True)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        for name, part in zip(("muon", "adamw"), self._parts, strict=True):
+            part.load_state_dict(state_dict[name])
+        self._share_groups()
+
+
+def make_optimizer(drafter: nn.Module, name: str, *, lr: float, muon_lr: float) -> torch.optim.Optimizer:
+    """The optimiser called `name` over the drafter's trainable parameters.
+
+    Args:
+        name: `"muon"`, `"adamw"`, or `"auto"`: Muon where this torch has it (2.9 and later).
+        lr: of AdamW.
+        muon_lr: of Muon.
+
+    Raises:
+        ConfigurationError: no such optimiser, or this torch has no Muon.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigurationError(f"optimizer is {name!r}; wanted one of {OPTIMIZERS}")
+    has_muon = hasattr(torch.optim, "Muon")
+    if name == "muon" and not has_muon:
+        raise ConfigurationError(f"torch {torch.__version__} has no Muon; update to 2.9 or use optimizer='adamw'")
+    if name == "auto" and not has_muon:
+        logger.warning("eagle31: torch %s has no Muon, training with AdamW", torch.__version__)
+    named = [(key, parameter) for key, parameter in drafter.named_parameters() if parameter.requires_grad]
+    if name == "adamw" or not has_muon:
+        return torch.optim.AdamW([p for _, p in named], lr=lr, betas=ADAM_BETAS, weight_decay=0.0)
+    matrices = [p for key, p in named if p.ndim == 2 and "lm_head" not in key and "embed_tokens" not in key]
+    taken = {id(p) for p in matrices}
+    return MuonWithAdamW(matrices, [p for _, p in named if id(p) not in taken], lr=lr, muon_lr=muon_lr)

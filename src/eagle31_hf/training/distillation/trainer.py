@@ -1,0 +1,369 @@
+"""Stage 1: distillation by training-time test, on `transformers.Trainer`.
+
+    loss = sum_s decay^s * sum_i loss(q_{i,s}, p_{i,s}) / supervised tokens
+
+The divisor counts the whole optimiser step, over accumulated batches and processes alike, so that neither changes what
+is learned. Checkpoints hold the drafter in the published layout (float32, so that resuming is exact) beside the
+optimiser, schedule and random states that `Trainer` keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ...checkpoints import read_checkpoint, write_checkpoint
+from ...drafter.drafter import Eagle31Drafter
+from ...errors import CheckpointError, TrainingError
+from ..data.packing import PackedBatch, collate
+from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings, measure_acceptance, total
+from .features import compute_features
+from .losses import find_loss
+from .objective import DistillationSettings
+from .optimizers import OptimizerSettings, make_optimizer
+from .unroll import StepLosses, Teacher, make_teacher, step_losses, supervised_positions, weighted_sum
+
+
+@dataclass
+class LossOutput:
+    """What one forward of a training model gives.
+
+    Attributes:
+        loss: to be differentiated: summed over positions, not yet divided.
+        steps: its token loss in parts, for the log.
+        figures: further figures for the log, each a mean.
+    """
+
+    loss: Tensor
+    steps: StepLosses
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class DistillationModel(nn.Module):
+    """The drafter with the token loss around it: what `Trainer` and its wrappers (DDP, FSDP) see as the model.
+
+    The target is no submodule: it is neither trained, moved nor saved.
+    """
+
+    accepts_loss_kwargs = True  # tells Trainer that accumulated batches are already weighted
+
+    def __init__(self, drafter: Eagle31Drafter, settings: DistillationSettings):
+        super().__init__()
+        self.drafter = drafter
+        self.settings = settings
+        self.loss_function = find_loss(settings.loss)
+        self.gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Compute draft logits twice instead of keeping those of all steps: they are most of the memory."""
+        self.gradient_checkpointing = True
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        aux: Tensor | None = None,
+        head_input: Tensor | None = None,
+    ) -> LossOutput:
+        """Token loss of a packed batch; see `PackedBatch` for the fields.
+
+        Args:
+            aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; computed by the target if absent.
+        """
+        batch = PackedBatch(input_ids, loss_mask, document_ids, position_ids)
+        aux, teacher = self.teacher_inputs(batch, aux, head_input)
+        losses = step_losses(
+            self.drafter,
+            batch,
+            aux,
+            teacher,
+            loss=self.loss_function,
+            steps=self.settings.steps,
+            checkpoint_head=self.gradient_checkpointing,
+        )
+        return LossOutput(weighted_sum(losses, self.settings.step_decay), losses)
+
+    @torch.no_grad()
+    def teacher_inputs(
+        self, batch: PackedBatch, aux: Tensor | None, head_input: Tensor | None
+    ) -> tuple[Tensor, Teacher]:
+        """The aux states `(B, T, A*Ht)` and the teacher of a batch, both on the drafter's device."""
+        drafter = self.drafter
+        rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
+        if aux is None or head_input is None:
+            features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
+            return features.aux.to(drafter.device), make_teacher(
+                features.logits.flatten(0, 1).to(drafter.device), rows, drafter.draft_ids
+            )
+        head: Any = drafter.require_binding().lm_head
+        logits = head(head_input.flatten(0, 1)[rows])
+        return aux, make_teacher(logits, rows, drafter.draft_ids)
+
+
+class DistillationTrainer(Trainer):
+    """`Trainer` that saves drafters, measures served acceptance and stops at the first loss that is no number.
+
+    Args:
+        model: the training model.
+        args: of `transformers`; `eval_dataset` prompts are measured every `args.eval_steps`.
+        train_dataset: packed rows.
+        prompts: held-out prompts.
+        evaluation: how acceptance is measured.
+        optimizer_settings: which optimiser and its learning rates.
+    """
+
+    model: DistillationModel
+
+    def __init__(
+        self,
+        model: DistillationModel,
+        args: TrainingArguments,
+        train_dataset: Any,
+        *,
+        prompts: Sequence[EvaluationPrompt] = (),
+        evaluation: EvaluationSettings | None = None,
+        optimizer_settings: OptimizerSettings | None = None,
+        callbacks: list[Any] | None = None,
+    ):
+        self.prompts = list(prompts)
+        self.evaluation = evaluation or EvaluationSettings()
+        self.optimizer_settings = optimizer_settings or OptimizerSettings()
+        self._running: dict[str, float] = {}
+        self._measured: dict[int | None, dict[str, AcceptanceCounts]] = {}  # by step
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=self.prompts or None,
+            data_collator=collate,
+            callbacks=callbacks,
+        )
+
+    # --- loss ----------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The batches of one optimiser step, and how many supervised tokens they hold on all processes together."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        count = sum((supervised_positions(packed(batch)).sum() for batch in batches), torch.tensor(0)).to(device)
+        if self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return batches, count.clamp(min=1)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The batch's share of the optimiser step's loss.
+
+        Raises:
+            TrainingError: it is no number.
+        """
+        output: LossOutput = model(**inputs)
+        if num_items_in_batch is None:
+            num_items_in_batch = max(1, output.steps.supervised)
+        # DDP averages gradients over processes; the divisor already counts all of them.
+        loss = output.loss * self.accelerator.num_processes / num_items_in_batch
+        if not bool(loss.isfinite()):
+            self._stop_at_nan(loss)
+        self._note(output)
+        return (loss, output) if return_outputs else loss
+
+    def _stop_at_nan(self, loss: Tensor) -> None:
+        raise TrainingError(
+            f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {self._kept()}. "
+            "Lower the learning rate, or resume from the checkpoint with another seed"
+        )
+
+    def _kept(self) -> str:
+        good = last_checkpoint(Path(str(self.args.output_dir)))
+        return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+
+    def _note(self, output: LossOutput) -> None:
+        figures = {"batches": 1.0, **output.figures}
+        counts = output.steps.counts.tolist()
+        for step, (hits, loss) in enumerate(
+            zip(output.steps.correct.tolist(), output.steps.sums.detach().tolist(), strict=True)
+        ):
+            figures[f"accuracy_step_{step}"] = hits / max(1, counts[step])
+            figures[f"loss_step_{step}"] = loss / max(1, counts[step])
+        for name, value in figures.items():
+            self._running[name] = self._running.get(name, 0.0) + value
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer`, with loss and teacher-forced accuracy per draft step since the last log."""
+        if "loss" in logs and self._running:
+            batches = self._running.pop("batches")
+            logs.update({name: value / batches for name, value in self._running.items()})
+            self._running = {}
+        super().log(logs, start_time)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Muon and AdamW as asked; see `optimizers`."""
+        if self.optimizer is None:
+            wanted = self.optimizer_settings
+            trained = self.model if model is None else model
+            self.optimizer = make_optimizer(
+                trained, wanted.name, lr=wanted.learning_rate, muon_lr=wanted.muon_learning_rate
+            )
+        return self.optimizer
+
+    # --- served acceptance ---------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Served acceptance on the held-out prompts, split over processes."""
+        measured = self._measured[self.state.global_step] = self.measure()
+        depth = self.evaluation.depth
+        summed = total(measured, depth)
+        metrics = {
+            f"{metric_key_prefix}_acceptance_length": summed.acceptance_length,
+            f"{metric_key_prefix}_acceptance_error": summed.standard_error,
+        }
+        for position, value in enumerate(summed.cumulative_acceptance):
+            metrics[f"{metric_key_prefix}_acceptance_at_{position + 1}"] = value
+        for category, counts in measured.items():
+            metrics[f"{metric_key_prefix}_acceptance_length_{category}"] = counts.acceptance_length
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def measure_best(self) -> dict[str, AcceptanceCounts]:
+        """Acceptance of the drafter that training ended with: the last one, or a better one that was loaded."""
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        return self._measured[best] if best in self._measured else self.measure()
+
+    def measure(self) -> dict[str, AcceptanceCounts]:
+        """Acceptance by category, the same on every process."""
+        drafter = self.accelerator.unwrap_model(self.model).drafter
+        mine = self.prompts[self.args.process_index :: self.args.world_size]
+        found = measure_acceptance(drafter, mine, self.evaluation)
+        if self.args.world_size == 1:
+            return found
+        depth = self.evaluation.depth
+        merged = {}
+        for category in sorted({prompt.category for prompt in self.prompts}):
+            counts = found.get(category, AcceptanceCounts(depth)).to_tensor().to(self.args.device)
+            merged[category] = AcceptanceCounts.from_tensor(self.accelerator.reduce(counts), depth)
+        return merged
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As `Trainer`.
+
+        Raises:
+            TrainingError: it cannot be written, for want of disk most often; earlier ones stay.
+        """
+        try:
+            super()._save_checkpoint(model, trial)
+        except TrainingError:
+            raise
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch's file writer raises the last
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TrainingError(
+                f"the checkpoint at step {self.state.global_step} cannot be written ({reason}); training stopped and "
+                f"{self._kept()}. Make room on the disk and go on with resume"
+            ) from error
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """The drafter in the published layout, at training precision.
+
+        Raises:
+            TrainingError: its weights are no numbers; earlier checkpoints stay.
+        """
+        drafter = self.accelerator.unwrap_model(self.model).drafter
+        if state_dict is not None:  # gathered by FSDP
+            drafter = _drafter_of_state(drafter, state_dict)
+        try:
+            write_checkpoint(drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
+        except CheckpointError as error:
+            raise TrainingError(f"the drafter at step {self.state.global_step} cannot be saved: {error}") from error
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        copy_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(model or self.model).drafter)
+
+    def _load_best_model(self) -> None:
+        """The best drafter measured, unless the last one is within the measurement's standard error of it.
+
+        Few prompts are measured on, and the last steps, at the lowest learning rates, are worth more than their luck.
+        """
+        assert self.state.best_model_checkpoint is not None, "Trainer asks only when there is one"
+        if self._last_is_as_good_as_best():
+            self.state.best_global_step = self.state.global_step
+            return
+        copy_weights(Path(self.state.best_model_checkpoint), self.accelerator.unwrap_model(self.model).drafter)
+
+    def _last_is_as_good_as_best(self) -> bool:
+        assert self.state.best_metric is not None, "there is a best checkpoint"
+        for entry in reversed(self.state.log_history):
+            if entry["step"] == self.state.global_step and "eval_acceptance_error" in entry:
+                return self.state.best_metric - entry["eval_acceptance_length"] <= entry["eval_acceptance_error"]
+        return False
+
+
+def packed(inputs: dict[str, Tensor]) -> PackedBatch:
+    """The fields of a batch as `collate` gives them, without stored features."""
+    return PackedBatch(*(inputs[name] for name in ("input_ids", "loss_mask", "document_ids", "position_ids")))
+
+
+def _drafter_of_state(drafter: Eagle31Drafter, state_dict: dict[str, Tensor]) -> Eagle31Drafter:
+    with torch.device("meta"):
+        gathered = Eagle31Drafter(drafter.config)
+    prefix = "drafter."
+    weights = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
+    gathered.load_state_dict(weights, strict=True, assign=True)
+    return gathered
+
+
+@torch.no_grad()
+def copy_weights(folder: Path, drafter: Eagle31Drafter) -> None:
+    """Load the checkpoint in `folder` into the drafter's own parameters, which an optimiser may hold.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        TrainingError: it is another drafter's; nothing was loaded.
+    """
+    stored = read_checkpoint(folder).tensors
+    own = drafter.canonical_tensors()
+    differing = sorted(
+        name for name in stored.keys() | own.keys()
+        if name not in stored or name not in own or stored[name].shape != own[name].shape
+    )  # fmt: skip
+    if differing:
+        raise TrainingError(
+            f"the checkpoint {folder} is another drafter's ({', '.join(differing[:4])} differ); resume with the "
+            "settings it was made with, or start in a new folder"
+        )
+    for name, tensor in stored.items():
+        own[name].copy_(tensor)  # views of the fused parameters
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`.
+
+    `Trainer` writes its state last, so a checkpoint cut short by a kill or a full disk has none that can be read.
+    """
+    complete = []
+    for candidate in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = candidate.name.rpartition("-")[2]
+        if step.isdigit() and _is_complete(candidate):
+            complete.append((int(step), candidate))
+    return max(complete)[1] if complete else None
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        step = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return math.isfinite(step) and all((checkpoint / name).exists() for name in ("model.safetensors", "config.json"))

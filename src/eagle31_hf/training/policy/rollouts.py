@@ -1,0 +1,264 @@
+"""On-policy drafts for stage 2, made and verified as in generation: prefill, `DraftSession`, `propose_*`, verify.
+
+`N` contexts, `G` samples of each, `K` drafted tokens, `Vd` draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...cache import SpeculativeCache
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.propose import propose_chain, propose_dynamic_tree
+from ...drafter.session import DraftSession
+from ...generation_config import DraftLength
+from ...target.verify import Verification
+from ...trees.draft_tree import DraftTree
+from ...trees.shape import DraftShape
+from ..data.packing import PackedBatch
+from ..distillation.step_attention import GrowingCache
+from ..distillation.unroll import supervised_positions
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Where drafts begin.
+
+    Attributes:
+        tokens: `(N, L)` right-padded ids.
+        lengths: tokens per row the target reads; the one after them is the root.
+        roots: `(N,)` last token of each context: the target has not read it yet.
+        aux: `(N, L, A*Ht)` the target's hidden states over `tokens`; `None` before the prefill.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    roots: Tensor
+    aux: Tensor | None = None
+
+    @property
+    def shifted(self) -> Tensor:
+        """`(N, L)` the token after each position, as the drafter reads them."""
+        shifted = self.tokens.roll(-1, dims=1)
+        index = torch.tensor(self.lengths, device=shifted.device)[:, None] - 1
+        return shifted.scatter(1, index, self.roots[:, None])
+
+
+@dataclass(frozen=True)
+class ChainRollout:
+    """Sampled chains with what the target says of them; row `n * G + g` is sample `g` of context `n`.
+
+    Attributes:
+        contexts: with their aux states.
+        tokens, draft_ids: `(N*G, K)` drafted tokens as target ids and as ids of the draft vocabulary.
+        draft_log_probs: `(N*G, K, Vd)` the distributions they were drawn from.
+        target_log_probs: `(N*G, K, Vd)` the target's at the same places, over its whole vocabulary, draft ids only.
+    """
+
+    contexts: Contexts
+    tokens: Tensor
+    draft_ids: Tensor
+    draft_log_probs: Tensor
+    target_log_probs: Tensor
+
+
+def choose_contexts(batch: PackedBatch, groups: int, adjacent: int, *, depth: int) -> Contexts | None:
+    """`groups` runs of `adjacent` neighbouring positions, each the end of a context, at random supervised places.
+
+    Args:
+        depth: that many tokens must follow in the document, so that drafts are not cut by its end.
+
+    Returns:
+        `None` if the batch has no such place.
+    """
+    lengths = _tokens_left(batch)
+    allowed = supervised_positions(batch) & (lengths >= depth + adjacent) & (batch.position_ids >= 1)
+    places = allowed.flatten().nonzero().squeeze(1)
+    if len(places) == 0:
+        return None
+    chosen = places[torch.randint(len(places), (groups,), device=places.device)].tolist()
+    width = batch.input_ids.shape[1]
+    rows: list[list[int]] = []
+    for place in chosen:
+        row, end = divmod(place, width)
+        begin = end - int(batch.position_ids[row, end])
+        rows += [batch.input_ids[row, begin : end + 1 + offset].tolist() for offset in range(adjacent)]
+    longest = max(len(row) for row in rows) - 1
+    padded = [row[:-1] + [0] * (longest - len(row) + 1) for row in rows]
+    device = batch.input_ids.device
+    return Contexts(
+        tokens=torch.tensor(padded, device=device),
+        lengths=[len(row) - 1 for row in rows],
+        roots=torch.tensor([row[-1] for row in rows], device=device),
+    )
+
+
+def _tokens_left(batch: PackedBatch) -> Tensor:
+    """`(B, T)` tokens of the same document from here on."""
+    left = torch.ones_like(batch.position_ids)
+    for column in range(left.shape[1] - 2, -1, -1):
+        same = batch.document_ids[:, column] == batch.document_ids[:, column + 1]
+        left[:, column] = torch.where(same, left[:, column + 1] + 1, 1)
+    return left
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    contexts: Contexts
+    cache: SpeculativeCache
+    device: torch.device
+
+
+def _prefill(drafter: Eagle31Drafter, contexts: Contexts, nodes: int) -> _Prefilled:
+    binding = drafter.require_binding()
+    tokens = contexts.tokens.to(binding.input_device)
+    longest = tokens.shape[1]
+    cache = SpeculativeCache.from_config(
+        binding.text_config,
+        batch_size=tokens.shape[0],
+        capacity=longest + nodes,
+        block=max(longest, nodes),
+        masks_by_type=binding.masks_by_type,
+        device=tokens.device,
+    )
+    cache.place(longest)
+    mask = cache.attention_mask(dtype=binding.compute_dtype)
+    out = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1)
+    cache.commit(contexts.lengths)
+    assert out.aux is not None, "the binding captures"
+    return _Prefilled(replace(contexts, aux=out.aux), cache, tokens.device)
+
+
+def _session(drafter: Eagle31Drafter, contexts: Contexts, block: int) -> DraftSession:
+    assert contexts.aux is not None, "prefill comes first"
+    longest = contexts.tokens.shape[1]
+    session = DraftSession(
+        drafter, batch_size=len(contexts.lengths), capacity=longest + block, block=max(longest, block)
+    )
+    session.absorb(contexts.shifted, contexts.aux, contexts.lengths)
+    return session
+
+
+def _verify(drafter: Eagle31Drafter, tree: DraftTree, cache: SpeculativeCache) -> Tensor:
+    """The target's logits `(B, N, V)` at every node, float32."""
+    return Verification(drafter.require_binding(), cache)(tree).logits.float()
+
+
+@torch.no_grad()
+def roll_out_chains(
+    drafter: Eagle31Drafter, contexts: Contexts, *, depth: int, samples: int, temperature: float
+) -> ChainRollout:
+    """Draw `samples` chains of `depth` tokens for each context and let the target judge them in one pass.
+
+    Args:
+        temperature: of drafter and target alike, above 0.
+    """
+    binding = drafter.require_binding()
+    with binding.masked_attention(), binding.capturing():
+        prefilled = _prefill(drafter, contexts, depth + 1)
+        session = _session(drafter, prefilled.contexts, depth + 1)
+        rows = [row for row in range(len(contexts.lengths)) for _ in range(samples)]
+        prefilled.cache.select_rows(rows)
+        session.select_rows(rows)
+        roots = contexts.roots.to(drafter.device).repeat_interleave(samples)
+        tree = propose_chain(
+            session, roots, DraftLength(depth), sample=True, scores=lambda logits, _: logits / temperature
+        )
+        logits = _verify(drafter, tree, prefilled.cache)[:, :depth] / temperature  # (N*G, K, V)
+    assert tree.proposal is not None, "sampled drafts carry their distribution"
+    logits = logits.to(drafter.device)
+    ids = drafter.draft_ids
+    log_probs = logits.log_softmax(-1)
+    return ChainRollout(
+        contexts=prefilled.contexts,
+        tokens=tree.tokens[:, 1:],
+        draft_ids=tree.proposal.choices[:, 1:],
+        draft_log_probs=tree.proposal.probs.log(),
+        target_log_probs=log_probs if ids is None else log_probs[..., ids],
+    )
+
+
+@dataclass(frozen=True)
+class TreeRollout:
+    """Drafted trees, one per context, with the target's probabilities `(N, nodes, V)` at their nodes."""
+
+    contexts: Contexts
+    tree: DraftTree
+    target_probs: Tensor
+
+
+@torch.no_grad()
+def roll_out_trees(
+    drafter: Eagle31Drafter, contexts: Contexts, *, depth: int, top_k: int, size: int, temperature: float
+) -> TreeRollout:
+    """Draft a dynamic tree for each context, as greedy serving does, and let the target judge it.
+
+    Args:
+        temperature: of the target; 0 makes its probabilities one-hot.
+    """
+    binding = drafter.require_binding()
+    with binding.masked_attention(), binding.capturing():
+        prefilled = _prefill(drafter, contexts, size)
+        session = _session(drafter, prefilled.contexts, depth * top_k)
+        roots = contexts.roots.to(drafter.device)
+        tree = propose_dynamic_tree(session, roots, DraftShape(depth, top_k=top_k, size=size))
+        logits = _verify(drafter, tree, prefilled.cache)
+    if temperature == 0:
+        probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    else:
+        probs = (logits / temperature).softmax(-1)
+    return TreeRollout(prefilled.contexts, tree, probs.to(drafter.device))
+
+
+def chain_logits(drafter: Eagle31Drafter, contexts: Contexts, tokens: Tensor) -> Tensor:
+    """The drafter's logits `(N*G, K, Vd)` along drafted chains, with gradients: the drafting of generation again.
+
+    Args:
+        contexts: `N` of them, with aux states.
+        tokens: `(N*G, K)` drafted target ids, `G` chains per context; position `k` is predicted from those before it.
+    """
+    assert contexts.aux is not None, "a rollout has them"
+    device, count = drafter.device, len(contexts.lengths)
+    samples, depth = tokens.shape[0] // count, tokens.shape[1]
+    length = contexts.tokens.shape[1]
+    lengths = torch.tensor(contexts.lengths, device=device)
+    column = torch.arange(length, device=device)
+    hidden = drafter.fuse_aux(contexts.aux.to(device=device, dtype=drafter.dtype))
+    causal = (column[:, None] >= column)[None] & (column < lengths[:, None])[:, None]  # (N, L, L)
+    causal = causal | torch.eye(length, dtype=torch.bool, device=device)  # a padded row must see something
+    cache = GrowingCache()
+    positions = column.expand(count, -1)
+    out = drafter.decode(
+        drafter.embed(contexts.shifted.to(device)),
+        hidden,
+        drafter.rotary(positions),
+        _additive(causal, drafter.dtype),
+        cache,  # type: ignore[arg-type]
+    )
+    rows = torch.arange(count, device=device)
+    normed = out.normed[rows, lengths - 1][:, None].repeat_interleave(samples, dim=0)  # (N*G, 1, H)
+    feedback = out.feedback[rows, lengths - 1][:, None].repeat_interleave(samples, dim=0)
+    cache.repeat(samples)
+    prefix = (column < lengths[:, None]).repeat_interleave(samples, dim=0)[:, None]  # (N*G, 1, L)
+    starts = lengths.repeat_interleave(samples)
+    collected = [normed]
+    for step in range(1, depth):
+        visible = torch.cat((prefix, prefix.new_ones(count * samples, 1, step)), dim=-1)
+        out = drafter.decode(
+            drafter.embed(tokens[:, step - 1 : step]),
+            feedback,
+            drafter.rotary((starts + step - 1)[:, None]),
+            _additive(visible, drafter.dtype),
+            cache,  # type: ignore[arg-type]
+        )
+        feedback = out.feedback
+        collected.append(out.normed)
+    return drafter.draft_logits(torch.cat(collected, dim=1))
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

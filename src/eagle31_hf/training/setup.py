@@ -1,0 +1,143 @@
+"""What a run begins with: the frozen target, settings that suit it, and a drafter to train."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import fields
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import CheckpointNotFoundError
+from ..memory.layer_sizes import trained_context
+from .data.vocabulary import DraftVocabulary
+from .settings import SMALL_TARGET_PARAMETERS, ResolvedSettings, TrainingSettings
+
+
+def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, quantised as it will be served, and its tokenizer.
+
+    Raises:
+        CheckpointNotFoundError: it cannot be found or loaded.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    options: dict[str, Any] = {}
+    if settings.quantization is not None:
+        four = settings.quantization == "4bit"
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=four,
+            load_in_8bit=not four,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.target)
+        target = AutoModelForCausalLM.from_pretrained(
+            settings.target, dtype=settings.dtype, device_map=_device_map(device), **options
+        )
+    except OSError as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointNotFoundError(
+            f"no target at {settings.target!r} ({reason}); check the name and the network"
+        ) from error
+    return target.requires_grad_(False).eval(), tokenizer
+
+
+def _device_map(device: str) -> Any:
+    """With several processes, each takes the card accelerate gives it."""
+    if device != "cuda":
+        return device
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))}
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether training in mixed precision is faster there: on CUDA cards, and on CPUs that show it.
+
+    What a CPU lists says too little: some that list bfloat16 instructions are slower with them. So both are timed, some
+    50 ms in all; with several processes the first decides for all.
+    """
+    if device.type != "cpu":
+        return device.type == "cuda"
+    faster = [_product_s(torch.bfloat16) < CLEARLY_FASTER * _product_s(torch.float32)]
+    return bool(broadcast_object_list(faster)[0])
+
+
+CLEARLY_FASTER = 0.8  # of the time: a run that is resumed shall find the same
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    """Least seconds of a product as large as a small drafter's."""
+    left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.mm(left, right)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def resolve(settings: TrainingSettings, target: PreTrainedModel) -> ResolvedSettings:
+    """Fill what was left open to suit the target's size."""
+    config = target.config.get_text_config()
+    small = target.num_parameters() < SMALL_TARGET_PARAMETERS
+    length = 512 if small else 4096
+    vocabulary = config.vocab_size
+    defaults: dict[str, Any] = {
+        "regenerate": "last" if small else "each",
+        "max_new_tokens": 128 if small else 256,
+        "write_rows": 64 if small else 16,
+        "supervise": "all" if small else "assistant",
+        "max_length": min(length, trained_context(config) or length),
+        "draft_vocab_size": vocabulary // 2 if vocabulary <= 32_000 else min(32_000, vocabulary),
+        "accumulate": 1 if small else 4,
+        # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/LOG.md, 2026-11-22).
+        "batch_rows": 2 if small else 4,
+        "learning_rate": 2e-3 if small else 1e-4,
+        "eval_steps": 500 if small else 200,
+    }
+    if not getattr(target.generation_config, "do_sample", False):
+        # Whether it will be served greedily or sampled is not known; texts of both kinds made the acceptance length
+        # at temperature 1 7 % greater in the one comparison made (docs/LOG.md, 2026-11-21).
+        defaults["temperature"] = (0.0, 1.0)
+    told = {item.name: getattr(settings, item.name) for item in fields(TrainingSettings)}
+    left_open = {name: value for name, value in defaults.items() if told[name] in (None, ())}
+    return ResolvedSettings(**{**told, **left_open})
+
+
+def fresh_drafter(target: PreTrainedModel, vocabulary: DraftVocabulary, **form: Any) -> Eagle31Drafter:
+    """An untrained float32 drafter whose head holds the target's own rows for the draft vocabulary.
+
+    Args:
+        form: fields of `Eagle31Config` that shall differ from the EAGLE 3.1 form.
+    """
+    drafter = Eagle31Drafter.from_target(target, draft_vocab_size=len(vocabulary.ids), **form)
+    drafter.float()
+    if drafter.draft_ids is not None:
+        drafter.d2t.copy_(vocabulary.d2t)
+        drafter._draft_ids = None
+    head = target.get_output_embeddings()
+    weight: Any = head.weight  # type: ignore[union-attr]
+    if drafter.lm_head is not None and weight.is_floating_point():
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(weight[vocabulary.ids.to(weight.device)])
+    return drafter
+
+
+def freeze_shared(drafter: Eagle31Drafter) -> None:
+    """Train everything but the embedding, which stays the target's."""
+    drafter.requires_grad_(True)
+    if drafter.embed_tokens is not None:
+        drafter.embed_tokens.requires_grad_(False)

@@ -1,0 +1,221 @@
+"""A draft tree as data: tokens, parents, depths, masks, paths.
+
+Node 0 is the root, the last token the target has accepted; every other node is a drafted token whose parent has a
+smaller number. Verification reads `tokens`, `depths` and `ancestors`; acceptance reads `tokens`, `parents` and
+`proposal`. Three ways to make one:
+
+    DraftTree.chain(tokens)                               width 1
+    static.StaticTopology.from_paths(...).tree(tokens)    one shape for every round (Medusa, EAGLE-1)
+    dynamic.TreeGrowth.start(...).expand(...).prune(...)  shape chosen by drafter confidence (EAGLE-2, EAGLE-3)
+
+Nothing here waits for the device except `DraftTree.paths`, so all of it can be captured in a CUDA graph. The shapes
+of chains and static topologies are cached per device: run once before capturing, as for any captured step.
+
+`B` batch, `N` nodes with the root, `D` longest path without the root, `k` top-k, `V` / `Vd` target / draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How sampled draft tokens were drawn; rejection sampling needs it, deterministic drafts have none.
+
+    Attributes:
+        probs: `(B, M, S)` float32; row `i` is the distribution node `i`'s children were drawn from, without
+            replacement, in node order. Nodes from `M` on have no children (a chain of `N` nodes needs `M = N - 1`).
+        choices: `(B, N)` which entry of its parent's row each node is; column 0 (the root) is not read.
+        support: target id of each of the `S` entries, none of them twice: `(S,)` for all nodes (a reduced vocabulary),
+            `(B, M, S)` for each its own (what top-k left); `None` if they are the target's whole vocabulary.
+    """
+
+    probs: Tensor
+    choices: Tensor
+    support: Tensor | None = None
+
+    @classmethod
+    def of_levels(
+        cls, choices: Sequence[Tensor], probs: Sequence[Tensor], supports: Sequence[Tensor | None]
+    ) -> Proposal:
+        """Of nodes drawn level by level.
+
+        Args:
+            choices: `(B, n)` entries of each level, the root's first.
+            probs: `(B*m, S)` of each level, what the `m` nodes above it were followed by.
+            supports: target ids of these, `(S,)`, or `(B*m, S)`, or `None`; alike for all levels.
+        """
+        batch, support = len(choices[0]), supports[0]
+        if support is not None and support.dim() == 2:
+            support = torch.cat([ids.view(batch, -1, ids.shape[1]) for ids in supports], 1)  # type: ignore[union-attr]
+        rows = [level.view(batch, -1, level.shape[1]) for level in probs]
+        return cls(torch.cat(rows, 1), torch.cat(list(choices), 1), support)
+
+    def support_of(self, nodes: Tensor) -> Tensor | None:
+        """Target ids `(B, S)` behind the probabilities of one node per row, `nodes (B,)`."""
+        if self.support is None or self.support.dim() == 3:
+            return None if self.support is None else self.support[torch.arange(len(nodes), device=nodes.device), nodes]
+        return self.support.expand(len(nodes), -1)
+
+
+def chosen_ids(choices: Tensor, support: Tensor | None) -> Tensor:
+    """Target ids `(R, n)` of entries `choices (R, n)` of a support `(S,)`, or `(R, S)` row by row, or `None`."""
+    if support is None:
+        return choices
+    return support.take(choices) if support.dim() == 1 else support.gather(1, choices)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens of one round, one tree of `N` nodes per row.
+
+    Attributes:
+        tokens: `(B, N)` int64 target ids; node 0 is the last accepted token.
+        parents: `(B, N)` int64; the root is its own parent, every other parent has a smaller number.
+        depths: `(B, N)` int64; root 0.
+        ancestors: `(B, N, N)` bool; `[b, i, j]`: `j` is `i` or above it.
+        max_depth: `D`, no accepted path is longer (known without asking the device; the longest may be shorter).
+        max_children: no node has more children; at most 1 means the tree is a chain.
+        scores: `(B, N)` cumulative draft log-probability of each node, root 0; `None` if the drafter kept none.
+        proposal: distribution of sampled children; `None` for children chosen deterministically.
+        valid: `(B, N)` bool, the nodes that may be accepted, each with its ancestors; `None`: all of them. The others
+            are verified in vain, so that forwards keep their shape.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    max_depth: int
+    max_children: int
+    scores: Tensor | None = None
+    proposal: Proposal | None = None
+    valid: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.tokens.shape
+        assert self.parents.shape == shape, "one parent per node"
+        assert self.depths.shape == shape, "one depth per node"
+        assert self.ancestors.shape == (*shape, shape[1]), "ancestors is (B, N, N)"
+
+    @classmethod
+    def chain(cls, tokens: Tensor, proposal: Proposal | None = None) -> DraftTree:
+        """A tree of width 1: `tokens (B, K+1)`, the last accepted token and `K` drafts in order."""
+        batch, size = tokens.shape
+        parents, depths = _chain_parents_and_depths(size, tokens.device)
+        return cls(
+            tokens=tokens,
+            parents=parents.expand(batch, -1),
+            depths=depths.expand(batch, -1),
+            ancestors=chain_ancestors(size, tokens.device).expand(batch, -1, -1),
+            max_depth=size - 1,
+            max_children=min(1, size - 1),
+            proposal=proposal,
+        )
+
+    @property
+    def size(self) -> int:
+        """Nodes per row, root included."""
+        return self.tokens.shape[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """`(B, N)` positions of the nodes after the root's: depths, of nodes that are not valid the deepest valid one's
+        at most. Positions behind a text's end may not exist."""
+        return self.depths if self.valid is None else self.depths.clamp(max=self.max_depth)
+
+    def cut_to(self, depth: int) -> DraftTree:
+        """This tree with nodes of no more than `depth` levels valid; it keeps its size."""
+        if depth >= self.max_depth:
+            return self
+        return replace(self, max_depth=depth, valid=self.depths <= depth)
+
+    @property
+    def is_chain(self) -> bool:
+        """Every node has at most one child, so node `i` hangs below node `i - 1`."""
+        return self.max_children <= 1
+
+    def path_to(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Root-to-node paths of one node per row.
+
+        Args:
+            nodes: `(B,)` node numbers.
+
+        Returns:
+            `path (B, D+1)`: node numbers from the root down, and `count (B,)`: how many are valid. Entries from
+            `count` on are padding: 0, so that they stay usable as an index.
+        """
+        batch, size = self.tokens.shape
+        on_path = self.ancestors.gather(1, nodes[:, None, None].expand(batch, 1, size)).squeeze(1)  # (B, N)
+        # A path holds one node per depth, so depth is the slot; everything off the path lands in a spare last slot.
+        slots = torch.where(on_path, self.depths, self.max_depth + 1)
+        numbers = torch.arange(size, device=nodes.device).expand(batch, size)
+        path = numbers.new_zeros(batch, self.max_depth + 2).scatter_(1, slots, numbers)
+        return path[:, :-1], on_path.sum(1)
+
+    def leaves(self) -> Tensor:
+        """`(B, N)` bool: nodes without children (below nobody but themselves)."""
+        return self.ancestors.sum(1) == 1
+
+    def children(self) -> Tensor:
+        """`(B, N, max_children)` child nodes of each node in node order; 0 means none (the root is nobody's child)."""
+        batch, size = self.tokens.shape
+        numbers = torch.arange(size, device=self.tokens.device)
+        elder = (numbers[None, :] < numbers[:, None]) & (numbers > 0)  # (N, N) smaller number, and not the root
+        same_parent = self.parents[:, :, None] == self.parents[:, None, :]  # (B, N, N)
+        rank = (same_parent & elder).sum(2)  # (B, N) elder siblings
+        # The root is written to a spare slot past the table: as its own parent it would else be its own child.
+        spare = size * self.max_children
+        slots = torch.where(numbers == 0, spare, self.parents * self.max_children + rank)
+        table = numbers.new_zeros(batch, spare + 1).scatter_(1, slots, numbers.expand(batch, size))
+        return table[:, :-1].view(batch, size, self.max_children)
+
+    def paths(self, row: int = 0) -> list[list[int]]:
+        """All root-to-leaf paths of one row, in leaf order. For display and tests: it waits for the device."""
+        parents, leaves = self.parents[row].tolist(), self.leaves()[row].tolist()
+        return [_climb(parents, node) for node, is_leaf in enumerate(leaves) if is_leaf]
+
+
+def _climb(parents: list[int], node: int) -> list[int]:
+    path = [node]
+    while path[-1] != 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+@lru_cache(maxsize=64)
+def chain_ancestors(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """`(size, size)` bool lower triangle: the `ancestors` of a chain, and of a prefill chunk. Cached: do not write."""
+    with torch.inference_mode(False):  # a cached inference tensor would be refused by a later training step
+        return torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+
+
+@lru_cache(maxsize=64)
+def _chain_parents_and_depths(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        depths = torch.arange(size, device=device)
+        return (depths - 1).clamp_(min=0), depths
+
+
+def ancestors_from_parents(parents: Tensor, max_depth: int) -> Tensor:
+    """Reachability of parent links, `parents (B, N)` -> `(B, N, N)` bool, by repeated squaring of one step."""
+    batch, size = parents.shape
+    links = torch.zeros(batch, size, size, device=parents.device).scatter_(2, parents[:, :, None], 1.0)
+    reach = links + torch.eye(size, device=parents.device)  # counts ways to stay and to climb
+    steps = 1
+    while steps < max_depth:
+        reach = torch.bmm(reach, reach)
+        steps *= 2
+        if steps >= MANY_STEPS:
+            reach.clamp_(max=1.0)
+    return reach > 0
+
+
+MANY_STEPS = 32
+"""Steps from which on ways, of which there are up to 2 to that power, are no longer counted, lest they overflow."""

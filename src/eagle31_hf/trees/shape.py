@@ -1,0 +1,93 @@
+"""A draft's geometry: how deep, how wide, how many nodes, and what the caches must have room for because of it.
+
+The one owner of these figures: the loop, the memory planner, the benchmark and compiled code all ask here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .static import StaticTopology
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What to draft in a round: `depth` levels of `top_k` children, `size` nodes with root; `top_k` 1 is a chain, ended
+    early once the drafter is less sure of it than `min_confidence`. Depth 0 drafts nothing.
+
+    A dynamic tree never has more nodes than its levels have candidates, whatever `size` it was asked for.
+    """
+
+    depth: int
+    min_confidence: float = 0.0
+    top_k: int = 1
+    size: int = 0
+    static: StaticTopology | None = None
+
+    @property
+    def is_tree(self) -> bool:
+        return self.top_k > 1 or self.static is not None
+
+    @property
+    def is_dynamic_tree(self) -> bool:
+        return self.top_k > 1 and self.static is None
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes a verification forward has, root included."""
+        if self.static is not None:
+            return self.static.size
+        if self.top_k == 1 or self.depth == 0:
+            return self.depth + 1
+        return min(self.size, 1 + num_candidates(self.depth, self.top_k))
+
+    @property
+    def draft_block(self) -> int:
+        """Most positions the drafter writes in a round: what it drafts, or what it reads of an accepted path."""
+        return max(1, self.depth * self.top_k, self.nodes)
+
+    def target_capacity(self, length: int) -> int:
+        """Slots per row of the target's cache for texts of up to `length` tokens."""
+        return length + self.nodes
+
+    def drafter_capacity(self, length: int) -> int:
+        """Slots per row of the drafter's cache for texts of up to `length` tokens."""
+        return self.target_capacity(length) + self.draft_block
+
+    def block(self, chunk: int) -> int:
+        """Most tokens the target's cache takes between two commits, prefill chunks of `chunk` tokens included."""
+        return max(chunk, self.nodes)
+
+    def drafter_block(self, chunk: int) -> int:
+        """The same of the drafter's cache."""
+        return max(chunk, self.draft_block)
+
+    def within(self, largest: DraftShape) -> DraftShape:
+        """This shape, or what of it has room where `largest` has."""
+        if self.nodes <= largest.nodes and self.draft_block <= largest.draft_block:
+            return self
+        return largest if self.is_tree else self.cut_to(largest.nodes - 1)
+
+    def cut_to(self, depth: int) -> DraftShape:
+        """This shape with no more than `depth` levels. A static tree keeps its nodes: see `DraftTree.cut_to`."""
+        if depth >= self.depth:
+            return self
+        return DraftShape(depth=0) if depth < 1 else replace(self, depth=depth)
+
+    def reduced_to(self, depth: int, *, is_tree: bool) -> DraftShape:
+        """This shape with no more than `depth` levels; a chain of them unless it may stay a tree."""
+        if is_tree and depth == self.depth:
+            return self
+        return replace(self, depth=min(depth, self.depth), top_k=1, size=0, static=None)
+
+
+def default_tree_size(depth: int, top_k: int) -> int:
+    """Nodes of a tree nobody asked a size for."""
+    return 2 * top_k * depth
+
+
+def num_candidates(depth: int, top_k: int) -> int:
+    """Candidates, root not counted, of a dynamic tree of so many levels (`dynamic.TreeGrowth`)."""
+    return top_k + top_k**2 * (depth - 1)

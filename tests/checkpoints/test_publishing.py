@@ -1,0 +1,244 @@
+"""Publishing: what the Hub holds afterwards, byte by byte, and what is refused before and by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints import write_checkpoint
+from eagle31_hf.checkpoints.card import check_card, fill_card
+from eagle31_hf.checkpoints.publish import prepare_upload
+from eagle31_hf.cli import app
+from eagle31_hf.errors import ConfigurationError, PublishingError
+from eagle31_hf.training.settings import TrainingSettings
+from helpers import DEMO_DRAFTER
+from hub_stand_in import READER, WRITER, StandInHub, stand_in_hub
+
+COUNTS = {"depth": 2, "rounds": 10, "accepted": 15, "drafted_at": [10, 9], "accepted_at": [8, 7]}
+RECORD: dict[str, Any] = {
+    "target": "owner/target",
+    "license": "apache-2.0",
+    "data": ["owner/conversations"],
+    "recipe": {"max_steps": "7", "max_length": "512"},
+    "conditions": "Greedy, chain of 2 draft tokens.",
+    "versions": {"torch": "2.13.0"},
+    "stages": [
+        {"name": "stage1", "steps": 7, "loss": 1.5, "acceptance": {"chat": COUNTS, "empty": COUNTS | {"rounds": 0}}}
+    ],
+    "plan": {"rows": 3},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trained drafter as `eagle31 train` leaves it, and what must stay at home beside it."""
+    drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER)
+    out = tmp_path / "out"
+    drafter.save_pretrained(out)
+    (out / "training_report.json").write_text(json.dumps(RECORD))
+    (out / "README.md").write_text(fill_card(out, "out"))
+    (out / "data").mkdir()
+    for secret in ("data/texts.jsonl", "rows.jsonl", "notes.txt", "optimizer.pt"):
+        (out / secret).write_text("private")
+    return out
+
+
+def assert_published(hub: StandInHub, folder: Path, repo_id: str = "owner/drafter") -> None:
+    files = hub.repositories[repo_id].files
+    assert set(files) == {"README.md", "config.json", "model.safetensors", "training_report.json"}
+    for name in ("config.json", "model.safetensors", "training_report.json"):
+        assert files[name] == (folder / name).read_bytes()
+    card = files["README.md"].decode()
+    assert card == fill_card(folder, repo_id)
+    assert "| chat | stage1 | 2.500 | 0.80 0.78 |" in card
+    assert all(f'"{repo_id}"' in card or repo_id in card for _ in range(1))
+    assert ModelCard(card).data.library_name == "eagle31_hf"
+
+
+# --- from Python ------------------------------------------------------------------------------------------------------
+
+
+def test_push_to_hub_uploads_card_and_report_with_the_weights(hub, folder):
+    address = Eagle31Drafter.from_pretrained(folder).push_to_hub("owner/drafter", commit_message="first", private=True)
+    assert_published(hub, folder)
+    assert address.endswith("/owner/drafter/commit/abc")
+    assert hub.repositories["owner/drafter"].messages == ["first"]
+    assert hub.repositories["owner/drafter"].private
+    assert sum("/commit/" in request for request in hub.requests) == 1  # all files or none
+
+
+def test_save_pretrained_with_push_uploads_what_lies_there(hub, folder):
+    Eagle31Drafter.from_pretrained(folder).save_pretrained(folder, push_to_hub=True, repo_id="owner/drafter")
+    assert_published(hub, folder)
+
+
+def test_a_drafter_without_evidence_is_saved_and_not_uploaded(hub, tmp_path):
+    drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER)
+    with pytest.raises(PublishingError, match=r"neither README\.md nor training_report\.json"):
+        drafter.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="owner/drafter")
+    assert Eagle31Drafter.from_pretrained(tmp_path / "saved").config.hidden_size == 256
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id", "message"),
+    [
+        (READER, "owner/drafter", "may not write to owner/drafter.*write rights for owner"),
+        (WRITER, "stranger/drafter", "may not write to stranger/drafter"),
+        (False, "owner/drafter", "wants a token"),
+    ],
+)
+def test_a_token_without_rights_is_told_so(hub, folder, token, repo_id, message):
+    with pytest.raises(PublishingError, match=message):
+        Eagle31Drafter.from_pretrained(folder).push_to_hub(repo_id, token=token)
+    assert not any(repository.files for repository in hub.repositories.values())
+
+
+def test_no_network_and_a_name_that_is_none(hub, folder, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PublishingError, match="nothing was committed"):
+        Eagle31Drafter.from_pretrained(folder).push_to_hub("owner/drafter")
+    with pytest.raises(PublishingError, match="wanted a Hub id"):
+        prepare_upload(folder, "not a name/at all/")
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_tells_use_evidence_training_limits_and_licence(folder):
+    card = fill_card(folder, "owner/drafter")
+    check_card(card)
+    wanted = ["assistant_model=eagle", "vllm serve owner/target", "sglang.launch_server --model-path owner/target",
+              "| max_steps | 7 |", "owner/conversations", "up to 512 tokens", "apache-2.0", "2.3 M parameters",
+              "draft vocabulary 4096 of 8192", "each normed", "after the norm"]  # fmt: skip
+    assert [text for text in wanted if text not in card] == []
+    assert "empty" not in card  # nothing was measured there
+    assert "{{" not in card
+    data = ModelCard(card).data
+    assert (data.base_model, data.license, data.base_model_relation) == ("owner/target", "apache-2.0", "adapter")
+
+
+def test_a_profile_beside_it_is_shown_and_published(folder):
+    method = {"method": "chain", "temperature": 0.0, "batch_size": 1, "acceptance_at_position": [0.9, 0.5],
+              "acceptance_length": 2.4, "speedup": 1.7, "speedup_interval": [1.6, 1.8], "refusal": None}  # fmt: skip
+    refused = method | {"method": "tree", "speedup": None, "speedup_interval": None, "refusal": "texts differ"}
+    machine = {"device": "cpu", "processor": "a processor", "threads": 2}
+    profile = {"machine": machine, "command": "eagle31 bench run --out run.jsonl", "methods": [method, refused]}
+    (folder / "README.md").unlink()
+    (folder / "speculation_profile.json").write_text(json.dumps(profile))
+    prepared = prepare_upload(folder, "owner/drafter")
+    assert "speculation_profile.json" in prepared.files
+    assert "| chain, temperature 0.0, batch 1 | 2.400 | 0.90 0.50 | 1.70 (1.60 to 1.80) |" in prepared.card
+    assert "| not told: texts differ |" in prepared.card
+    (folder / "speculation_profile.json").write_text("{}")
+    with pytest.raises(PublishingError, match="is no profile"):
+        prepare_upload(folder, "owner/drafter")
+
+
+def test_engines_that_do_not_read_it_are_not_advertised(folder):
+    checkpoint = Eagle31Drafter.from_pretrained(folder).to_checkpoint()
+    checkpoint.config.norm_before_residual = True
+    write_checkpoint(checkpoint, folder)
+    card = fill_card(folder, "owner/drafter")
+    assert "SGLang does not read it: it has no norm_before_residual." in card
+    assert "sglang.launch_server" not in card
+    assert "vllm serve" in card
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conditions": ""}, "lacks conditions"),
+        ({"stages": [], "target": None}, "lacks target, stages"),
+        ({"stages": [{"name": "stage1", "acceptance": {}}]}, "measured acceptance under 'Evidence'"),
+        ({"stages": [{"name": "stage1", "acceptance": {"chat": {"rounds": 3}}}]}, "acceptance that is none"),
+        ({"license": None}, "license in its metadata.*--license"),
+        ({"data": []}, "lacks data"),
+    ],
+)
+def test_missing_evidence_is_named(folder, change, message):
+    (folder / "README.md").unlink()
+    (folder / "training_report.json").write_text(json.dumps(RECORD | change))
+    with pytest.raises(PublishingError, match=message):
+        prepare_upload(folder, "owner/drafter")
+
+
+def test_a_card_written_by_hand_is_published_as_it_is(folder):
+    (folder / "README.md").write_text("# Mine\n")
+    with pytest.raises(PublishingError, match=r"lacks license in its metadata, base_model.*section 'Evidence'"):
+        prepare_upload(folder, "owner/drafter")
+    mine = fill_card(folder, "owner/drafter").replace("Greedy, chain", "On my machine: greedy, chain")
+    (folder / "README.md").write_text(mine)
+    assert prepare_upload(folder, "owner/other").card == mine
+    with pytest.raises(PublishingError, match="written by hand"):
+        prepare_upload(folder, "owner/other", license="mit")
+
+
+def test_a_path_of_this_machine_is_not_published(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"target_model": {"name_or_path": "/home/me/target"}}))
+    with pytest.raises(PublishingError, match=r"names its target by a path of this machine.*eagle31 convert"):
+        prepare_upload(folder, "owner/drafter")
+
+
+def test_training_asks_for_a_licence_before_it_works_for_hours():
+    told = TrainingSettings(target="t", prompts=("p",), out=Path("o"), push="owner/drafter")
+    with pytest.raises(ConfigurationError, match="without a license"):
+        told.check()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_and_uploads_only_when_told(hub, folder, tmp_path):
+    record = tmp_path / "pushed.json"
+    shown = CliRunner().invoke(app, ["push", str(folder), "owner/drafter", "--json", str(record)])
+    assert shown.exit_code == 0, shown.output
+    assert "add --upload" in shown.stdout
+    assert "model.safetensors" in shown.stdout
+    assert "texts.jsonl" not in shown.stdout
+    assert json.loads(record.read_text())["uploaded"] is None
+    assert not hub.requests
+    done = CliRunner().invoke(app, ["push", str(folder), "owner/drafter", "--upload"])
+    assert "uploaded: " in done.stdout, done.output
+    assert_published(hub, folder)
+
+
+def test_the_command_tells_missing_evidence_in_one_line(folder):
+    (folder / "training_report.json").write_text(json.dumps(RECORD | {"license": None}))
+    (folder / "README.md").unlink()
+    result = CliRunner().invoke(app, ["push", str(folder), "owner/drafter"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the card lacks license")
+    named = CliRunner().invoke(app, ["push", str(folder), "owner/drafter", "--license", "mit"])
+    assert named.exit_code == 0, named.output
+
+
+@pytest.mark.slow
+def test_the_endpoint_is_the_environments(folder):
+    """A process of its own: `HF_ENDPOINT` is read when the client is imported."""
+    with stand_in_hub() as server:
+        environment = os.environ | {
+            "HF_ENDPOINT": server.address, "HF_TOKEN": WRITER, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+        }  # fmt: skip
+        command = [
+            sys.executable,
+            "-c",
+            "from eagle31_hf.cli import main; main()",
+            "push",
+            str(folder),
+            "owner/drafter",
+        ]
+        result = subprocess.run([*command, "--upload"], env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        assert_published(server, folder)

@@ -1,0 +1,331 @@
+"""Checkpoints from strangers: whatever their files say, they are read or refused by an error of ours, and at once."""
+
+import copy
+import json
+import os
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_checkpoints import PLAIN, SPECFORGE, layout, save, sharded, speculators_config
+from transformers.activations import ACT2FN
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints import FORMATS, expected_shapes, inspect_checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.configuration_eagle31 import ROPE_TYPES, Eagle31Config
+from eagle31_hf.errors import CheckpointFormatError, CheckpointNotFoundError, ConfigurationError, Eagle31Error
+
+LONGEST_MESSAGE = 2500
+
+
+def assert_refused(folder: Path, message: str, error: type[Exception] = CheckpointFormatError) -> None:
+    """Reading and inspecting agree, and the message can be read."""
+    for use in (read_checkpoint, inspect_checkpoint):
+        with pytest.raises(error, match=message) as caught:
+            use(folder)
+        assert len(str(caught.value)) < LONGEST_MESSAGE
+
+
+@contextmanager
+def reads_or_refuses():
+    try:
+        yield
+    except Eagle31Error as error:
+        if len(str(error)) >= LONGEST_MESSAGE:
+            pytest.fail(f"a message of {len(str(error))} characters")
+
+
+# ---------------------------------------------------------------- config.json
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_aux_hidden_states": 300_000}, "num_aux_hidden_states is 300000; wanted at most 256"),
+        ({"num_aux_hidden_states": 2**63 - 1}, "wanted at most 256"),
+        ({"vocab_size": 2**40}, "vocab_size is 1099511627776; wanted at most 16777216"),
+        ({"hidden_act": "telepathy"}, "hidden_act is 'telepathy'; wanted one that transformers has"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0; wanted at least 1"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type is 'spiral'; wanted one that transformers has"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "no rotary tables can be made"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "make tables that are not finite"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": None}}, "rope|no possible"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1e18}}, "partial_rotary"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf; wanted a number above 0"),
+        ({"rope_theta": -5}, "rope_theta is -5; wanted a number above 0"),
+        ({"quantization_config": {"layout": "eagle31_hf", "load_in_8bit": True, "llm_int8_skip_modules": 3}}, "skip"),
+        ({"note": "x" * 40_000_000}, "wanted a JSON file of at most"),
+        ({"note": "\ud800"}, "half a surrogate pair"),
+    ],
+)
+def test_absurd_config_entries_are_named(tmp_path, config, message):
+    assert_refused(save(tmp_path, PLAIN | config, layout("midlayer")), message)
+
+
+def test_a_drafter_of_absurd_size_is_refused_before_it_is_built():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    with pytest.raises(ConfigurationError, match="wanted at most 256"):
+        Eagle31Drafter(Eagle31Config(**sizes, num_aux_hidden_states=2**63))
+    with pytest.raises(ConfigurationError, match="hidden_act is 'telepathy'"):
+        Eagle31Config(**sizes, hidden_act="telepathy")
+    with pytest.raises(ConfigurationError, match="rope_type is 'spiral'"):
+        Eagle31Config(**sizes, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"hidden_size": ' + "9" * 5000 + "}", "not valid JSON.*5000 digits"),
+        ('{"hidden_size": ' + "9" * 4000 + "}", "holds an integer of more than 64 bits"),
+        ('{"note": ' + '{"deep": ' * 900 + "0" + "}" * 900 + "}", "nested more than 32 deep"),
+        ('{"note": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested more than 32 deep|not valid JSON"),
+    ],
+)
+def test_json_that_no_code_could_use(tmp_path, text, message):
+    save(tmp_path, PLAIN, layout("midlayer"))
+    (tmp_path / "config.json").write_text(text)
+    assert_refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("folder", "is a folder"), ("link to itself", "cannot be read"), ("pipe", "is a device")]
+)
+def test_config_files_that_are_no_files(tmp_path, kind, message):
+    save(tmp_path, PLAIN, layout("midlayer"))
+    config = tmp_path / "config.json"
+    config.unlink()
+    if kind == "folder":
+        config.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(config)
+    else:
+        config.symlink_to(config)
+    assert_refused(tmp_path, message)
+
+
+def test_names_that_are_no_folders():
+    for name in ("x" * 5000, "a\0b", "~no-such-user-here/drafter"):
+        with pytest.raises(CheckpointNotFoundError, match="Hub id"):
+            read_checkpoint(name)
+
+
+# ---------------------------------------------------------------- the index
+
+
+@pytest.mark.parametrize(
+    "shard", [3, None, ["a.safetensors"], "s" * 5000 + ".safetensors", "a\0.safetensors", "..", "w.bin"]
+)
+def test_an_index_that_names_no_files(tmp_path, shard):
+    sharded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["d2t"] = shard
+    index.write_text(json.dumps(content))
+    assert_refused(tmp_path, "wanted names of safetensors files beside it")
+
+
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    os.mkfifo(tmp_path / "drafter.safetensors")
+    assert_refused(tmp_path, "no weights")
+
+
+# ---------------------------------------------------------------- tensors
+
+
+@pytest.mark.parametrize("name", ["t2d", "d2t"])
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_vocabulary_map_of_eight_bit_floats(tmp_path, name, reduced):
+    tensors = layout("midlayer", **({} if reduced else {"lm_head__weight": (20, 8)}))
+    if not reduced:
+        tensors |= {"d2t": torch.zeros(20, dtype=torch.int64), "t2d": torch.ones(20, dtype=torch.bool)}
+    tensors[name] = tensors[name].float().to(torch.float8_e4m3fn)
+    config = PLAIN | {"draft_vocab_size": 5 if reduced else 20}
+    assert_refused(
+        save(tmp_path, config, tensors), f"{name} is .* of dtype f8_e4m3|{name} is .* of dtype float8_e4m3fn"
+    )
+
+
+ODD_TENSORS = {
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "sparse": torch.eye(8).to_sparse(),
+    "meta": torch.empty(8, device="meta"),
+    "repeated": torch.ones(1).expand(8),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_pickled_tensors_that_are_not_plain(tmp_path, kind):
+    tensors = layout("midlayer") | {"norm.weight": ODD_TENSORS[kind]}
+    folder = save(tmp_path, PLAIN, tensors, "pytorch_model.bin")
+    assert_refused(folder, "norm.weight.*wanted plain tensors", Eagle31Error)
+
+
+def test_a_pickle_cannot_claim_more_than_it_holds(tmp_path):
+    """Without a look at the storage this loads 400 GB of one stored number."""
+    huge = torch.ones(1).expand(100_000, 1_000_000)
+    save(
+        tmp_path,
+        PLAIN | {"intermediate_size": 100_000},
+        layout("midlayer") | {"norm.weight": huge},
+        "pytorch_model.bin",
+    )
+    assert_refused(tmp_path, "repeats fewer stored values")
+
+
+def test_a_compressed_pickle_is_not_inflated(tmp_path):
+    save(tmp_path, PLAIN, layout("midlayer") | {"norm.weight": torch.zeros(1_000_000)}, "pytorch_model.bin")
+    file = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(file) as stored:
+        parts = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in parts.items():
+            packed.writestr(name, content)
+    assert file.stat().st_size < 100_000
+    assert_refused(tmp_path, "damaged")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_names_that_a_terminal_would_obey(tmp_path, file):
+    tensors = layout("midlayer") | {"verifier_norm.\x1b]0;owned\x07": torch.ones(1)}
+    assert_refused(save(tmp_path, PLAIN, tensors, file), r"names a tensor 'verifier_norm\.\\x1b")
+
+
+def test_a_tensor_name_of_a_megabyte_is_not_quoted_whole(tmp_path):
+    assert_refused(save(tmp_path, PLAIN, layout("midlayer") | {"x" * 1_000_000: torch.ones(1)}), "spare: x*…")
+
+
+# ---------------------------------------------------------------- anything at all
+
+NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 7, 8, 5, 20, 255, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 2**64, 10**300,
+                           0.0, -0.5, 0.5, 1e-320, 1e308, float("nan"), float("inf"), -float("inf")])  # fmt: skip
+TEXTS = st.sampled_from(["", "llama", "qwen3", "float32", "\x1b[2J", "\ud800", "../up", "x" * 3000, "0"])
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS, st.integers(-4, 40)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(["rope_type", "a", "factor"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+ROPES = st.fixed_dictionaries(
+    {"rope_type": st.one_of(st.sampled_from(ROPE_TYPES), VALUES)},
+    optional={
+        key: st.one_of(NUMBERS, VALUES)
+        for key in ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+                    "mscale_all_dim", "attention_factor", "short_factor", "long_factor", "low_freq_factor",
+                    "high_freq_factor", "partial_rotary_factor", "truncate")
+    },
+)  # fmt: skip
+IDS = "eagle_aux_hidden_state_layer_ids"
+LATENT = {"kv_lora_rank": 3, "q_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LATENT_SHAPES = {"q_a_proj": (4, 16), "q_a_layernorm": (4,), "q_b_proj": (12, 4), "kv_a_proj_with_mqa": (7, 16),
+                 "kv_a_layernorm": (3,), "kv_b_proj": (14, 3), "o_proj": (8, 10)}  # fmt: skip
+
+
+def latent_layout() -> dict[str, torch.Tensor]:
+    """The tiny drafter with latent attention."""
+    kept = {name: tensor for name, tensor in layout("midlayer").items() if "self_attn" not in name}
+    return kept | {f"midlayer.self_attn.{name}.weight": torch.ones(shape) for name, shape in LATENT_SHAPES.items()}
+
+
+BASES = {
+    "mla": (PLAIN | LATENT | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, latent_layout()),
+    "plain": (PLAIN, layout("midlayer")),
+    "specforge": (SPECFORGE | {"eagle_config": {IDS: [1, 5, 9]}}, layout("layers.0")),
+    "speculators": (speculators_config(norm_before_residual=False), layout("layers.0")),
+    "torchspec": (PLAIN | {"_torchspec_version": "1", IDS: [1, 5, 9]}, layout("midlayer")),
+    "nemo": (PLAIN | {"architectures": ["LlamaEagle3DraftModel"]}, layout("layers.0", "model.")),
+    "modelopt": (PLAIN | {"eagle_config": {"use_last_layernorm": True, IDS: [2, 5, 9]}}, layout("midlayer")),
+}
+KEYS = sorted({key for config, _ in BASES.values() for key in config} | {
+    "eagle_config", IDS, "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output", "norm_before_residual", "bias",
+    "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "target_hidden_size", "hidden_act",
+    "truncated_vocab_size", "head_dim", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id",
+    "quantization_config", "sliding_window", "dtype", "torch_dtype", "attention_dropout", "auto_map",
+    f"eagle_config.{IDS}", "transformer_layer_config.hidden_size", "transformer_layer_config.rope_parameters",
+    "transformer_layer_config.model_type", "transformer_layer_config.head_dim",
+    "transformer_layer_config.num_hidden_layers", "eagle_config.norm_before_fc",
+    "quantization_config.load_in_4bit", "quantization_config.bnb_4bit_quant_type",
+})  # fmt: skip
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
+          torch.uint8, torch.bool, torch.float8_e5m2, torch.complex64, torch.uint16]  # fmt: skip
+
+
+@st.composite
+def entries(draw):
+    """A dotted key of some config, and what a stranger might write there."""
+    key = draw(st.sampled_from(KEYS))
+    if key.endswith(("rope_parameters", "rope_scaling")):
+        return key, draw(ROPES)
+    if key == "hidden_act":
+        return key, draw(st.one_of(st.sampled_from(sorted(ACT2FN)), VALUES))
+    return key, draw(VALUES)
+
+
+@st.composite
+def tensor_changes(draw):
+    """One tensor of other values, dtype or shape, or none; whichever of them the file holds is meant by the number."""
+    shape = draw(st.lists(st.integers(0, 24), max_size=3))
+    values = draw(st.sampled_from([0.0, 1.0, 7.0, 1e30, float("nan")]))
+    return draw(st.integers(0, 40)), torch.full(shape, values, dtype=torch.float64).to(draw(st.sampled_from(DTYPES)))
+
+
+def put(config: dict, path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        if not isinstance(config.get(parent), dict):
+            config[parent] = {}
+        config = config[parent]
+    config[last] = value
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    base=st.sampled_from(sorted(BASES)),
+    changes=st.lists(entries(), min_size=1, max_size=3),
+    tensor=st.one_of(st.none(), tensor_changes()),
+    written=st.sampled_from(FORMATS),
+    file=st.sampled_from(["model.safetensors", "pytorch_model.bin"]),
+)
+def test_whatever_is_written_there_is_read_or_refused(tmp_path_factory, base, changes, tensor, written, file):
+    folder = tmp_path_factory.getbasetemp() / "stranger"
+    for stale in folder.glob("*"):
+        stale.unlink()
+    config, tensors = copy.deepcopy(BASES[base][0]), dict(BASES[base][1])
+    for path, value in changes:
+        put(config, path, value)
+    if tensor is not None:
+        tensors[sorted(tensors)[tensor[0] % len(tensors)]] = tensor[1]
+    save(folder, config, tensors, file)
+    with reads_or_refuses():
+        summary = inspect_checkpoint(folder)
+        json.dumps(summary.to_dict())
+        checkpoint = read_checkpoint(folder)
+        assert {name: tuple(t.shape) for name, t in checkpoint.tensors.items()} == expected_shapes(checkpoint.config)
+        drafter = Eagle31Drafter.from_checkpoint(checkpoint).float()
+        width = checkpoint.config.hidden_size
+        rotary = drafter.rotary(torch.tensor([[0, 1]]))
+        drafter.decode(torch.ones(1, 2, width), torch.ones(1, 2, width), rotary)
+        write_checkpoint(checkpoint, folder.parent / "rewritten", format=written)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.text(max_size=300), spare=st.text(max_size=40))
+def test_any_tensor_name_at_all(tmp_path_factory, name, spare):
+    folder = tmp_path_factory.getbasetemp() / "named"
+    tensors = layout("midlayer")
+    tensors[name.encode(errors="replace").decode()] = torch.ones(1)
+    tensors[spare.encode(errors="replace").decode()] = torch.ones(1)
+    try:
+        save(folder, PLAIN, tensors)
+    except Exception:  # safetensors itself will not write such a name
+        return
+    with pytest.raises(Eagle31Error) as caught:
+        read_checkpoint(folder)
+    assert len(str(caught.value)) < LONGEST_MESSAGE

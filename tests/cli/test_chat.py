@@ -1,0 +1,57 @@
+"""`eagle31 chat` fed with lines: answers, commands, mistakes; and what is shown of thoughts."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from eagle31_hf.cli import app
+from eagle31_hf.cli.chat import _AnswerView
+from eagle31_hf.serving.session import Piece
+
+QUESTION = "What is the weather going to be like in Portland this weekend?"
+
+
+def chat(*lines, arguments=()):
+    told = CliRunner().invoke(app, ["chat", *arguments], input="\n".join(lines) + "\n", env={"COLUMNS": "100"})
+    if told.exception is not None and not isinstance(told.exception, SystemExit):
+        raise told.exception
+    return told
+
+
+def test_a_conversation_with_commands(tmp_path):
+    path = tmp_path / "chat.json"
+    out = chat(
+        QUESTION, "/stats", "/undo", "/retry", "/wrong", "/temperature warm", "/temperature 0.7", "/system Be brief.",
+        QUESTION, f"/save {path}", "/load nowhere.json", "/plan", "/help", "/quit", "never read",
+    ).stdout  # fmt: skip
+    assert "degrees Fahrenheit" in " ".join(out.split())
+    for told in ("read 17 of 17", "acceptance length", "taken back: What is", "nothing has been said yet",
+                 "got /wrong", "got temperature 'warm'", "temperature 0.7", "Be brief.", "written to",
+                 "cannot read 'nowhere.json'", "--memory auto", "/thoughts"):  # fmt: skip
+        assert told in " ".join(out.split()), told
+    assert '"Be brief."' in path.read_text()
+    assert "never read" not in out
+
+
+def test_a_plan_is_shown_before_anything_is_loaded_and_kept_to():
+    out = chat(QUESTION, "/plan", arguments=["--memory", "auto", "--context", "256"]).stdout
+    assert out.count("256 (longest that fits") == 2
+    assert out.index("longest that fits") < out.index("lists commands")
+    assert "read 17 of 17" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_thoughts_are_folded_unless_they_are_asked_for(shows):
+    console = Console(file=StringIO(), width=80, record=True)
+    view = _AnswerView(console, colour=False, thoughts=shows)
+    for text, thought in (("Let me ", True), ("see.", True), ("\n\n", False), ("Yes, ", False), ("it is.", False)):
+        view.add(Piece(text, drafted=False, thought=thought))
+    view.end()
+    out = console.export_text()
+    assert ("Let me see." in out) == shows
+    assert ("thought 3 words" in out) != shows
+    assert out.rstrip().endswith("Yes, it is.")

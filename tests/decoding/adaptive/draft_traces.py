@@ -1,0 +1,159 @@
+"""Texts as drafters meet them: at each position, how many draft tokens would be right. And what a policy makes of one.
+
+A trace knows what every policy could have had, so a policy can be compared with the best fixed length in hindsight.
+Seconds are modelled ones: the same costs that the policy is given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from eagle31_hf.decoding.adaptive.controller import DraftController, Source
+from eagle31_hf.decoding.adaptive.costs import RoundCosts, RoundTable
+from eagle31_hf.decoding.adaptive.guard import GuardState
+from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule, LengthSchedule
+
+LONGEST = 12
+
+# Two AVX2 cores without bf16 arithmetic, SmolLM2-135M (seconds): in float32 width is nearly free from 2 on, in
+# bfloat16 it is dear. The third is a GPU that waits for its memory; the fourth a graph that always verifies 8.
+COSTS = {
+    "fp32": RoundCosts(((1, 0.075), (2, 0.121), (8, 0.126), (16, 0.159), (24, 0.177)), 0.006, 0.008, 0.002, 0.001),
+    "bf16": RoundCosts(((1, 0.050), (2, 0.073), (4, 0.114), (8, 0.199), (24, 0.570)), 0.005, 0.006, 0.002, 0.001),
+    "gpu": RoundCosts(((1, 0.025), (8, 0.026), (16, 0.027), (64, 0.035)), 0.0016, 0.002, 0.001, 0.0005),
+    "graph": RoundCosts(((1, 0.045), (8, 0.055), (16, 0.08)), 0.0032, 0.004, 0.001, 0.001, in_buckets=True),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`right[t]`: draft tokens that are right if a draft begins after token `t`; `phases`: where the text changes."""
+
+    right: tuple[int, ...]
+    phases: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.right)
+
+
+def bernoulli(rates: Callable[[int], float], length: int, seed: int, phases: Sequence[int] = ()) -> Trace:
+    """A drafter whose token at position `t` is right with chance `rates(t)` whatever the draft."""
+    dice = random.Random(seed)
+    return from_hits([dice.random() < rates(t) for t in range(length)], phases)
+
+
+def from_hits(hits: Sequence[bool], phases: Sequence[int] = ()) -> Trace:
+    """`hits[t]`: whether token `t` is drafted right."""
+    right, run = [], 0
+    for hit in reversed(hits):
+        right.append(run)
+        run = min(run + 1, 64) if hit else 0
+    return Trace(tuple(reversed(right)), tuple(phases))
+
+
+def synthetic(kind: str, length: int = 2000, seed: int = 0) -> Trace:
+    """A trace by its name."""
+    half = length // 2
+    if kind == "good":
+        return bernoulli(lambda t: 0.85, length, seed)
+    if kind == "middling":
+        return bernoulli(lambda t: 0.55, length, seed)
+    if kind == "bad":
+        return bernoulli(lambda t: 0.03, length, seed)
+    if kind == "never":
+        return from_hits([False] * length)
+    if kind == "always":
+        return from_hits([True] * length)
+    if kind == "drifting":
+        return bernoulli(lambda t: 0.9 - 0.85 * t / length, length, seed, [half])
+    if kind == "improving":
+        return bernoulli(lambda t: 0.05 + 0.85 * t / length, length, seed, [half])
+    if kind == "alternating":
+        every = 250
+        return bernoulli(lambda t: (0.9, 0.05)[t // every % 2], length, seed, range(every, length, every))
+    if kind == "flickering":  # faster than anything can follow
+        return from_hits([t // 6 % 2 == 0 for t in range(length)])
+    if kind == "collapsing":
+        return bernoulli(lambda t: 0.9 if t < half else 0.0, length, seed, [half])
+    raise ValueError(kind)
+
+
+KINDS = (
+    "good",
+    "middling",
+    "bad",
+    "never",
+    "always",
+    "drifting",
+    "improving",
+    "alternating",
+    "flickering",
+    "collapsing",
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A policy's way through a trace: `seconds`, and at which token each round began with which draft length."""
+
+    seconds: float
+    rounds: tuple[tuple[int, int], ...]
+    events: tuple[tuple[str, str], ...] = ()
+
+
+def write(
+    trace: Trace, costs: RoundCosts, make: Callable[[RoundTable], LengthSchedule] | None = None, **settings: Any
+) -> Written:
+    """Write the trace's text by a controller's decisions, with the schedule that `make` makes."""
+    events: list[tuple[str, str]] = []
+    table = costs.rounds(LONGEST)
+    controller = DraftController(
+        table,
+        (make or calibrated)(table),
+        on_event=lambda what, why: events.append((what, why)),
+        **settings,
+    )
+    at, seconds, rounds, unread = 0, 0.0, [], 0
+    while at < len(trace):
+        if controller.guard.state is GuardState.TRYING and unread and "reading_s" in settings:
+            seconds += settings["reading_s"]
+            recent = [trace.right[t] > 0 for t in range(at - unread, at)][-16:]
+            controller.record_reading(sum(recent), len(recent))
+            unread = 0
+        decision = controller.decide()
+        depth = decision.depth if decision.source is Source.DRAFTER else 0
+        accepted = min(trace.right[at], depth)
+        rounds.append((at, depth))
+        seconds += table.speculative_s[depth]
+        controller.record(decision, depth, [accepted])
+        at += accepted + 1
+        unread = 0 if depth else unread + 1
+    return Written(seconds, tuple(rounds), tuple(events))
+
+
+def calibrated(table: RoundTable) -> LengthSchedule:
+    return CalibratedSchedule(table, range(1, LONGEST + 1))
+
+
+def fixed_s(trace: Trace, costs: RoundCosts, depth: int, start: int = 0, end: int | None = None) -> float:
+    """Seconds of always drafting `depth` tokens between two positions."""
+    at, rounds, end = start, 0, len(trace) if end is None else end
+    while at < end:
+        at += min(trace.right[at], depth) + 1
+        rounds += 1
+    return rounds * costs.rounds(LONGEST).speculative_s[depth]
+
+
+def best_fixed_s(trace: Trace, costs: RoundCosts, start: int = 0, end: int | None = None) -> float:
+    """Of the best fixed length in hindsight, none included."""
+    return min(fixed_s(trace, costs, depth, start, end) for depth in range(LONGEST + 1))
+
+
+def oracle_s(trace: Trace, costs: RoundCosts) -> float:
+    """Of the best fixed length for each phase."""
+    bounds = [0, *trace.phases, len(trace)]
+    return sum(best_fixed_s(trace, costs, start, end) for start, end in pairwise(bounds))

@@ -1,0 +1,119 @@
+"""Drafts from the text itself, against a search over all of it; and when they are preferred to the drafter's."""
+
+from __future__ import annotations
+
+import pytest
+from draft_traces import COSTS, LONGEST
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle31_hf.decoding.adaptive.controller import Decision, DraftController, Source
+from eagle31_hf.decoding.adaptive.lookup_rates import LookupRates
+from eagle31_hf.decoding.adaptive.prompt_lookup import (
+    LONGEST_MATCH,
+    NOTHING,
+    PLACES_TRIED,
+    SHORTEST_MATCH,
+    Lookup,
+    TextIndex,
+)
+from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule
+
+TEXTS = st.lists(st.integers(0, 4), max_size=60)
+
+
+def searched(text: list[int], length: int) -> Lookup:
+    """The same by looking at every place, the latest of the last few places of the pair only."""
+    best, at = 0, -1
+    places = [end for end in range(len(text) - 1, SHORTEST_MATCH - 1, -1) if text[end - 2 : end] == text[-2:]]
+    for end in places[:PLACES_TRIED]:
+        match = 0
+        while match < min(LONGEST_MATCH, end) and text[end - 1 - match] == text[len(text) - 1 - match]:
+            match += 1
+        if match > best:
+            best, at = match, end
+    if at < 0 or len(text) < SHORTEST_MATCH:
+        return NOTHING
+    following = list(text)
+    while len(following) < at + length:
+        following.append(following[len(following) - len(text) + at])
+    return Lookup(best, tuple(following[at : at + length]))
+
+
+@given(TEXTS, st.integers(1, 12))
+def test_finds_what_a_search_finds(text: list[int], length: int) -> None:
+    assert TextIndex(text).lookup(length) == searched(text, length)
+
+
+@given(TEXTS, TEXTS, TEXTS)
+def test_a_text_that_was_taken_back_leaves_no_trace(text: list[int], wrong: list[int], right: list[int]) -> None:
+    index = TextIndex(text)
+    index.extend(wrong)
+    index.truncate(len(text))
+    index.extend(right)
+    assert len(index) == len(text + right)
+    assert index.lookup(5) == TextIndex(text + right).lookup(5)
+
+
+def test_a_repeated_run_goes_on() -> None:
+    assert TextIndex([9, 1, 2, 1, 2]).lookup(5) == Lookup(2, (1, 2, 1, 2, 1))
+    assert TextIndex([1, 2, 3]).lookup(5) == NOTHING
+    assert TextIndex([]).lookup(5) == TextIndex([1]).lookup(5) == NOTHING
+
+
+def controller(machine: str = "fp32") -> DraftController:
+    table = COSTS[machine].rounds(LONGEST)
+    return DraftController(table, CalibratedSchedule(table, range(1, LONGEST + 1)))
+
+
+LONG_MATCH = Lookup(LONGEST_MATCH, tuple(range(10)))
+
+
+def test_lookups_are_judged_without_being_drafted() -> None:
+    rates = LookupRates()
+    before = rates.reach(4, 3)
+    for _ in range(20):
+        rates.record(4, [1, 2, 3], [1, 2, 3])
+    better = rates.reach(4, 3)
+    assert all(a > b for a, b in zip(better, before, strict=True))
+    for _ in range(100):
+        rates.record(4, [1, 2, 3], [7])
+    assert rates.reach(4, 3)[0] < 0.2
+    assert rates.reach(2, 1)[0] == LookupRates().reach(2, 1)[0], "short matches were not tried"
+
+
+@pytest.mark.parametrize("machine", COSTS)
+def test_the_router_takes_what_writes_faster(machine: str) -> None:
+    route = controller(machine)
+    for _ in range(30):  # the drafter is right every other time, the text repeats itself
+        route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, LONG_MATCH.tokens)
+        route.record(Decision(Source.DRAFTER, 3), 3, [1])
+    assert route.decide(LONG_MATCH).source is Source.LOOKUP
+    assert route.decide(LONG_MATCH) == route.decide(LONG_MATCH), "asking changes nothing"
+    for _ in range(200):
+        route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, [99])
+    assert route.decide(LONG_MATCH).source is not Source.LOOKUP
+
+
+def test_a_rest_of_the_drafter_is_no_rest_of_the_text() -> None:
+    route = controller()
+    while not route.guard.rests:
+        route.record(route.decide(), route.decide().depth, [0])
+    assert route.decide() == Decision(Source.NOTHING)
+    for _ in range(30):
+        route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, LONG_MATCH.tokens)
+    assert route.decide(LONG_MATCH).source is Source.LOOKUP
+
+
+def test_a_perfect_drafter_is_not_left_for_a_short_match() -> None:
+    route = controller("gpu")
+    for _ in range(30):
+        depth = route.decide().depth
+        route.record(route.decide(), depth, [depth])
+    assert route.decide(Lookup(2, (5, 6, 7))).source is Source.DRAFTER
+
+
+def test_reach_falls_with_depth() -> None:
+    reach = LookupRates().reach(2, 10)
+    assert reach == sorted(reach, reverse=True)
+    assert reach[0] == pytest.approx(0.35)

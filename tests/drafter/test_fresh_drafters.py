@@ -1,0 +1,166 @@
+"""A fresh drafter for any family: sizes under every name, and what is asked of `from_pretrained` out of habit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from eagle31_hf import Eagle31Drafter, plan_memory
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.demo import target_path
+from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
+from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
+from eagle31_hf.memory.target_facts import read_target
+from eagle31_hf.training.settings import TrainingSettings
+from helpers import DEMO_DRAFTER, GROUPED, SIZES, left_padded, random_prompts, random_target, wishes
+
+GEMMA_4: dict[str, Any] = {
+    **GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 96,
+}  # fmt: skip
+GPT_2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}
+IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+FAMILIES = {
+    "gemma4_text": lambda: hf.Gemma4TextConfig(**GEMMA_4),
+    "gpt2": lambda: hf.GPT2Config(**GPT_2, **IDS),
+    "gptj": lambda: hf.GPTJConfig(**GPT_2, **IDS, rotary_dim=8),
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=96, hidden_size=64, ffn_dim=80, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=64,
+        max_position_embeddings=128, init_std=0.15, **IDS,
+    ),
+    "falcon": lambda: hf.FalconConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, initializer_range=0.15, **IDS
+    ),
+    "bloom": lambda: hf.BloomConfig(vocab_size=96, hidden_size=64, n_layer=4, n_head=4, initializer_range=0.15, **IDS),
+    "gpt_neo": lambda: hf.GPTNeoConfig(
+        vocab_size=96, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
+        max_position_embeddings=128, window_size=8, initializer_range=0.15, **IDS,
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4, "head_dim": 4}, moe_intermediate_size=32, n_routed_experts=4, n_group=1,
+        topk_group=1, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    ),
+}  # fmt: skip
+WIDTHS = {"gpt2": 256, "gptj": 256, "opt": 80, "falcon": 256, "bloom": 256, "gpt_neo": 256}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_fresh_drafter_for_any_family_changes_no_text(family):
+    target = random_target(FAMILIES[family]())
+    drafter = Eagle31Drafter.from_target(target, aux_layers=[1, 2, 4])
+    assert drafter.config.intermediate_size == WIDTHS.get(family, 96)
+    assert plan_memory(target.config, card="RTX 4090", context=64).target.num_parameters > 0
+    inputs = left_padded(random_prompts(1, longest=12))
+    wanted = target.generate(**inputs, max_new_tokens=24, do_sample=False)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=drafter), wanted)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@torch.no_grad()
+def test_drafts_stay_within_a_table_of_learned_positions(family):
+    target = random_target(FAMILIES[family]())
+    drafter = Eagle31Drafter.from_target(target, aux_layers=[1, 2, 4])
+    inputs = left_padded(random_prompts(1, longest=12))
+    longest = 128 - inputs["input_ids"].shape[1]
+    wanted = target.generate(**inputs, max_new_tokens=longest, do_sample=False)
+    for tree in ({}, {"draft_top_k": 2, "draft_tree_size": 12}):
+        with wishes(drafter, **tree):
+            assert torch.equal(
+                target.generate(**inputs, max_new_tokens=longest, do_sample=False, assistant_model=drafter), wanted
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_cache_bytes_are_planned_layer_by_layer(family):
+    """What Gemma 4's wide and narrow layers take is what a cache of it holds."""
+    target = random_target(FAMILIES[family]())
+    shape = read_target(target.config).shape
+    cache = SpeculativeCache.from_config(target.config, batch_size=1, capacity=40, block=4)
+    cache.place(4)
+    mask = cache.attention_mask(dtype=torch.float32)
+    ids, positions = torch.tensor([[3, 4, 5, 6]]), cache.position_ids()
+    try:
+        target(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    except ValueError:
+        pytest.skip("takes no such mask: never served by this cache")
+    held = sum(layer.num_bytes for layer in cache.layers)
+    assert shape.kv_elements(40, 4) * 4 == held
+
+
+def test_layers_of_unlike_width_are_told_apart():
+    narrow, wide = sizes_by_layer(FAMILIES["gemma4_text"]())[:2]
+    assert (narrow.key_dim, wide.key_dim) == (16, 32)
+    other = hf.Gemma4TextConfig(**GEMMA_4 | {"global_head_dim": 64})
+    assert read_target(other).fingerprint != read_target(FAMILIES["gemma4_text"]()).fingerprint
+
+
+def test_context_lengths_under_other_names():
+    assert trained_context(FAMILIES["gpt2"]()) == 128
+    assert trained_context(hf.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=96, max_seq_len=99)) == 99
+    assert trained_context(hf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96)) is None
+
+
+def test_training_is_set_up_for_a_target_of_unlike_layers():
+    from eagle31_hf.training.setup import resolve
+
+    told = TrainingSettings(target="x", prompts=("x.jsonl",), out=Path("x"))
+    for family in ("gemma4_text", "gpt2", "bloom"):
+        assert resolve(told, random_target(FAMILIES[family]())).max_length in (128, 512)
+
+
+def test_a_config_without_sizes_is_refused_and_overrides_are_the_callers(monkeypatch):
+    target = random_target(FAMILIES["gpt2"]())
+    with pytest.raises(ConfigurationError, match="hidden_act is 'none'"):
+        Eagle31Drafter.from_target(target, hidden_act="none")
+    monkeypatch.setattr(type(target.config), "attribute_map", {})
+    with pytest.raises(IncompatibleTargetError, match=r"does not tell the sizes of its layers.*pass config="):
+        Eagle31Drafter.from_target(target)
+
+
+# --- habits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("habit", "advice"),
+    [
+        ({"device_map": "cuda"}, "pass device='cuda:0'"),
+        ({"torch_dtype": torch.float16}, "pass it as dtype="),
+        ({"load_in_4bit": True}, "BitsAndBytesConfig"),
+        ({"trust_remote_code": True}, "no code of a checkpoint is ever run"),
+        ({"attn_implementation": "flash_attention_2"}, "SDPA"),
+        ({"dtype": "bfloat61"}, "wanted 'auto', 'bfloat16'"),
+        ({"dtype": "int8"}, "wanted 'auto', 'bfloat16'"),
+    ],
+)
+def test_habits_are_answered_with_what_to_do(habit, advice):
+    with pytest.raises(ConfigurationError, match=advice):
+        Eagle31Drafter.from_pretrained("no/such-drafter-is-asked-for", **habit)
+
+
+def test_an_argument_nobody_knows_is_a_type_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        Eagle31Drafter.from_pretrained(DEMO_DRAFTER, colour="green")
+
+
+def test_dtype_auto_is_the_checkpoints_own():
+    target = hf.AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32)
+    stored = json.loads((DEMO_DRAFTER / "config.json").read_text())["torch_dtype"]
+    assert str(Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target, dtype="auto").dtype) == f"torch.{stored}"
+    assert Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target).dtype == torch.float32
+    assert Eagle31Drafter.from_pretrained(DEMO_DRAFTER, dtype="torch.float16").dtype == torch.float16
+
+
+def test_a_compiled_target_is_refused_with_the_way_round():
+    target = random_target(FAMILIES["gpt2"]())
+    drafter = Eagle31Drafter.from_target(target)
+    with pytest.raises(IncompatibleTargetError, match=r"model\._orig_mod.*acceleration = 'compile'"):
+        drafter.attach(torch.compile(target))
+    assert drafter.attach(torch.compile(target)._orig_mod).binding.model is target

@@ -1,0 +1,269 @@
+"""Drafters with latent attention (MLA): the published layout, the formulas by hand, and a DeepSeek-V3-shaped target."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter, plan_memory
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.checkpoints import Checkpoint, expected_shapes, inspect_checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.errors import CheckpointFormatError, ConfigurationError
+from eagle31_hf.memory.drafter_facts import drafter_facts
+from eagle31_hf.memory.quantization_schemes import SCHEMES
+from helpers import SIZES, left_padded, random_drafter, random_prompts, random_target, wishes
+
+# As published for Kimi K2.6 (lightseek), every size cut down; names and fields are theirs.
+KIMI: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 96,
+    "draft_vocab_size": 96,
+    "rope_theta": 50000.0,
+    "rope_scaling": {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 16, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "max_position_embeddings": 1024,
+    "fc_norm": True,
+    "norm_output": True,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57], "use_aux_hidden_state": True,
+                     "use_last_layernorm": True},
+}  # fmt: skip
+ATTENTION = {
+    "q_a_proj": (12, 64), "q_a_layernorm": (12,), "q_b_proj": (40, 12), "kv_a_proj_with_mqa": (14, 64),
+    "kv_a_layernorm": (10,), "kv_b_proj": (44, 10), "o_proj": (32, 20),
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+DEEPSEEK = hf.DeepseekV3Config(
+    **{**SIZES, "num_key_value_heads": 4, "head_dim": 4}, **LATENT, moe_intermediate_size=32, n_routed_experts=4,
+    n_group=1, topk_group=1, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+)  # fmt: skip
+
+
+def kimi_tensors(prefix: str = "midlayer", without: tuple[str, ...] = (), **more: tuple[int, ...]) -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (96, 32)}
+    shapes |= {f"fc_norm.{slot}.weight": (32,) for slot in range(3)}
+    layer = {f"self_attn.{name}": shape for name, shape in {**ATTENTION, **more}.items()}
+    layer |= dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (32,))
+    layer |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+    shapes |= {f"{prefix}.{name}.weight": shape for name, shape in layer.items()}
+    dice = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=dice) * (0.2 if len(shape) > 1 else 1.0)
+        for name, shape in shapes.items()
+        if not any(part in name for part in without)
+    }
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+# --- the published layout ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
+def test_the_published_layout_is_read(tmp_path, prefix):
+    folder = save(tmp_path, KIMI, kimi_tensors(prefix))
+    checkpoint, summary = read_checkpoint(folder), inspect_checkpoint(folder)
+    assert (checkpoint.format, checkpoint.config.aux_layers) == ("mla", [2, 30, 58])
+    assert checkpoint.config.is_latent
+    assert checkpoint.config.is_eagle31
+    assert checkpoint.config.head_dim == 4
+    assert {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()} == expected_shapes(
+        checkpoint.config
+    )
+    vllm, sglang = summary.engines
+    # vLLM takes the ids as they are; SGLang shifts a list that begins with 1.
+    assert not vllm.reads
+    assert any("layer ids [1, 29, 57]" in reason for reason in vllm.reasons)
+    assert sglang.reads, sglang.reasons
+
+
+def test_written_and_read_again_it_is_the_same(tmp_path):
+    once = read_checkpoint(save(tmp_path / "a", KIMI, kimi_tensors("layers.0")))
+    write_checkpoint(once, tmp_path / "b", format="mla")
+    twice = read_checkpoint(tmp_path / "b")
+    assert twice.config.to_dict() == once.config.to_dict()
+    assert twice.tensors.keys() == once.tensors.keys()
+    assert all(torch.equal(twice.tensors[name], tensor) for name, tensor in once.tensors.items())
+    stored = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert stored["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    assert stored["model_type"] == "deepseek_v3"
+    assert "midlayer.self_attn.kv_a_proj_with_mqa.weight" in load_file(tmp_path / "b" / "model.safetensors")
+
+
+@pytest.mark.parametrize("format", ["plain", "speculators", "specforge", "torchspec", "nemo", "modelopt"])
+def test_other_layouts_have_no_words_for_it_nor_this_one_for_theirs(tmp_path, format):
+    latent = read_checkpoint(save(tmp_path, KIMI, kimi_tensors()))
+    with pytest.raises(ConfigurationError, match=r"latent attention.*write it as mla"):
+        write_checkpoint(latent, tmp_path / "no", format=format)
+    grouped = Eagle31Config(hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=8, own_embedding=True)
+    tensors = {name: torch.ones(shape) for name, shape in expected_shapes(grouped).items()}
+    with pytest.raises(ConfigurationError, match="the mla format cannot express attention with keys and values"):
+        write_checkpoint(Checkpoint(grouped, tensors), tmp_path / "no", format="mla")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"kv_lora_rank": None}, {}, r"lacks \['kv_lora_rank'\]"),
+        ({"v_head_dim": 0}, {}, "no possible drafter.*v_head_dim"),
+        ({"kv_lora_rank": 11}, {}, r"kv_b_proj\.weight is \[44, 10\], wanted \[44, 11\]"),
+        ({"q_lora_rank": None}, {}, r"missing: layers\.0\.self_attn\.q_proj\.weight"),
+        ({"attention_bias": True}, {}, "attention_bias"),
+        ({}, {"without": ("kv_a_layernorm",)}, r"missing: layers\.0\.self_attn\.kv_a_layernorm"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_named(tmp_path, config, tensors, message):
+    with pytest.raises(CheckpointFormatError, match=message):
+        read_checkpoint(save(tmp_path, KIMI | config, kimi_tensors(**tensors)))
+
+
+# --- the formulas, by hand --------------------------------------------------------------------------------------------
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def frequencies() -> Tensor:
+    """YaRN's, by its paper (arXiv 2309.00071): low ones stretched by the factor, high ones kept, a ramp between."""
+    half, theta, factor, trained = 2, 50000.0, 64.0, 16
+    plain = theta ** (-torch.arange(half) / half)
+
+    def turns_at(turns: float) -> float:
+        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = max(math.floor(turns_at(32)), 0), min(math.ceil(turns_at(1)), 2 * half - 1)
+    ramp = ((torch.arange(half) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain / factor * ramp + plain * (1 - ramp)
+
+
+def turn(x: Tensor, positions: Tensor) -> Tensor:
+    """Pairs (0, 1), (2, 3) of `(…, T, 4)` as complex numbers, turned by position times frequency."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    angles = positions[:, None] * frequencies()
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def reference_pass(w: dict[str, Tensor], embeddings: Tensor, aux: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and feedback `(T, …)` of one sequence: keys and values made for every head, nothing absorbed or cached."""
+    count, positions = len(embeddings), torch.arange(len(embeddings))
+    slots = [rms(slot, w[f"fc_norm.{i}.weight"]) for i, slot in enumerate(aux.split(32, -1))]
+    g = torch.cat(slots, -1) @ w["fc.weight"].T
+    p = {name.removeprefix("midlayer."): tensor for name, tensor in w.items() if name.startswith("midlayer.")}
+    read = torch.cat((rms(embeddings, p["input_layernorm.weight"]), rms(g, p["hidden_norm.weight"])), -1)
+    a = {name.removeprefix("self_attn.").removesuffix(".weight"): t for name, t in p.items() if "self_attn" in name}
+    query = (rms(read @ a["q_a_proj"].T, a["q_a_layernorm"]) @ a["q_b_proj"].T).view(count, 4, 10).transpose(0, 1)
+    latent, rotated = (read @ a["kv_a_proj_with_mqa"].T).split((10, 4), -1)
+    made = (rms(latent, a["kv_a_layernorm"]) @ a["kv_b_proj"].T).view(count, 4, 11).transpose(0, 1)
+    key = torch.cat((made[..., :6], turn(rotated, positions).expand(4, -1, -1)), -1)
+    query = torch.cat((query[..., :6], turn(query[..., 6:], positions)), -1)
+    scale = (0.1 * math.log(64.0) + 1) ** 2 / math.sqrt(10)
+    scores = (query @ key.transpose(1, 2)) * scale
+    scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -math.inf)
+    attended = (scores.softmax(-1) @ made[..., 6:]).transpose(0, 1).reshape(count, 20)
+    hidden = g + attended @ a["o_proj"].T
+    inner = rms(hidden, p["post_attention_layernorm.weight"])
+    gated = torch.nn.functional.silu(inner @ p["mlp.gate_proj.weight"].T) * (inner @ p["mlp.up_proj.weight"].T)
+    y = rms(hidden + gated @ p["mlp.down_proj.weight"].T, w["norm.weight"])
+    return y @ w["lm_head.weight"].T, y
+
+
+@torch.no_grad()
+def test_the_layer_is_the_published_formula(tmp_path):
+    tensors = {name: tensor.double() for name, tensor in kimi_tensors().items()}
+    drafter = Eagle31Drafter.from_pretrained(save(tmp_path, KIMI, tensors)).double()
+    dice = torch.Generator().manual_seed(1)
+    embeddings, aux = (torch.randn(9, width, generator=dice).double() for width in (32, 96))
+    logits, feedback = reference_pass(tensors, embeddings, aux)
+    rotary = drafter.rotary(torch.arange(9)[None])
+    whole = drafter.decode(embeddings[None], drafter.fuse_aux(aux[None]), rotary)
+    torch.testing.assert_close(drafter.draft_logits(whole.normed)[0], logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whole.feedback[0], feedback, rtol=1e-6, atol=1e-6)
+    # And in pieces, through a cache that holds one latent and one rotated key a token.
+    cache = SpeculativeCache([None], batch_size=1, capacity=9, block=4)
+    parts = []
+    for start, stop in ((0, 4), (4, 8), (8, 9)):
+        cache.place(stop - start)
+        mask = cache.attention_mask(dtype=torch.float64)
+        piece = tuple(table[:, start:stop] for table in rotary)
+        parts.append(
+            drafter.decode(
+                embeddings[None, start:stop], drafter.fuse_aux(aux[None, start:stop]), piece, mask, cache
+            ).normed
+        )
+        cache.commit(stop - start)
+    torch.testing.assert_close(torch.cat(parts, 1), whole.normed)
+    assert cache.layers[0].keys.shape[1:] == (1, 9, 14)
+
+
+# --- at work ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Eagle31Drafter]:
+    target = random_target(DEEPSEEK)
+    return target, random_drafter(target, aux_layers=[1, 2, 4], **LATENT)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": {}, "fixed chain": {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"},
+    "tree": {"draft_top_k": 3, "draft_tree_size": 12}, "stock loop": {"speculation_loop": "stock"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_greedy_text_is_the_targets(pair, way):
+    target, drafter = pair
+    for inputs in [left_padded(random_prompts(3))] if way != "stock loop" else [left_padded(random_prompts(1))]:
+        wanted = target.generate(**inputs, max_new_tokens=24, do_sample=False)
+        with wishes(drafter, **WAYS[way]):
+            got = target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=drafter)
+        assert torch.equal(got, wanted)
+        assert drafter.stats.loop == ("stock" if way == "stock loop" else "own"), drafter.stats.reason
+
+
+def test_saved_it_serves_again_and_without_query_latent_too(pair, tmp_path):
+    target, _ = pair
+    for fields in (LATENT, LATENT | {"q_lora_rank": None}):
+        drafter = random_drafter(target, aux_layers=[2, 3, 4], **fields)
+        drafter.save_pretrained(tmp_path / "saved")
+        again = Eagle31Drafter.from_pretrained(tmp_path / "saved", target=target)
+        if fields is LATENT:
+            assert [engine.reads for engine in inspect_checkpoint(tmp_path / "saved").engines] == [True, True]
+        tensors = drafter.canonical_tensors()
+        assert all(torch.equal(again.canonical_tensors()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_plan_counts_what_is_loaded(pair):
+    target, drafter = pair
+    facts = drafter_facts(drafter.config, 4)
+    counted = facts.weight_bytes(SCHEMES["fp32"]) + facts.head_bytes(SCHEMES["fp32"]) - facts.fixed_bytes
+    assert counted == sum(parameter.nbytes for parameter in drafter.parameters())
+    assert plan_memory(target.config, card="RTX 4090", drafter=drafter, context=64)

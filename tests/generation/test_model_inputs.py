@@ -1,0 +1,190 @@
+"""Whatever a call hands to the model beside tokens arrives there: with the drafter the text is plain's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from eagle31_hf.errors import IncompatibleTargetError
+from helpers import CONFIGS, GROUPED, left_padded, random_drafter, random_prompts, random_target, seeded
+
+CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
+TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
+STATIC: dict[str, Any] = {**TREE, "draft_tree": "static"}
+IMAGE, NEW = 90, 10
+
+
+def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
+    return model.generate(**inputs, do_sample=False, max_new_tokens=NEW, pad_token_id=0, **kwargs)
+
+
+def llava() -> Any:
+    vision = hf.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = hf.LlavaConfig(
+        vision_config=vision, text_config=hf.LlamaConfig(**GROUPED), image_token_index=IMAGE, vision_feature_layer=-1
+    )
+    with seeded(0):
+        return hf.LlavaForConditionalGeneration(config).float().eval()
+
+
+def llava_inputs(picture: int, rows: int = 1) -> dict[str, Tensor]:
+    ids = torch.tensor([[1, *[IMAGE] * 4, 17, 23, 8]]).expand(rows, -1)
+    with seeded(picture):
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": 3 * torch.randn(rows, 3, 16, 16),
+        }
+
+
+def qwen_vl() -> Any:
+    text = {**{k: v for k, v in GROUPED.items() if k != "head_dim"}, "vocab_size": 96}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3], "rope_type": "default"}
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 32,
+        "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    config = hf.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=88, vision_end_token_id=89
+    )
+    with seeded(0):
+        return hf.Qwen2_5_VLForConditionalGeneration(config).float().eval()
+
+
+def qwen_vl_inputs(picture: int) -> dict[str, Tensor]:
+    ids = torch.tensor([[5, 88, *[IMAGE] * 4, 89, 17, 23, 8]])
+    with seeded(picture):
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": (ids == IMAGE).long(),
+            "pixel_values": 3 * torch.randn(16, 3 * 8 * 8),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        }
+
+
+@pytest.mark.parametrize("wish", [CHAIN, TREE, STATIC], ids=["chain", "tree", "static"])
+@pytest.mark.parametrize(("make", "inputs"), [(llava, llava_inputs), (qwen_vl, qwen_vl_inputs)], ids=["llava", "qwen"])
+def test_a_picture_changes_the_text_as_it_does_without_a_drafter(make: Any, inputs: Any, wish: dict[str, Any]) -> None:
+    model = make()
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    for name, value in wish.items():
+        setattr(drafter.generation_config, name, value)
+    texts = []
+    for picture in (1, 2):
+        plain = greedy(model, inputs(picture))
+        assert torch.equal(greedy(model, inputs(picture), assistant_model=drafter), plain)
+        assert drafter.stats.loop != "own"
+        assert "the model is given" in drafter.stats.reason
+        texts.append(plain)
+    assert not torch.equal(*texts), "or nothing is tested"
+
+
+def test_pictures_in_a_batch() -> None:
+    model = llava()
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    inputs = llava_inputs(1, rows=3)
+    assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
+    assert drafter.stats.loop == "plain"
+
+
+def test_a_picture_model_asked_without_pictures_is_drafted_for() -> None:
+    model = llava()
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    inputs = left_padded(random_prompts(1, vocabulary=80))
+    assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
+    assert drafter.stats.loop == "own", drafter.stats.reason
+
+
+@pytest.mark.parametrize("given", ["zeros", "reversed", "repeated", "shifted"])
+def test_positions_of_ones_own_are_plains(given: str) -> None:
+    model = random_target(CONFIGS["llama"]())
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    inputs = left_padded(random_prompts(1, seed=3))
+    length = inputs["input_ids"].shape[1]
+    straight = torch.arange(length)[None]
+    repeated = straight.clone()
+    repeated[0, length // 2 :] -= 1
+    positions = {
+        "zeros": torch.zeros_like(straight),
+        "reversed": straight.flip(1),
+        "repeated": repeated,
+        "shifted": straight + 7,
+    }[given]
+    own = greedy(model, {**inputs, "position_ids": positions})
+    assert torch.equal(greedy(model, {**inputs, "position_ids": positions}, assistant_model=drafter), own)
+    assert drafter.stats.loop == "plain"
+    assert "position_ids" in drafter.stats.reason
+    assert torch.equal(
+        greedy(model, {**inputs, "position_ids": straight}, assistant_model=drafter), greedy(model, inputs)
+    )
+    assert drafter.stats.loop == "own", drafter.stats.reason
+
+
+def test_an_invented_keyword_gets_plains_answer() -> None:
+    model = random_target(CONFIGS["llama"]())
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    inputs = {**left_padded(random_prompts(1)), "pixel_value": torch.zeros(1)}
+    with pytest.raises(ValueError, match="pixel_value") as plain:
+        greedy(model, inputs)
+    with pytest.raises(ValueError, match="pixel_value") as ours:
+        greedy(model, inputs, assistant_model=drafter)
+    assert str(ours.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt", "lora", "lora by row"])
+def test_adapters_write_what_they_write_alone(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = random_target(CONFIGS["llama"](), seed=5)
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    config = {
+        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    }.get(kind, lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))()
+    with seeded(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tuned = peft.get_peft_model(model, config).eval()
+        if kind in ("prefix", "prompt"):
+            with torch.no_grad():
+                for parameter in tuned.prompt_encoder.parameters():
+                    parameter.mul_(20)
+        inputs: dict[str, Any] = left_padded(random_prompts(2 if kind == "lora by row" else 1, seed=4))
+        if kind == "lora by row":
+            inputs["adapter_names"] = ["default", "__base__"]
+        untuned = greedy(model, {k: v for k, v in left_padded(random_prompts(1, seed=4)).items()})
+        plain = greedy(tuned, inputs)
+        ours = greedy(tuned, inputs, assistant_model=drafter)
+    assert torch.equal(ours, plain)
+    if kind != "lora by row":
+        assert kind == "lora" or not torch.equal(plain, untuned), "or nothing is tested"
+    assert drafter.stats.loop == ("own" if kind == "lora" else "plain")
+
+
+@pytest.mark.parametrize(("before", "after"), [("float32", "float64"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("wish", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_target_of_another_precision_than_when_attached(before: str, after: str, wish: dict[str, Any]) -> None:
+    model = random_target(CONFIGS["llama"](), seed=6).to(getattr(torch, before))
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    for name, value in wish.items():
+        setattr(drafter.generation_config, name, value)
+    model.to(getattr(torch, after))
+    inputs = left_padded(random_prompts(3, seed=2))
+    assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
+    assert drafter.stats.loop == "own", drafter.stats.reason
+
+
+@pytest.mark.parametrize("size", [120, 60])
+def test_a_vocabulary_resized_after_attaching_is_named(size: int) -> None:
+    model = random_target(CONFIGS["llama"](), seed=7)
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    model.resize_token_embeddings(size, mean_resizing=False)
+    with pytest.raises(IncompatibleTargetError, match="attach"):
+        greedy(model, left_padded(random_prompts(1, vocabulary=50)), assistant_model=drafter)

@@ -1,0 +1,74 @@
+"""A server on loopback around the embedded pair in float32, and the `openai` client to ask it with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import openai
+import torch
+import uvicorn
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.serving.app import ServerSettings, make_app
+from eagle31_hf.serving.engine import Engine, EngineSettings
+from eagle31_hf.serving.prompts import encode_chat
+
+MODEL = "demo"
+SIZES = EngineSettings(max_rows=4, context=512, max_waiting=32, prefill_chunk=32)
+
+TOOL_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|system|>Tools: {{ tools | tojson }} Answer <tool_call>{...}</tool_call>.<|end|>"
+    "{% endif %}{% for message in messages %}<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|>"
+    "{{ message['content'] | trim }}{% for call in message['tool_calls'] or [] %}<tool_call>"
+    "{{ call['function'] | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Pair(NamedTuple):
+    target: Any
+    drafter: Eagle31Drafter
+    tokenizer: Any
+
+    def text(self, prompt: list[int], **wishes: Any) -> str:
+        """What `generate` of the target alone writes after token ids, greedily."""
+        ids = torch.tensor([prompt])
+        wishes = {"max_new_tokens": 512 - len(prompt), **wishes}
+        out = self.target.generate(ids, do_sample=False, tokenizer=self.tokenizer, **wishes)[0, len(prompt) :]
+        return self.tokenizer.decode(out, skip_special_tokens=True)
+
+    def answer(self, content: str, **wishes: Any) -> str:
+        """The same to a user's message."""
+        return self.text(encode_chat(self.tokenizer, [{"role": "user", "content": content}]), **wishes)
+
+
+class Served(NamedTuple):
+    engine: Engine
+    url: str
+
+    def client(self, key: str = "none", **more: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **more)
+
+
+@contextmanager
+def serving(pair: Pair, sizes: EngineSettings = SIZES, **settings: Any) -> Iterator[Served]:
+    """A server of its own, stopped at the end."""
+    engine = Engine(pair.drafter, pair.tokenizer, sizes)
+    app = make_app(engine, ServerSettings(MODEL, **settings))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Served(engine, f"http://127.0.0.1:{port}")
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        assert not thread.is_alive()

@@ -1,0 +1,199 @@
+"""A plan that is obeyed: made for where the target sits, checked before weights are read, set on the drafter."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter, MemoryPlan, plan_memory
+from eagle31_hf.decoding.prefill import ChunkedPrefill
+from eagle31_hf.drafter import drafter
+from eagle31_hf.errors import MemoryPlanError
+from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.memory import apply_plan
+from eagle31_hf.memory.apply_plan import obey, plan_to_obey, require_room, run_ledger, short_ledger, why_not_as_planned
+from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
+from eagle31_hf.memory.ledger import MemorySettings
+from helpers import DEMO_DRAFTER, drafter_of, target_of
+
+IDS = torch.randint(3, 400, (1, 70), generator=torch.Generator().manual_seed(0))
+ROOMY = Card("main memory", "cpu", 64 * GIB, 64 * GIB, measured=True)
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """This machine, with memory enough whatever else runs on it."""
+    monkeypatch.setattr(apply_plan, "measure_card", lambda _device=None: ROOMY)
+    return ROOMY
+
+
+def load(**arguments: Any) -> Eagle31Drafter:
+    return Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target_of("demo-target"), **arguments)
+
+
+def planned(**wishes: Any) -> MemoryPlan:
+    return plan_memory(target_of("demo-target"), drafter=DEMO_DRAFTER, card=ROOMY, **wishes)
+
+
+def test_auto_plans_for_where_the_target_sits(roomy: Card) -> None:
+    eagle = load(memory="auto")
+    plan = eagle.memory_plan
+    assert plan is not None
+    assert plan.card is roomy
+    assert plan.fits
+    assert plan.settings.context == target_of("demo-target").config.max_position_embeddings
+    wishes = eagle.generation_config
+    wishes.check()
+    assert (wishes.num_assistant_tokens, wishes.draft_top_k, wishes.draft_tree_size) == (6, 1, None)
+    assert (wishes.prefill_chunk_size, wishes.cache_type) == (plan.settings.prefill_chunk, "full")
+
+
+def test_the_context_is_what_the_target_is_configured_to_write(roomy: Card) -> None:
+    target = target_of("demo-target")
+    with mock.patch.object(target.generation_config, "max_length", 333):
+        assert plan_to_obey("auto", target, DEMO_DRAFTER).settings.context == 333
+
+
+def test_a_plan_is_kept_by_the_loop(roomy: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(prefill_chunk=32, draft_tokens=2, tree_size=8, context=128)
+    eagle, widths, forward = load(memory=plan), [], ChunkedPrefill._forward
+    assert eagle.memory_plan == plan
+
+    def measured(self: ChunkedPrefill, columns: Tensor, keep: list[int]) -> Any:
+        widths.append(columns.shape[1])
+        return forward(self, columns, keep)
+
+    monkeypatch.setattr(ChunkedPrefill, "_forward", measured)
+    target = target_of("demo-target")
+    text = target.generate(IDS, assistant_model=eagle, max_new_tokens=12, do_sample=False)
+    assert widths == [32, 32, 6]
+    assert torch.equal(text, target.generate(IDS, max_new_tokens=12, do_sample=False))
+    assert eagle.stats is not None
+    assert len(eagle.stats.drafted_at) <= 2
+    assert not eagle.stats.fallbacks
+    target.generate(IDS, assistant_model=eagle, max_new_tokens=2, do_sample=False, prefill_chunk_size=50)
+    assert widths[3:] == [50, 20], "the call's own wish comes first"
+
+
+def test_a_larger_request_is_served_and_noted_once(roomy: Card, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "eagle31_hf")
+    eagle, target = load(memory=planned(context=71)), target_of("demo-target")
+    for _ in range(2):
+        target.generate(IDS, assistant_model=eagle, max_new_tokens=3, do_sample=False)
+        assert eagle.stats is not None
+        assert "memory plan is for 1 of 71" in eagle.stats.fallbacks[0]
+    assert sum("memory plan" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(("rows", "length", "is_larger"), [(2, 64, False), (3, 64, True), (2, 65, True), (1, 1, False)])
+def test_what_is_larger_than_planned(rows: int, length: int, is_larger: bool) -> None:
+    assert bool(why_not_as_planned(planned(context=64, batch=2), rows=rows, length=length)) is is_larger
+
+
+def test_obeying_sets_every_wish_a_plan_decides(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "eagle31_hf")
+    wishes = Eagle31GenerationConfig()
+    obey(planned(draft_tokens=3, tree_size=12, prefill_chunk=256, cache_type="int8", context=128), wishes)
+    wishes.check()
+    assert (wishes.num_assistant_tokens, wishes.draft_top_k, wishes.draft_tree_size) == (3, 2, 12)
+    assert (wishes.prefill_chunk_size, wishes.cache_type) == (256, "int8")
+    assert "may change the text" in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_the_drafter_is_packed_as_planned(roomy: Card, precision: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    eagle = load(memory=planned(drafter_precision=precision))
+    assert eagle.packing is not None
+    assert eagle.packing.method == precision
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refuse(match: str, **arguments: Any) -> None:
+    """Refused, and before the drafter's weights are read."""
+    with mock.patch.object(drafter, "read_checkpoint") as read, pytest.raises(MemoryPlanError, match=match):
+        Eagle31Drafter.from_pretrained(DEMO_DRAFTER, **arguments)
+    read.assert_not_called()
+
+
+def test_a_plan_for_another_target_is_refused(roomy: Card) -> None:
+    refuse("made for", target=target_of("llama"), memory=planned())
+
+
+def test_a_plan_for_another_card_is_refused(roomy: Card) -> None:
+    plan = plan_memory(target_of("demo-target"), drafter=DEMO_DRAFTER, card="RTX 4090")
+    refuse("made for RTX 4090", target=target_of("demo-target"), memory=plan)
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_too_little_free_memory_is_said_with_the_ledger(monkeypatch: pytest.MonkeyPatch, is_auto: bool) -> None:
+    full = replace(ROOMY, usable_bytes=ROOMY.default_margin_bytes + 30 * MIB)  # the target alone takes 44
+    monkeypatch.setattr(apply_plan, "measure_card", lambda _device=None: full)
+    refuse(
+        r"free for it now. Planned at the peak \(.*\): .*target weights.*MiB",
+        target=target_of("demo-target"),
+        memory="auto" if is_auto else planned(),
+    )
+
+
+def test_a_plan_without_a_drafter_is_refused(roomy: Card) -> None:
+    refuse("no room for a drafter", target=target_of("demo-target"), memory=planned(draft_tokens=0))
+
+
+@pytest.mark.parametrize(("memory", "match"), [("yes", "wanted 'auto'"), (8, "wanted 'auto'")])
+def test_nonsense_is_refused(memory: Any, match: str) -> None:
+    refuse(match, target=target_of("demo-target"), memory=memory)
+
+
+def test_a_plan_needs_a_target() -> None:
+    refuse("pass target=", memory="auto")
+
+
+def test_a_target_on_several_devices_is_refused() -> None:
+    places = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cuda:1", "meta")]
+    target: Any = SimpleNamespace(parameters=lambda: iter(places))
+    with pytest.raises(MemoryPlanError, match="cuda:0, cuda:1"):
+        plan_to_obey("auto", target, DEMO_DRAFTER)
+
+
+def test_the_runtime_of_a_measured_card_is_not_counted_twice() -> None:
+    plan = planned()
+    table = replace(ROOMY, context_bytes=GIB, measured=False)
+    on_table = replace(plan, card=table)
+    exactly = replace(ROOMY, usable_bytes=plan.peak_bytes + plan.margin_bytes)
+    assert on_table.peak_bytes == plan.peak_bytes + GIB
+    require_room(on_table, exactly)
+    with pytest.raises(MemoryPlanError):
+        require_room(on_table, replace(exactly, usable_bytes=exactly.usable_bytes - 1))
+
+
+# --- ledger in words --------------------------------------------------------------------------------------------------
+
+
+def test_a_short_ledger_adds_up() -> None:
+    plan = planned()
+    said = short_ledger(plan)
+    largest = plan.largest_term
+    assert said.startswith(f"Planned at the peak ({plan.peak_moment}): {largest.name} ")
+
+
+def test_a_running_generation_has_a_ledger() -> None:
+    said = run_ledger(drafter_of("llama"), MemorySettings(context=64, draft_tokens=3, prefill_chunk=16))
+    assert "target weights" in said
+    assert "drafter" in run_ledger(drafter_of("llama"), MemorySettings(context=64, draft_tokens=3, prefill_chunk=16))
+
+
+def test_this_machine_is_measured_where_the_device_is() -> None:
+    card = measure_card(torch.device("cpu"))
+    assert card.kind == "cpu"
+    assert card.measured
+    assert 64 * MIB < card.usable_bytes <= card.total_bytes * 2

@@ -1,0 +1,240 @@
+"""Bytes of weights: closed forms against real storages, against shapes, and against published totals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
+
+from eagle31_hf.configuration_eagle31 import Eagle31Config
+from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
+from eagle31_hf.errors import MemoryPlanError
+from eagle31_hf.memory.drafter_facts import drafter_facts
+from eagle31_hf.memory.known_targets import known_targets
+from eagle31_hf.memory.quantization_schemes import SCHEMES, Quantization, scheme
+from eagle31_hf.memory.weight_bytes import count_weights, storage_bytes, weight_inventory
+
+pytestmark = pytest.mark.contract
+
+
+TARGETS = known_targets()
+
+
+def closed_form_parameters(config: PreTrainedConfig) -> int:
+    """Parameters from the configuration alone, for the families above."""
+    width, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    kind = config.model_type
+    q_rows, kv_rows = heads * head_dim, kv_heads * head_dim
+    attention = width * (2 * q_rows + 2 * kv_rows)
+    attention += q_rows + 2 * kv_rows if kind in ("qwen2", "gpt_oss") else 0
+    attention += width + heads if kind == "gpt_oss" else 0  # o_proj bias, sinks
+    attention += 2 * head_dim if kind in ("qwen3", "gemma3_text") else 0
+    experts = getattr(config, "num_local_experts", 0)
+    mlp = 3 * width * inner * max(experts, 1) + experts * width
+    mlp += experts * (2 * inner + width + 1) if kind == "gpt_oss" else 0
+    norms = (4 if kind == "gemma3_text" else 2) * width
+    embeddings = vocab * width * (1 if config.tie_word_embeddings else 2)
+    return embeddings + config.num_hidden_layers * (attention + mlp + norms) + width
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_counted_parameters_equal_published_totals_and_the_closed_form(name: str) -> None:
+    config, published = TARGETS[name].config, TARGETS[name].num_parameters
+    inventory = weight_inventory(config)
+    assert len(TARGETS) >= 12
+    assert inventory.num_parameters == published == closed_form_parameters(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    assert count_weights(inventory, SCHEMES["bf16"]).total == sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme_name", "gib"),
+    [
+        ("Llama 3.1 8B", "bnb-int8", 8.46), ("Llama 3.1 8B", "bnb-nf4", 5.61), ("Llama 3.1 8B", "bnb-nf4-dq", 5.31),
+        ("Llama 3.1 70B", "bnb-nf4-dq", 36.80), ("Qwen2.5 32B", "bnb-int8", 31.98), ("Qwen3 32B", "bnb-nf4-dq", 17.89),
+        ("Mixtral 8x7B", "bnb-nf4", 85.19), ("Mixtral 8x7B", "fp8-block", 43.75), ("gpt-oss 20B", "mxfp4", 12.83),
+        ("Gemma 3 27B", "bnb-nf4-dq", 14.93), ("Mistral 7B v0.3", "bnb-int8", 7.01),
+    ],
+)  # fmt: skip
+def test_packed_sizes_of_real_targets(name: str, scheme_name: str, gib: float) -> None:
+    weights = count_weights(weight_inventory(TARGETS[name].config), SCHEMES[scheme_name])
+    assert weights.total / 2**30 == pytest.approx(gib, abs=0.006)
+
+
+# --- real storages ----------------------------------------------------------------------------------------------------
+
+TINY = {"num_hidden_layers": 2, "vocab_size": 500, "max_position_embeddings": 256}
+TINY_TARGETS: dict[str, PreTrainedConfig] = {
+    "grouped heads": LlamaConfig(hidden_size=128, intermediate_size=320, num_attention_heads=8, num_key_value_heads=2,
+                                 **TINY),
+    "tied head": LlamaConfig(hidden_size=128, intermediate_size=192, num_attention_heads=4, tie_word_embeddings=True,
+                             **TINY),
+    "odd sizes, biases": Qwen2Config(hidden_size=96, intermediate_size=200, num_attention_heads=6,
+                                     num_key_value_heads=3, **TINY),
+    "experts": MixtralConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+                             num_local_experts=4, **TINY),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for name, config in TINY_TARGETS.items():
+        folders[name] = tmp_path_factory.mktemp("target")
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folders[name])
+    return folders
+
+
+def load(folder: Path, quantization_config: object = None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization_config, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_plain_weights_equal_their_storages(saved: dict[str, Path], name: str, dtype: str) -> None:
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    counted = count_weights(weight_inventory(TINY_TARGETS[name]), SCHEMES[dtype])
+    assert counted.total == storage_bytes(load(saved[name], dtype=torch_dtype))
+
+
+BITSANDBYTES = {
+    "bnb-int8": {"load_in_8bit": True},
+    "bnb-nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bnb-nf4-dq": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "bnb-fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "bnb-fp4-dq": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+}
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+@pytest.mark.parametrize("scheme_name", BITSANDBYTES)
+def test_bitsandbytes_weights_equal_their_storages(saved: dict[str, Path], name: str, scheme_name: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = load(saved[name], BitsAndBytesConfig(**BITSANDBYTES[scheme_name]))
+    counted = count_weights(weight_inventory(TINY_TARGETS[name]), SCHEMES[scheme_name])
+    assert counted.total == storage_bytes(model)
+    assert (counted.experts > 0) == (name == "experts")
+    # The same from the configuration the loaded model carries.
+    assert scheme(model.config.quantization_config) == scheme(SCHEMES[scheme_name])
+
+
+def test_named_skips_replace_the_default_ones(saved: dict[str, Path]) -> None:
+    """Naming modules to skip makes bitsandbytes pack the LM head: easily overlooked, so counted."""
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["mlp.up_proj"])
+    model = load(saved["grouped heads"], config)
+    packing = scheme(config.to_dict())
+    counted = count_weights(weight_inventory(TINY_TARGETS["grouped heads"]), packing)
+    assert packing.skip_modules == ("mlp.up_proj",)
+    assert counted.total == storage_bytes(model)
+
+
+@pytest.mark.parametrize("scheme_name", ["torchao-int8", "torchao-fp8"])
+def test_torchao_weights_equal_their_storages(saved: dict[str, Path], scheme_name: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    kinds = {"torchao-int8": quantization.Int8WeightOnlyConfig, "torchao-fp8": quantization.Float8WeightOnlyConfig}
+    for name in ("grouped heads", "tied head", "odd sizes, biases"):
+        config = TorchAoConfig(kinds[scheme_name]())
+        model = load(saved[name], config)
+        counted = count_weights(weight_inventory(TINY_TARGETS[name]), scheme(config.to_dict()))
+        assert counted.total == storage_bytes(model)
+
+
+def test_walk_sees_what_the_footprint_api_misses(saved: dict[str, Path]) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = load(saved["grouped heads"], BitsAndBytesConfig(**BITSANDBYTES["bnb-nf4"]))
+    assert storage_bytes(model) > model.get_memory_footprint()
+
+
+# --- drafter ----------------------------------------------------------------------------------------------------------
+
+DRAFTERS = {
+    "eagle 3.1": {"aux_norm": "per_slot", "norm_output": True, "draft_vocab_size": 100},
+    "eagle 3": {"draft_vocab_size": 100},
+    "concatenated, biases": {"aux_norm": "concatenated", "fc_bias": True, "attention_bias": True, "mlp_bias": True},
+    "own embedding": {"own_embedding": True, "target_hidden_size": 48, "qk_norm": True},
+    "shared head": {"own_lm_head": False},
+    "two layers": {"num_hidden_layers": 2, "num_aux_hidden_states": 4, "head_dim": 24},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafter_bytes_equal_its_storages(name: str) -> None:
+    fields = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "head_dim": 16, "vocab_size": 300, **DRAFTERS[name]}  # fmt: skip
+    config = Eagle31Config(**fields)
+    facts = drafter_facts(config, 4)
+    full = SCHEMES["fp32"]
+    assert facts.weight_bytes(full) + facts.head_bytes(full) == storage_bytes(Eagle31Network(config))
+
+
+def test_gathered_head_rows_are_counted() -> None:
+    config = Eagle31Config(hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=300,
+                           draft_vocab_size=100, own_lm_head=False)  # fmt: skip
+    assert drafter_facts(config, 2).head_bytes(SCHEMES["bf16"]) == 100 * 64 * 2
+
+
+# --- schemes ----------------------------------------------------------------------------------------------------------
+
+
+def test_formulas_of_formats_no_cpu_loads() -> None:
+    """Sizes worked out by hand from the layouts: 4096 x 14336 matrices, groups of 128."""
+    rows, columns = 4096, 14336
+    elements, groups = rows * columns, columns // 128
+    assert SCHEMES["gptq-4bit"].matrix_bytes(rows, columns) == (
+        elements // 2 + groups * (2 * rows + rows // 2) + 4 * columns
+    )
+    assert SCHEMES["awq-4bit"].matrix_bytes(rows, columns) == elements // 2 + groups * (2 * rows + rows // 2)
+    assert SCHEMES["hqq-4bit"].matrix_bytes(rows, columns) == elements // 2 + elements // 64 * 4
+    assert SCHEMES["fp8-block"].matrix_bytes(rows, columns) == elements + 4 * 32 * 112
+    assert SCHEMES["fp8-block"].matrix_bytes(130, 129) == 130 * 129 + 4 * 2 * 2
+    assert SCHEMES["mxfp4"].matrix_bytes(rows, columns) == elements // 2 + elements // 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, Quantization("gptq", "fp16", 8, 32)),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, Quantization("awq", "fp16", 4, 64)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8-block", "fp16", 8, 128)),
+        ({"quant_method": "fp8", "weight_block_size": None}, Quantization("fp8-block", "fp16", 8, -1)),
+        ({"quant_method": "mxfp4"}, Quantization("mxfp4", "fp16", 4, 32)),
+        ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 2, "group_size": 16}}},
+         Quantization("hqq", "fp16", 2, 16)),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+          "bnb_4bit_use_double_quant": True}, Quantization("bnb-nf4", "fp16", 4, 64, True)),
+    ],
+)  # fmt: skip
+def test_schemes_are_read_from_a_quantization_config(fields: dict, expected: Quantization) -> None:
+    assert scheme(fields, "fp16") == expected
+
+
+def test_unknown_schemes_list_the_known_ones() -> None:
+    with pytest.raises(MemoryPlanError, match=r"'int3'.*bnb-nf4"):
+        scheme("int3")
+    with pytest.raises(MemoryPlanError, match=r"'exotic'.*gptq"):
+        scheme({"quant_method": "exotic"})
+
+
+def test_a_packed_matrix_is_never_larger_than_twice_its_plain_form() -> None:
+    for packing in SCHEMES.values():
+        if packing.method not in ("none", "gguf"):
+            assert packing.matrix_bytes(256, 512) < 256 * 512 * 2
+            assert math.isclose(packing.matrix_bytes(4096, 4096) * 8 / 4096**2, packing.bits, rel_tol=0.14)

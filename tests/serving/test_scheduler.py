@@ -1,0 +1,111 @@
+"""Who reads and who writes next: order, limits and turns, without a model."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle31_hf.serving.scheduler import QueueFullError, Scheduler
+
+
+def scheduler(**sizes):
+    return Scheduler(**{"max_rows": 2, "max_waiting": 4, "read_budget": 8, **sizes})
+
+
+def read_to_the_end(made, tokens):
+    """Take the first that waits up to where it writes; how many steps its reading took."""
+    assert made.next_step().begin is not None
+    made.begun(tokens)
+    steps = 0
+    while made.reading is not None:
+        made.has_read(made.next_step().read)
+        steps += 1
+    return steps
+
+
+def test_first_come_first_served_and_no_more_than_there_are_rows():
+    made = scheduler()
+    tickets = [made.submit(10) for _ in range(3)]
+    read_to_the_end(made, 3)
+    read_to_the_end(made, 3)
+    assert made.writing == tickets[:2]
+    step = made.next_step()
+    assert (step.begin, step.round) == (None, True)
+    made.leave(tickets[0])
+    assert made.next_step().begin is tickets[2]
+
+
+def test_a_long_prompt_is_read_in_pieces_while_others_write_and_at_once_while_nobody_does():
+    made = scheduler()
+    made.submit(100)
+    assert read_to_the_end(made, 30) == 1
+    made.submit(100)
+    assert read_to_the_end(made, 30) == 4  # 8 + 8 + 8 + 6
+    made.submit(100)
+    assert made.next_step().round, "the others write between the pieces"
+
+
+def test_a_full_queue_refuses_and_a_place_that_is_free_again_is_given_away():
+    made = scheduler(max_waiting=2)
+    first, _ = made.submit(1), made.submit(1)
+    with pytest.raises(QueueFullError, match="2 requests"):
+        made.submit(1)
+    first.cancelled = True
+    assert made.next_step().dropped == (first,)
+    made.submit(1)
+
+
+def test_what_is_cancelled_while_it_is_read_makes_way():
+    made = scheduler()
+    first, second = made.submit(1), made.submit(1)
+    made.next_step()
+    made.begun(50)
+    first.cancelled = True
+    step = made.next_step()
+    assert step.dropped == (first,)
+    assert step.begin is second
+
+
+def test_rows_side_by_side_take_the_longest_times_their_number():
+    made = scheduler(max_rows=8, max_slots=100)
+    made.submit(40)
+    read_to_the_end(made, 1)
+    made.submit(60)  # 2 x 60 > 100: waits, and so does who came later
+    small = made.submit(10)
+    assert made.next_step().begin is None
+    made.leave(made.writing[0])
+    read_to_the_end(made, 1)
+    assert made.next_step().begin is None
+    assert small in made.waiting
+
+
+@given(st.data())
+def test_every_request_ends_and_limits_hold_whatever_happens(data):
+    """Arrivals, cancellations and ends in any order: nobody is lost or served twice, in order of arrival."""
+    made = scheduler(max_rows=data.draw(st.integers(1, 4)), max_waiting=data.draw(st.integers(1, 6)))
+    arrived, began, gone = [], [], []
+    for _ in range(data.draw(st.integers(1, 40))):
+        what = data.draw(st.sampled_from(["submit", "cancel", "step", "end"]))
+        if what == "submit":
+            try:
+                arrived.append(made.submit(data.draw(st.integers(1, 50))))
+            except QueueFullError:
+                assert len(made.waiting) == made.max_waiting
+        elif what == "cancel" and arrived:
+            data.draw(st.sampled_from(arrived)).cancelled = True
+        elif what == "end" and made.writing:
+            ended = made.writing[data.draw(st.integers(0, len(made.writing) - 1))]
+            made.leave(ended)
+            gone.append(ended)
+        else:
+            step = made.next_step()
+            gone += step.dropped
+            if step.begin is not None:
+                began.append(step.begin)
+                made.begun(data.draw(st.integers(1, 30)))
+            elif step.read:
+                made.has_read(step.read)
+        assert len(made.writing) <= made.max_rows
+        assert len(made.waiting) <= made.max_waiting
+    assert [ticket.number for ticket in began] == sorted(ticket.number for ticket in began)
+    held = [*made.waiting, *made.writing, *([made.reading] if made.reading else [])]
+    assert sorted(t.number for t in [*gone, *held]) == [t.number for t in arrived]

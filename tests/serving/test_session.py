@@ -1,0 +1,135 @@
+"""A chat without a terminal: the history is not read twice, and every turn is what `generate` writes to all of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.serving.prompts import encode_chat
+from eagle31_hf.serving.session import ChatSession
+
+USER_TURNS = [message["content"] for message in CONVERSATIONS[0] if message["role"] == "user"]
+
+
+@pytest.fixture
+def session(pair):
+    return ChatSession(pair.target, pair.drafter, pair.tokenizer, max_new_tokens=40)
+
+
+def plain(pair, session):
+    """What the target alone writes to the conversation up to its last message."""
+    return pair.text(encode_chat(pair.tokenizer, session.messages[:-1]), max_new_tokens=40)
+
+
+def test_turns_are_the_targets_own_and_only_what_is_new_is_read(pair, session):
+    for turn in USER_TURNS:
+        assert session.ask(turn).content == plain(pair, session)
+    first, second = session.answers
+    assert first.stats.prefilled_tokens == first.prompt_tokens
+    # Everything up to the first answer's last token is there already.
+    assert second.stats.prefilled_tokens <= second.prompt_tokens - first.prompt_tokens - first.stats.new_tokens + 2
+    assert second.stats.loop == "own"
+
+
+def test_pieces_add_up_and_say_what_was_drafted(session):
+    pieces = []
+    answer = session.ask(USER_TURNS[0], pieces.append)
+    assert "".join(piece.text for piece in pieces) == answer.content
+    assert any(piece.drafted for piece in pieces)
+    assert not all(piece.drafted for piece in pieces)
+    assert answer.finish == "stop"
+
+
+def test_undo_and_retry_go_back_and_write_the_same_text(pair, session):
+    first = session.ask(USER_TURNS[0]).content
+    second = session.ask(USER_TURNS[1]).content
+    again = session.retry()
+    assert again.content == second
+    assert again.stats.prefilled_tokens <= 2, "the message was read already"
+    assert session.undo() == USER_TURNS[1]
+    assert session.ask("How about eight?").content == plain(pair, session)
+    session.undo()
+    session.undo()
+    assert session.turns == []
+    with pytest.raises(ConfigurationError, match="nothing has been said"):
+        session.undo()
+    assert session.ask(USER_TURNS[0]).content == first
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_got(pair, session):
+    count = 0
+
+    def stop_soon(piece):
+        nonlocal count
+        count += 1
+        if count == 4:
+            session.stop()
+
+    answer = session.ask(USER_TURNS[0], stop_soon)
+    assert answer.finish == "stopped"
+    assert 0 < answer.stats.new_tokens < 20
+    assert session.turns[-1] == {"role": "assistant", "content": answer.content}
+    follow_up = session.ask(USER_TURNS[1])
+    assert follow_up.content == plain(pair, session)
+    assert follow_up.stats.prefilled_tokens < follow_up.prompt_tokens
+
+
+def test_a_system_prompt_and_a_temperature_count_from_the_next_answer_on(pair, session):
+    session.ask(USER_TURNS[0])
+    session.system = "You sell bus tickets."
+    assert session.ask(USER_TURNS[1]).content == plain(pair, session)
+    session.set_temperature(1.5)
+    session.ask("And now?")
+    with pytest.raises(ConfigurationError, match="from 0"):
+        session.set_temperature(-1)
+
+
+def test_a_conversation_is_saved_and_gone_on_with(pair, session, tmp_path):
+    session.system = "You are brief."
+    session.ask(USER_TURNS[0])
+    session.save(tmp_path / "chat.json")
+    other = ChatSession(pair.target, pair.drafter, pair.tokenizer, max_new_tokens=40)
+    other.load(tmp_path / "chat.json")
+    assert other.messages == session.messages
+    assert other.ask(USER_TURNS[1]).content == session.ask(USER_TURNS[1]).content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"messages": 3}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "user", "content": "x"}]}',
+        '{"messages": [{"role": "wizard", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+    ],
+)
+def test_what_is_no_conversation_is_refused_and_the_present_one_kept(session, tmp_path, content):
+    session.ask(USER_TURNS[0])
+    before = json.dumps(session.messages)
+    path = tmp_path / "chat.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=r"chat\.json"):
+        session.load(path)
+    assert json.dumps(session.messages) == before
+
+
+def test_a_conversation_that_is_full_says_so_and_stays_as_it_was(pair):
+    session = ChatSession(pair.target, pair.drafter, pair.tokenizer, context=60)
+    session.ask(USER_TURNS[0])
+    before = list(session.turns)
+    with pytest.raises(ConfigurationError, match="60 are possible"):
+        session.ask("many words " * 50)
+    assert session.turns == before
+
+
+def test_a_pair_that_our_loop_cannot_serve_carries_no_cache(pair, monkeypatch):
+    monkeypatch.setattr(pair.drafter.generation_config, "speculation_loop", "plain")
+    session = ChatSession(pair.target, pair.drafter, pair.tokenizer, max_new_tokens=40)
+    for turn in USER_TURNS:
+        assert session.ask(turn).content == plain(pair, session)
+    assert session.answers[-1].stats.loop == "plain"

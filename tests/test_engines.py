@@ -1,0 +1,117 @@
+"""Engines that others wrote, in an environment of their own: vLLM drafts and writes as we do, speculators computes so.
+
+`make engines` makes the environment and runs this file; without it everything here is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints import read_checkpoint
+from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
+from eagle31_hf.training.data.packing import PackedBatch
+from eagle31_hf.training.distillation.features import compute_features
+from eagle31_hf.training.distillation.unroll import unroll
+
+STUDIES = Path(__file__).resolve().parents[1] / "examples" / "studies"
+sys.path.insert(0, str(STUDIES))
+
+from engines import engine_process  # noqa: E402
+
+installed = (engine_process.ENVIRONMENT / ".installed").exists()
+needs_engines = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not installed, reason=f"no other engines here: `{engine_process.INSTALL}` installs them"),
+]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32).eval()
+    return target, Eagle31Drafter.from_pretrained(drafter_path(), target=target)
+
+
+def a_text(target) -> torch.Tensor:
+    """Ids `(T,)` of a prompt and what the target goes on to write."""
+    tokenizer = AutoTokenizer.from_pretrained(target_path())
+    ids = tokenizer.apply_chat_template(CONVERSATIONS[0], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    return target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)[0]
+
+
+def as_speculators(folder: Path) -> Path:
+    """The embedded drafter in that project's layout, in float32, by the command a user has."""
+    drafter = Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32)
+    drafter.save_pretrained(folder / "float32")
+    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", "convert", str(folder / "float32")]
+    options = [str(folder / "speculators"), "--format", "speculators", "--target", str(target_path())]
+    subprocess.run([*command, *options], check=True, capture_output=True)
+    return folder / "speculators"
+
+
+def test_an_engine_that_is_not_installed_is_said_to_be(monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_process, "ENVIRONMENT", tmp_path / ".engines")
+    with pytest.raises(engine_process.EngineNotInstalledError, match="make engines"):
+        engine_process.engine_python()
+
+
+class TestSpeculators:
+    pytestmark = needs_engines
+
+    def test_loads_answers_with_our_logits_and_converts_back(self, pair, tmp_path):
+        target, drafter = pair
+        folder, ids = as_speculators(tmp_path), a_text(target)
+        aux = compute_features(drafter.require_binding(), ids[None], torch.arange(len(ids))[None]).aux[0]
+        save_file({"aux": aux[:-1].contiguous(), "input_ids": ids[1:].contiguous()}, tmp_path / "inputs.safetensors")
+        request = {"steps": STEPS, "inputs": str(tmp_path / "inputs.safetensors")}
+        request |= {"logits": str(tmp_path / "logits.safetensors"), "save": str(tmp_path / "saved")}
+        settings = {"drafter": str(folder)}
+        with engine_process.EngineProcess("speculators_worker.py", settings, tmp_path / "log") as engine:
+            assert engine.ask(request) == {"class": "Eagle3DraftModel", "steps": STEPS}
+        theirs = load_file(tmp_path / "logits.safetensors")
+        for step, ours in enumerate(our_logits(drafter, ids, aux)):
+            reached = len(ids) - 1 - step  # rows whose token lies past the text answer for nothing
+            assert torch.allclose(ours[:reached], theirs[f"step{step}"][:reached], atol=1e-4, rtol=0), step
+        before, after = read_checkpoint(folder), read_checkpoint(tmp_path / "saved")
+        assert after.format == "speculators"
+        assert after.metadata["target_model"]["name_or_path"] == str(target_path())
+        assert all(torch.equal(after.tensors[name], tensor) for name, tensor in before.tensors.items())
+        assert after.tensors.keys() - before.tensors.keys() <= {"embed_tokens.weight"}, "the target's, copied"
+
+
+@torch.no_grad()
+def our_logits(drafter: Eagle31Drafter, ids: torch.Tensor, aux: torch.Tensor) -> list[torch.Tensor]:
+    """Logits `(T, Vd)` of each draft step from every position, teacher-forced."""
+    batch = PackedBatch(
+        input_ids=ids[None],
+        position_ids=torch.arange(len(ids))[None],
+        document_ids=torch.zeros_like(ids)[None],
+        loss_mask=torch.ones_like(ids, dtype=torch.bool)[None],
+    )
+    return [drafter.draft_logits(normed)[0] for normed in unroll(drafter, batch, aux[None], STEPS)]
+
+
+class TestVllm:
+    pytestmark = needs_engines
+
+    def test_writes_our_texts_and_accepts_as_we_do(self, tmp_path):
+        study = [sys.executable, str(STUDIES / "compare_with_vllm.py"), "--eager", "--turns", "1", "--out"]
+        done = subprocess.run([*study, str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        record = json.loads((tmp_path / "comparison.json").read_text())
+        assert record["findings"] == []
+        ways = record["ways"]
+        assert {way["equal_texts"] for way in ways.values()} == {record["prompts"]} == {len(CONVERSATIONS)}
+        ours, theirs = ways["eagle31, eager"]["acceptance"], ways["vLLM, drafter"]["acceptance"]
+        assert len(ours) == len(theirs) == 5
+        assert max(abs(here - there) for here, there in zip(ours, theirs, strict=True)) <= 0.02
+        assert ours[0] > 0.5, "a drafter that is never right would prove nothing"

@@ -1,0 +1,182 @@
+"""Prompts the target writes itself: what is kept of them, and that a drafter comes of nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle31_hf.demo import target_path
+from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.training.data.prompt_sieve import MOST_SEEN, PromptSieve, grams, is_english, repetition, words_of
+from eagle31_hf.training.data.self_prompts import (
+    FIRST_WORDS,
+    SelfPromptSettings,
+    self_prompt_count,
+    user_turn,
+    write_prompts,
+)
+from eagle31_hf.training.preparation import Preparation
+from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.setup import resolve
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(target_path())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(target_path(), dtype="float32").eval().requires_grad_(False)
+
+
+# --- the sieve --------------------------------------------------------------------------------------------------------
+
+WORDS = st.sampled_from(["how", "do", "the", "apples", "fall", "write", "a", "poem", "on", "rain", "7"])
+TEXTS = st.lists(st.lists(WORDS, max_size=30).map(" ".join), max_size=30)
+
+
+@given(texts=TEXTS)
+def test_what_is_kept_is_distinct_long_enough_and_does_not_repeat_itself(texts: list[str]) -> None:
+    sieve = PromptSieve()
+    kept = [text for text in texts if sieve.admits(text)]
+    assert len(kept) + sieve.left_out.total() == len(texts), "each is kept or counted"
+    for number, text in enumerate(kept):
+        assert len(words_of(text)) >= 3
+        assert repetition(words_of(text)) <= 0.3
+        before = set().union(*(grams(other) for other in kept[:number])) if number else set()
+        assert len(grams(text) & before) < MOST_SEEN * len(grams(text))
+    assert not any(sieve.admits(text) for text in kept), "nothing is kept twice"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Hello there", "too short"),
+        ("", "too short"),
+        ("to be to be to be to be to be", "repeating themselves"),
+        ("Напишите рассказ о море и о ветре", "in another language"),
+        ("Schreiben Sie bitte einen Aufsatz zur Geschichte der Stadt Köln und ihrer Brücken", "in another language"),
+        ("Quelles sont les principales causes de la révolution française et leurs effets", "in another language"),
+        ("¿Cuáles son los mejores lugares para visitar en España durante el verano con niños", "in another language"),
+    ],
+)  # fmt: skip
+def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
+    sieve = PromptSieve()
+    assert not sieve.admits(text)
+    assert sieve.left_out == {reason: 1}
+    assert sieve.told() == f"1 {reason}"
+
+
+def test_english_prose_and_code_are_kept() -> None:
+    for text in (
+        "What is the capital of France?",
+        "Solve [6x + 9] - 3*y + 6*2 = 15 - 2*y + 4y + 7x - 25 for x.",
+        "def int_array_add(a, b):\n    return a + b",
+        "I'm planning a trip across Canada next summer. Can you suggest a route with cheap campsites?",
+        "Translate 'guten Morgen' please",
+    ):
+        assert is_english(text), text
+        assert PromptSieve().admits(text)
+    sieve = PromptSieve()
+    assert sieve.admits("How do I bake a simple loaf of bread at home without yeast?")
+    assert not sieve.admits("How do I bake a simple loaf of bread at home without butter?")
+    assert sieve.left_out == {"like one before": 1}
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "count"), [("self", 2000), ("self:7", 7), ("selfish.jsonl", None), ("a:7", None)])
+def test_how_many_prompts_a_source_asks_for(source: str, count: int | None) -> None:
+    assert self_prompt_count(source) == count
+
+
+@pytest.mark.parametrize("source", ["self:0", "self:-3", "self:many"])
+def test_no_number_of_prompts_is_refused(source: str) -> None:
+    with pytest.raises(ConfigurationError, match="wanted self or self:N"):
+        self_prompt_count(source)
+
+
+def test_the_templates_own_opening_of_a_user_turn(tokenizer) -> None:
+    turn = user_turn(tokenizer, "Be brief.")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert turn.opening + "Why?" + turn.closing == asked
+
+
+def test_templates_that_cannot_ask_are_told(tokenizer, monkeypatch) -> None:
+    no_system = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", no_system)
+    assert user_turn(tokenizer, "Be brief.") == user_turn(tokenizer, None), "asked without a system prompt"
+    for template, message in (
+        (None, r'no chat template.*rows \{"text"'),
+        ("nothing", "does not show the user's words"),
+        ("{{ raise_exception('never') }}", "refuses a lone user message"),
+    ):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(TrainingError, match=message):
+            user_turn(tokenizer, None)
+
+
+def test_the_target_writes_distinct_prompts_and_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None:
+    how = SelfPromptSettings(count=10, batch_size=8, max_new_tokens=40)
+    file = tmp_path / "data" / "prompts.jsonl"
+    whole = write_prompts(target, tokenizer, file, how)
+    assert [row.id for row in whole] == [f"self-{number}" for number in range(10)]
+    texts = [row.messages[0]["content"] for row in whole]
+    assert all(row.messages == ({"role": "user", "content": text},) for row, text in zip(whole, texts, strict=True))
+    assert len(set(texts)) == 10
+    assert not any("<|" in text for text in texts), "the words alone, no mark of the template"
+    batches = [json.loads(line)["batch"] for line in file.read_text().splitlines()]
+    content = file.read_bytes()
+    first = sum(batch == batches[0] for batch in batches)
+    lines = content.splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:first]) + lines[first][:9])  # killed in the middle of a line
+    assert write_prompts(target, tokenizer, file, how) == whole
+    assert write_prompts(target, tokenizer, file, replace(how, count=4)) == whole[:4], "what is there is enough"
+    with pytest.raises(TrainingError, match="seed: 0, now 1"):
+        write_prompts(target, tokenizer, file, replace(how, seed=1))
+
+
+def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer) -> None:
+    mute = SelfPromptSettings(count=3, batch_size=4, max_new_tokens=1)
+    with pytest.raises(TrainingError, match=r"wrote \d prompts that can be used"):
+        write_prompts(target, tokenizer, tmp_path / "p.jsonl", mute)
+
+
+def test_first_words_are_ones_that_prompts_begin_with() -> None:
+    assert "" in FIRST_WORDS
+    assert all(words == words.strip() for words in FIRST_WORDS)
+
+
+def test_self_written_and_given_prompts_are_learned_from_together(tmp_path: Path, target, tokenizer) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "prompt": f"I need {i} tickets."}) for i in range(6)))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=("self:9", str(rows)), out=tmp_path / "out", max_new_tokens=8,
+        max_length=96, write_rows=8, temperature=(0.0,),
+    )  # fmt: skip
+    log = io.StringIO()
+    preparation = Preparation(resolve(told, target), target, tokenizer, Console(file=log, width=200))
+    texts = preparation.read_texts()
+    ids = {document.id for document in texts.documents.documents}
+    assert len(ids) + len(texts.prompts) == 15
+    assert any(name.startswith("self-") for name in ids)
+    assert any(name.startswith("r") for name in ids)
+    assert "the target writes prompts: 9 of 9 in" in log.getvalue()
+    assert "the target writes answers: 12 of 12 in" in log.getvalue()

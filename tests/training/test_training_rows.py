@@ -1,0 +1,179 @@
+"""The rows people have: tools and their calls, null and listed content, reasoning, template options, plain text."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eagle31_hf.demo import target_path
+from eagle31_hf.errors import TrainingError
+from eagle31_hf.training.data.conversations import Conversation, conversation_from_row
+from eagle31_hf.training.data.regeneration import RegenerationSettings, regenerate
+from eagle31_hf.training.data.rendering import render
+from eagle31_hf.training.distillation.evaluation import evaluation_prompts
+from eagle31_hf.training.preparation import Preparation
+from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.setup import resolve
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content is defined and thinking %}({{ m.reasoning_content }}) {% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+TOOL_ROW = {
+    "id": "tools",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "How is "}, {"type": "text", "text": "Rome?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "31 degrees", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "Hot.", "reasoning_content": "31 is much"},
+    ],
+    "tools": [WEATHER],
+    "chat_template_kwargs": {"thinking": True},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(target_path(), dtype="float32").eval().requires_grad_(False)
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(target_path())
+
+
+@pytest.fixture
+def tool_tokenizer(tokenizer):
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def base_tokenizer(tokenizer):
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def row(**fields: Any) -> Conversation:
+    return conversation_from_row(fields, where="row", fallback_id="r", category="c")
+
+
+def learned(tokenizer, conversation: Conversation) -> str:
+    ids, mask = render(tokenizer, conversation)
+    return tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
+
+
+def test_calls_and_reasoning_are_rendered_and_learned(tool_tokenizer) -> None:
+    ids, _ = render(tool_tokenizer, row(**TOOL_ROW))
+    assert '"name": "weather"' in tool_tokenizer.decode(ids)
+    assert learned(tool_tokenizer, row(**TOOL_ROW)) == "weather:Rome<|end|>(31 is much) Hot.<|end|>"
+    silent = row(**{**TOOL_ROW, "chat_template_kwargs": {"thinking": False}})
+    assert learned(tool_tokenizer, silent) == "weather:Rome<|end|>Hot.<|end|>"
+
+
+def test_tools_may_be_json_text(tool_tokenizer) -> None:
+    assert row(**{**TOOL_ROW, "tools": json.dumps([WEATHER])}) == row(**TOOL_ROW)
+
+
+def test_a_rows_tokens_are_those_that_serving_sends(tool_tokenizer) -> None:
+    wire, prompts = pytest.importorskip("eagle31_hf.serving.wire"), pytest.importorskip("eagle31_hf.serving.prompts")
+    asked = [wire._message(message, i) for i, message in enumerate(TOOL_ROW["messages"][:3])]
+    sent = prompts.encode_chat(tool_tokenizer, asked, tools=[WEATHER], thinking=True)
+    ids, mask = render(tool_tokenizer, row(**TOOL_ROW))
+    assert ids[: len(sent)] == sent
+    assert not mask[len(sent) - 1]
+    assert mask[len(sent)]
+
+
+def test_results_of_calls_stay_with_their_calls(tmp_path: Path, target, tool_tokenizer) -> None:
+    how = RegenerationSettings(turns="each", temperatures=(0.0,), max_new_tokens=5)
+    (written,) = regenerate([row(**TOOL_ROW)], target, tool_tokenizer, tmp_path / "c.jsonl", how)
+    assert written.messages[:3] == row(**TOOL_ROW).messages[:3]
+    assert written.messages[3]["content"] != "Hot."
+    assert (written.tools, written.template_kwargs) == ((WEATHER,), {"thinking": True})
+    again = regenerate([row(**TOOL_ROW)], target, tool_tokenizer, tmp_path / "c.jsonl", how)
+    assert again == [written], "read from the file"
+    ids, mask = render(tool_tokenizer, written)
+    assert ids[-len(written.answer_ids) :] == list(written.answer_ids)
+    assert "weather:Rome" in tool_tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": 3}, "tools is int; wanted a list"),
+        ({"tools": "{"}, "tools is text but no JSON"),
+        ({"tools": ["a"]}, r"tools\[0\] is str; wanted an object"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is list; wanted an object"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image; wanted text alone"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content is int; wanted text"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "arguments is text but no JSON",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        row(**{**TOOL_ROW, **fields})
+
+
+# --- base models ------------------------------------------------------------------------------------------------------
+
+STORY = "Once upon a time there was a little boat that wanted to see the sea."
+
+
+def test_plain_text_is_continued_from_its_middle(tmp_path: Path, target, base_tokenizer) -> None:
+    how = RegenerationSettings(turns="last", temperatures=(0.0,), max_new_tokens=6)
+    (written,) = regenerate([row(text=STORY)], target, base_tokenizer, tmp_path / "c.jsonl", how)
+    whole = base_tokenizer(STORY)["input_ids"]
+    ids, mask = render(base_tokenizer, written)
+    half = len(whole) // 2
+    assert ids == whole[:half] + list(written.answer_ids)
+    assert all(mask)
+    assert evaluation_prompts([row(text=STORY)], base_tokenizer)[0].input_ids == whole[:half]
+
+
+def test_a_prompt_is_continued_and_what_follows_is_learned(tmp_path: Path, target, base_tokenizer) -> None:
+    how = RegenerationSettings(turns="each", temperatures=(0.0,), max_new_tokens=6)
+    (written,) = regenerate([row(prompt=STORY)], target, base_tokenizer, tmp_path / "c.jsonl", how)
+    prompt = base_tokenizer(STORY)["input_ids"]
+    ids, mask = render(base_tokenizer, written)
+    assert ids == prompt + list(written.answer_ids)
+    assert mask == [False] * len(prompt) + [True] * len(written.answer_ids)
+    assert render(base_tokenizer, row(prompt=STORY)) == (prompt, [True] * len(prompt)), "as it is"
+
+
+def test_a_chat_for_a_base_model_is_told(base_tokenizer) -> None:
+    chat = row(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
+    with pytest.raises(TrainingError, match="no chat template; set one, or use text or prompt rows"):
+        render(base_tokenizer, chat)
+
+
+@pytest.mark.parametrize("regenerate_turns", ["last", "each", "none"])
+@pytest.mark.parametrize("form", ["text", "prompt"])
+def test_a_base_model_learns_from_either_kind_of_row(
+    tmp_path: Path, target, base_tokenizer, form: str, regenerate_turns: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", form: f"{STORY} It was boat {i}."}) for i in range(6)))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_new_tokens=4, max_length=64,
+        regenerate=regenerate_turns, temperature=(0.0,), supervise="assistant",
+    )  # fmt: skip
+    preparation = Preparation(resolve(told, target), target, base_tokenizer, Console(file=io.StringIO()))
+    texts = preparation.read_texts()
+    assert len(texts.documents.documents) == 5
+    assert len(texts.prompts) == 1
+    assert texts.documents.supervised_tokens > 0
