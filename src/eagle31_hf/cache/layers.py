@@ -56,9 +56,9 @@ class SlotLayer(CacheLayerMixin):
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """What the layer stores of its rows, each `(B, heads, slots, width)`."""
-        if self.placement.reserved_rows is None:
-            return self.storages
-        return tuple(storage[: self.placement.batch_size] for storage in self.storages)
+        rows = None if self.placement.reserved_rows is None else self.placement.batch_size
+        names = self.buffer_names  # asked for several times a layer and forward: no further calls, no empty slices
+        return tuple([getattr(self, name) if rows is None else getattr(self, name)[:rows] for name in names])
 
     def _replace_buffers(self, buffers: Iterable[Tensor]) -> None:
         # All of them are made before the first is replaced: a failure on the way loses nothing.

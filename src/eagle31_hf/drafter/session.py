@@ -190,15 +190,19 @@ class DraftSession:
 
     def rotary_at(self, depth: int) -> tuple[Tensor, Tensor]:
         """Rotation `(B, 1, d)` of a draft depth; the tables of a round's next depths are made together."""
-        cos, sin = self.rotary_depths(depth + 1)
-        return cos[:, depth:], sin[:, depth:]
+        cos, sin = self._rotary_for(depth + 1)
+        return cos[:, depth : depth + 1], sin[:, depth : depth + 1]
 
     def rotary_depths(self, count: int) -> tuple[Tensor, Tensor]:
         """Rotations `(B, count, d)` of the first draft depths."""
+        cos, sin = self._rotary_for(count)
+        return cos[:, :count], sin[:, :count]
+
+    def _rotary_for(self, count: int) -> tuple[Tensor, Tensor]:
+        """Tables of at least `count` draft depths."""
         if self._rotary is None or count > self._rotary[0].shape[1]:
             self._rotary = self._rotary_table(max(ROTARY_DEPTHS, 2 * count))
-        cos, sin = self._rotary
-        return cos[:, :count], sin[:, :count]
+        return self._rotary
 
     def rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
         """Rotations of the next `width` positions and of a draft behind them: those left over, if they reach so far."""

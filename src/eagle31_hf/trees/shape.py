@@ -66,7 +66,7 @@ class DraftShape:
 
     def within(self, largest: DraftShape) -> DraftShape:
         """This shape, or what of it has room where `largest` has."""
-        if self.nodes <= largest.nodes and self.draft_block <= largest.draft_block:
+        if self is largest or (self.nodes <= largest.nodes and self.draft_block <= largest.draft_block):
             return self
         return largest if self.is_tree else self.cut_to(largest.nodes - 1)
 
