@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from transformers import GenerationConfig
 
 from .errors import ConfigurationError
+from .trees.shape import DraftShape, default_tree_size
+from .trees.static import StaticTopology
 
 LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR, FIXED_DEPTH = 12, 0.02, 6
 COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
@@ -14,6 +16,9 @@ COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
 tokens cost more and are accepted less (docs/LOG.md)."""
 LOOPS = ("auto", "own", "stock", "plain")
 CACHE_TYPES = ("auto", "full", "int8", "fp8")
+FIRST_CHILD_CHANCE, NEXT_CHILD_SHARE = 0.7, 0.25
+"""Chance that a node's first child is the accepted one, and what each next child has of the one before: what a static
+tree is shaped by. Rough on purpose; the shape changes little with them."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,18 @@ class Eagle31GenerationConfig(GenerationConfig):
         if free_to_ask:
             return DraftLength(LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR if floor is None else floor)
         return DraftLength(FIXED_DEPTH, floor or 0.0)
+
+    def draft_shape(self, length: DraftLength) -> DraftShape:
+        """The largest draft of a round whose chain, or deepest path, is as long as that."""
+        depth, top_k = length.depth, self.draft_top_k
+        if top_k == 1:
+            return DraftShape(depth=depth, min_confidence=length.min_confidence)
+        size = self.draft_tree_size or default_tree_size(depth, top_k)
+        static = None
+        if self.draft_tree == "static":
+            guess = [FIRST_CHILD_CHANCE * NEXT_CHILD_SHARE**rank for rank in range(top_k)]
+            static = StaticTopology.best_for(guess, depth=depth, size=size)
+        return DraftShape(depth=depth, top_k=top_k, size=size, static=static)
 
     @property
     def stored_cache_type(self) -> str:

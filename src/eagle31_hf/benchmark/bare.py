@@ -269,14 +269,11 @@ class BareMeter:
 
 
 def wished_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False) -> DraftShape:
-    """What a round drafts at most by the drafter's settings (a static tree as the dynamic one: they cost the same)."""
-    wishes = drafter.generation_config
-    length = wishes.draft_length(device_type=drafter.device.type, batch_size=batch_size, sampled=sampled)
-    depth, top_k = length.depth, wishes.draft_top_k
-    if top_k == 1:
-        return DraftShape(depth=depth, min_confidence=length.min_confidence)
-    size = wishes.draft_tree_size or 2 * top_k * depth
-    return DraftShape(depth=depth, top_k=top_k, size=size)
+    """What a round drafts at most by the drafter's settings."""
+    asked = drafter.generation_config
+    return asked.draft_shape(
+        asked.draft_length(device_type=drafter.device.type, batch_size=batch_size, sampled=sampled)
+    )
 
 
 def drafted_depths(stats: SpeculationStats | None) -> dict[int, float] | None:

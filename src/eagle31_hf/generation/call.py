@@ -13,7 +13,6 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
 from ..trees.shape import DraftShape
-from ..trees.static import StaticTopology
 from .stock_loop import draft_length
 
 
@@ -32,23 +31,10 @@ class Call:
     model_kwargs: dict[str, Any]
 
 
-# Chance that a node's first child is the accepted one, and what each next child has of the one before: what a static
-# tree is shaped by. Rough on purpose; the shape changes little with them.
-FIRST_CHILD_CHANCE, NEXT_CHILD_SHARE = 0.7, 0.25
-
-
 def draft_shape(call: Call) -> DraftShape:
-    wishes = call.drafter.generation_config
+    """The largest draft of a round, by what the drafter's `generation_config` and the call ask for."""
     length = draft_length(call.drafter, call.generation_config, batch_size=call.input_ids.shape[0])
-    depth = length.depth
-    if wishes.draft_top_k == 1:
-        return DraftShape(depth=depth, min_confidence=length.min_confidence)
-    size = wishes.draft_tree_size or 2 * wishes.draft_top_k * depth
-    if wishes.draft_tree == "static":
-        guess = [FIRST_CHILD_CHANCE * NEXT_CHILD_SHARE**rank for rank in range(wishes.draft_top_k)]
-        static = StaticTopology.best_for(guess, depth=depth, size=size)
-        return DraftShape(depth=depth, top_k=wishes.draft_top_k, size=size, static=static)
-    return DraftShape(depth=depth, top_k=wishes.draft_top_k, size=size)
+    return call.drafter.generation_config.draft_shape(length)
 
 
 def left_padding(call: Call) -> list[int]:
