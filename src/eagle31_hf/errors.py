@@ -4,7 +4,7 @@
     ├── ConfigurationError            a config field is missing, absurd or contradicts another
     ├── CheckpointError               a drafter checkpoint cannot be used
     │   ├── CheckpointNotFoundError   no such folder or Hub id, or no network to ask
-    │   ├── CheckpointFormatError     the files are there, their content is not an EAGLE-3 / 3.1 drafter
+    │   ├── CheckpointFormatError     the files are there, their content is not an EAGLE-3 / 3.1 drafter (or no GGUF)
     │   └── UnsafeCheckpointError     the file would run code when read; nothing was run
     ├── IncompatibleTargetError       the drafter does not fit this target, or the target cannot be served
     ├── NotAttachedError              the drafter was used without a target
@@ -37,7 +37,7 @@ class CheckpointNotFoundError(CheckpointError, OSError):
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """The files are there but do not hold an EAGLE-3 / 3.1 drafter we can read."""
+    """The files are there but do not hold an EAGLE-3 / 3.1 drafter (or a GGUF file) we can read."""
 
 
 class UnsafeCheckpointError(CheckpointError):

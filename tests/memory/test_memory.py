@@ -260,7 +260,6 @@ def test_a_plan_is_kept_to_its_card() -> None:
         ({"card": "RTX 4900"}, r"RTX 4090.*known"),
         ({"card": 12}, "12 bytes"),
         ({"quantization": "int3"}, "known: bf16"),
-        ({"quantization": "gguf"}, "as target"),
         ({"context": 0}, "context=0"),
         ({"context": -5}, "context=-5"),
         ({"context": 10**12}, "context=1000000000000"),

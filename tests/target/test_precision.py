@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle31_hf.cli import pairs
 from eagle31_hf.cli.pairs import PairSource, load_pair
-from eagle31_hf.target import precision
+from eagle31_hf.target import loading, precision
 from eagle31_hf.target.precision import cpu_arithmetic, precision_caution, quick_dtype, warn_of_precision
 from helpers import DEMO_DRAFTER, MODELS
 
@@ -77,7 +76,7 @@ def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) 
     ("wish", "loaded"), [("auto", torch.float32), ("stored", torch.bfloat16), ("bfloat16", torch.bfloat16)]
 )
 def test_commands_load_what_is_quick_unless_told_otherwise(monkeypatch, wish, loaded) -> None:
-    monkeypatch.setattr(pairs, "quick_dtype", lambda stored, device: torch.float32)
+    monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
     pair = load_pair(PairSource(str(MODELS / "demo-target"), str(DEMO_DRAFTER), dtype=wish, device="cpu"))
     assert pair.target.dtype is loaded
     assert pair.drafter.dtype is loaded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +10,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
 from ..demo import Messages, drafter_path, target_path
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import bitsandbytes
-from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, MemoryPlanError
+from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError
 from ..memory import MemoryPlan, plan_memory
 from ..serving.prompts import encode_chat
-from ..target.precision import quick_dtype
+from ..target.loading import load_target
 from .option_groups import option
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
@@ -66,7 +65,9 @@ class DecodingWishes:
 class PairSource:
     """What to load and how; the options `generate`, `chat`, `serve` and `bench` have in common."""
 
-    target: str | None = field(default=None, metadata=option("Folder or Hub id; default: the embedded one."))
+    target: str | None = field(
+        default=None, metadata=option("Folder, Hub id or .gguf file; default: the embedded one.")
+    )
     drafter: str | None = field(default=None, metadata=option("Folder or Hub id of a drafter for that target."))
     dtype: DTypeName = field(
         default="auto", metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.")
@@ -155,7 +156,9 @@ def load_pair(
     if plan is not None:
         on_plan(plan)
         plan.require_fit()
-    target, tokenizer = _load_target(source.target_name, source.torch_dtype, placed, _packing(source))
+    target, tokenizer = load_target(
+        source.target_name, dtype=source.torch_dtype, device_map=placed, quantization_config=_packing(source)
+    )
     if source.adapter is not None:
         _load_adapter(target, source.adapter)
     if source.chat_template is not None:
@@ -277,43 +280,6 @@ def _load_adapter(target: PreTrainedModel, adapter: str) -> None:
             f"the adapter {adapter!r} cannot be put on {target.name_or_path!r}: {_first_line(error)}; wanted a folder "
             "or Hub id of a PEFT adapter made for this target"
         ) from error
-
-
-def _load_target(
-    name: str, dtype: str, device_map: Any, quantization: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    packed = {} if quantization is None else {"quantization_config": quantization}
-    try:
-        config = AutoConfig.from_pretrained(name)  # small, and its absence says more than that of a tokenizer
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        as_stored = dtype == "stored" or (dtype == "auto" and packed)
-        precision = "auto" if as_stored else _quick_dtype(config, device_map) if dtype == "auto" else dtype
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=precision, device_map=device_map, **packed)
-    except OSError as error:
-        raise CheckpointNotFoundError(_why_no_target(name, error)) from error
-    except ValueError as error:
-        raise IncompatibleTargetError(
-            f"the target {name!r} cannot be loaded; wanted a decoder-only transformers model with its tokenizer: "
-            f"{_first_line(error)}"
-        ) from error
-    return model.eval(), tokenizer
-
-
-def _quick_dtype(config: Any, device_map: Any) -> torch.dtype | str:
-    """What a target is loaded in if nobody says; packed weights and several devices decide for themselves."""
-    stored = config.get_text_config().dtype
-    if stored is None or getattr(config, "quantization_config", None) or device_map not in ("cpu", "cuda", "mps"):
-        return "auto"
-    return quick_dtype(stored, device_map)
-
-
-def _why_no_target(name: str, error: OSError) -> str:
-    if os.path.isdir(name):
-        return f"the folder {name!r} holds no complete target (config.json, weights, tokenizer): {_first_line(error)}"
-    return (
-        f"no target at {name!r}: no such folder, and the Hub did not give it ({_first_line(error)}); check the "
-        "spelling, your access and the network, or pass a local folder"
-    )
 
 
 def _first_line(error: Exception) -> str:

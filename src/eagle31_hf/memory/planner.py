@@ -189,9 +189,9 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
         found.append(
             "MXFP4 stays packed only with the packages triton (3.4 or later) and kernels; else it becomes bf16"
         )
-    if packing.method == "gguf":
-        found.append("GGUF weights stay packed only with the package kernels and a supported architecture; else they "
-                     "become full precision")  # fmt: skip
+    if target.packed_file_bytes is not None:
+        found.append(f"GGUF weights are unpacked to {packing.dtype} while loading: {_gib(target.packed_file_bytes)} "
+                     f"become {_gib(weights.total)}")  # fmt: skip
     if packing.method == "fp8-block" and card.kind == "cuda" and card.compute_capability is None:
         found.append("FP8 stays packed only from compute capability 8.9 on (RTX 40 series); else it becomes bf16")
     trained = target.max_position_embeddings
@@ -282,7 +282,7 @@ def _alternatives(request: _Request, target: Any, attention: str | None) -> tupl
 
 
 def _smaller_quantization(request: _Request, target: Any, attention: str | None) -> str | None:
-    if request.target.loaded or request.target.quantization.method == "gguf":
+    if request.target.loaded or request.target.packed_file_bytes is not None:
         return None
     for name in _SMALLER_SCHEMES:
         facts = read_target(target, SCHEMES[name], attention=attention)

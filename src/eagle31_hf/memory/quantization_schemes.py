@@ -162,7 +162,6 @@ METHODS: dict[str, Method] = {
     "torchao-fp8": Method("n + 4N", _torchao_fp8, _unpacked_copy),
     "fp8-block": Method("n + 4*ceil(N/128)*ceil(K/128)", _fp8_block, _fp8_inputs, packs_experts=True),
     "mxfp4": Method("n/2 + n/32 (experts only)", _mxfp4, _no_workspace, packs_linears=False, packs_experts=True),
-    "gguf": Method("block bytes of each tensor, from the file's header", _plain, _unpacked_copy),
 }
 
 SCHEMES: dict[str, Quantization] = {
@@ -181,7 +180,6 @@ SCHEMES: dict[str, Quantization] = {
     "torchao-fp8": Quantization("torchao-fp8", bits=8),
     "fp8-block": Quantization("fp8-block", bits=8, group_size=128),
     "mxfp4": Quantization("mxfp4", bits=4, group_size=32),
-    "gguf": Quantization("gguf", bits=4),
 }
 _OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "bnb-int8", "nf4": "bnb-nf4",
                 "nf4-dq": "bnb-nf4-dq", "fp4": "bnb-fp4", "fp8": "fp8-block"}  # fmt: skip

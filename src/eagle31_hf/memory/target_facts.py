@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..cache.spans import windows_from_config
-from ..errors import IncompatibleTargetError, MemoryPlanError
+from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
+from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
-from .gguf_header import GgufHeader, read_gguf_header
 from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import SCHEMES, Quantization, scheme
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
@@ -35,6 +36,7 @@ class TargetFacts:
         fingerprint: of its shape (not of its weights or quantisation).
         weights: bytes by kind; of a loaded model all are `plain`, as measured.
         loaded: the weights are in memory already.
+        packed_file_bytes: of a GGUF file its tensors, which are unpacked while loading.
     """
 
     name: str
@@ -46,6 +48,7 @@ class TargetFacts:
     intermediate_size: int
     max_position_embeddings: int | None
     loaded: bool = False
+    packed_file_bytes: int | None = None
 
 
 def read_target(target: Any, quantization: Any = None, *, attention: str | None = None) -> TargetFacts:
@@ -116,10 +119,7 @@ def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
     own = getattr(config, "quantization_config", None)
     if quantization is None:
         return scheme(own, dtype) if own else SCHEMES[dtype]
-    packing = scheme(quantization, dtype)
-    if packing.method == "gguf":
-        raise MemoryPlanError("quantization 'gguf' is read from the file's header: give the .gguf file as target")
-    return packing
+    return scheme(quantization, dtype)
 
 
 def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DecoderShape:
@@ -220,34 +220,41 @@ def _largest_packed(config: PreTrainedConfig, packing: Quantization) -> tuple[in
 
 
 def _facts_of_gguf(path: Path, quantization: Any) -> TargetFacts:
-    if quantization not in (None, "gguf"):
+    """Unpacked, as transformers loads it: it has kernels for packed GGUF weights of recurrent architectures alone."""
+    packing = scheme(quantization or "bf16")
+    if packing.method != "none":
         raise MemoryPlanError(
-            f"got quantization {quantization!r} for {path.name!r}; a GGUF file brings its own: leave it out"
+            f"got quantization {quantization!r} for {path.name!r}; a GGUF file brings its own and is unpacked while "
+            "loading: name the precision of that (bf16, fp16, fp32), or leave it out"
         )
-    header = read_gguf_header(path)
-    shape, context = _gguf_shape(header, path.name)
-    matrices = [t for t in header.tensors if len(t.shape) >= 2 and not t.name.startswith("token_embd")]
-    largest = max((t.shape[-2:] for t in matrices), key=lambda s: s[0] * s[1], default=(0, 0))
+    try:
+        header = read_gguf_header(path)
+    except CheckpointFormatError as error:
+        raise MemoryPlanError(str(error)) from error
+    shape, context = _gguf_shape(header, path.name, packing.dtype_bytes)
+    num_parameters = sum(math.prod(tensor.shape) for tensor in header.tensors)
     return TargetFacts(
         name=path.name,
-        fingerprint=digest(asdict(shape) | {"tensors": len(header.tensors)}),
-        quantization=SCHEMES["gguf"],
-        weights=WeightBytes(sum(t.num_bytes for t in header.tensors), 0, 0, (largest[0], largest[1])),
-        num_parameters=sum(_elements(t.shape) for t in header.tensors),
+        fingerprint=_gguf_fingerprint(path) or digest(asdict(shape) | {"tensors": len(header.tensors)}),
+        quantization=packing,
+        weights=WeightBytes(packed=0, experts=0, plain=num_parameters * packing.dtype_bytes, largest_packed=(0, 0)),
+        num_parameters=num_parameters,
         shape=shape,
         intermediate_size=shape.mlp_units // 3,
         max_position_embeddings=context,
+        packed_file_bytes=sum(tensor.num_bytes for tensor in header.tensors),
     )
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _gguf_fingerprint(path: Path) -> str | None:
+    """As the loaded model's, so that a plan of the file is known again; `None` where transformers cannot read it."""
+    try:
+        return target_fingerprint(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
+    except Exception:  # whatever it lacks: the header is enough for a plan
+        return None
 
 
-def _gguf_shape(header: GgufHeader, name: str) -> tuple[DecoderShape, int | None]:
+def _gguf_shape(header: GgufHeader, name: str, element_bytes: int) -> tuple[DecoderShape, int | None]:
     metadata = header.metadata
     prefix = metadata.get("general.architecture")
     fields = {
@@ -275,6 +282,6 @@ def _gguf_shape(header: GgufHeader, name: str) -> tuple[DecoderShape, int | None
         mlp_units=3 * sizes["feed_forward_length"],
         vocab_size=vocab,
         windows=(None,) * sizes["block_count"],  # which layers slide is not in the header; full ones need more
-        element_bytes=4,  # packed GGUF weights compute in fp32
+        element_bytes=element_bytes,
     )
     return shape, int(context) if isinstance(context, int) else None

@@ -27,7 +27,7 @@ def _option(default: Any, help: str) -> Any:
 class TrainingSettings:
     """One training run. `None` means: chosen to suit the target (`setup.resolve`)."""
 
-    target: str = field(metadata={"help": "target: folder or Hub id"})
+    target: str = field(metadata={"help": "target: folder, Hub id or .gguf file"})
     prompts: tuple[str, ...] = field(
         metadata={
             "help": "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"

@@ -9,17 +9,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import CheckpointNotFoundError
 from ..memory.layer_sizes import trained_context
+from ..target.loading import load_target as load_pretrained
 from .data.vocabulary import DraftVocabulary
 from .settings import SMALL_TARGET_PARAMETERS, ResolvedSettings, TrainingSettings
 
@@ -28,32 +22,28 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
     """The frozen target, quantised as it will be served, and its tokenizer.
 
     Raises:
-        CheckpointNotFoundError: it cannot be found or loaded.
+        CheckpointNotFoundError, IncompatibleTargetError, ConfigurationError: it cannot be found or loaded.
     """
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    options: dict[str, Any] = {}
+    quantization = None
     if settings.quantization is not None:
         four = settings.quantization == "4bit"
-        options["quantization_config"] = BitsAndBytesConfig(
+        quantization = BitsAndBytesConfig(
             load_in_4bit=four,
             load_in_8bit=not four,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.target)
-        target = AutoModelForCausalLM.from_pretrained(
-            settings.target, dtype=settings.dtype, device_map=_device_map(device), **options
-        )
-    except OSError as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise CheckpointNotFoundError(
-            f"no target at {settings.target!r} ({reason}); check the name and the network"
-        ) from error
-    return target.requires_grad_(False).eval(), tokenizer
+    target, tokenizer = load_pretrained(
+        settings.target,
+        dtype="stored" if settings.dtype == "auto" else settings.dtype,
+        device_map=_device_map(device),
+        quantization_config=quantization,
+    )
+    return target.requires_grad_(False), tokenizer
 
 
 def _device_map(device: str) -> Any:

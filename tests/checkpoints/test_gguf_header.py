@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.memory import plan_memory
-from eagle31_hf.memory.gguf_header import GGML_TYPES, read_gguf_header
+from eagle31_hf.checkpoints.gguf_header import GGML_TYPES, read_gguf_header
+from eagle31_hf.errors import CheckpointFormatError, MemoryPlanError
+from eagle31_hf.memory import MemoryPlan, plan_memory
 
 U32, U64, STRING, ARRAY = 4, 10, 8, 9
 
@@ -67,9 +68,12 @@ def test_bytes_and_shapes_come_from_the_header(tmp_path: Path) -> None:
 def test_a_gguf_file_is_planned(tmp_path: Path) -> None:
     plan = plan_memory(write(tmp_path / "model.gguf", header_bytes()), card="RTX 3060", context=1024)
     assert plan.fits
-    assert plan.target.weights.total == EXPECTED
+    parameters = sum(math.prod(shape) for _, shape, _ in TENSORS)
+    assert plan.target.weights.total == 2 * parameters, "unpacked to bf16 while loading"
+    assert plan.target.packed_file_bytes == EXPECTED
     assert (plan.target.shape.kv_heads, plan.target.shape.vocab_size) == (2, 64)
-    assert any("kernels" in warning for warning in plan.warnings)
+    assert any("GGUF weights are unpacked to bf16" in warning for warning in plan.warnings)
+    assert MemoryPlan.from_dict(plan.to_dict()) == plan
 
 
 def test_missing_metadata_is_named(tmp_path: Path) -> None:
@@ -94,13 +98,15 @@ def test_missing_metadata_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_say_why(tmp_path: Path, head: bytes, reason: str) -> None:
-    with pytest.raises(MemoryPlanError, match=reason):
+    with pytest.raises(CheckpointFormatError, match=reason):
         read_gguf_header(write(tmp_path / "bad.gguf", head))
 
 
-def test_a_missing_file_is_a_plan_error(tmp_path: Path) -> None:
-    with pytest.raises(MemoryPlanError, match="cannot be read"):
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match="cannot be read"):
         read_gguf_header(tmp_path / "none.gguf")
+    with pytest.raises(MemoryPlanError, match="cannot be read"):
+        plan_memory(tmp_path / "none.gguf", card="RTX 3060")
 
 
 @given(st.integers(4, len(header_bytes()) - 1), st.binary(min_size=1, max_size=9), st.booleans())
@@ -114,7 +120,7 @@ def test_damaged_headers_never_escape(
     path.write_bytes(damaged)
     try:
         header = read_gguf_header(path)
-    except MemoryPlanError:
+    except CheckpointFormatError:
         return
     assert not cut
     assert all(entry.type_name in {name for name, _, _ in GGML_TYPES.values()} for entry in header.tensors)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import MemoryPlanError
+from ..errors import CheckpointFormatError
 
 # ggml type id -> (name, elements per block, bytes per block); ggml.h and ggml-common.h.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -57,14 +57,14 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     """Header of the GGUF file at `path`.
 
     Raises:
-        MemoryPlanError: not a GGUF file of version 2 or 3, cut off, or with lengths the file cannot hold.
+        CheckpointFormatError: not a GGUF file of version 2 or 3, cut off, or with lengths the file cannot hold.
     """
     path = Path(path)
     try:
         with path.open("rb") as file:
             return _Reader(file, path.name, path.stat().st_size).header()
     except OSError as error:
-        raise MemoryPlanError(
+        raise CheckpointFormatError(
             f"got {path.name!r}, which cannot be read ({error.strerror}); wanted a GGUF file"
         ) from error
 
@@ -153,5 +153,5 @@ class _Reader:
             raise self._error("it ends in the middle of its header")
         self._file.seek(count, 1)
 
-    def _error(self, reason: str) -> MemoryPlanError:
-        return MemoryPlanError(f"{self._name!r} is not a GGUF file we can read: {reason}; download it again")
+    def _error(self, reason: str) -> CheckpointFormatError:
+        return CheckpointFormatError(f"{self._name!r} is not a GGUF file we can read: {reason}; download it again")
