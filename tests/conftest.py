@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from eagle31_hf.cli.processor import avoid_unusable_tiles
+from eagle31_hf.decoding.calibration.store import CACHE_VARIABLE
 from helpers import SHARED
 from hub_stand_in import hub
 
@@ -34,6 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1000,
         help="runs of each sampling test that writes one or four rows at a time; the log's figures are from 20000",
     )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
+    """No test sees what was measured on this machine before, and none leaves anything behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("eagle31-cache")))
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -24,10 +25,15 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import graphs, shapes
 from eagle31_hf.decoding import decoder
+from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
+from eagle31_hf.decoding.draft_policy import DraftPlan, RoundState, RoundStats
+from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
+from eagle31_hf.generation import hooks
 from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.trees.draft_tree import DraftTree
+from eagle31_hf.trees.shape import DraftShape
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = SHARED / "models"
@@ -189,6 +195,69 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
 
     with wrapped_rounds(OracleRound), mock.patch.object(Eagle31CandidateGenerator, "_draft", stock):
         yield
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+class SwitchingPolicy:
+    """A `DraftPolicy` that draws anew in every round: nothing, the drafter's, or tokens out of the air; how many."""
+
+    def __init__(self, shape: DraftShape, seed: int = 0):
+        self.shape, self.dice = shape, random.Random(seed)
+        self.kinds: set[str] = set()
+
+    def next_draft(self, state: RoundState) -> DraftPlan:
+        """Something else."""
+        kind = self.dice.choice(("none", "cut", "whole", "chain", "given"))
+        self.kinds.add(kind)
+        depth = self.dice.randint(1, self.shape.depth)
+        if kind == "none":
+            return DraftPlan.skip()
+        if kind == "cut" and self.shape.static is None:  # a static tree has one shape
+            return DraftPlan(self.shape.cut_to(depth))
+        if kind == "chain":
+            return DraftPlan(DraftShape(depth=depth))
+        if kind == "given":
+            rows = [self._air(state, row, depth) for row in state.rows]
+            return DraftPlan(DraftShape(depth=depth), tokens=tuple(rows))
+        return DraftPlan(self.shape)
+
+    def _air(self, state: RoundState, row: int, depth: int) -> tuple[int, ...]:
+        """Tokens the text has already, so that some of them are right."""
+        text = state.sequences.text(row)
+        return tuple(self.dice.choice(text) for _ in range(self.dice.randint(1, depth)))
+
+    def record(self, stats: RoundStats) -> None:
+        """Learns nothing."""
+
+
+@contextmanager
+def switching_policies() -> Iterator[list[SwitchingPolicy]]:
+    """While open, every generation of our loop has one, whatever its schedule; those made so far."""
+    made: list[SwitchingPolicy] = []
+
+    def choose(_drafter: Any, wish: Any, _stats: Any) -> SwitchingPolicy:
+        made.append(SwitchingPolicy(wish.shape, seed=len(made)))
+        return made[-1]
+
+    with mock.patch.object(hooks, "choose_policy", choose):
+        yield made
+
+
+CHEAP_DRAFTS = Calibration((ContextSeconds(64, ((1, 1.0), (64, 1.3)), 0.05, 0.06),), 0.02, 0.01)
+DEAR_DRAFTS = Calibration((ContextSeconds(64, ((1, 1.0), (2, 1.6), (64, 40.0)), 0.4, 0.5),), 0.1, 0.01)
+
+
+@contextmanager
+def calibrated(drafter: Eagle31Drafter, calibration: Calibration = CHEAP_DRAFTS) -> Iterator[PairHistory]:
+    """While open, the pair costs this; what it has learnt before is set aside."""
+    binding = drafter.require_binding()
+    with (
+        mock.patch.object(binding, "history", None),
+        mock.patch.object(PairHistory, "calibration", return_value=calibration),
+    ):
+        yield PairHistory.of(drafter)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

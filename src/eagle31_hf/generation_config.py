@@ -19,6 +19,9 @@ CACHE_TYPES = ("auto", "full", "int8", "fp8")
 FIRST_CHILD_CHANCE, NEXT_CHILD_SHARE = 0.7, 0.25
 """Chance that a node's first child is the accepted one, and what each next child has of the one before: what a static
 tree is shaped by. Rough on purpose; the shape changes little with them."""
+SCHEDULES = ("constant", "calibrated", "pid", "heuristic")
+LONGEST_STEERED = 12
+"""Longest draft of the schedules that steer its length, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,13 @@ class Eagle31GenerationConfig(GenerationConfig):
         draft_confidence_floor: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
-        num_assistant_tokens_schedule: `"constant"` (default).
+        num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/adaptive.md). `"constant"`
+            (default) keeps it, and pauses where drafts are in vain; `"calibrated"` takes the length that writes fastest
+            by what was measured on this machine, up to `num_assistant_tokens`; `"pid"` and `"heuristic"` (transformers'
+            own: two more or one less) start from it. All but the first rest below break-even, and draft from the text
+            itself where it repeats. Our own loop only.
+        draft_length_bounds: shortest and longest draft of a schedule that steers; `None` (default): 1 and
+            `num_assistant_tokens` (`"calibrated"`), or 12 if that is more.
         draft_top_k: children per tree node; 1 drafts a chain.
         draft_tree_size: nodes verified per round, root included; `None` means `num_assistant_tokens + 1` for a chain
             and `2 * draft_top_k * num_assistant_tokens` for a tree.
@@ -56,6 +65,7 @@ class Eagle31GenerationConfig(GenerationConfig):
     def __init__(self, **kwargs):
         self.draft_top_k: int = kwargs.pop("draft_top_k", 1)
         self.draft_confidence_floor: float | None = kwargs.pop("draft_confidence_floor", None)
+        self.draft_length_bounds: tuple[int, int] | None = kwargs.pop("draft_length_bounds", None)
         self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
         self.draft_tree: str = kwargs.pop("draft_tree", "dynamic")
         self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
@@ -79,7 +89,8 @@ class Eagle31GenerationConfig(GenerationConfig):
             asked: depth the `generate` call itself asks for.
         """
         depth = asked or self.num_assistant_tokens
-        free_to_ask = device_type == "cpu" and batch_size == 1 and self.draft_top_k == 1
+        steered = self.num_assistant_tokens_schedule in ("pid", "heuristic") or self.draft_length_bounds is not None
+        free_to_ask = device_type == "cpu" and batch_size == 1 and self.draft_top_k == 1 and not steered
         floor = self.draft_confidence_floor
         if depth is not None:
             return DraftLength(depth, floor or 0.0)
@@ -101,6 +112,18 @@ class Eagle31GenerationConfig(GenerationConfig):
             static = StaticTopology.best_for(guess, depth=depth, size=size)
         return DraftShape(depth=depth, top_k=top_k, size=size, static=static)
 
+    def steered_bounds(self, start: int) -> tuple[int, int]:
+        """Shortest and longest draft of a schedule that starts from, or is asked for, `start` tokens."""
+        schedule = self.num_assistant_tokens_schedule
+        if schedule == "constant":
+            return start, start
+        if self.draft_length_bounds is not None:
+            shortest, longest = self.draft_length_bounds
+            return shortest, longest
+        if schedule == "calibrated" or self.draft_top_k > 1 or self.acceleration == "compile":
+            return 1, start
+        return 1, max(start, LONGEST_STEERED)
+
     @property
     def stored_cache_type(self) -> str:
         """`cache_type` as the cache takes it."""
@@ -117,6 +140,7 @@ class Eagle31GenerationConfig(GenerationConfig):
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{field} is {value!r}; wanted a whole number of at least 1")
+        self._check_bounds()
         size = self.draft_tree_size
         if size is not None and (not isinstance(size, int) or size < 2):
             raise ConfigurationError(f"draft_tree_size is {size!r}; wanted at least 2 (root and one draft token)")
@@ -125,7 +149,7 @@ class Eagle31GenerationConfig(GenerationConfig):
             ("speculation_loop", LOOPS),
             ("acceleration", ("eager", "compile")),
             ("cache_type", CACHE_TYPES),
-            ("num_assistant_tokens_schedule", ("constant",)),
+            ("num_assistant_tokens_schedule", SCHEDULES),
         ):
             if getattr(self, field) not in allowed:
                 raise ConfigurationError(f"{field} is {getattr(self, field)!r}; wanted one of {allowed}")
@@ -133,4 +157,23 @@ class Eagle31GenerationConfig(GenerationConfig):
             raise ConfigurationError(
                 f"cache_type is {self.cache_type!r} and speculation_loop {self.speculation_loop!r}; only our own loop "
                 "stores keys and values in 8 bits: leave speculation_loop at 'auto', or cache_type at 'full'"
+            )
+
+    def _check_bounds(self) -> None:
+        bounds, asked = self.draft_length_bounds, self.num_assistant_tokens
+        if bounds is None:
+            return
+        whole = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(type(each) is int for each in bounds)
+        if not whole or not 1 <= bounds[0] <= bounds[1]:
+            raise ConfigurationError(
+                f"draft_length_bounds is {bounds!r}; wanted shortest and longest draft as two whole numbers: (1, 8)"
+            )
+        if self.num_assistant_tokens_schedule == "constant":
+            raise ConfigurationError(
+                f"draft_length_bounds is {bounds!r}, but num_assistant_tokens_schedule 'constant' has one length; "
+                "choose 'calibrated', 'pid' or 'heuristic', or leave the bounds at None"
+            )
+        if asked is not None and not bounds[0] <= asked <= bounds[1]:
+            raise ConfigurationError(
+                f"num_assistant_tokens is {asked} and draft_length_bounds {bounds!r}; wanted a length within its bounds"
             )

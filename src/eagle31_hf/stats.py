@@ -7,8 +7,23 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class DraftEvent:
+    """A change of what is drafted.
+
+    Attributes:
+        new_tokens: written by then, summed over rows.
+        what: `"length"`, `"source"`, `"rest"`, `"resume"`, `"stop"`.
+        why: in words, with the figures it was decided by.
+    """
+
+    new_tokens: int
+    what: str
+    why: str
 
 
 @dataclass
@@ -33,6 +48,7 @@ class SpeculationStats:
         drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
             accepted all before it, and those that accepted it too.
         skipped_rounds: passes that drafted nothing because it would have been in vain (`decoding.draft_backoff`).
+        events: every change of what is drafted, with its reason, in order.
         fallbacks: every step down that was taken, in order.
         memory_steps: what was given up because memory ran out, and how often; empty where it did not.
     """
@@ -54,6 +70,7 @@ class SpeculationStats:
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     skipped_rounds: int = 0
+    events: list[DraftEvent] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     memory_steps: dict[str, int] = field(default_factory=dict)
 
@@ -104,6 +121,7 @@ class SpeculationStats:
         """Everything, derived figures included, as JSON-ready values."""
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "events": [asdict(event) for event in self.events],
             "acceptance_length": self.acceptance_length,
             "cumulative_acceptance": self.cumulative_acceptance,
             "conditional_acceptance": self.conditional_acceptance,

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from eagle31_hf.benchmark import loop_tables
-from eagle31_hf.benchmark.bare import BareCosts, BareMeter, drafted_depths, quantiles, wished_shape
+from eagle31_hf.benchmark.bare import drafted_depths, wished_shape
 from eagle31_hf.benchmark.growth import AttentionClock, GrowthRecord, measure_growth
 from eagle31_hf.benchmark.loop import LoopBenchmark, PassCounter, Tally, ends_off, typical_context
 from eagle31_hf.benchmark.prompts import batches_of, read_conversations
@@ -29,6 +29,7 @@ from eagle31_hf.benchmark.synthetic import (
 )
 from eagle31_hf.benchmark.ways import LoopSettings, Written, ways_to_write, why_no_early_exit
 from eagle31_hf.cli import app
+from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter, quantiles
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.draft_policy import DraftPlan
 from eagle31_hf.decoding.round import RoundBatch
@@ -139,7 +140,7 @@ def test_trees_may_be_shallow_or_missing(compiled, nodes, steps, drafter, monkey
 @torch.no_grad()
 def test_bare_costs_are_means_of_what_was_timed_since_the_last(drafter, monkeypatch):
     seconds = iter(range(1000))
-    monkeypatch.setattr("eagle31_hf.benchmark.bare.now", lambda device: next(ticks))
+    monkeypatch.setattr("eagle31_hf.decoding.calibration.bare_meter.now", lambda device: next(ticks))
     ticks = (total for second in seconds for total in (0.0, float(second)))  # forward n takes n seconds
     meter = BareMeter(drafter, torch.arange(9)[None], CHAIN)
     meter.time_rounds({2: 1.0}, 1)  # 0 1 target steps | 2 3 4, 5 6 7 uncounted | 8 verify, 9 absorb, 10 step

@@ -15,11 +15,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
 from typer.testing import CliRunner
 
-from eagle31_hf.benchmark.bare import BareCosts
 from eagle31_hf.benchmark.records import add_up
 from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.cli import app, comparison, terminal
 from eagle31_hf.cli.comparison import Comparison, Difference
+from eagle31_hf.decoding.calibration.bare_meter import BareCosts
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.errors import CheckpointNotFoundError
 from eagle31_hf.generation_config import Eagle31GenerationConfig

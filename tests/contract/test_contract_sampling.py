@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from scipy import stats
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.decoding import eager_round
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.request import DecodingRequest
 from eagle31_hf.decoding.text import Sequences, StopRules
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from eagle31_hf.trees.shape import DraftShape
 from eagle31_hf.trees.static import StaticTopology
-from helpers import GROUPED, random_drafter, random_target, seeded, wishes
+from helpers import GROUPED, calibrated, random_drafter, random_target, seeded, switching_policies, wishes
 
 V = 8
 RUNS = 20_000
@@ -157,7 +159,10 @@ def sample(name: str, setting: str, wish: dict[str, Any], *, batch: int, runs: i
         num_assistant_tokens=None,
         **SETTINGS[setting],
     )
-    inputs = {"input_ids": torch.tensor([PROMPT] * batch), "attention_mask": torch.ones(batch, 3, dtype=torch.long)}
+    inputs = {
+        "input_ids": torch.tensor([PROMPT] * batch),
+        "attention_mask": torch.ones(batch, len(PROMPT), dtype=torch.long),
+    }
     kept = []
     with seeded(seed), wishes(drafter_called(name), **wish) as drafter:
         for _ in range(-(-runs // batch)):
@@ -315,3 +320,40 @@ def test_rows_are_drawn_independently() -> None:
     pairs = triples.view(200, 2, 3)
     same = (pairs[:, 0] == pairs[:, 1]).all(1).float().mean()
     assert same < 0.5
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["good", "adversarial"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_switching_in_every_round_keeps_the_distribution(shape: str, name: str) -> None:
+    """Nothing, the drafter's tokens or others, as many as dice say: what is drafted does not change what follows."""
+    wish = SHAPES[shape] | {"speculation_loop": "own"}
+    with switching_policies():
+        assert_follows("t1", lambda seed: sample(name, "t1", wish, batch=250, runs=8000, seed=seed))
+
+
+@pytest.mark.contract
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["calibrated", "pid", "heuristic"])
+def test_schedules_keep_the_distribution(schedule: str) -> None:
+    wish = SHAPES["chain"] | {"speculation_loop": "own", "num_assistant_tokens_schedule": schedule}
+    with calibrated(drafter_called("good")):
+        assert_follows("top_p", lambda seed: sample("good", "top_p", wish, batch=250, runs=8000, seed=seed))
+
+
+@pytest.mark.slow
+def test_drafts_from_the_text_keep_the_distribution(few_row_runs: int) -> None:
+    """One row, whose prompt repeats itself, so that prompt lookup drafts."""
+    wish = SHAPES["chain"] | {"speculation_loop": "own", "num_assistant_tokens_schedule": "calibrated"}
+    with (
+        calibrated(drafter_called("bad")),
+        mock.patch(f"{__name__}.PROMPT", [3, 5, 1, 3, 5, 1, 3, 5]),
+        mock.patch.object(eager_round, "given_chain", wraps=eager_round.given_chain) as given,
+    ):
+        exact_joint.cache_clear()
+        try:
+            assert_follows("t1", lambda seed: sample("bad", "t1", wish, batch=1, runs=few_row_runs, seed=seed))
+            assert given.call_count > few_row_runs // 20
+        finally:
+            exact_joint.cache_clear()

@@ -192,7 +192,7 @@ def test_trees_have_the_size_asked_for() -> None:
     ("field", "value"),
     [
         ("num_assistant_tokens", 0), ("draft_top_k", 0), ("draft_tree_size", 1), ("draft_tree", "oak"),
-        ("speculation_loop", "fast"), ("acceleration", "warp"), ("num_assistant_tokens_schedule", "heuristic"),
+        ("speculation_loop", "fast"), ("acceleration", "warp"), ("num_assistant_tokens_schedule", "guess"),
         ("draft_confidence_floor", 1.5),
     ],
 )  # fmt: skip

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..decoding.calibration.bare_meter import now
 from ..decoding.decoder import SpeculativeDecoder
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..trees.shape import DraftShape
-from .bare import now
 from .prompts import PromptBatch
 from .storages import count_storages
 from .synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..decoding.calibration.bare_meter import BareCosts, BareMeter, now
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, UnsupportedGenerationError
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
-from .bare import BareCosts, BareMeter, drafted_depths, now
+from .bare import drafted_depths
 from .prompts import PromptBatch, batches_of
 from .records import LoopRecord, LoopReport, RoundSplit, Sample, add_up
 from .ways import PLAIN, PLAIN_COMPILED, LoopSettings, Way, Written, ways_to_write, why_no_early_exit

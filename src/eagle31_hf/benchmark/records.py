@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from ..decoding.calibration.bare_meter import BareCosts
 from ..stats import SpeculationStats
-from .bare import BareCosts
 
 
 @dataclass(frozen=True)

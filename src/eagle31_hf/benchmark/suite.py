@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..decoding.calibration.bare_meter import now
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, MemoryPlanError
 from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
 from ..target.binding import TargetBinding
-from .bare import now
 from .calls import DIFFERENT, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, windows
 from .datasets import Prompt
 from .exactness import judge_greedy

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..benchmark import bare as benchmark_bare
-from ..benchmark.bare import BareCosts, BareMeter, drafted_depths, now, wished_shape
+from ..benchmark.bare import drafted_depths, wished_shape
 from ..benchmark.records import add_up
+from ..decoding.calibration.bare_meter import BareCosts, BareMeter, now
 from ..stats import SpeculationStats
 from .pairs import DecodingWishes, Pair, write
 

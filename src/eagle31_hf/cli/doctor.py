@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..benchmark.prompts import read_conversations
+from ..decoding.adaptive.costs import RoundCosts
+from ..decoding.calibration.calibration import ContextSeconds
+from ..decoding.pair_history import PairHistory
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
 from ..demo import Messages
 from ..doctor.drift import DriftCurve, plot_drift
@@ -32,6 +35,12 @@ def doctor(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most so many prompts.")] = 20,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens written after each prompt.")] = 48,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Only measure what rounds take here, and keep it for later runs.")
+    ] = False,
+    acceleration: Annotated[
+        Literal["eager", "compile"], typer.Option(help="With --calibrate: which steps; compiling takes minutes.")
+    ] = "eager",
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
@@ -41,7 +50,10 @@ def doctor(
 ) -> None:
     """Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?"""
     console = make_console()
-    pair = load_pair(PairSource(target, drafter, dtype, device))
+    pair = load_pair(PairSource(target, drafter, dtype, device, acceleration=acceleration))
+    if calibrate:
+        _calibrate(console, pair, json_path)
+        return
     patient = Patient(
         drafter=pair.drafter,
         tokenizer=pair.tokenizer,
@@ -57,6 +69,27 @@ def doctor(
         console.print(f"plot: {plot}")
     if seen.problems:
         raise typer.Exit(1)
+
+
+def _calibrate(console: Console, pair: Pair, json_path: Path | None) -> None:
+    """Measure the pair, keep it, and show what drafts must bring."""
+    compiled = pair.drafter.generation_config.acceleration == "compile"
+    with console.status("measuring forwards"):
+        measured = PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=compiled)
+    write_json(json_path, {"target": pair.name, "compiled": compiled, **measured.to_dict()})
+    for each in measured.contexts:
+        console.print(_cost_table(each, measured.costs(each.context)))
+
+
+def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
+    """Rounds by draft length: what they take, and the tokens from which they beat plain decoding."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, title=f"behind {seconds.context} tokens", title_justify="left")
+    for column in ("draft tokens", "ms a round", "tokens to break even"):
+        table.add_column(column, justify="right")
+    rounds = costs.rounds(8)
+    for depth, round_s in enumerate(rounds.speculative_s):
+        table.add_row(str(depth or "none"), f"{1e3 * round_s:.1f}", f"{rounds.break_even_tokens(depth):.2f}")
+    return table
 
 
 def _conversations(pair: Pair, prompts: Path | None, limit: int) -> list[Messages]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..benchmark.bare import BareCosts
+from ..decoding.calibration.bare_meter import BareCosts
 from ..demo import CONVERSATIONS, Messages
 from ..errors import ConfigurationError
 from . import comparison, terminal

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..benchmark.bare import BareCosts
 from ..checkpoints.summary import CheckpointSummary
+from ..decoding.calibration.bare_meter import BareCosts
 from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
 from .comparison import Comparison

@@ -46,6 +46,7 @@ class SpeculativeDecoder:
         drafter: attached; its binding's target verifies.
         request: what to write.
         wrap_round: put around the rounds, to look into them or to change a step.
+        compiled: compute rounds by graphs; default: as the drafter's settings say.
 
     Attributes:
         rows: which row of the texts each row of the caches is; empty once all have ended.
@@ -58,7 +59,12 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, drafter: Eagle31Drafter, request: DecodingRequest, wrap_round: Callable[[Round], Round] | None = None
+        self,
+        drafter: Eagle31Drafter,
+        request: DecodingRequest,
+        wrap_round: Callable[[Round], Round] | None = None,
+        *,
+        compiled: bool | None = None,
     ):
         self.drafter, self.request = drafter, request
         self.binding: TargetBinding = drafter.require_binding()
@@ -70,7 +76,7 @@ class SpeculativeDecoder:
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
         self.chunk = min(request.prefill_chunk or prompt, prompt)
         self.reading: PrefillState | None = None
-        self.compiles = drafter.generation_config.acceleration == "compile"
+        self.compiles = drafter.generation_config.acceleration == "compile" if compiled is None else compiled
         self._wrap_round = wrap_round
         self._streamed = [0] * len(self.rows)  # new tokens of each row of the batch that were shown
         self.round = self._rounds_over(self._new_caches(len(self.rows)))

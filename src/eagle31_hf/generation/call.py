@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..decoding.policy_choice import DraftWish
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
-from ..trees.shape import DraftShape
 from .stock_loop import draft_length
 
 
@@ -31,10 +31,19 @@ class Call:
     model_kwargs: dict[str, Any]
 
 
-def draft_shape(call: Call) -> DraftShape:
-    """The largest draft of a round, by what the drafter's `generation_config` and the call ask for."""
-    length = draft_length(call.drafter, call.generation_config, batch_size=call.input_ids.shape[0])
-    return call.drafter.generation_config.draft_shape(length)
+def draft_wish(call: Call) -> DraftWish:
+    """What the call and the drafter's `generation_config` ask of drafts."""
+    wishes, rows = call.drafter.generation_config, call.input_ids.shape[0]
+    length = draft_length(call.drafter, call.generation_config, batch_size=rows)
+    shortest, longest = wishes.steered_bounds(length.depth)
+    return DraftWish(
+        shape=wishes.draft_shape(replace(length, depth=longest)),
+        start=min(max(length.depth, shortest), longest),
+        rows=rows,
+        context=call.input_ids.shape[1],
+        sampled=bool(call.generation_config.do_sample),
+        compiled=wishes.acceleration == "compile",
+    )
 
 
 def left_padding(call: Call) -> list[int]:

@@ -26,6 +26,8 @@ from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.memory_ladder import is_out_of_memory
 from ..decoding.out_of_memory import RecoveringDecoder, keep_for_next_turn
+from ..decoding.pair_history import PairHistory
+from ..decoding.policy_choice import choose_policy
 from ..decoding.request import DecodingRequest
 from ..decoding.text import Sequences, StopRules
 from ..drafter.drafter import Eagle31Drafter
@@ -34,7 +36,7 @@ from ..memory.allocator import advise_once
 from ..memory.apply_plan import why_not_as_planned
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from .call import Call, draft_shape, left_padding, streaming, text_length
+from .call import Call, draft_wish, left_padding, streaming, text_length
 from .model_inputs import why_no_draft, why_not_our_loop
 from .stock_loop import Eagle31CandidateGenerator
 
@@ -315,10 +317,12 @@ def _own(call: Call) -> Any:
     carried = _carried_cache(call, padding)
     skipped = 0 if carried is None else carried.start.skip
     stats.prefilled_tokens = sum(call.input_ids.shape[1] - pads - skipped for pads in padding)
+    wish = draft_wish(call)
     request = DecodingRequest(
         sequences=sequences,
         processing=ScoreProcessing(call.logits_processor),
-        shape=draft_shape(call),
+        shape=wish.shape,
+        policy=choose_policy(call.drafter, wish, stats),
         do_sample=bool(config.do_sample),
         prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,
         on_tokens=streaming(call.streamer),
@@ -331,6 +335,7 @@ def _own(call: Call) -> Any:
     with torch.no_grad(), call.drafter.require_binding().masked_attention():
         ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request)).run()
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
+    PairHistory.of(call.drafter).record(stats, sampled=wish.sampled)
     if call.streamer is not None:
         call.streamer.end()
     if not config.return_dict_in_generate:

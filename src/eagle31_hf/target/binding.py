@@ -57,6 +57,7 @@ class TargetBinding:
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
         self.why_no_trees = ""  # set by the self-test: why our own loop must not be used
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
+        self.history: Any = None  # what the process has learnt of this pair (`decoding.pair_history`)
         refuse_corrupt_saving(self.model)
         warn_of_quantization(self.model)
         warn_of_precision(self.model)

@@ -42,8 +42,8 @@ class ConstantSchedule:
 class HeuristicSchedule:
     """Two tokens more after a draft that was accepted whole, one less after any other, as transformers does it."""
 
-    def __init__(self, length: int, longest: int):
-        self._length, self._longest = length, longest
+    def __init__(self, length: int, longest: int, shortest: int = 1):
+        self._length, self._longest, self._shortest = length, longest, shortest
 
     def length(self, reach: Sequence[float]) -> int:
         return self._length
@@ -51,7 +51,7 @@ class HeuristicSchedule:
     def record(self, drafted: int, accepted: Sequence[int], reach: Sequence[float]) -> None:
         if drafted:
             change = 2 if min(accepted) >= drafted else -1
-            self._length = min(max(self._length + change, 1), self._longest)
+            self._length = min(max(self._length + change, self._shortest), self._longest)
 
 
 class CalibratedSchedule:
@@ -87,20 +87,20 @@ class PidSchedule:
     Args:
         table: what rounds take here.
         start: first length.
-        longest: upper bound; the lower one is 1.
+        longest, shortest: bounds.
     """
 
     PROPORTIONAL, INTEGRAL, DERIVATIVE = 1.0, 0.15, 1.0
     SMOOTHING = 0.1  # share of the newest round in the measured value
 
-    def __init__(self, table: RoundTable, start: int, longest: int):
-        self._table, self._longest = table, longest
+    def __init__(self, table: RoundTable, start: int, longest: int, shortest: int = 1):
+        self._table, self._longest, self._shortest = table, longest, shortest
         self._integral = float(start)
         self._value = float(start)  # the length before rounding
         self._whole: float | None = None  # how often drafts are accepted whole
 
     def length(self, reach: Sequence[float]) -> int:
-        return min(max(round(self._value), 1), self._longest)
+        return min(max(round(self._value), self._shortest), self._longest)
 
     def record(self, drafted: int, accepted: Sequence[int], reach: Sequence[float]) -> None:
         if not drafted:
@@ -115,10 +115,35 @@ class PidSchedule:
         # A share of the way to the end of the scale: set points near 0 or 1 steer as quickly in both directions.
         error = (self._whole - set_point) / (1.0 - set_point if self._whole > set_point else set_point)
         steered = self.PROPORTIONAL * error - self.DERIVATIVE * (self._whole - before)
-        self._integral = min(max(self._integral + self.INTEGRAL * error, 1.0), float(self._longest))
-        self._value = min(max(self._integral + steered, 1.0), float(self._longest))
+        self._integral = self._bounded(self._integral + self.INTEGRAL * error)
+        self._value = self._bounded(self._integral + steered)
+
+    def _bounded(self, length: float) -> float:
+        return min(max(length, float(self._shortest)), float(self._longest))
 
     def _set_point(self, length: int, reach: Sequence[float]) -> float:
         here = choose_length(self._table, reach, (length,))
         last = min(max(length, 2), self._longest)  # the first one's cost is that of drafting at all: the guard's matter
         return min(max(self._table.marginal_break_even(last, max(here.speedup, 1.0)), 0.02), 0.98)
+
+
+class FewLengths:
+    """Another schedule's lengths, each cut to the longest of a few that it reaches: every length may be a graph.
+
+    Args:
+        inner: steers.
+        lengths: that may be drafted, at least one.
+    """
+
+    def __init__(self, inner: LengthSchedule, lengths: Sequence[int]):
+        self._inner, self._lengths = inner, sorted(lengths)
+
+    def length(self, reach: Sequence[float]) -> int:
+        wanted = self._inner.length(reach)
+        return max((length for length in self._lengths if length <= wanted), default=self._lengths[0])
+
+    def record(self, drafted: int, accepted: Sequence[int], reach: Sequence[float]) -> None:
+        wanted = self._inner.length(reach)
+        if drafted >= self.length(reach) and wanted > drafted:  # whole drafts are what the inner one meant by whole
+            accepted, drafted = [wanted if row >= drafted else row for row in accepted], wanted
+        self._inner.record(drafted, accepted, reach)

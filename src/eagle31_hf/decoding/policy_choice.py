@@ -1,0 +1,104 @@
+"""Which `DraftPolicy` serves a generation: `num_assistant_tokens_schedule` read with what is known of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..drafter.drafter import Eagle31Drafter
+from ..stats import DraftEvent, SpeculationStats
+from ..trees.shape import DraftShape
+from .adaptive.controller import DraftController
+from .adaptive.costs import RoundCosts, RoundTable
+from .adaptive.schedules import (
+    CalibratedSchedule,
+    ConstantSchedule,
+    FewLengths,
+    HeuristicSchedule,
+    LengthSchedule,
+    PidSchedule,
+)
+from .adaptive_policy import AdaptivePolicy
+from .draft_backoff import DraftBackoff
+from .draft_policy import DraftPolicy
+from .pair_history import PairHistory
+
+NOMINAL_COSTS = RoundCosts(((1, 1.0), (8, 1.25), (64, 2.0)), drafter_step_s=0.06, absorb_s=0.08, round_s=0.05)
+"""Of a machine nothing is known about, in plain steps: what schedules that steer go by until it is calibrated."""
+
+
+@dataclass(frozen=True)
+class DraftWish:
+    """What a generation asks of its drafts.
+
+    Attributes:
+        shape: the largest draft of a round.
+        start: draft depth asked for, or the default one.
+        rows: batch size.
+        context: tokens of the longest prompt.
+        sampled: tokens are drawn.
+        compiled: rounds are computed by graphs.
+    """
+
+    shape: DraftShape
+    start: int
+    rows: int
+    context: int
+    sampled: bool
+    compiled: bool
+
+
+def choose_policy(drafter: Eagle31Drafter, wish: DraftWish, stats: SpeculationStats) -> DraftPolicy:
+    """The policy of one generation; changes it makes are told in `stats.events`.
+
+    Which one, and all it decides, depends on settings, counts and the stored calibration. What earlier texts accepted
+    counts where nothing is drawn only, so that a seed writes the same text in every call.
+    """
+    schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
+    if schedule == "constant":
+        return DraftBackoff()
+    if not wish.sampled:
+        history.calibrate_if_due(drafter, compiled=wish.compiled)
+    calibration = history.calibration(drafter, compiled=wish.compiled)
+    if calibration is None and schedule == "calibrated":
+        return DraftBackoff()
+    costs = NOMINAL_COSTS if calibration is None else calibration.costs(wish.context)
+    table = costs.rounds(wish.shape.depth, rows=wish.rows, nodes=wish.shape.nodes if wish.shape.is_tree else None)
+    tell = _teller(stats)
+    controller = DraftController(
+        table,
+        _schedule(drafter, schedule, table, wish),
+        prior=None if wish.sampled else history.prior,
+        asks_confidence=schedule == "calibrated" and wish.shape.min_confidence > 0,
+        on_event=tell,
+    )
+    return AdaptivePolicy(controller, wish.shape, looks_up=wish.rows == 1, on_event=tell)
+
+
+def _schedule(drafter: Eagle31Drafter, name: str, table: RoundTable, wish: DraftWish) -> LengthSchedule:
+    longest = wish.shape.depth
+    shortest, _ = drafter.generation_config.steered_bounds(wish.start)
+    if wish.shape.is_tree:  # drafted whole, or not
+        return ConstantSchedule(longest)
+    lengths: Sequence[int] = range(shortest, longest + 1)
+    if wish.compiled:  # another length is another graph, which takes a CPU minutes to make
+        on_cpu = drafter.device.type == "cpu"
+        lengths = (longest,) if name == "calibrated" and on_cpu else _few(lengths)
+    if name == "calibrated":
+        return CalibratedSchedule(table, lengths)
+    steered: LengthSchedule = HeuristicSchedule(wish.start, longest, shortest)
+    if name == "pid":
+        steered = PidSchedule(table, wish.start, longest, shortest)
+    return FewLengths(steered, lengths) if wish.compiled else steered
+
+
+def _few(lengths: Sequence[int]) -> list[int]:
+    """The shortest of these, the longest, and one between."""
+    return sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+
+
+def _teller(stats: SpeculationStats) -> Callable[[str, str], None]:
+    def tell(what: str, why: str) -> None:
+        stats.events.append(DraftEvent(stats.accepted + stats.rounds, what, why))
+
+    return tell

@@ -1,0 +1,220 @@
+"""Whatever a policy decides, the text is the target's own; and what the schedules decide reaches the drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf.decoding.adaptive_policy import AdaptivePolicy
+from eagle31_hf.decoding.draft_backoff import DraftBackoff
+from eagle31_hf.decoding.draft_policy import DraftPlan
+from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.generation import hooks
+from eagle31_hf.trees.draft_tree import DraftTree
+from helpers import (
+    CHEAP_DRAFTS,
+    DEAR_DRAFTS,
+    calibrated,
+    drafter_of,
+    left_padded,
+    oracle_drafts,
+    prompts_for,
+    seeded,
+    switching_policies,
+    target_of,
+    use_fixed_shapes_only,
+    wishes,
+    wrapped_rounds,
+)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "static": {"draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
+    "dynamic": {"draft_top_k": 2, "draft_tree_size": 15},
+}
+STEERED = ("calibrated", "pid", "heuristic")
+NEW_TOKENS = 40
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fixed_shapes_only(monkeypatch)
+
+
+def write(rows: int, *, plain: bool = False, name: str = "llama", **settings: Any) -> Tensor:
+    inputs = left_padded(prompts_for(name, rows, seed=5))
+    assistant = {} if plain else {"assistant_model": drafter_of(name)}
+    told = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, **assistant, **settings}
+    return target_of(name).generate(**inputs, **told)
+
+
+def stats_of(name: str = "llama"):
+    stats = drafter_of(name).stats
+    assert stats is not None
+    assert stats.loop == "own"
+    return stats
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("acceleration", ["eager", "compile"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # the second with windows, the third row ends first
+def test_switching_in_every_round_writes_the_plain_text(name: str, shape: str, rows: int, acceleration: str) -> None:
+    plain = write(rows, plain=True, name=name)
+    length = plain.shape[1] - NEW_TOKENS
+    fields = SHAPES[shape] | {"num_assistant_tokens": 4, "acceleration": acceleration, "speculation_loop": "own"}
+    with wishes(drafter_of(name), **fields), switching_policies() as made:
+        for seed in range(3):
+            with oracle_drafts(plain, length, seed):
+                assert torch.equal(write(rows, name=name), plain)
+    assert set.union(*(policy.kinds for policy in made)) == {"none", "cut", "whole", "chain", "given"}
+    assert stats_of(name).fallbacks == []
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("rows", "acceleration"), [(1, "eager"), (1, "compile"), (3, "compile")])
+@pytest.mark.parametrize("schedule", STEERED)
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("costs", [CHEAP_DRAFTS, DEAR_DRAFTS], ids=["cheap", "dear"])
+def test_every_schedule_writes_the_plain_text(costs, shape: str, schedule: str, rows: int, acceleration: str) -> None:
+    plain = write(rows, plain=True)
+    length = plain.shape[1] - NEW_TOKENS
+    fields = SHAPES[shape] | {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}
+    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle, costs):
+        with oracle_drafts(plain, length):
+            assert torch.equal(write(rows), plain)
+        assert torch.equal(write(rows), plain), "a drafter that is never right"
+        if costs is DEAR_DRAFTS:
+            assert stats_of().skipped_rounds > 0
+
+
+@pytest.mark.parametrize("schedule", STEERED)
+@pytest.mark.parametrize("acceleration", ["eager", "compile"])
+def test_a_seed_writes_the_same_text_twice(schedule: str, acceleration: str) -> None:
+    fields = {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}
+    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle):
+        texts = []
+        for seed in (1, 2, 1):
+            with seeded(seed):
+                texts.append(write(1, do_sample=True))
+            write(1)  # a greedy text between them teaches its successors, and no drawn one
+    assert torch.equal(texts[0], texts[2])
+    assert not torch.equal(texts[0], texts[1])
+
+
+# --- what is decided --------------------------------------------------------------------------------------------------
+
+
+def depths_of(right: int | None, rows: int = 1, **fields: Any) -> list[int]:
+    """Depth of each round's draft where so many tokens are always right."""
+    plain = write(rows, plain=True)
+    seen: list[int] = []
+
+    class Watching(RoundWrapper):
+        def draft(self, batch: RoundBatch) -> DraftTree:
+            tree = super().draft(batch)
+            seen.append(tree.max_depth)
+            return tree
+
+    with (
+        wishes(drafter_of("llama"), **fields) as eagle,
+        calibrated(eagle),
+        oracle_drafts(plain, plain.shape[1] - NEW_TOKENS, right=right),
+        wrapped_rounds(Watching),
+    ):
+        assert torch.equal(write(rows), plain)
+    return seen
+
+
+@pytest.mark.parametrize("schedule", STEERED)
+def test_lengths_follow_what_is_accepted(schedule: str) -> None:
+    fields = {"num_assistant_tokens_schedule": schedule, "draft_length_bounds": (1, 8)}
+    long, short = depths_of(8, **fields), depths_of(1, **fields)
+    assert max(long) >= 6
+    drafted = [depth for depth in short[4:-2] if depth]
+    assert not drafted or min(drafted) < 6
+    assert max(long + short) <= 8
+
+
+def test_lengths_keep_to_their_bounds() -> None:
+    for schedule in STEERED:
+        fields = {"num_assistant_tokens_schedule": schedule, "draft_length_bounds": (3, 4)}
+        for right in (0, 4):
+            assert set(depths_of(right, **fields)[:-4]) <= {0, 3, 4}, "the text's end may cut a draft"
+
+
+def test_graphs_are_made_for_few_lengths() -> None:
+    fields = {"num_assistant_tokens_schedule": "pid", "acceleration": "compile", "num_assistant_tokens": 7}
+    assert set(depths_of(None, **fields)[:-7]) <= {0, 1, 4, 7}
+    fields["num_assistant_tokens_schedule"] = "calibrated"
+    assert set(depths_of(1, **fields)[:-7]) <= {0, 7}, "on a CPU, where a graph takes minutes"
+
+
+def test_what_changes_is_told_with_its_reason() -> None:
+    fields = {"num_assistant_tokens_schedule": "calibrated", "num_assistant_tokens": 5}
+    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle, DEAR_DRAFTS):
+        write(1)
+        events = stats_of().events
+        assert events[0].what == "rest"
+        assert "accepted" in events[0].why
+        assert stats_of().to_dict()["events"][0]["what"] == "rest"
+        write(1)
+        assert stats_of().events[0].why.startswith("as in earlier texts"), "experience outlives a call"
+
+
+def test_a_text_that_repeats_itself_is_drafted_from() -> None:
+    """The drafter is never right here; the target, told to write what it wrote before, is foretold by its prompt."""
+    once = write(1, plain=True)[0].tolist()
+    inputs = {"input_ids": torch.tensor([once + once[:12]])}
+    settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    plain = target_of("llama").generate(**inputs, **settings)
+    given: list[DraftPlan] = []
+
+    class Watching(RoundWrapper):
+        def draft(self, batch: RoundBatch) -> DraftTree:
+            if batch.plan is not None and batch.plan.tokens is not None:
+                given.append(batch.plan)
+            return super().draft(batch)
+
+    fields = {"num_assistant_tokens_schedule": "calibrated", "num_assistant_tokens": 5}
+    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle), wrapped_rounds(Watching):
+        text = target_of("llama").generate(**inputs, **settings, assistant_model=eagle)
+    assert torch.equal(text, plain)
+    assert given
+    assert next(event.why for event in stats_of().events if event.what == "source").startswith("prompt lookup")
+
+
+def test_uncalibrated_drafts_are_those_of_before() -> None:
+    seen: list[Any] = []
+    choose = hooks.choose_policy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "choose_policy", lambda *told: seen.append(choose(*told)) or seen[-1])
+        for schedule in ("constant", "calibrated", "pid", "heuristic"):
+            with wishes(drafter_of("llama"), num_assistant_tokens_schedule=schedule):
+                write(1)
+    assert [type(policy) for policy in seen] == [DraftBackoff, DraftBackoff, AdaptivePolicy, AdaptivePolicy]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"draft_length_bounds": (0, 4)}, "wanted shortest and longest"),
+        ({"draft_length_bounds": (5, 4)}, "wanted shortest and longest"),
+        ({"draft_length_bounds": (1, 2, 3)}, "wanted shortest and longest"),
+        ({"draft_length_bounds": (1.0, 4)}, "wanted shortest and longest"),
+        ({"draft_length_bounds": (1, 4), "num_assistant_tokens": 6}, "within its bounds"),
+        ({"draft_length_bounds": (1, 4), "num_assistant_tokens_schedule": "constant"}, "has one length"),
+    ],
+)
+def test_impossible_bounds(fields: dict[str, Any], told: str) -> None:
+    fields = {"num_assistant_tokens_schedule": "pid"} | fields
+    with wishes(drafter_of("llama"), **fields), pytest.raises(ConfigurationError, match=told):
+        write(1)
