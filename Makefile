@@ -51,6 +51,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -c constraints.txt -e ".[dev,bnb,train,bench,chat,serve]"
+	$(PIP) -c constraints.txt --no-deps xgrammar  # it asks for triton: 270 MB of kernels that a CPU has no use for
 	@touch $@ $(VENV)/.installed
 
 # Only transformers is swapped: torch and the rest stay those of the main environment.

@@ -70,3 +70,13 @@ class PublishingError(Eagle31Error, RuntimeError):
 
 class TrainingError(Eagle31Error, RuntimeError):
     """Training data, stored features or the training run itself are unusable."""
+
+
+def blame_caller(error: BaseException) -> None:
+    """Mark an error as raised by code the caller brought along (a processor, a criterion): it is passed on as it is."""
+    error.raised_by_caller = True  # type: ignore[attr-defined]
+
+
+def is_callers(error: BaseException) -> bool:
+    """Whether `blame_caller` marked it."""
+    return getattr(error, "raised_by_caller", False)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -33,7 +37,7 @@ class DraftLength:
 
 
 class Eagle31GenerationConfig(GenerationConfig):
-    """`GenerationConfig` with the few fields of our own.
+    """`GenerationConfig` with the few fields of our own. A field that neither knows is refused by name.
 
     Args:
         num_assistant_tokens: draft depth, tokens drafted one after the other in a round. `None` (default) decides by
@@ -73,6 +77,14 @@ class Eagle31GenerationConfig(GenerationConfig):
         self.cache_type: str = kwargs.pop("cache_type", "auto")
         kwargs.setdefault("num_assistant_tokens_schedule", "constant")
         super().__init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raise a `ConfigurationError` for a field that nothing would read: most likely it is misspelt."""
+        if not name.startswith("_") and name not in _known_fields():
+            close = difflib.get_close_matches(name, _known_fields(), n=1)
+            meant = f"; did you mean {close[0]}?" if close else f"; our own are {', '.join(OWN_FIELDS)}"
+            raise ConfigurationError(f"eagle.generation_config has no field {name!r}{meant}")
+        super().__setattr__(name, value)
 
     def draft_length(
         self, *, device_type: str, batch_size: int, sampled: bool = False, asked: int | None = None
@@ -132,14 +144,12 @@ class Eagle31GenerationConfig(GenerationConfig):
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""
         floor = self.draft_confidence_floor
-        if floor is not None and not 0.0 <= floor < 1.0:
+        if floor is not None and not (_is_number(floor) and 0.0 <= floor < 1.0):
             raise ConfigurationError(f"draft_confidence_floor is {floor!r}; wanted a probability below 1, or None")
-        for field in ("num_assistant_tokens", "draft_top_k"):
-            value = getattr(self, field)
-            if value is None and field == "num_assistant_tokens":
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{field} is {value!r}; wanted a whole number of at least 1")
+        require_count("draft_top_k", self.draft_top_k)
+        for name in ("num_assistant_tokens", "prefill_chunk_size"):
+            if (value := getattr(self, name)) is not None:
+                require_count(name, value)
         self._check_bounds()
         size = self.draft_tree_size
         if size is not None and (not isinstance(size, int) or size < 2):
@@ -177,3 +187,30 @@ class Eagle31GenerationConfig(GenerationConfig):
             raise ConfigurationError(
                 f"num_assistant_tokens is {asked} and draft_length_bounds {bounds!r}; wanted a length within its bounds"
             )
+
+
+def require_count(name: str, value: Any) -> None:
+    """Raise a `ConfigurationError` unless the field's value is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{name} is {value!r}; wanted a whole number of at least 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+OWN_FIELDS = (
+    "draft_top_k",
+    "draft_confidence_floor",
+    "draft_length_bounds",
+    "draft_tree_size",
+    "draft_tree",
+    "speculation_loop",
+    "acceleration",
+    "cache_type",
+)
+
+
+@cache
+def _known_fields() -> frozenset[str]:
+    return frozenset(vars(GenerationConfig())) | frozenset(OWN_FIELDS)

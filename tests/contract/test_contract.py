@@ -342,9 +342,12 @@ def test_scores_and_logits(loop: str, size: int) -> None:
 @pytest.mark.parametrize("loop", SHAPES)
 def test_scores_of_rows_that_end_early(loop: str) -> None:
     free = batch_of("llama", 3)
-    kwargs = {"eos_token_id": int(free.plain[1, -15]), "return_dict_in_generate": True, "output_logits": True}
+    kwargs = {"eos_token_id": int(free.plain[2, -15]), "return_dict_in_generate": True, "output_logits": True}
     plain = greedy("llama", free.inputs, **kwargs)
-    with wishes(drafter_of("llama"), **SHAPES[loop]) as drafter, oracle_drafts(free.plain, free.prompt_length):
+    with (
+        wishes(drafter_of("llama"), num_assistant_tokens=6, **SHAPES[loop]) as drafter,
+        oracle_drafts(free.plain, free.prompt_length, right=6),
+    ):
         ours = greedy("llama", free.inputs, assistant_model=drafter, **kwargs)
     assert torch.equal(ours.sequences, plain.sequences)
     assert len(ours.logits) == len(plain.logits)
@@ -354,6 +357,7 @@ def test_scores_of_rows_that_end_early(loop: str) -> None:
         written = int(ends[0]) + 1 if len(ends) else new.shape[1]
         for step in range(written):
             torch.testing.assert_close(ours.logits[step][row], plain.logits[step][row], atol=1e-4, rtol=1e-4)
+        assert not any(bool(step[row].any()) for step in ours.logits[written:]), "nothing was written there"
 
 
 class Recorder(hf.generation.streamers.BaseStreamer):

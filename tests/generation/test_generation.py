@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from typing import Any
@@ -193,12 +194,35 @@ def test_trees_have_the_size_asked_for() -> None:
     [
         ("num_assistant_tokens", 0), ("draft_top_k", 0), ("draft_tree_size", 1), ("draft_tree", "oak"),
         ("speculation_loop", "fast"), ("acceleration", "warp"), ("num_assistant_tokens_schedule", "guess"),
-        ("draft_confidence_floor", 1.5),
+        ("draft_confidence_floor", 1.5), ("draft_confidence_floor", "low"), ("prefill_chunk_size", -3),
+        ("prefill_chunk_size", "four"), ("draft_top_k", 97), ("draft_top_k", True),
     ],
 )  # fmt: skip
 def test_wishes_that_make_no_sense(field: str, value: Any) -> None:
     with wishes(drafter_of("llama"), **{field: value}) as drafter, pytest.raises(ConfigurationError, match=field):
         greedy("llama", one(), assistant_model=drafter)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_assistant_tokens", -1), ("num_assistant_tokens", "x"), ("prefill_chunk_size", 0), ("dola_layers", "high")],
+)
+def test_wishes_of_a_call_that_make_no_sense(field: str, value: Any) -> None:
+    """Each would have gone on silently, or died in torch."""
+    with pytest.raises(Eagle31Error, match=field):
+        greedy("llama", one(), assistant_model=drafter_of("llama"), **{field: value})
+
+
+def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
+    config = drafter_of("llama").generation_config
+    with pytest.raises(ConfigurationError, match=r"'draft_topk'.*draft_top_k"):
+        config.draft_topk = 4
+    with pytest.raises(ConfigurationError, match=r"'zebra'.*our own are draft_top_k"):
+        Eagle31GenerationConfig(zebra=1)
+    assert not hasattr(config, "draft_topk")
+    twin = copy.deepcopy(config)
+    twin.temperature = 0.5
+    assert Eagle31GenerationConfig.from_dict(twin.to_dict()).to_dict() == twin.to_dict()
 
 
 def test_wishes_are_a_generation_config() -> None:
@@ -394,6 +418,20 @@ def test_pads_on_the_right_are_refused() -> None:
             )
 
 
+@pytest.mark.contract
+def test_masks_of_another_length_than_the_prompt() -> None:
+    """A longer one moves the text's positions; a shorter one is plain's error before ours could be silent."""
+    inputs, drafter = one(), drafter_of("llama")
+    mask = inputs["attention_mask"]
+    for wide in (torch.cat((mask, mask), 1), torch.cat((0 * mask, mask), 1)):
+        longer = inputs | {"attention_mask": wide}
+        assert torch.equal(greedy("llama", longer, assistant_model=drafter), greedy("llama", longer))
+        assert "mask is longer" in stats_of().reason
+    for short in (mask[:, 2:], torch.cat((0 * mask[:, :1], mask[:, 3:]), 1)):
+        with pytest.raises(UnsupportedGenerationError, match="attention mask covers"):
+            greedy("llama", inputs | {"attention_mask": short}, assistant_model=drafter)
+
+
 # --- errors leave everything usable -----------------------------------------------------------------------------------
 
 
@@ -445,6 +483,36 @@ def test_interrupted_in_the_middle_of_a_forward() -> None:
     assert torch.equal(greedy("llama", one(), assistant_model=drafter), plain)
 
 
+class OutOfTheCallersMemory(hf.LogitsProcessor, hf.StoppingCriteria):
+    """A processor or criterion that asks for more memory than there is, the third time it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise torch.OutOfMemoryError("the caller's own")
+        return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("where", ["logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"])
+def test_memory_that_the_callers_code_runs_out_of_is_not_the_targets(where: str) -> None:
+    code = OutOfTheCallersMemory()
+    given: Any = [code]
+    if where == "prefix_allowed_tokens_fn":
+
+        def given(row: int, ids: Tensor) -> list[int]:
+            code(ids, ids)
+            return list(range(96))
+
+    with pytest.raises(torch.OutOfMemoryError, match="the caller's own"):
+        greedy("llama", one(), assistant_model=drafter_of("llama"), **{where: given})
+    assert code.calls == 3, "it is not asked again"
+    assert stats_of().memory_steps == {}
+    assert torch.equal(greedy("llama", one(), assistant_model=drafter_of("llama")), greedy("llama", one()))
+
+
 # --- others are left alone --------------------------------------------------------------------------------------------
 
 
@@ -459,10 +527,11 @@ def test_other_ways_to_generate_are_untouched() -> None:
 
 
 def test_beams_are_transformers_business() -> None:
-    before = drafter_of("llama").stats
+    greedy("llama", one(), assistant_model=drafter_of("llama"))
     beams = greedy("llama", one(), num_beams=3)
     assert torch.equal(greedy("llama", one(), num_beams=3, assistant_model=drafter_of("llama")), beams)
-    assert drafter_of("llama").stats is before
+    assert (stats_of().loop, stats_of().rounds) == ("plain", 0), "not those of the call before"
+    assert "beam search" in stats_of().reason
 
 
 def test_installing_twice_wraps_once() -> None:

@@ -270,6 +270,22 @@ def _unpickle(path: Path) -> Any:
 # ---------------------------------------------------------------- writing
 
 
+def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
+    """Whether an EAGLE-3 drafter lies there, sound or not: its weights have the `fc` that fuses hidden states.
+
+    Only headers are read, of a folder or of what is downloaded from the Hub.
+
+    Raises:
+        CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
+    """
+    folder = resolve_checkpoint(path_or_id)
+    try:
+        names = open_tensors(folder).infos
+    except CheckpointFormatError:
+        return False
+    return any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
+
+
 def holds_checkpoint(folder: Path) -> bool:
     """Whether `replace_checkpoint` would take the place of something."""
     return any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE))

@@ -18,6 +18,8 @@ from enum import Enum
 
 import torch
 
+from ..errors import is_callers
+
 
 class Stage(Enum):
     """Where in a generation memory ran out."""
@@ -133,7 +135,9 @@ _WORDINGS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this says that memory ran out, on CUDA, Metal or a CPU; nothing else may be taken for it."""
+    """Whether this says that memory ran out, on CUDA, Metal or a CPU, in our code; nothing else may be taken for it."""
+    if is_callers(error):
+        return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError):

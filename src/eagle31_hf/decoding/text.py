@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation import stopping_criteria as stock
 
+from ..errors import blame_caller
+
 
 @dataclass
 class StopRules:
@@ -141,8 +143,12 @@ class Sequences:
             return False
         prefix = self.prefix(row)
         scores = tuple(step[None] for step in self.scores[row][: len(self.new[row])]) or None
-        # Every rule is asked, as `generate` does: some keep count.
-        return any([bool(rule(prefix, scores).any()) for rule in self.rules.others])  # type: ignore[arg-type]
+        try:
+            # Every rule is asked, as `generate` does: some keep count.
+            return any([bool(rule(prefix, scores).any()) for rule in self.rules.others])  # type: ignore[arg-type]
+        except Exception as error:
+            blame_caller(error)
+            raise
 
     @property
     def _ends_alone(self) -> bool:
@@ -176,9 +182,10 @@ class Sequences:
         return torch.cat((self.prompts, new), dim=1)
 
     def stack_scores(self, per_row: list[list[Tensor]]) -> tuple[Tensor, ...]:
-        """Per step `(B, V)`; rows that had ended get zeros there."""
-        horizon = self._output_length
+        """Per step `(B, V)`; rows that had ended get zeros there, also for drafts accepted behind their end."""
         blank = torch.zeros_like(next(row for row in per_row if row)[0])
+        written = [row[: len(new)] for row, new in zip(per_row, self.new, strict=True)]
         return tuple(
-            torch.stack([row[step] if step < len(row) else blank for row in per_row]) for step in range(horizon)
+            torch.stack([row[step] if step < len(row) else blank for row in written])
+            for step in range(self._output_length)
         )

@@ -1,83 +1,92 @@
-"""One `generate` call as it reaches us, and what our own loop wants to know of it."""
+"""One `generate` call as it reaches us, read once: what every loop needs to know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..decoding.policy_choice import DraftWish
+from ..decoding.text import StopRules
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import UnsupportedGenerationError
-from .stock_loop import draft_length
+from ..sampling.logits_processing import ScoreProcessing
+
+NOT_FOR_THE_MODEL = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One `generate` call as it reaches us, everything prepared."""
+    """One `generate` call, everything prepared.
+
+    Attributes:
+        input_ids: `(B, L)`, left-padded.
+        logits_processor, stopping_criteria: as transformers prepared them, for its own loops.
+        processing, rules: the same two as our loop takes them.
+        model_inputs: what the model is given beside `input_ids`, mask and cache among it.
+    """
 
     model: Any
     drafter: Eagle31Drafter
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
+    processing: ScoreProcessing
+    rules: StopRules
     generation_config: GenerationConfig
     synced_gpus: bool
     streamer: Any
-    model_kwargs: dict[str, Any]
+    model_inputs: dict[str, Any]
 
-
-def draft_wish(call: Call) -> DraftWish:
-    """What the call and the drafter's `generation_config` ask of drafts."""
-    wishes, rows = call.drafter.generation_config, call.input_ids.shape[0]
-    length = draft_length(call.drafter, call.generation_config, batch_size=rows)
-    shortest, longest = wishes.steered_bounds(length.depth)
-    return DraftWish(
-        shape=wishes.draft_shape(replace(length, depth=longest)),
-        start=min(max(length.depth, shortest), longest),
-        rows=rows,
-        context=call.input_ids.shape[1],
-        sampled=bool(call.generation_config.do_sample),
-        compiled=wishes.acceleration == "compile",
-    )
-
-
-def left_padding(call: Call) -> list[int]:
-    """Pads in front of each row.
-
-    Raises:
-        UnsupportedGenerationError: a mask has holes or pads on the right.
-    """
-    rows, length = call.input_ids.shape
-    mask = call.model_kwargs.get("attention_mask")
-    if mask is None:
-        return [0] * rows
-    mask = mask[:, -length:].bool()
-    padding = length - mask.sum(dim=1)
-    columns = torch.arange(length, device=mask.device)
-    if not torch.equal(mask, columns >= padding[:, None]) or int(padding.max()) >= length:
-        raise UnsupportedGenerationError(
-            "the attention mask has pads behind or between tokens (or a row without any token); pad prompts on the "
-            "left: tokenizer.padding_side = 'left'"
+    @classmethod
+    def read(
+        cls,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        given: Mapping[str, Any],
+    ) -> Call:
+        """The call whose arguments `_assisted_decoding` got; `given` are those by keyword."""
+        others = ("synced_gpus", "streamer", *NOT_FOR_THE_MODEL)
+        return cls(
+            model=model,
+            drafter=given["assistant_model"],
+            input_ids=input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            processing=ScoreProcessing(logits_processor),
+            rules=StopRules.from_criteria(stopping_criteria, generation_config.max_length),
+            generation_config=generation_config,
+            synced_gpus=bool(given.get("synced_gpus")),
+            streamer=given.get("streamer"),
+            model_inputs={name: value for name, value in given.items() if name not in others},
         )
-    return padding.tolist()
 
+    @property
+    def batch_size(self) -> int:
+        return self.input_ids.shape[0]
 
-def text_length(call: Call) -> int:
-    """Tokens of the whole text, of which `input_ids` may be the new ones only."""
-    mask, positions = call.model_kwargs.get("attention_mask"), call.model_kwargs.get("position_ids")
-    if mask is not None:
-        return mask.shape[1]
-    # transformers 5.23 drops a mask of ones (5.17 does not); the positions it made from it are still there.
-    return call.input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
+    @property
+    def cache(self) -> Any:
+        """What `past_key_values` brings, or what `generate` made for it."""
+        return self.model_inputs.get("past_key_values")
 
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """`(B, n)` with `n` at least the prompt's length, or `None`: nothing is masked."""
+        return self.model_inputs.get("attention_mask")
 
-def streaming(streamer: Any) -> Callable[[int, list[int]], None] | None:
-    if streamer is None:
-        return None
-    # A 1-D block: stock streamers take it whole and count it right.
-    return lambda _row, tokens: streamer.put(torch.tensor(tokens)) if tokens else None
+    @property
+    def position_ids(self) -> Tensor | None:
+        return self.model_inputs.get("position_ids")
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of the whole text, of which `input_ids` may be the new ones only."""
+        if self.attention_mask is not None:
+            return self.attention_mask.shape[1]
+        # transformers 5.23 drops a mask of ones (5.17 does not); the positions it made from it are still there.
+        return self.input_ids.shape[1] if self.position_ids is None else int(self.position_ids[..., -1].max()) + 1

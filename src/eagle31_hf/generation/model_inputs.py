@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .call import Call
 
@@ -25,27 +26,27 @@ PLACED_BY_OUR_LOOP = {
 }
 
 
-def why_not_our_loop(call: Call) -> str:
-    """Inputs that our loop would not hand on; empty if there are none."""
-    given = {name for name, value in call.model_kwargs.items() if not _is_nothing(value)}
-    others = sorted(given - PLACED_BY_OUR_LOOP)
-    if others:
+def why_not_our_loop(call: Call) -> str | None:
+    """Inputs that our loop would not hand on."""
+    given = {name for name, value in call.model_inputs.items() if not _is_nothing(value)}
+    if others := sorted(given - PLACED_BY_OUR_LOOP):
         return f"the model is given {', '.join(others)}, which our loop does not hand on"
-    positions = call.model_kwargs.get("position_ids")
-    if positions is not None and positions.dim() != 2:
+    if call.position_ids is not None and call.position_ids.dim() != 2:
         return "the model counts positions along several axes"
-    return ""
+    return None
 
 
-def why_no_draft(call: Call) -> str:
-    """Inputs that only one forward per token, prepared by the model, treats right; empty if there are none."""
-    if _has_positions_of_its_own(call):
+def why_no_draft(call: Call) -> str | None:
+    """Inputs that only one forward per token, prepared by the model, treats right."""
+    if _has_positions_of_its_own(call.position_ids, call.attention_mask):
         return "position_ids are not those of the text"
+    if call.text_length > call.input_ids.shape[1] and (call.cache is None or call.cache.get_seq_length() == 0):
+        return "the attention mask is longer than the prompts, and no cache holds what comes before them"
     if "prepare_inputs_for_generation" in vars(call.model):  # PEFT's prefix and prompt tuning
         return "the model's inputs are prepared by an adapter (prompt or prefix tuning)"
-    if call.input_ids.shape[0] > 1 and _has_adapters_by_row(call.model):
+    if call.batch_size > 1 and _has_adapters_by_row(call.model):
         return "adapter_names gives each row of the batch its adapter"
-    return ""
+    return None
 
 
 def _is_nothing(value: Any) -> bool:
@@ -53,12 +54,10 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping) and all(_is_nothing(part) for part in value.values()))
 
 
-def _has_positions_of_its_own(call: Call) -> bool:
+def _has_positions_of_its_own(positions: Tensor | None, mask: Tensor | None) -> bool:
     """Whether position ids were given that are not the ones `generate` makes from the mask."""
-    positions: Any = call.model_kwargs.get("position_ids")
     if positions is None or positions.dim() != 2:
         return False
-    mask: Any = call.model_kwargs.get("attention_mask")
     if mask is None:  # transformers 5.23 drops a mask of ones
         expected = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         return not torch.equal(positions, expected)

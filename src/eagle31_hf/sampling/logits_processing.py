@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from ..errors import blame_caller
+
 SCORES_ONLY = (
     stock.TemperatureLogitsWarper,
     stock.TopKLogitsWarper,
@@ -162,7 +164,12 @@ class ScoreProcessing:
     @staticmethod
     def _run(processors: Sequence[Any], input_ids: Tensor, scores: Tensor) -> Tensor:
         for processor in processors:
-            scores = processor(input_ids, scores)
+            try:
+                scores = processor(input_ids, scores)
+            except Exception as error:
+                if not _is_stock(processor) or isinstance(processor, CALLS_THE_USERS_CODE):
+                    blame_caller(error)
+                raise
         return scores
 
 

@@ -1,0 +1,150 @@
+"""A `generate` call served by our own loop: what it asks for, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..decoding.carried_cache import CacheResume, CarriedCache
+from ..decoding.decoder import SpeculativeDecoder
+from ..decoding.out_of_memory import RecoveringDecoder, keep_for_next_turn
+from ..decoding.pair_history import PairHistory
+from ..decoding.policy_choice import DraftWish, choose_policy
+from ..decoding.request import DecodingRequest
+from ..decoding.text import Sequences
+from ..errors import UnsupportedGenerationError
+from ..stats import SpeculationStats
+from .call import Call
+from .output import SpeculativeOutput
+from .stock_loop import draft_length
+
+
+def write_own(call: Call, stats: SpeculationStats) -> Any:
+    """Ids or an output, as `generate` returns them.
+
+    Raises:
+        UnsupportedGenerationError: prompts are not padded on the left, their mask is too short, or a carried cache
+            does not fit them.
+        OutOfMemoryError: memory ran out, and nothing is left to give up.
+    """
+    if call.text_length < call.input_ids.shape[1]:
+        raise UnsupportedGenerationError(
+            f"the attention mask covers {call.text_length} tokens of prompts of {call.input_ids.shape[1]}; pass the "
+            "mask that the tokenizer made with them"
+        )
+    padding = left_padding(call.input_ids, call.attention_mask)
+    carried = _carried_cache(call, padding, stats)
+    wish = draft_wish(call)
+    request = _request(call, wish, padding, carried, stats)
+    with torch.no_grad(), call.drafter.require_binding().masked_attention():
+        ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request)).run()
+        cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
+    PairHistory.of(call.drafter).record(stats, sampled=wish.sampled)
+    if call.streamer is not None:
+        call.streamer.end()
+    if not call.generation_config.return_dict_in_generate:
+        return ids
+    sequences = request.sequences
+    return SpeculativeOutput(
+        sequences=ids,  # type: ignore[arg-type]
+        scores=sequences.stack_scores(sequences.scores) if request.keep_scores else None,  # type: ignore[arg-type]
+        logits=sequences.stack_scores(sequences.logits) if request.keep_logits else None,  # type: ignore[arg-type]
+        past_key_values=cache,  # type: ignore[arg-type]
+        speculation_stats=stats,
+    )
+
+
+def _request(
+    call: Call, wish: DraftWish, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
+) -> DecodingRequest:
+    config, start = call.generation_config, CacheResume() if carried is None else carried.start
+    pad = getattr(config, "_pad_token_tensor", None)
+    stats.prefilled_tokens = sum(call.input_ids.shape[1] - pads - start.skip for pads in padding)
+    return DecodingRequest(
+        sequences=Sequences(call.input_ids, padding, call.rules, None if pad is None else int(pad)),
+        processing=call.processing,
+        shape=wish.shape,
+        policy=choose_policy(call.drafter, wish, stats),
+        do_sample=wish.sampled,
+        prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,
+        on_tokens=None if call.streamer is None else _streaming(call.streamer),
+        keep_scores=bool(config.return_dict_in_generate and config.output_scores),
+        keep_logits=bool(config.return_dict_in_generate and config.output_logits),
+        start=start,
+        end=None if carried is None else carried.end,
+        stats=stats,
+    )
+
+
+def draft_wish(call: Call) -> DraftWish:
+    """What the call and the drafter's `generation_config` ask of drafts."""
+    wishes, rows = call.drafter.generation_config, call.batch_size
+    length = draft_length(call.drafter, call.generation_config, batch_size=rows)
+    shortest, longest = wishes.steered_bounds(length.depth)
+    return DraftWish(
+        shape=wishes.draft_shape(replace(length, depth=longest)),
+        start=min(max(length.depth, shortest), longest),
+        rows=rows,
+        context=call.input_ids.shape[1],
+        sampled=bool(call.generation_config.do_sample),
+        compiled=wishes.acceleration == "compile",
+    )
+
+
+def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
+    """Pads in front of each row.
+
+    Raises:
+        UnsupportedGenerationError: a mask has holes or pads on the right.
+    """
+    rows, length = input_ids.shape
+    if attention_mask is None:
+        return [0] * rows
+    mask = attention_mask[:, -length:].bool()
+    padding = length - mask.sum(dim=1)
+    columns = torch.arange(length, device=mask.device)
+    if not torch.equal(mask, columns >= padding[:, None]) or int(padding.max()) >= length:
+        raise UnsupportedGenerationError(
+            "the attention mask has pads behind or between tokens (or a row without any token); pad prompts on the "
+            "left: tokenizer.padding_side = 'left'"
+        )
+    return padding.tolist()
+
+
+def _streaming(streamer: Any) -> Callable[[int, list[int]], None]:
+    # A 1-D block: stock streamers take it whole and count it right.
+    return lambda _row, tokens: streamer.put(torch.tensor(tokens)) if tokens else None
+
+
+# --- the cache of the last turn ---------------------------------------------------------------------------------------
+
+
+def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> CarriedCache | None:
+    """What the cache brings from the last turn and takes to the next; `None` if nobody would get it.
+
+    Raises:
+        UnsupportedGenerationError: the cache has content that cannot be told from padding, or does not fit the prompt.
+    """
+    cache, mask = call.cache, call.attention_mask
+    wanted = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+    if cache is None or not wanted:
+        return None
+    is_padded = any(padding) or (mask is not None and not bool(mask.all()))
+    if cache.get_seq_length() == 0:
+        return None if is_padded else CarriedCache(call.drafter, cache)
+    if is_padded:
+        raise UnsupportedGenerationError(
+            "the cache passed as past_key_values has content and the attention mask has pads; a carried cache can be "
+            "continued only where all rows are equally long and unpadded: continue them one by one, or pass an empty "
+            "cache and the whole text"
+        )
+    carried = CarriedCache(call.drafter, cache)
+    start = carried.open(call.input_ids, call.text_length)
+    again = cache.get_seq_length() - start.skip - start.before_prompts
+    if again > 0:
+        stats.fallbacks.append(f"{again} tokens of the carried cache do not hold for this prompt")
+    return carried

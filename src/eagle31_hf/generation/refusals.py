@@ -1,0 +1,81 @@
+"""What can never work, said before anything is computed: what was got, what was wanted, what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError, IncompatibleTargetError, NotAttachedError, UnsupportedGenerationError
+from ..generation_config import require_count
+
+
+def check_before_work(model: Any, drafter: Eagle31Drafter, config: GenerationConfig) -> None:
+    """Refuse a `generate` call of `model` by what is known before its inputs are looked at.
+
+    Raises:
+        NotAttachedError, IncompatibleTargetError: the drafter is not this model's.
+        ConfigurationError: a wish makes no sense.
+        UnsupportedGenerationError: a way to generate that drafts cannot follow exactly.
+    """
+    _check_attached(model, drafter)
+    _check_is_still_the_target(drafter)
+    _check_wishes(drafter, config)
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise UnsupportedGenerationError(
+            "assistant_ensemble_weight trades exactness for speed, and this drafter's output is exact; unset it"
+        )
+    if getattr(config, "dola_layers", None) is not None:
+        raise UnsupportedGenerationError(
+            "dola_layers decides by the target's early layers, which drafts are not verified against; leave "
+            "dola_layers out, or assistant_model"
+        )
+
+
+def _check_attached(model: Any, drafter: Eagle31Drafter) -> None:
+    binding = drafter.binding
+    if binding is None:
+        raise NotAttachedError(
+            "generate got a drafter that is not attached to a target; call eagle.attach(model) first"
+        )
+    if binding.model is not model:
+        raise NotAttachedError(
+            f"the drafter is attached to another {type(binding.model).__name__} than the one that generates; call "
+            "eagle.attach(model) with this model"
+        )
+
+
+def _check_is_still_the_target(drafter: Eagle31Drafter) -> None:
+    """What may have been done to the target since the drafter was attached."""
+    binding = drafter.require_binding()
+    size = binding.text_config.vocab_size
+    rows = getattr(binding.embedding, "num_embeddings", size)
+    is_replaced = (
+        binding.model.get_output_embeddings() is not binding.lm_head
+        or binding.model.get_input_embeddings() is not binding.embedding
+    )
+    if is_replaced or size != drafter.config.vocab_size or rows < drafter.config.vocab_size:
+        raise IncompatibleTargetError(
+            f"the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
+            f"{size}, embedding {rows} rows, drafter {drafter.config.vocab_size}); call eagle.attach(model) again, "
+            "which says whether the drafter still fits"
+        )
+    binding.compute_dtype = binding.model.dtype  # model.double() and the like
+
+
+def _check_wishes(drafter: Eagle31Drafter, config: GenerationConfig) -> None:
+    """The drafter's, and what of them the call itself asks for."""
+    drafter.generation_config.check()
+    top_k, size = (
+        drafter.generation_config.draft_top_k,
+        len(drafter.d2t) if drafter.draft_ids is not None else drafter.config.vocab_size,
+    )
+    if top_k > size:
+        raise ConfigurationError(
+            f"draft_top_k is {top_k}, more than the {size} tokens this drafter can draft; trees rarely gain from "
+            "more than 10"
+        )
+    for name in ("prefill_chunk_size", "num_assistant_tokens"):
+        if (value := getattr(config, name, None)) is not None:
+            require_count(name, value)

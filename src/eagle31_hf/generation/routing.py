@@ -1,0 +1,157 @@
+"""Which loop serves a `generate` call, and why it is not the first choice.
+
+    own     our loop (`decoding`): trees, batches, chunked prefill. Taken wherever the target passed the self-test.
+    stock   transformers' assisted loop with our candidate generator (`stock_loop`): batch 1, chains.
+    plain   token by token, where speculation could not be exact.
+
+A loop that would write another text, or drop something it was given, does not get the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import DynamicCache
+from transformers.cache_utils import QuantizedCache
+
+from ..errors import UnsupportedGenerationError
+from .call import Call
+from .model_inputs import why_no_draft, why_not_our_loop
+
+Loop = Literal["own", "stock", "plain"]
+# Why a loop must not have a call; `None` if it may.
+Objection = Callable[[Call], str | None]
+
+ASKED_FOR = "asked for"
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which loop, and the `reason` it is not the first choice; empty if it is."""
+
+    loop: Loop
+    reason: str = ""
+
+
+def choose_route(call: Call) -> Route:
+    """The first loop that serves the call exactly, or the one that was asked for.
+
+    Raises:
+        UnsupportedGenerationError: the loop that was asked for cannot serve the call exactly.
+    """
+    wish = call.drafter.generation_config.speculation_loop
+    if wish == "plain":
+        return Route("plain", ASKED_FOR)
+    if wish in ("own", "stock"):
+        objection = _first(AGAINST_OWN if wish == "own" else AGAINST_STOCK, call)
+        if objection is not None:
+            raise UnsupportedGenerationError(
+                f"speculation_loop={wish!r} cannot serve this request: {objection}; set speculation_loop='auto' or "
+                "change the request"
+            )
+        return Route("own") if wish == "own" else Route("stock", ASKED_FOR)
+    not_own = _first(AGAINST_OWN, call)
+    if not_own is None:
+        return Route("own")
+    if call.drafter.generation_config.stored_cache_type != "full":
+        not_own += "; cache_type is not used there"
+    return Route("stock" if _first(AGAINST_STOCK, call) is None else "plain", not_own)
+
+
+def _first(objections: Iterable[Objection], call: Call) -> str | None:
+    return next((why for objection in objections if (why := objection(call)) is not None), None)
+
+
+# --- against any drafts -----------------------------------------------------------------------------------------------
+
+
+def _one_forward_per_token(call: Call) -> str | None:
+    config = call.generation_config
+    if not call.model_inputs.get("use_cache", True):
+        return "use_cache=False leaves nothing to verify against"
+    if call.input_ids.shape[1] == 0 or call.model_inputs.get("inputs_embeds") is not None:
+        return "the prompt is given as inputs_embeds"
+    if config.output_attentions or config.output_hidden_states:
+        return "output_attentions / output_hidden_states want one forward per token"
+    return "synced_gpus" if call.synced_gpus else None
+
+
+def _foreign_cache(call: Call) -> str | None:
+    """Caches that only the model's own forwards, one token at a time, may write."""
+    cache, implementation = call.cache, call.generation_config.cache_implementation
+    if cache is not None and type(cache) is not DynamicCache:
+        ours = " (eagle.generation_config.cache_type='int8' can)" if isinstance(cache, QuantizedCache) else ""
+        return f"a {type(cache).__name__} cannot be rolled back exactly when drafts are rejected{ours}"
+    if getattr(cache, "offloading", False):
+        return "an offloaded cache moves its layers around during the forward pass"
+    if implementation not in (None, "dynamic"):
+        return f"cache_implementation={implementation!r} cannot be rolled back exactly when drafts are rejected"
+    return None
+
+
+# --- against our loop -------------------------------------------------------------------------------------------------
+
+
+def _target_without_trees(call: Call) -> str | None:
+    return call.drafter.require_binding().why_no_trees or None
+
+
+def _processors_of_a_batch(call: Call) -> str | None:
+    names = call.processing.bound_to_the_batch
+    if call.batch_size == 1 or not names:
+        return None
+    return f"{', '.join(names)} may keep one state for all rows of a batch"
+
+
+AGAINST_OWN: tuple[Objection, ...] = (
+    _one_forward_per_token,
+    why_no_draft,
+    _target_without_trees,
+    _foreign_cache,
+    why_not_our_loop,
+    _processors_of_a_batch,
+)
+
+
+# --- against transformers' assisted loop ------------------------------------------------------------------------------
+
+
+def _several_rows(call: Call) -> str | None:
+    return "transformers' assisted loop serves one row at a time" if call.batch_size > 1 else None
+
+
+def _processors_that_keep_state(call: Call) -> str | None:
+    if not call.processing.in_order:
+        return None
+    return f"transformers' assisted loop would show {', '.join(call.processing.in_order)} drafts that are not accepted"
+
+
+def _ends_it_would_miss(call: Call) -> str | None:
+    if call.rules.others:
+        names = ", ".join(type(rule).__name__ for rule in call.rules.others)
+        return f"{names} may end inside an accepted block, which transformers' assisted loop would miss"
+    if int(call.input_ids[0, -1]) in call.rules.eos_ids:
+        # Before the first draft it asks whether the candidate, the bare prompt, is done (transformers 5.17).
+        return "the prompt ends with an end-of-sequence token, which transformers' assisted loop takes for the end"
+    return None
+
+
+def _reads_it_would_get_wrong(call: Call) -> str | None:
+    if call.generation_config.prefill_chunk_size is not None:
+        return "transformers' assisted loop ignores prefill_chunk_size"
+    if call.cache is not None and call.cache.get_seq_length() > 0:
+        return "transformers' assisted loop writes wrong text with a pre-filled cache"
+    return None
+
+
+AGAINST_STOCK: tuple[Objection, ...] = (
+    _one_forward_per_token,
+    why_no_draft,
+    _several_rows,
+    _processors_that_keep_state,
+    _ends_it_would_miss,
+    _reads_it_would_get_wrong,
+    _foreign_cache,
+)

@@ -1,0 +1,280 @@
+"""Grammars of other libraries keep their promise with a drafter: the text parses, and it is plain's.
+
+xgrammar, llguidance and outlines each constrain `generate` by a logits processor that follows the text token by token.
+The targets are random; what they write is whatever the grammar leaves them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from scipy import stats
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from helpers import (
+    GROUPED,
+    demo_tokenizer,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+    seeded,
+    use_fixed_shapes_only,
+    wishes,
+)
+
+LIBRARIES = ("xgrammar", "llguidance", "outlines")
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_assistant_tokens": 5},
+    "static": {"num_assistant_tokens": 4, "draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
+    "dynamic": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 15},
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
+        "ages": {"type": "array", "items": {"enum": [7, 18, 42]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+WORDS = "yes|no|not yet|maybe"  # 5 texts of few tokens each, written in several ways
+LONGEST = 48  # tokens; a text by this schema has fewer
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """outlines compiles its mask for a minute, and from then on hides what goes wrong in everybody's compiling."""
+    use_fixed_shapes_only(monkeypatch)
+    config: Any = torch._dynamo.config
+    with config.patch(disable=True, suppress_errors=config.suppress_errors):
+        yield
+
+
+@cache
+def target() -> Any:
+    size = len(demo_tokenizer())
+    sizes = {"vocab_size": size, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    sizes["eos_token_id"] = demo_tokenizer().eos_token_id
+    return random_target(hf.LlamaConfig(**{**GROUPED, **sizes}), seed=3)
+
+
+@cache
+def drafter() -> Eagle31Drafter:
+    return random_drafter(target(), aux_layers=[0, 1, 2], draft_vocab_size=2048)
+
+
+# --- the three libraries ----------------------------------------------------------------------------------------------
+
+
+class LLGuidance(hf.LogitsProcessor):
+    """As llguidance's documentation has it; the library ships no processor for transformers."""
+
+    def __init__(self, matcher: Any):
+        self.matcher, self.is_first = matcher, True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        import llguidance.torch as of_torch
+
+        assert len(input_ids) == 1, "a matcher follows one text"
+        if not self.is_first:
+            self.matcher.consume_token(int(input_ids[0, -1]))
+        self.is_first = False
+        bits = of_torch.allocate_token_bitmask(1, scores.shape[-1])
+        of_torch.fill_next_token_bitmask(self.matcher, bits, 0)
+        of_torch.apply_token_bitmask_inplace(scores, bits)
+        return scores
+
+
+def of_xgrammar(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
+    xgrammar = pytest.importorskip("xgrammar")
+    compiler = xgrammar.GrammarCompiler(
+        xgrammar.TokenizerInfo.from_huggingface(demo_tokenizer(), vocab_size=len(demo_tokenizer()))
+    )
+    if schema is None:
+        grammar = compiler.compile_regex(words)
+    else:
+        grammar = compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+    return lambda: xgrammar.contrib.hf.LogitsProcessor(grammar)
+
+
+def of_llguidance(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
+    llguidance = pytest.importorskip("llguidance")
+    from llguidance.hf import from_tokenizer
+
+    tokenizer, matcher = from_tokenizer(demo_tokenizer(), n_vocab=len(demo_tokenizer())), llguidance.LLMatcher
+    if schema is None:
+        grammar = matcher.grammar_from_regex(words)
+    else:
+        grammar = matcher.grammar_from_json_schema(json.dumps({"x-guidance": {"whitespace_flexible": False}, **schema}))
+    return lambda: LLGuidance(matcher(tokenizer, grammar))
+
+
+def of_outlines(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
+    outlines = pytest.importorskip("outlines")
+    from outlines import backends
+
+    model = outlines.from_transformers(target(), demo_tokenizer())
+    if schema is None:
+        processor = backends.get_regex_logits_processor("outlines_core", model, words)
+    else:
+        processor = backends.get_json_schema_logits_processor("outlines_core", model, json.dumps(schema))
+    return lambda: type(processor)(processor.index, "torch")
+
+
+@cache
+def processors(library: str, *, is_json: bool) -> Callable[[], Any]:
+    """Makes a fresh processor for every text."""
+    make = {"xgrammar": of_xgrammar, "llguidance": of_llguidance, "outlines": of_outlines}[library]
+    return make(SCHEMA if is_json else None, WORDS)
+
+
+def write(inputs: dict[str, Tensor], **kwargs: Any) -> Any:
+    kwargs = {"max_new_tokens": LONGEST, "do_sample": False, "pad_token_id": 0, "top_k": None} | kwargs
+    return target().generate(**inputs, **kwargs)
+
+
+def text_of(written: Tensor, inputs: dict[str, Tensor]) -> str:
+    return demo_tokenizer().decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def assert_parses(text: str) -> None:
+    value = json.loads(text)
+    assert list(value) == SCHEMA["required"]
+    assert value["name"].isalpha()
+    assert 2 <= len(value["name"]) <= 7
+    assert set(value["ages"]) <= {7, 18, 42}
+    assert 1 <= len(value["ages"]) <= 2
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def assert_texts_are_plains(library: str, shape: dict[str, Any], count: int) -> None:
+    """Greedy text equals plain's; sampled text parses; drafts are tried, and some accepted."""
+    make, accepted, texts = processors(library, is_json=True), 0, set()
+    for seed, prompt in enumerate(random_prompts(count, len(demo_tokenizer()), seed=9)):
+        inputs = left_padded([prompt])
+        plain = write(inputs, logits_processor=[make()])
+        assert_parses(text_of(plain, inputs))
+        with wishes(drafter(), **shape) as eagle, oracle_drafts(plain, len(prompt), seed=seed), seeded(seed):
+            ours = write(inputs, logits_processor=[make()], assistant_model=eagle)
+            sampled = write(inputs, logits_processor=[make()], assistant_model=eagle, do_sample=True)
+        assert eagle.stats is not None
+        assert eagle.stats.loop == "own", eagle.stats.reason
+        assert torch.equal(ours, plain)
+        assert_parses(text_of(sampled, inputs))
+        accepted += eagle.stats.accepted
+        texts |= {text_of(plain, inputs), text_of(sampled, inputs)}
+    assert accepted > count, "or nothing is tested"
+    assert len(texts) > count / 2, "or the grammar leaves no choice"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_json_is_plains(library: str, shape: str) -> None:
+    assert_texts_are_plains(library, SHAPES[shape], count=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_json_of_fifty_prompts_is_plains(library: str, shape: str) -> None:
+    assert_texts_are_plains(library, SHAPES[shape], count=50)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_json_by_graphs_is_plains(library: str) -> None:
+    assert_texts_are_plains(library, SHAPES["dynamic"] | {"acceleration": "compile"}, count=3)
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "outlines"])  # llguidance follows one text at a time
+def test_a_batch_under_one_grammar_is_plains(library: str) -> None:
+    """Such a processor keeps one state for all rows, which must not part: plain decoding serves it, and says why."""
+    make, inputs = processors(library, is_json=True), left_padded(random_prompts(3, len(demo_tokenizer()), seed=2))
+    plain, processor = write(inputs, logits_processor=[make()]), make()
+    ours = write(inputs, logits_processor=[processor], assistant_model=drafter())
+    assert torch.equal(ours, plain)
+    assert drafter().stats is not None
+    assert drafter().stats.loop == "plain"
+    assert type(processor).__name__ in drafter().stats.reason
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+PROMPT, RUNS = [5, 6, 7], 200
+
+
+def distribution(make: Callable[[], Any]) -> dict[tuple[int, ...], float]:
+    """Probability of every token sequence by the grammar: the target's own scores, masked by a fresh processor."""
+    eos, texts = demo_tokenizer().eos_token_id, {}
+    open_texts: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while open_texts:
+        written, chance = open_texts.pop()
+        processor = make()
+        for length in range(len(written) + 1):  # it is shown the text as plain decoding shows it
+            ids = torch.tensor([[*PROMPT, *written[:length]]])
+            with torch.no_grad():
+                scores = processor(ids, target()(ids).logits[:, -1].float())
+        probs = scores[0].softmax(-1)
+        for token in probs.nonzero().flatten().tolist():
+            longer, product = (*written, token), chance * float(probs[token])
+            if token == eos:
+                texts[longer] = product
+            else:
+                open_texts.append((longer, product))
+    return texts
+
+
+def p_value(drawn: list[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Chi-square p-value; cells too small for the statistic are merged. 0 if a text cannot occur."""
+    if not set(drawn) <= set(expected):
+        return 0.0
+    common = {text for text, chance in expected.items() if chance * len(drawn) >= 5}
+    got = [drawn.count(text) for text in common]
+    want = [expected[text] * len(drawn) for text in common]
+    if len(common) < len(expected):
+        got.append(len(drawn) - sum(got))
+        want.append(len(drawn) - sum(want))
+    return float(stats.chisquare(got, want).pvalue)
+
+
+def draw(
+    library: str, shape: dict[str, Any], expected: dict[tuple[int, ...], float], *, seed: int
+) -> list[tuple[int, ...]]:
+    """`RUNS` sampled texts; drafts follow a likely one of several tokens, so that some are accepted."""
+    make, inputs = processors(library, is_json=False), left_padded([PROMPT])
+    followed = max(expected, key=lambda text: expected[text] * (len(text) - 2))
+    truth = torch.tensor([[*PROMPT, *followed]])
+    drawn, accepted = [], 0
+    with seeded(seed), wishes(drafter(), **shape) as eagle, oracle_drafts(truth, len(PROMPT), seed=seed):
+        for _ in range(RUNS):
+            text = write(inputs, logits_processor=[make()], assistant_model=eagle, do_sample=True)
+            drawn.append(tuple(text[0, len(PROMPT) :].tolist()))
+            accepted += eagle.stats.accepted  # type: ignore[union-attr]
+    assert accepted > RUNS / 50, "or nothing is tested"
+    return drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_texts_under_a_grammar_follow_plains_distribution(library: str, shape: str) -> None:
+    """A sound loop fails at one seed in a hundred, a wrong one at every seed."""
+    expected = distribution(processors(library, is_json=False))
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    assert sum(chance > 0.02 for chance in expected.values()) >= 4, "or there is nothing to compare"
+    values = []
+    for seed in (11, 12):
+        values.append(p_value(draw(library, SHAPES[shape], expected, seed=seed), expected))
+        if values[-1] > 0.01:
+            return
+    raise AssertionError(f"p-values {values}: the texts do not follow the target's distribution")
