@@ -33,8 +33,15 @@ RECORD: dict[str, Any] = {
     "conditions": "Greedy, chain of 2 draft tokens.",
     "versions": {"torch": "2.13.0"},
     "stages": [
-        {"name": "stage1", "steps": 7, "loss": 1.5, "acceptance": {"chat": COUNTS, "empty": COUNTS | {"rounds": 0}}}
+        {
+            "name": "stage1",
+            "steps": 7,
+            "loss": 1.5,
+            "acceptance": {"chat": COUNTS, "empty": COUNTS | {"rounds": 0}},
+            "curve": [{"step": 7, "tokens": 7168, "acceptance_length": 2.5, "standard_error": 0.125}],
+        }
     ],
+    "command": "eagle31 train owner/target --prompts owner/conversations --out drafter",
     "plan": {"rows": 3},
 }
 
@@ -119,7 +126,9 @@ def test_the_card_tells_use_evidence_training_limits_and_licence(folder):
     card = fill_card(folder, "owner/drafter")
     check_card(card)
     wanted = ["assistant_model=eagle", "vllm serve owner/target", "sglang.launch_server --model-path owner/target",
-              "| max_steps | 7 |", "owner/conversations", "up to 512 tokens", "apache-2.0", "2.3 M parameters",
+              "| max_steps | 7 |", "| 7,168 | 2.500 ± 0.125 |",
+              "eagle31 train owner/target --prompts owner/conversations", "up to 512 tokens", "apache-2.0",
+              "2.3 M parameters",
               "draft vocabulary 4096 of 8192", "each normed", "after the norm"]  # fmt: skip
     assert [text for text in wanted if text not in card] == []
     assert "empty" not in card  # nothing was measured there

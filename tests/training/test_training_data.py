@@ -314,9 +314,11 @@ def test_storing_goes_on_where_it_was_stopped(tmp_path: Path, drafter) -> None:
     shards[1].unlink()
     with pytest.raises(TrainingError, match="lacks features-00001"):
         StoredFeatures(tmp_path, FeatureManifest.of(binding, documents), documents, row_length=16, seed=0)
-    done = []
-    store_features(binding, documents, tmp_path, tokens_per_shard=16, on_shard=lambda i, n: done.append((i, n)))
-    assert done == [(2, len(shards))]
+    done: list[tuple[int, int]] = []
+    store_features(binding, documents, tmp_path, tokens_per_shard=16, on_tokens=lambda *told: done.append(told))
+    in_all = sum(len(document.input_ids) for document in documents)
+    assert 0 < done[0][0] < in_all, "those of the shards that are there"
+    assert done[-1] == (in_all, in_all)
     assert {shard: shard.read_bytes() for shard in shards} == before
 
 

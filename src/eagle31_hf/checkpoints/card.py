@@ -39,7 +39,9 @@ class DrafterRecord:
         recipe: setting to value.
         conditions: how acceptance was measured, in words.
         versions: package to version.
-        stages: `[{"name": …, "acceptance": {category: {"rounds", "accepted", "drafted_at", "accepted_at"}}}]`.
+        stages: `[{"name": …, "acceptance": {category: {"rounds", "accepted", "drafted_at", "accepted_at"}}}]`, with a
+            `curve` of `{"step", "tokens", "acceptance_length", "standard_error"}` where it was kept.
+        command: what made the drafter; empty if the record does not tell.
     """
 
     target: str
@@ -49,6 +51,7 @@ class DrafterRecord:
     conditions: str
     versions: dict[str, str]
     stages: list[dict[str, Any]]
+    command: str = ""
 
 
 def fill_card(folder: Path, repository: str, *, license: str | None = None) -> str:
@@ -89,6 +92,7 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         size=_size(summary.parameters),
         aux=_aux(summary),
         evidence=_evidence_rows(record),
+        curve=[point for stage in record.stages for point in _curve_of(stage)],
         served=_served(folder / PROFILE_FILE),
     )
     return str(card)
@@ -127,7 +131,7 @@ def _read_record(folder: Path, license: str | None) -> DrafterRecord:
     wrong = [name for name, kind in kinds.items() if not isinstance(stored.get(name), kind) or not stored[name]]
     if wrong:
         raise PublishingError(f"{path} lacks {', '.join(wrong)}, which the card must tell; train or measure it again")
-    return DrafterRecord(**{field.name: stored[field.name] for field in fields(DrafterRecord)})
+    return DrafterRecord(**{field.name: stored[field.name] for field in fields(DrafterRecord) if field.name in stored})
 
 
 def _measured_stages(stages: list[Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
@@ -149,6 +153,24 @@ def _evidence_rows(record: DrafterRecord) -> list[dict[str, str]]:
             if category == wanted:
                 rows.append({"category": category, "drafter": name} | _figures(counts))
     return rows
+
+
+def _curve_of(stage: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The learning curve of a stage as the card shows it."""
+    try:
+        return [
+            {
+                "stage": str(stage["name"]),
+                "tokens": f"{point['tokens']:,}",
+                "length": f"{point['acceptance_length']:.3f} ± {point['standard_error']:.3f}",
+            }
+            for point in stage.get("curve", ())
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PublishingError(
+            f"{RECORD_FILE} holds a learning curve that is none ({shown(dict(stage))}); wanted points of step, tokens, "
+            "acceptance_length and standard_error"
+        ) from error
 
 
 def _figures(counts: Mapping[str, Any]) -> dict[str, str]:

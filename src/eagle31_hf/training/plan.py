@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..drafter.drafter import Eagle31Drafter
 from .data.packing import collate
+from .distillation.evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .distillation.trainer import DistillationModel, packed
 from .distillation.unroll import supervised_positions
 
@@ -17,17 +19,21 @@ Work = Callable[[dict[str, Tensor]], None]
 """Something done with a batch."""
 
 PROBE_BATCHES = 5
+PROBE_TOKENS = 8
+LEARNED_ACCEPTANCE = 2.0
+"""Tokens per target pass that a measurement's time is told for: an untrained drafter has 1, a good one 3 or 4."""
 WARM_UP_S = 2.0
 """The first batches pay for memory and kernels that a run has had long since, small ones for half a dozen of them."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage's optimiser steps, and the seconds of one, measured."""
+    """A stage's optimiser steps, the seconds of one, measured, and how often acceptance is measured among them."""
 
     name: str
     steps: int
     step_s: float
+    measurements: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,10 @@ class TrainingPlan:
     Attributes:
         rows, tokens, supervised_tokens: packed rows and what they hold.
         coverage: share of the supervised tokens that can be drafted.
+        rows_per_step: packed rows in an optimiser step, on all processes together.
         stages: in order.
+        measurement_s: seconds of a measurement of acceptance, from a few tokens of one.
+        prompts: that acceptance is measured on.
         disk_bytes: checkpoints and stored features at their most.
         training_bytes: memory beside the target: weights, gradients, optimiser, activations of one batch.
         token_loss_s: seconds of an optimiser step of the token loss, measured (stage 1; stage 2 adds to it).
@@ -48,7 +57,10 @@ class TrainingPlan:
     tokens: int
     supervised_tokens: int
     coverage: float | None
+    rows_per_step: int
     stages: tuple[StagePlan, ...]
+    measurement_s: float
+    prompts: int
     disk_bytes: int
     training_bytes: int
     token_loss_s: float
@@ -56,18 +68,26 @@ class TrainingPlan:
 
     @property
     def total_s(self) -> float:
-        """Expected seconds, measurements of acceptance not counted."""
-        return sum(stage.steps * stage.step_s for stage in self.stages)
+        """Expected seconds of training and measuring."""
+        return sum(stage.steps * stage.step_s + stage.measurements * self.measurement_s for stage in self.stages)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens in an optimiser step, without padding."""
+        return self.tokens / max(1, self.rows) * self.rows_per_step
 
     def __str__(self) -> str:
         coverage = "" if self.coverage is None else f", {self.coverage:.2%} of them can be drafted"
         steps = ", then ".join(f"{stage.steps:,} at {stage.step_s:.2f} s" for stage in self.stages)
+        measurements = sum(stage.measurements for stage in self.stages)
         overhead = self.token_loss_s / self.bare_s
         return "\n".join(
             (
                 f"data      {self.tokens:,} tokens in {self.rows:,} rows",
                 f"learned   {self.supervised_tokens:,} tokens{coverage}",
-                f"steps     {steps}: {self.total_s / 60:.1f} minutes, plus measurements",
+                f"steps     {steps}",
+                f"measured  {measurements} x {self.prompts} prompts, about {self.measurement_s:.0f} s each",
+                f"time      {self.total_s / 60:.1f} minutes",
                 f"overhead  the token loss takes {overhead:.2f} x its target forward and drafter passes alone",
                 f"memory    {self.training_bytes / 1e9:.2f} GB beside the target",
                 f"disk      {self.disk_bytes / 1e9:.2f} GB",
@@ -106,6 +126,28 @@ def time_token_loss(
     works = _step_of(model), _bare_parts_of(model)
     step_s, bare_s = _median_times(model, works, rows, batch_rows=batch_rows, bf16=bf16)
     return step_s, bare_s
+
+
+def time_measurement(
+    drafter: Eagle31Drafter, prompts: Sequence[EvaluationPrompt], settings: EvaluationSettings
+) -> float:
+    """Seconds that measuring acceptance on `prompts` will take: a few rounds on its first batch, times what is left.
+
+    Prompts are read once, rounds are counted for the acceptance length of a drafter that has learned.
+    """
+    first = list(prompts[: settings.batch_size])
+    if not first:
+        return 0.0
+
+    def seconds_of(new_tokens: int) -> float:
+        started = _now(drafter.device)
+        measure_acceptance(drafter, first, replace(settings, max_new_tokens=new_tokens))
+        return _now(drafter.device) - started
+
+    seconds_of(1)  # pays for kernels and memory
+    few, more = seconds_of(1), seconds_of(1 + PROBE_TOKENS)
+    rounds = settings.max_new_tokens / LEARNED_ACCEPTANCE
+    return (few + max(0.0, more - few) / PROBE_TOKENS * rounds) * len(prompts) / len(first)
 
 
 def _step_of(model: DistillationModel) -> Work:

@@ -216,8 +216,11 @@ class Preparation:
         binding = drafter.require_binding()
         folder = settings.out / "features"
         # The others find every shard written, and write none.
-        with self.processes.main_process_first(), Counting(self.console, "storing features", 0) as counting:
-            store_features(binding, documents, folder, on_shard=counting.set)
+        with (
+            self.processes.main_process_first(),
+            Counting(self.console, "hidden states of tokens", 0) as counting,
+        ):
+            store_features(binding, documents, folder, on_tokens=counting.set)
         wanted = FeatureManifest.of(binding, documents)
         return StoredFeatures(folder, wanted, documents, row_length=settings.max_length, seed=settings.seed)
 

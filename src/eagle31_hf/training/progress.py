@@ -115,7 +115,9 @@ class LiveProgress(TrainerCallback):
             accuracy = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("accuracy_step_"))
             note = f"loss {logs['loss']:.3f}, accuracy by step {accuracy}"
             self._bar.update(self._task, note=note)
-            self._print_now_and_then(state, note)
+            left = self._bar.tasks[0].time_remaining
+            told = "" if left is None else f", {left / 60:.0f} minutes left"
+            self._print_now_and_then(f"step {state.global_step:,} of {state.max_steps:,}: {note}{told}")
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
             self._console.print(
@@ -125,17 +127,17 @@ class LiveProgress(TrainerCallback):
                 markup=False,
             )
 
-    def _print_now_and_then(self, state: Any, note: str) -> None:
+    def measuring(self, done: int, total: int) -> None:
+        """So many held-out prompts of a measurement are done."""
+        if self._task is not None:
+            self._bar.update(self._task, note=f"measuring acceptance: {done} of {total} prompts")
+            self._print_now_and_then(f"measuring acceptance: {done} of {total} prompts")
+
+    def _print_now_and_then(self, line: str) -> None:
         if self._console.is_terminal or time.monotonic() < self._next_line_at:
             return
         self._next_line_at = time.monotonic() + LINE_EVERY_S
-        left = self._bar.tasks[0].time_remaining
-        told = "" if left is None else f", {left / 60:.0f} minutes left"
-        self._console.print(
-            f"{self._title}, step {state.global_step:,} of {state.max_steps:,}: {note}{told}",
-            highlight=False,
-            markup=False,
-        )
+        self._console.print(f"{self._title}, {line}", highlight=False, markup=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.stop()

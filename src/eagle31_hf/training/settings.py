@@ -19,72 +19,101 @@ SMALL_TARGET_PARAMETERS = 200_000_000
 ROOM_FOR_AN_ANSWER = 8
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+# Headings of `eagle31 train --help`.
+DATA = "What it learns from"
+WRITING = "What the target writes"
+DRAFTER = "The drafter and its loss"
+STEPS = "Steps and optimiser"
+ACCEPTANCE = "Stage 2"
+MEASURING = "Measuring acceptance"
+MACHINE = "Machine"
+RESULT = "Folder and publishing"
+
+
+def _told(group: str, help: str) -> dict[str, str]:
+    return {"help": help, "group": group}
+
+
+def _option(default: Any, group: str, help: str) -> Any:
+    return field(default=default, metadata=_told(group, help))
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """One training run. `None` means: chosen to suit the target (`setup.resolve`)."""
 
-    target: str = field(metadata={"help": "target: folder, Hub id or .gguf file"})
+    target: str = field(metadata=_told(DATA, "target: folder, Hub id or .gguf file"))
     prompts: tuple[str, ...] = field(
-        metadata={
-            "help": "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
-        }
+        metadata=_told(
+            DATA, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
+        )
     )
-    out: Path = field(metadata={"help": "folder for the drafter, its checkpoints and its data"})
-    stage: str = _option("1", "1 (distillation), 2 (acceptance, on a trained drafter) or both")
-    resume: bool = _option(False, "continue from the last complete checkpoint in the folder")
-    drafter: str | None = _option(None, "start from this drafter (folder or Hub id) instead of a fresh one")
-    held_out: tuple[str, ...] = _option((), "prompts to measure acceptance on; default: 64 rows kept from the prompts")
-    max_rows: int | None = _option(None, "use at most so many conversations of each source")
+    out: Path = field(metadata=_told(RESULT, "folder for the drafter, its checkpoints and its data"))
+    stage: str = _option("1", STEPS, "1 (distillation), 2 (acceptance, on a trained drafter) or both")
+    resume: bool = _option(False, RESULT, "go on with what a run has left in the folder")
+    drafter: str | None = _option(None, DRAFTER, "start from this drafter (folder or Hub id) instead of a fresh one")
+    held_out: tuple[str, ...] = _option(
+        (), MEASURING, "prompts to measure acceptance on; default: 64 rows kept from the prompts"
+    )
+    max_rows: int | None = _option(None, DATA, "use at most so many conversations of each source")
     regenerate: str | None = _option(
-        None, "assistant turns the target writes itself: each, last (one per row) or none; default: last if small"
+        None,
+        WRITING,
+        "assistant turns the target writes itself: each, last (one per row) or none; default: last if small",
     )
     temperature: tuple[float, ...] = _option(
-        (), "what it writes with; several share the rows; default: its generation config if that samples, else 0 and 1"
+        (),
+        WRITING,
+        "what it writes with; several share the rows; default: its generation config if that samples, else 0 and 1",
     )
-    max_new_tokens: int | None = _option(None, "most tokens it writes per turn; default 128 if small, else 256")
-    write_rows: int | None = _option(None, "conversations it writes at a time; default 64 if small, else 16")
+    max_new_tokens: int | None = _option(
+        None, WRITING, "most tokens it writes per turn; default 128 if small, else 256"
+    )
+    write_rows: int | None = _option(None, WRITING, "conversations it writes at a time; default 64 if small, else 16")
     supervise: str | None = _option(
-        None, "learn from the assistant's tokens or from all; default: all for a small target"
+        None, DATA, "learn from the assistant's tokens or from all; default: all for a small target"
     )
-    max_length: int | None = _option(None, "tokens per packed row; default 512 for a small target, else 4096")
-    too_long: str = _option("truncate", "longer conversations: truncate, drop or error")
+    max_length: int | None = _option(None, DATA, "tokens per packed row; default 512 for a small target, else 4096")
+    too_long: str = _option("truncate", DATA, "longer conversations: truncate, drop or error")
     draft_vocab_size: int | None = _option(
-        None, "tokens that can be drafted; default: half of 8k, 32000 of a large one"
+        None, DRAFTER, "tokens that can be drafted; default: half of 8k, 32000 of a large one"
     )
-    store_features: bool = _option(False, "compute the target's hidden states once and keep them on disk")
-    ttt_steps: int = _option(4, "draft steps of the training-time test")
-    step_decay: float = _option(0.8, "weight of each step relative to the one before")
-    loss: str = _option("cross_entropy", "cross_entropy, kl, lk_alpha, lk_hybrid or total_variation")
-    reward: str = _option("chain", "stage 2: chain (sampled serving) or tree (greedy serving)")
-    reward_temperature: float | None = _option(None, "stage 2: temperature served; default 1 for chain, 0 for tree")
-    stage2_share: float = _option(0.25, "stage both: share of the steps that stage 2 takes")
-    max_steps: int | None = _option(None, "optimiser steps; default: from the number of epochs")
-    epochs: float = _option(2.0, "passes over the data, if max_steps is not given")
-    batch_rows: int | None = _option(None, "packed rows per forward and process; default 2 if small, else 4")
-    accumulate: int | None = _option(None, "forwards per optimiser step; default 1 for a small target, else 4")
-    optimizer: str = _option("auto", "muon (matrices; AdamW on the rest), adamw, or auto")
+    store_features: bool = _option(False, MACHINE, "compute the target's hidden states once and keep them on disk")
+    ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
+    step_decay: float = _option(0.8, DRAFTER, "weight of each step relative to the one before")
+    loss: str = _option("cross_entropy", DRAFTER, "cross_entropy, kl, lk_alpha, lk_hybrid or total_variation")
+    reward: str = _option("chain", ACCEPTANCE, "chain (sampled serving) or tree (greedy serving)")
+    reward_temperature: float | None = _option(None, ACCEPTANCE, "temperature served; default 1 for chain, 0 for tree")
+    stage2_share: float = _option(0.25, ACCEPTANCE, "stage both: share of the steps that stage 2 takes")
+    max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
+    epochs: float = _option(2.0, STEPS, "passes over the data, if max_steps is not given")
+    batch_rows: int | None = _option(None, STEPS, "packed rows per forward and process; default 2 if small, else 4")
+    accumulate: int | None = _option(None, STEPS, "forwards per optimiser step; default 1 for a small target, else 4")
+    optimizer: str = _option("auto", STEPS, "muon (matrices; AdamW on the rest), adamw, or auto")
     learning_rate: float | None = _option(
-        None, "of AdamW, a tenth of Muon's; default 2e-3 if small, else 1e-4; stage 2: a tenth"
+        None, STEPS, "of AdamW, a tenth of Muon's; default 2e-3 if small, else 1e-4; stage 2: a tenth"
     )
-    warmup_share: float = _option(0.03, "share of the steps with rising learning rate; cosine decay follows")
-    max_grad_norm: float = _option(0.5, "gradients are scaled down to this norm")
-    gradient_checkpointing: bool = _option(False, "compute draft logits twice instead of keeping them")
+    warmup_share: float = _option(0.03, STEPS, "share of the steps with rising learning rate; cosine decay follows")
+    max_grad_norm: float = _option(0.5, STEPS, "gradients are scaled down to this norm")
+    gradient_checkpointing: bool = _option(False, MACHINE, "compute draft logits twice instead of keeping them")
     eval_steps: int | None = _option(
-        None, "steps between measurements of served acceptance, each with a checkpoint; default 500 if small, else 200"
+        None, MEASURING, "steps between measurements, each with a checkpoint; default 500 if small, else 200"
     )
-    patience: int = _option(5, "stop after so many measurements without progress")
-    draft_tokens: int = _option(5, "draft tokens per round when acceptance is measured")
-    quantization: str | None = _option(None, "load the target in 4bit or 8bit (bitsandbytes), as it will be served")
-    dtype: str = _option("auto", "precision of the target")
-    device: str = _option("auto", "auto, cpu, cuda or mps")
-    seed: int = _option(0, "of data order, sampling and initial weights")
-    report_to: str = _option("none", "where Trainer logs to: none, tensorboard, wandb, ...")
-    push: str | None = _option(None, "upload drafter, card and report to this Hub repository at the end")
-    license: str | None = _option(None, "licence of the drafter for its card, e.g. apache-2.0; needed to push")
+    eval_new_tokens: int = _option(128, MEASURING, "most tokens written for a held-out prompt")
+    patience: int = _option(5, MEASURING, "stop after so many measurements without progress")
+    draft_tokens: int = _option(5, MEASURING, "draft tokens per round")
+    quantization: str | None = _option(
+        None, MACHINE, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
+    )
+    dtype: str = _option("auto", MACHINE, "precision of the target")
+    device: str = _option("auto", MACHINE, "auto, cpu, cuda or mps")
+    seed: int = _option(0, STEPS, "of data order, sampling and initial weights")
+    report_to: str = _option("none", RESULT, "where Trainer logs to: none, tensorboard, wandb, ...")
+    push: str | None = _option(None, RESULT, "upload drafter, card and report to this Hub repository at the end")
+    license: str | None = _option(None, RESULT, "licence of the drafter for its card, e.g. apache-2.0; needed to push")
+    target_id: str | None = _option(
+        None, RESULT, "Hub id of a target given as folder or file, for the card and the lines that serve it"
+    )
 
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""
@@ -99,7 +128,8 @@ class TrainingSettings:
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}; wanted one of {allowed}")
         for name in (
-            "ttt_steps", "batch_rows", "eval_steps", "patience", "draft_tokens", "max_new_tokens", "write_rows"
+            "ttt_steps", "batch_rows", "eval_steps", "eval_new_tokens", "patience", "draft_tokens", "max_new_tokens",
+            "write_rows",
         ):  # fmt: skip
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")

@@ -8,7 +8,6 @@ import math
 import os
 import warnings
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,42 @@ from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
 from .data.disk import require_disk
-from .data.rendering import Documents
 from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
 from .distillation.optimizers import OptimizerSettings
 from .distillation.trainer import DistillationModel, DistillationTrainer, copy_weights, last_checkpoint
-from .plan import StagePlan, TrainingPlan, checkpoint_bytes, time_step, time_token_loss, training_bytes
+from .plan import (
+    StagePlan,
+    TrainingPlan,
+    checkpoint_bytes,
+    time_measurement,
+    time_step,
+    time_token_loss,
+    training_bytes,
+)
 from .policy.policy_model import PolicyModel
-from .preparation import Preparation
+from .preparation import Preparation, Texts
 from .processes import is_first_process, leave_process_group
 from .progress import LiveProgress
-from .settings import ResolvedSettings, TrainingSettings
+from .record import learning_curve, make_record, target_name
+from .settings import TrainingSettings
 from .setup import load_target, multiplies_bfloat16, resolve
+from .stopping import RESULT_FILE, describe_kept, telling_what_is_kept
 
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
-RESULT_FILE = "result.json"
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """One stage: its name, optimiser steps done, last training loss and served acceptance by category."""
+    """One stage: its name, optimiser steps done, last training loss and served acceptance by category.
+
+    `curve` holds `step`, `tokens` seen, `acceptance_length` and its `standard_error` for each measurement.
+    """
 
     name: str
     steps: int
     loss: float
     acceptance: dict[str, AcceptanceCounts]
+    curve: tuple[dict[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures."""
@@ -57,7 +68,8 @@ class StageResult:
             category: {**asdict(counts), "acceptance_length": counts.acceptance_length}
             for category, counts in self.acceptance.items()
         }
-        return {"name": self.name, "steps": self.steps, "loss": self.loss, "acceptance": acceptance}
+        told = {"name": self.name, "steps": self.steps, "loss": self.loss, "acceptance": acceptance}
+        return {**told, "curve": list(self.curve)}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> StageResult:
@@ -66,7 +78,8 @@ class StageResult:
         for category, figures in stored["acceptance"].items():
             counts = {name: value for name, value in figures.items() if name != "acceptance_length"}
             acceptance[category] = AcceptanceCounts(**counts)
-        return cls(stored["name"], stored["steps"], stored["loss"], acceptance)
+        curve = tuple(stored.get("curve", ()))
+        return cls(stored["name"], stored["steps"], stored["loss"], acceptance, curve)
 
 
 @dataclass(frozen=True)
@@ -109,13 +122,14 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         raise TrainingError(f"nothing to resume: there is no folder {out}; start without resume")
     if not settings.resume and out.is_dir() and any(out.glob("stage*/checkpoint-*")):
         raise TrainingError(f"{out} holds the checkpoints of an earlier run; resume it, or name another folder")
+    if settings.resume:
+        console.print(f"resuming  {describe_kept(out) or 'an empty folder'}", highlight=False, markup=False)
     set_seed(settings.seed)
-    target, tokenizer = load_target(settings)
-    resolved = resolve(settings, target)
-    with warnings.catch_warnings():
+    with telling_what_is_kept(out, console), warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        report = _Run(resolved, target, tokenizer, console).execute()
+        target, tokenizer = load_target(settings)
+        report = _Run(settings, target, tokenizer, console).execute()
     leave_process_group()
     return report
 
@@ -123,14 +137,15 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
 class _Run:
     def __init__(
         self,
-        settings: ResolvedSettings,
+        told: TrainingSettings,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
     ):
-        self.settings, self.target, self.tokenizer, self.console = settings, target, tokenizer, console
+        self.told, self.settings = told, resolve(told, target)
+        self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
-        self.evaluation = EvaluationSettings(depth=settings.draft_tokens)
+        self.evaluation = EvaluationSettings(depth=told.draft_tokens, max_new_tokens=told.eval_new_tokens)
 
     def execute(self) -> TrainingReport:
         settings = self.settings
@@ -143,16 +158,18 @@ class _Run:
         model = DistillationModel(drafter, settings.to_distillation())
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        plan = self._plan(model, data.documents, dataset, coverage)
+        plan = self._plan(model, data, dataset, coverage)
         self.console.print(str(plan), highlight=False, markup=False)
         stages: list[StageResult] = []
         for planned in plan.stages:
             learner = model if planned.name == "stage1" else self._policy(drafter)
             if settings.stage == "2":
                 stages.append(self._measure_start(learner, dataset, data.prompts))
-            stages.append(self._train(planned.name, learner, dataset, data.prompts, planned.steps))
+            result = self._train(planned.name, learner, dataset, data.prompts, planned.steps)
+            curve = learning_curve(settings.out / planned.name, plan.tokens_per_step)
+            stages.append(dataclasses.replace(result, curve=tuple(curve)))
         report = TrainingReport(settings.out, plan, tuple(stages))
-        self._write(drafter, report)
+        self._write(drafter, report, prompts=len(data.prompts))
         return report
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -170,9 +187,7 @@ class _Run:
         second = min(max(1, round(steps * self.settings.stage2_share)), max(1, steps - 1))
         return {"stage1": max(1, steps - second), "stage2": second}
 
-    def _plan(
-        self, model: DistillationModel, documents: Documents, dataset: Any, coverage: float | None
-    ) -> TrainingPlan:
+    def _plan(self, model: DistillationModel, data: Texts, dataset: Any, coverage: float | None) -> TrainingPlan:
         settings = self.settings
         accumulate = settings.accumulate
         rows_per_step = settings.batch_rows * accumulate * self.processes
@@ -187,15 +202,24 @@ class _Run:
             step_s["stage2"] = accumulate * time_step(self._policy(model.drafter), rows, **probe)
         return TrainingPlan(
             rows=len(dataset),
-            tokens=documents.tokens,
-            supervised_tokens=documents.supervised_tokens,
+            tokens=data.documents.tokens,
+            supervised_tokens=data.documents.supervised_tokens,
             coverage=coverage,
-            stages=tuple(StagePlan(name, n, step_s[name]) for name, n in self._stage_steps(steps).items()),
+            rows_per_step=rows_per_step,
+            stages=tuple(
+                StagePlan(name, n, step_s[name], self._measurements(n)) for name, n in self._stage_steps(steps).items()
+            ),
+            measurement_s=time_measurement(model.drafter, data.prompts[:: self.processes], self.evaluation),
+            prompts=len(data.prompts),
             disk_bytes=disk,
             training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
             token_loss_s=step_s["stage1"],
             bare_s=accumulate * bare_s,
         )
+
+    def _measurements(self, steps: int) -> int:
+        """How often acceptance is measured in a stage; stage 2 alone begins with a measurement."""
+        return steps // min(self.settings.eval_steps, steps) + (self.settings.stage == "2")
 
     def _arguments(self, stage: str, steps: int) -> TrainingArguments:
         settings = self.settings
@@ -234,6 +258,7 @@ class _Run:
     def _trainer(
         self, stage: str, model: DistillationModel, dataset: Any, prompts: list[EvaluationPrompt], steps: int
     ) -> DistillationTrainer:
+        progress = LiveProgress(self.console, stage)
         trainer = DistillationTrainer(
             model,
             self._arguments(stage, steps),
@@ -241,10 +266,8 @@ class _Run:
             prompts=prompts,
             evaluation=self.evaluation,
             optimizer_settings=self._optimizer(stage),
-            callbacks=[
-                LiveProgress(self.console, stage),
-                EarlyStoppingCallback(early_stopping_patience=self.settings.patience),
-            ],
+            callbacks=[progress, EarlyStoppingCallback(early_stopping_patience=self.settings.patience)],
+            on_measured=progress.measuring,
         )
         for callback in list(trainer.callback_handler.callbacks):  # its lines would tear ours apart
             if type(callback).__name__ == "PrinterCallback":
@@ -275,51 +298,22 @@ class _Run:
 
     # --- result --------------------------------------------------------------------------------------------------
 
-    def _write(self, drafter: Eagle31Drafter, report: TrainingReport) -> None:
+    def _write(self, drafter: Eagle31Drafter, report: TrainingReport, *, prompts: int) -> None:
         if not is_first_process():
             return
         settings = self.settings
         precision = self.target.dtype if self.target.dtype.is_floating_point else torch.bfloat16
         drafter.eval().to(precision)  # type: ignore[call-arg]
         # Where it is to be found, but nobody else has this machine's folders.
-        drafter.name_target(_published_name(settings.target) if settings.push else settings.target)
+        drafter.name_target(settings.target_id or (target_name(settings) if settings.push else settings.target))
         drafter.save_pretrained(settings.out)
-        self._write_record(report)
+        figures = {name: value for name, value in report.to_dict().items() if name != "folder"}
+        record = make_record(settings, self.told, prompts=prompts) | figures
+        (settings.out / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
         repository = settings.push or settings.out.resolve().name
         (settings.out / CARD_FILE).write_text(fill_card(settings.out, repository), encoding="utf-8")
         if settings.push is not None:
             drafter.save_pretrained(settings.out, push_to_hub=True, repo_id=settings.push)
-
-    def _write_record(self, report: TrainingReport) -> None:
-        """`training_report.json`: all that the card tells, and no path of this machine."""
-        settings = self.settings
-        facts = {
-            "target": _published_name(settings.target),
-            "license": settings.license,
-            "data": [_published_name(source) for source in settings.prompts],
-            "recipe": _recipe(settings),
-            "conditions": (
-                f"Greedy, chain of {settings.draft_tokens} draft tokens, at most {self.evaluation.max_new_tokens} new "
-                "tokens, held-out prompts; prefill not counted."
-            ),
-            "versions": {name: version(name) for name in ("eagle31-hf", "torch", "transformers")},
-        }
-        figures = {name: value for name, value in report.to_dict().items() if name != "folder"}
-        (settings.out / RECORD_FILE).write_text(json.dumps(facts | figures, indent=2), encoding="utf-8")
-
-
-def _published_name(name: str) -> str:
-    """A Hub id, or of a local file or folder its last part."""
-    return Path(name).resolve().name if Path(name).expanduser().exists() else name
-
-
-def _recipe(settings: ResolvedSettings) -> dict[str, str]:
-    hidden = ("target", "prompts", "out", "resume", "drafter", "held_out", "device", "push", "report_to", "license")
-    return {
-        item.name: str(getattr(settings, item.name))
-        for item in dataclasses.fields(settings)
-        if item.name not in hidden and getattr(settings, item.name) is not None
-    }
 
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]

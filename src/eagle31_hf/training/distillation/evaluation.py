@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,10 +136,14 @@ def measure_acceptance(
     drafter: Eagle31Drafter,
     prompts: Sequence[EvaluationPrompt],
     settings: EvaluationSettings,
+    on_prompts: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, AcceptanceCounts]:
     """Acceptance by category: `generate` drafts a chain of `settings.depth` for every prompt.
 
     The drafter's own run-time wishes are put back afterwards.
+
+    Args:
+        on_prompts: called with (prompts done, prompts in all) before each batch.
     """
     wishes = drafter.generation_config
     was_training = drafter.training
@@ -147,13 +151,17 @@ def measure_acceptance(
     wishes.num_assistant_tokens, wishes.draft_top_k = settings.depth, 1
     drafter.eval()
     found: dict[str, AcceptanceCounts] = {}
+    done = 0
     try:
         for category in dict.fromkeys(prompt.category for prompt in prompts):
             # Prompts of like length share a batch, so that little of it is padding.
             chosen = sorted((p.input_ids for p in prompts if p.category == category), key=len)
             counts = found.setdefault(category, AcceptanceCounts(settings.depth))
             for start in range(0, len(chosen), settings.batch_size):
-                counts.add(_generate(drafter, chosen[start : start + settings.batch_size], settings))
+                batch = chosen[start : start + settings.batch_size]
+                on_prompts(done, len(prompts))
+                counts.add(_generate(drafter, batch, settings))
+                done += len(batch)
     finally:
         wishes.num_assistant_tokens, wishes.draft_top_k = before
         drafter.train(was_training)

@@ -125,12 +125,12 @@ def store_features(
     folder: Path,
     *,
     tokens_per_shard: int = TOKENS_PER_SHARD,
-    on_shard: Callable[[int, int], None] = lambda done, total: None,
+    on_tokens: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Compute and store the features of `documents`, shard by shard; continues after the shards that are complete.
 
     Args:
-        on_shard: called with (shards done, shards in all).
+        on_tokens: called with (tokens done, tokens in all): first with those of complete shards, then by document.
 
     Raises:
         TrainingError: too little disk; the folder holds other features; or the target changes its logits after the LM
@@ -145,6 +145,9 @@ def store_features(
     tokens = sum(len(documents[number].input_ids) for i in missing for number in shards[i])
     require_disk(folder, tokens * manifest.bytes_per_token, f"storing features of {tokens:,} tokens")
     _write_atomically(folder / MANIFEST, json.dumps({**asdict(manifest), "shards": shards}).encode())
+    in_all = sum(len(document.input_ids) for document in documents)
+    done = in_all - tokens
+    on_tokens(done, in_all)
     for index in missing:
         tensors: dict[str, Tensor] = {}
         for number in shards[index]:
@@ -154,10 +157,11 @@ def store_features(
                 _require_plain_head(binding, features)
             tensors[f"{number}.aux"] = features.aux[0].cpu().contiguous()
             tensors[f"{number}.head_input"] = features.head_input[0].cpu().contiguous()
+            done += ids.shape[1]
+            on_tokens(done, in_all)
         temporary = folder / f".{_shard_name(index)}.tmp"
         save_file(tensors, temporary)
         os.replace(temporary, folder / _shard_name(index))
-        on_shard(index + 1, len(shards))
 
 
 def _require_plain_head(binding: TargetBinding, features: TargetFeatures) -> None:

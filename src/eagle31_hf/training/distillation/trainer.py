@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ class DistillationTrainer(Trainer):
         prompts: held-out prompts.
         evaluation: how acceptance is measured.
         optimizer_settings: which optimiser and its learning rates.
+        on_measured: called with (prompts done, prompts in all) while acceptance is measured.
     """
 
     model: DistillationModel
@@ -136,7 +137,9 @@ class DistillationTrainer(Trainer):
         evaluation: EvaluationSettings | None = None,
         optimizer_settings: OptimizerSettings | None = None,
         callbacks: list[Any] | None = None,
+        on_measured: Callable[[int, int], None] = lambda done, total: None,
     ):
+        self.on_measured = on_measured
         self.prompts = list(prompts)
         self.evaluation = evaluation or EvaluationSettings()
         self.optimizer_settings = optimizer_settings or OptimizerSettings()
@@ -246,7 +249,7 @@ class DistillationTrainer(Trainer):
         """Acceptance by category, the same on every process."""
         drafter = self.accelerator.unwrap_model(self.model).drafter
         mine = self.prompts[self.args.process_index :: self.args.world_size]
-        found = measure_acceptance(drafter, mine, self.evaluation)
+        found = measure_acceptance(drafter, mine, self.evaluation, self.on_measured)
         if self.args.world_size == 1:
             return found
         depth = self.evaluation.depth

@@ -1,0 +1,126 @@
+"""A run that is stopped says what it has kept; one that has ended says what it was told and how it learned."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eagle31_hf.training import plan
+from eagle31_hf.training.distillation.evaluation import EvaluationPrompt, EvaluationSettings
+from eagle31_hf.training.plan import LEARNED_ACCEPTANCE, StagePlan, TrainingPlan, time_measurement
+from eagle31_hf.training.record import command_line, learning_curve
+from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
+from eagle31_hf.training.stopping import describe_kept, telling_what_is_kept
+
+
+def write_checkpoint(folder: Path, step: int, log_history: list[dict[str, float]] | None = None) -> None:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log_history or []}))
+    for name in ("model.safetensors", "config.json"):
+        (checkpoint / name).touch()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "prompts.jsonl").write_text("{}\n{}\n")
+    for name in ("conversations.jsonl", "conversations-1.jsonl"):
+        (tmp_path / "data" / name).write_text("{}\n")
+    write_checkpoint(tmp_path / "stage1", 1500)
+    return tmp_path
+
+
+def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
+    assert describe_kept(out) == "2 self-written prompts, 2 answers, stage1 up to step 1,500"
+    (out / "stage1" / "result.json").touch()
+    assert describe_kept(out).endswith("stage1 as a whole")
+    assert describe_kept(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: type[BaseException]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    written = io.StringIO()
+    with pytest.raises(raised), telling_what_is_kept(out, Console(file=written)):
+        signal.raise_signal(number)
+    assert written.getvalue().startswith(f"stopped; kept in {out}: 2 self-written prompts")
+    assert "--resume" in written.getvalue()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_has_kept_nothing_says_so(tmp_path: Path) -> None:
+    written = io.StringIO()
+    with pytest.raises(SystemExit), telling_what_is_kept(tmp_path, Console(file=written)):
+        signal.raise_signal(signal.SIGTERM)
+    assert written.getvalue() == "stopped; nothing was kept yet\n"
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_plans_minutes_hold_the_measurements() -> None:
+    made = TrainingPlan(
+        rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, rows_per_step=2,
+        stages=(StagePlan("stage1", 30, 2.0, 3), StagePlan("stage2", 10, 4.0, 1)), measurement_s=50.0, prompts=64,
+        disk_bytes=0, training_bytes=0, token_loss_s=2.0, bare_s=1.0,
+    )  # fmt: skip
+    assert made.total_s == 30 * 2 + 10 * 4 + 4 * 50
+    assert made.tokens_per_step == 800
+    assert "measured  4 x 64 prompts, about 50 s each\ntime      5.0 minutes" in str(made)
+
+
+def test_a_measurements_time_follows_from_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def measure(drafter: Any, prompts: list[Any], settings: EvaluationSettings) -> None:
+        clock[0] += 3.0 + 0.5 * (settings.max_new_tokens - 1)  # of a batch of at most two prompts
+        assert len(prompts) == 2
+
+    monkeypatch.setattr(plan, "measure_acceptance", measure)
+    monkeypatch.setattr(plan, "_now", lambda device: clock[0])
+    drafter: Any = SimpleNamespace(device="cpu")
+    settings = EvaluationSettings(max_new_tokens=100, batch_size=2)
+    seconds = time_measurement(drafter, [EvaluationPrompt([1], "a")] * 6, settings)
+    assert seconds == pytest.approx(3 * (3.0 + 0.5 * 100 / LEARNED_ACCEPTANCE))
+    assert time_measurement(drafter, [], settings) == 0
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_runs_as_it_stands_where_target_and_texts_have_these_names(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    told = TrainingSettings(
+        target=str(tmp_path), target_id="owner/target", prompts=("self:50", str(rows)), out=tmp_path / "out",
+        resume=True, device="cpu", temperature=(0.0, 0.7), store_features=True, eval_new_tokens=64,
+    )  # fmt: skip
+    filled: Any = {name: 1 for name in ResolvedSettings.__annotations__}
+    resolved = ResolvedSettings(**{**vars(told), **filled})
+    line = "eagle31 train owner/target --prompts self:50 --prompts rows.jsonl --temperature 0.0 --temperature 0.7"
+    assert command_line(resolved, told) == f"{line} --store-features --eval-new-tokens 64 --out drafter"
+    nameless = replace(resolved, target_id=None)
+    assert f"train {tmp_path.name} " in command_line(nameless, replace(told, target_id=None))
+
+
+def test_the_learning_curve_is_read_from_the_last_checkpoint(tmp_path: Path) -> None:
+    log = [
+        {"step": 10, "loss": 2.0},
+        {"step": 10, "eval_acceptance_length": 1.5, "eval_acceptance_error": 0.1},
+        {"step": 20, "eval_acceptance_length": 1.75, "eval_acceptance_error": 0.05},
+    ]
+    assert learning_curve(tmp_path, 100.0) == []
+    write_checkpoint(tmp_path, 20, log)
+    assert learning_curve(tmp_path, 100.5) == [
+        {"step": 10, "tokens": 1005, "acceptance_length": 1.5, "standard_error": 0.1},
+        {"step": 20, "tokens": 2010, "acceptance_length": 1.75, "standard_error": 0.05},
+    ]
