@@ -36,6 +36,7 @@ from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.setup import fresh_drafter, load_target, resolve
 from eagle31_hf.training.train import train_drafter
+from eagle31_hf.trees.draft_tree import to_target_ids
 
 FORMS: dict[str, dict[str, Any]] = {
     "EAGLE-3": {"aux_norm": "none", "norm_output": False},
@@ -107,7 +108,7 @@ def feedback_norms(drafter: Eagle31Drafter, prompts: Sequence[EvaluationPrompt])
         for depth in range(DEPTH):
             sums[depth] += state.feedback.float().norm(dim=-1).mean().cpu()
             if depth + 1 < DEPTH:
-                tokens = session.target_ids(state.logits.argmax(-1))
+                tokens = to_target_ids(state.logits.argmax(-1), session.draft_ids)
                 state = session.step(tokens, state.feedback, after=depth, depth=depth)
     return (sums / len(prompts)).tolist()
 

@@ -161,7 +161,7 @@ def saved_drafter(given: argparse.Namespace, target: Any) -> Path:
 def all_ways(
     given: argparse.Namespace, target: Any, drafter: Eagle31Drafter, engines: dict[str, EngineProcess]
 ) -> dict[str, Way]:
-    chain = {"num_assistant_tokens": given.draft_tokens, "draft_confidence_floor": 0.0}
+    chain = {"num_assistant_tokens": given.draft_tokens, "draft_min_confidence": 0.0}
     ways = {PLAIN: by_transformers(target, given.new_tokens, None)}
     for name, acceleration in ((EAGER, "eager"), (COMPILED, "compile")):
         if acceleration == "eager" or not given.eager:

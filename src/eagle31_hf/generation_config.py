@@ -1,9 +1,10 @@
-"""Run-time wishes of a drafter, where Hugging Face users look for them: `eagle.generation_config`."""
+"""How a drafter drafts at run time, where Hugging Face users look for it: `eagle.generation_config`."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from .errors import ConfigurationError
 from .trees.shape import DraftShape, default_tree_size
 from .trees.static import StaticTopology
 
-LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR, FIXED_DEPTH = 12, 0.02, 6
+LONGEST_CHAIN, MIN_CONFIDENCE, FIXED_DEPTH = 12, 0.02, 6
 COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
 """A compiled chain is one graph whatever it is sure of: 7 and the root fill the 8 nodes that are verified anyway. Drawn
 tokens cost more and are accepted less (docs/LOG.md)."""
@@ -43,7 +44,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         num_assistant_tokens: draft depth, tokens drafted one after the other in a round. `None` (default) decides by
             `draft_length`: where asking the device costs nothing (CPU, one row, chain) up to 12 tokens, ended early
             by the drafter's own doubt; compiled chains 7 (sampled ones 5); elsewhere 6.
-        draft_confidence_floor: end a chain once the product of the drafter's largest probabilities, step by step, falls
+        draft_min_confidence: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
         num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/adaptive.md). `"constant"`
@@ -68,7 +69,9 @@ class Eagle31GenerationConfig(GenerationConfig):
 
     def __init__(self, **kwargs):
         self.draft_top_k: int = kwargs.pop("draft_top_k", 1)
-        self.draft_confidence_floor: float | None = kwargs.pop("draft_confidence_floor", None)
+        self.draft_min_confidence: float | None = kwargs.pop("draft_min_confidence", None)
+        if (earlier := kwargs.pop("draft_confidence_floor", None)) is not None:  # saved or written before the renaming
+            self.draft_confidence_floor = earlier
         self.draft_length_bounds: tuple[int, int] | None = kwargs.pop("draft_length_bounds", None)
         self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
         self.draft_tree: str = kwargs.pop("draft_tree", "dynamic")
@@ -86,13 +89,24 @@ class Eagle31GenerationConfig(GenerationConfig):
             raise ConfigurationError(f"eagle.generation_config has no field {name!r}{meant}")
         super().__setattr__(name, value)
 
+    @property
+    def draft_confidence_floor(self) -> float | None:
+        """The old name of `draft_min_confidence`."""
+        _warn_of_old_name()
+        return self.draft_min_confidence
+
+    @draft_confidence_floor.setter
+    def draft_confidence_floor(self, value: float | None) -> None:
+        _warn_of_old_name()
+        self.draft_min_confidence = value
+
     def draft_length(
         self, *, device_type: str, batch_size: int, sampled: bool = False, asked: int | None = None
     ) -> DraftLength:
         """How long this round's drafts may get.
 
-        The floor was chosen on the embedded pair (docs/LOG.md): its drafter doubts itself more than it errs, so a low
-        floor saves the steps that are almost never accepted and no others.
+        The smallest confidence was chosen on the embedded pair (docs/LOG.md): its drafter doubts itself more than it
+        errs, so a small one saves the steps that are almost never accepted and no others.
 
         Args:
             device_type: where the drafter runs; reading its confidence makes an accelerator wait.
@@ -103,14 +117,14 @@ class Eagle31GenerationConfig(GenerationConfig):
         depth = asked or self.num_assistant_tokens
         steered = self.num_assistant_tokens_schedule in ("pid", "heuristic") or self.draft_length_bounds is not None
         free_to_ask = device_type == "cpu" and batch_size == 1 and self.draft_top_k == 1 and not steered
-        floor = self.draft_confidence_floor
+        least = self.draft_min_confidence
         if depth is not None:
-            return DraftLength(depth, floor or 0.0)
+            return DraftLength(depth, least or 0.0)
         if self.acceleration == "compile" and self.draft_top_k == 1:
-            return DraftLength(COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH, floor or 0.0)
+            return DraftLength(COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH, least or 0.0)
         if free_to_ask:
-            return DraftLength(LONGEST_DOUBTED_CHAIN, CONFIDENCE_FLOOR if floor is None else floor)
-        return DraftLength(FIXED_DEPTH, floor or 0.0)
+            return DraftLength(LONGEST_CHAIN, MIN_CONFIDENCE if least is None else least)
+        return DraftLength(FIXED_DEPTH, least or 0.0)
 
     def draft_shape(self, length: DraftLength) -> DraftShape:
         """The largest draft of a round whose chain, or deepest path, is as long as that."""
@@ -143,9 +157,9 @@ class Eagle31GenerationConfig(GenerationConfig):
 
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        floor = self.draft_confidence_floor
-        if floor is not None and not (_is_number(floor) and 0.0 <= floor < 1.0):
-            raise ConfigurationError(f"draft_confidence_floor is {floor!r}; wanted a probability below 1, or None")
+        least = self.draft_min_confidence
+        if least is not None and not (_is_number(least) and 0.0 <= least < 1.0):
+            raise ConfigurationError(f"draft_min_confidence is {least!r}; wanted a probability below 1, or None")
         require_count("draft_top_k", self.draft_top_k)
         for name in ("num_assistant_tokens", "prefill_chunk_size"):
             if (value := getattr(self, name)) is not None:
@@ -201,7 +215,7 @@ def _is_number(value: Any) -> bool:
 
 OWN_FIELDS = (
     "draft_top_k",
-    "draft_confidence_floor",
+    "draft_min_confidence",
     "draft_length_bounds",
     "draft_tree_size",
     "draft_tree",
@@ -213,4 +227,8 @@ OWN_FIELDS = (
 
 @cache
 def _known_fields() -> frozenset[str]:
-    return frozenset(vars(GenerationConfig())) | frozenset(OWN_FIELDS)
+    return frozenset(vars(GenerationConfig())) | {*OWN_FIELDS, "draft_confidence_floor"}
+
+
+def _warn_of_old_name() -> None:
+    warnings.warn("draft_confidence_floor is called draft_min_confidence now", DeprecationWarning, stacklevel=3)

@@ -14,9 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from eagle31_hf.benchmark import loop_tables
-from eagle31_hf.benchmark.bare import drafted_depths, wished_shape
+from eagle31_hf.benchmark.bare import drafted_depths, requested_shape
 from eagle31_hf.benchmark.growth import AttentionClock, GrowthRecord, measure_growth
 from eagle31_hf.benchmark.loop import LoopBenchmark, PassCounter, Tally, ends_off, typical_context
+from eagle31_hf.benchmark.methods import LoopSettings, Output, all_methods, early_exit_refusal
 from eagle31_hf.benchmark.prompts import batches_of, read_conversations
 from eagle31_hf.benchmark.records import LoopRecord, LoopReport, RoundSplit, Sample
 from eagle31_hf.benchmark.storages import count_storages
@@ -27,7 +28,6 @@ from eagle31_hf.benchmark.synthetic import (
     target_config,
     write_synthetic,
 )
-from eagle31_hf.benchmark.ways import LoopSettings, Written, ways_to_write, why_no_early_exit
 from eagle31_hf.cli import app
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter, quantiles
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
@@ -89,8 +89,8 @@ def test_overhead_is_a_round_over_its_bare_forwards():
 
 def test_acceptance_without_a_drafter_is_tokens_per_pass_after_the_prompt():
     tally = Tally()
-    tally.add(1.0, Written(torch.zeros(1, 13)), target_passes=5)  # 1 token by the prompt's pass, 12 by 4 more
-    tally.add(1.0, Written(torch.zeros(1, 13)), target_passes=9)
+    tally.add(1.0, Output(torch.zeros(1, 13)), target_passes=5)  # 1 token by the prompt's pass, 12 by 4 more
+    tally.add(1.0, Output(torch.zeros(1, 13)), target_passes=9)
     assert tally.sample(1, bare=None).acceptance_length == pytest.approx(24 / 12)
     assert tally.sample(1, bare=None).split is None
 
@@ -380,9 +380,9 @@ def measured():
 
 @pytest.mark.slow
 def test_records_are_complete(measured):
-    ways = ["plain generate", "prompt lookup", "early exit", "stock loop", "chain", "tree"]
-    assert [r.name for r in measured.records if r.batch_size == 1] == ways
-    assert [r.name for r in measured.records if r.batch_size == 2] == [ways[0], *ways[4:]]
+    methods = ["plain generate", "prompt lookup", "early exit", "stock loop", "chain", "tree"]
+    assert [r.name for r in measured.records if r.batch_size == 1] == methods
+    assert [r.name for r in measured.records if r.batch_size == 2] == [methods[0], *methods[4:]]
     assert not measured.left_out
     for each in measured.records:
         calls, own = math.ceil(3 / each.batch_size), each.name.startswith(("chain", "tree"))
@@ -403,7 +403,7 @@ def test_records_are_complete(measured):
 
 
 def test_accelerated_loops_are_measured_on_request():
-    names = [way.name for way in ways_to_write(drafter_of("llama"), LoopSettings(compiled=True, acceptance=(0.5,)))]
+    names = [method.name for method in all_methods(drafter_of("llama"), LoopSettings(compiled=True, acceptance=(0.5,)))]
     assert names == ["plain generate", "chain", "tree", "chain compiled", "tree compiled"]
 
 
@@ -446,9 +446,9 @@ def test_transformers_alternatives_that_fail_are_left_out(monkeypatch):
 
 def test_early_exit_is_for_targets_that_heed_their_layer_count():
     llama, neox = drafter_of("llama").require_binding(), drafter_of("gpt_neox").require_binding()
-    assert why_no_early_exit(llama, 2) == ""
+    assert early_exit_refusal(llama, 2) == ""
     whole = neox.text_config.num_hidden_layers
-    assert "runs all its layers" in why_no_early_exit(neox, 2)
+    assert "runs all its layers" in early_exit_refusal(neox, 2)
     assert (llama.text_config.num_hidden_layers, neox.text_config.num_hidden_layers) == (4, whole)
 
 
@@ -510,7 +510,7 @@ def test_wished_trees_hold_no_more_than_their_candidates(depth, top_k, size):
             num_assistant_tokens=depth, draft_top_k=top_k, draft_tree_size=size
         )
 
-    shape = wished_shape(Wishing, batch_size=1)
+    shape = requested_shape(Wishing, batch_size=1)
     assert shape.depth == depth
     assert 2 <= shape.nodes <= (depth + 1 if top_k == 1 else 1 + top_k + top_k**2 * (depth - 1))
 

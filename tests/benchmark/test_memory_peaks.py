@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from eagle31_hf.benchmark import loop_tables, memory_peaks
-from eagle31_hf.benchmark.bare import wished_shape
+from eagle31_hf.benchmark.bare import requested_shape
 from eagle31_hf.benchmark.memory_peaks import (
     ACCEPTANCE,
     NEW_TOKENS,
@@ -164,7 +164,7 @@ DRAFTS = {
 
 
 def _decoder(drafter: Any, run: PeakRun, prompts: Any, *, alone: bool) -> SpeculativeDecoder:
-    shape = wished_shape(drafter, batch_size=run.batch)
+    shape = requested_shape(drafter, batch_size=run.batch)
     request = SyntheticRequest(
         NEW_TOKENS, shape.reduced_to(0, is_tree=False) if alone else shape, ACCEPTANCE, prefill_chunk=run.prefill_chunk
     )

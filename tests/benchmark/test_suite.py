@@ -14,7 +14,8 @@ from eagle31_hf.benchmark.datasets import Prompt
 from eagle31_hf.benchmark.exactness import judge_greedy
 from eagle31_hf.benchmark.gauges import EnergyGauge, PeakGauge, RaplPackage
 from eagle31_hf.benchmark.record_file import read_records
-from eagle31_hf.benchmark.suite import BenchmarkRun, RunSettings, Task
+from eagle31_hf.benchmark.run_settings import RunSettings
+from eagle31_hf.benchmark.suite import BenchmarkRun, Task
 from eagle31_hf.benchmark.thinking import ThinkMarks, split_rounds
 from eagle31_hf.cli import app
 from eagle31_hf.errors import ConfigurationError
@@ -65,7 +66,7 @@ def test_methods_take_turns_at_being_first(monkeypatch):
     order = []
     original = BenchmarkRun._call
     monkeypatch.setattr(
-        BenchmarkRun, "_call", lambda self, way, *rest: order.append(way.name) or original(self, way, *rest)
+        BenchmarkRun, "_call", lambda self, method, *rest: order.append(method.name) or original(self, method, *rest)
     )
     measured(replace(SETTINGS, methods=("plain generate", "chain"), repeats=2), count=1)
     assert order == ["plain generate", "chain", "chain", "plain generate"]

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from io import StringIO
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,16 +14,19 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
 from typer.testing import CliRunner
 
+from eagle31_hf.benchmark.calls import DIFFERENT, REFERENCE, SAME, SAMPLED, TIE, CallRecord, Drafting, Verdict
+from eagle31_hf.benchmark.pair import pair_settings
+from eagle31_hf.benchmark.record_file import Records
 from eagle31_hf.benchmark.records import add_up
+from eagle31_hf.benchmark.summary import summarise
 from eagle31_hf.checkpoints import read_checkpoint
-from eagle31_hf.cli import app, comparison, terminal
-from eagle31_hf.cli.comparison import Comparison, Difference
+from eagle31_hf.cli import app, generate, terminal
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts
-from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
+from eagle31_hf.demo import drafter_path, target_path
 from eagle31_hf.errors import CheckpointNotFoundError
-from eagle31_hf.generation_config import Eagle31GenerationConfig
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.target.precision import quick_dtype
+from helpers import drafter_of, use_fixed_shapes_only, wishes
 
 TARGET, DRAFTER = str(target_path()), str(drafter_path())
 PROMPT = "What is the weather going to be like in Portland this weekend?"
@@ -60,18 +62,22 @@ def test_version():
 
 
 @pytest.mark.slow
-def test_demo_shows_the_ceiling_first_and_the_table_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "TIMED_ROUNDS", 1)
+def test_demo_writes_first_and_then_measures_four_methods_in_one_run(tmp_path, monkeypatch):
+    use_fixed_shapes_only(monkeypatch)  # real graphs take minutes; what they compute is tested elsewhere
+    monkeypatch.setattr(generate, "REPEATS", 1)
     out = run("demo", "--json", tmp_path / "demo.json").stdout
-    lines = out.splitlines()
-    assert lines[0].startswith("Theoretical speedup ")
-    assert all(word in out for word in ("Bella Luna", "plain generate", "EAGLE", "acceptance length"))
-    assert max(map(len, lines)) <= terminal.WIDTH
+    assert out.index("Bella Luna") < out.index("Compiling") < out.index("ceiling")
+    assert max(map(len, out.splitlines())) <= terminal.WIDTH
     record = json.loads((tmp_path / "demo.json").read_text())
-    assert record["dtype"] == str(quick_dtype(torch.bfloat16, "cpu")).removeprefix("torch.")
+    assert record["run"]["pair"]["dtype"] == str(quick_dtype(torch.bfloat16, "cpu")).removeprefix("torch.")
     assert record["same_text"] is True
-    assert record["stats"]["acceptance_length"] > 3
-    assert record["new_tokens"] == record["stats"]["new_tokens"] > 100
+    methods = {method["method"]: method for method in record["methods"]}
+    assert list(methods) == ["plain generate", "plain compiled", "chain", "chain compiled"]
+    assert all(f"{name} compiled, greedy, batch 1" in record["warm_up_s"] for name in ("plain", "chain"))
+    for name in ("chain", "chain compiled"):
+        assert methods[name]["acceptance_length"] > 3
+        assert methods[name]["ceiling"] > 1
+        assert methods[name]["new_tokens"] == methods["plain generate"]["new_tokens"] > 100
 
 
 def test_generate_compares_any_pair(tmp_path):
@@ -80,13 +86,26 @@ def test_generate_compares_any_pair(tmp_path):
               "--draft-tokens", 3, "--max-new-tokens", 12, "--json", path).stdout  # fmt: skip
     assert "yes" in out
     record = json.loads(path.read_text())
-    assert (record["target"], record["dtype"]) == (TARGET, "float32")
+    assert (record["target"], record["run"]["pair"]["dtype"]) == (TARGET, "float32")
+    assert record["run"]["pair"]["drafter"]["name"] == "drafter"
     assert record["same_text"] is True
-    assert record["differences"] == []
-    assert record["new_tokens"] == 12
-    assert len(record["plain_tok_per_s"]) == len(record["eagle_tok_per_s"]) == comparison.TIMED_ROUNDS
-    assert record["bare_costs"]["verified_tokens"] == 4
-    assert len(record["stats"]["drafted_at"]) == 3
+    plain, eagle = record["methods"]
+    assert (plain["answers"], eagle["answers"]) == ({"reference": 3}, {"same": 3})
+    assert plain["new_tokens"] == eagle["new_tokens"] == generate.REPEATS * 12
+    assert len(eagle["accepted_at"]["cumulative"]) == 3
+    assert eagle["ceiling"] > 0
+
+
+def test_generate_measures_what_the_drafter_is_told_to_do(tmp_path):
+    drafter = drafter_of("llama")
+    with wishes(drafter, draft_top_k=3, num_assistant_tokens=2, draft_tree_size=None):
+        told = pair_settings(drafter, new_tokens=8, temperature=0.5, repeats=1, compiled=True)
+    assert told.methods == ("plain generate", "plain compiled", "tree", "tree compiled")
+    assert (told.depth, told.tree_width, told.tree_size) == (2, 3, 12)
+    assert told.at(0.5).to_generate() == {"max_new_tokens": 8, "do_sample": True, "temperature": 0.5}
+    with wishes(drafter, num_assistant_tokens=4):
+        told = pair_settings(drafter, new_tokens=8, temperature=0.0, repeats=1, compiled=False)
+    assert (told.methods, told.depth) == (("plain generate", "chain"), 4)
 
 
 def test_generate_without_comparison_samples_a_tree(tmp_path):
@@ -316,36 +335,30 @@ def test_stats_of_several_calls_add_up():
     assert (total.loop, total.reason) == ("stock", "because")
 
 
-def comparison_with(*differences, samples=False):
-    return Comparison((10.0, 12.0, 11.0), (20.0, 30.0, 22.0), 5, 1, samples, differences, SpeculationStats())
+@pytest.mark.parametrize(
+    ("verdict", "shown", "told"),
+    [
+        (Verdict(SAME), "yes", ""),
+        (Verdict(TIE, 3, 0.01, 0.01), "yes, up to ties", "EAGLE, p/1, differs from its token 4 on: a tie in float32"),
+        (Verdict(DIFFERENT, 3, 0.5, 0.01), "NO", "EAGLE, p/1, differs from its token 4 on: not a tie"),
+        (Verdict(SAMPLED), "sampled", "Sampling: the texts differ by chance"),
+    ],
+)
+def test_the_table_says_whether_the_text_is_the_targets_own(verdict, shown, told):
+    def call(method, seconds, verdict, bare_round_s=None):
+        drafting = Drafting(2, 6, 4, [2], [2], [2], 0.0, 0.1, 0.1, 0.0, passes=2) if method == "chain" else None
+        served_by = "own" if drafting else ""
+        return CallRecord("turn", method, 0.0, 0, 1, 0, ["p/1"], "p", "p", 5, 6, seconds, 0.1, ["t"], drafting=drafting,
+                          bare_round_s=bare_round_s, served_by=served_by, verdicts=[verdict])  # fmt: skip
 
-
-def test_same_text_allows_ties_and_nothing_else():
-    tie = Difference(prompt=0, position=3, logit_gap=0.01, rounding=0.01)
-    real = Difference(prompt=0, position=3, logit_gap=0.5, rounding=0.01)
-    assert comparison_with().same_text is True
-    assert comparison_with(tie).same_text is True
-    assert comparison_with(tie, real).same_text is False
-    assert comparison_with(samples=True).same_text is None
-    assert comparison_with().speedup == pytest.approx(2.0)
-
-
-def test_a_difference_is_found_where_it_begins_and_judged_by_the_targets_own_logits(tokenizer):
-    model = LlamaForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    wishes = Eagle31GenerationConfig(num_assistant_tokens=4)
-    drafter = SimpleNamespace(generation_config=wishes, stats=None, device=torch.device("cpu"))
-    pair = SimpleNamespace(target=model, drafter=drafter)
-    chat = tokenizer.apply_chat_template(CONVERSATIONS[0], add_generation_prompt=True, return_tensors="pt")
-    prompt = {"input_ids": chat["input_ids"]}
-    plain = model.generate(**prompt, do_sample=False, max_new_tokens=6)[0, prompt["input_ids"].shape[1] :]
-    other = plain.clone()
-    other[2] += 1
-    (found,) = comparison._differences(pair, [prompt], [plain], [other])
-    assert found.position == 2
-    assert not found.is_tie
-    assert comparison._differences(pair, [prompt], [plain], [plain.clone()]) == ()
-    (shorter,) = comparison._differences(pair, [prompt], [plain], [plain[:3]])
-    assert (shorter.position, shorter.is_tie) == (3, False)
+    calls = [call("plain generate", 0.6, Verdict(REFERENCE)), call("chain", 0.4, verdict, 0.1)]
+    run = {"pair": {"dtype": "float32"}}
+    summary = summarise(Records("test", run, calls))
+    assert summary.methods[1].ceiling == pytest.approx(3.0 * 0.1 / 0.1)  # 3 tokens a round, 0.1 s each when plain
+    console = Console(record=True, width=100, file=StringIO())
+    console.print(terminal.pair_table(summary))
+    assert f" {shown} " in console.export_text().splitlines()[4] + " "
+    assert any(str(note).startswith(told) for note in terminal.pair_notes(summary)) or not told
 
 
 def test_plan_says_what_fits_and_leaves_with_1_where_it_does_not(tmp_path):

@@ -188,7 +188,7 @@ def test_own_loop_keeps_the_distribution(setting: str, shape: str, name: str) ->
 @pytest.mark.parametrize("name", ["good", "bad"])  # the adversarial one never doubts
 def test_chains_ended_by_doubt_keep_the_distribution(few_row_runs: int, name: str) -> None:
     chain = SHAPES["chain"] | {"speculation_loop": "own"}
-    doubting = chain | {"draft_confidence_floor": 0.6}
+    doubting = chain | {"draft_min_confidence": 0.6}
     assert drafted(name, doubting) < 0.9 * drafted(name, chain), "doubt ends chains"
     assert_follows("t1", lambda seed: sample(name, "t1", doubting, batch=4, runs=few_row_runs, seed=seed))
 

@@ -194,7 +194,7 @@ def test_trees_have_the_size_asked_for() -> None:
     [
         ("num_assistant_tokens", 0), ("draft_top_k", 0), ("draft_tree_size", 1), ("draft_tree", "oak"),
         ("speculation_loop", "fast"), ("acceleration", "warp"), ("num_assistant_tokens_schedule", "guess"),
-        ("draft_confidence_floor", 1.5), ("draft_confidence_floor", "low"), ("prefill_chunk_size", -3),
+        ("draft_min_confidence", 1.5), ("draft_min_confidence", "low"), ("prefill_chunk_size", -3),
         ("prefill_chunk_size", "four"), ("draft_top_k", 97), ("draft_top_k", True),
     ],
 )  # fmt: skip

@@ -17,8 +17,14 @@ from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter import drafter
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.generation_config import Eagle31GenerationConfig
-from eagle31_hf.memory import apply_plan
-from eagle31_hf.memory.apply_plan import obey, plan_to_obey, require_room, run_ledger, short_ledger, why_not_as_planned
+from eagle31_hf.memory.apply_plan import (
+    apply_plan,
+    plan_to_apply,
+    require_room,
+    run_ledger,
+    short_ledger,
+    why_not_as_planned,
+)
 from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
 from eagle31_hf.memory.ledger import MemorySettings
 from helpers import DEMO_DRAFTER, drafter_of, target_of
@@ -30,7 +36,7 @@ ROOMY = Card("main memory", "cpu", 64 * GIB, 64 * GIB, measured=True)
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> Card:
     """This machine, with memory enough whatever else runs on it."""
-    monkeypatch.setattr(apply_plan, "measure_card", lambda _device=None: ROOMY)
+    monkeypatch.setattr("eagle31_hf.memory.apply_plan.measure_card", lambda _device=None: ROOMY)
     return ROOMY
 
 
@@ -58,7 +64,7 @@ def test_auto_plans_for_where_the_target_sits(roomy: Card) -> None:
 def test_the_context_is_what_the_target_is_configured_to_write(roomy: Card) -> None:
     target = target_of("demo-target")
     with mock.patch.object(target.generation_config, "max_length", 333):
-        assert plan_to_obey("auto", target, DEMO_DRAFTER).settings.context == 333
+        assert plan_to_apply("auto", target, DEMO_DRAFTER).settings.context == 333
 
 
 def test_a_plan_is_kept_by_the_loop(roomy: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +106,7 @@ def test_what_is_larger_than_planned(rows: int, length: int, is_larger: bool) ->
 def test_obeying_sets_every_wish_a_plan_decides(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "eagle31_hf")
     wishes = Eagle31GenerationConfig()
-    obey(planned(draft_tokens=3, tree_size=12, prefill_chunk=256, cache_type="int8", context=128), wishes)
+    apply_plan(planned(draft_tokens=3, tree_size=12, prefill_chunk=256, cache_type="int8", context=128), wishes)
     wishes.check()
     assert (wishes.num_assistant_tokens, wishes.draft_top_k, wishes.draft_tree_size) == (3, 2, 12)
     assert (wishes.prefill_chunk_size, wishes.cache_type) == (256, "int8")
@@ -137,7 +143,7 @@ def test_a_plan_for_another_card_is_refused(roomy: Card) -> None:
 @pytest.mark.parametrize("is_auto", [True, False])
 def test_too_little_free_memory_is_said_with_the_ledger(monkeypatch: pytest.MonkeyPatch, is_auto: bool) -> None:
     full = replace(ROOMY, usable_bytes=ROOMY.default_margin_bytes + 30 * MIB)  # the target alone takes 44
-    monkeypatch.setattr(apply_plan, "measure_card", lambda _device=None: full)
+    monkeypatch.setattr("eagle31_hf.memory.apply_plan.measure_card", lambda _device=None: full)
     refuse(
         r"free for it now. Planned at the peak \(.*\): .*target weights.*MiB",
         target=target_of("demo-target"),
@@ -162,7 +168,7 @@ def test_a_target_on_several_devices_is_refused() -> None:
     places = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cuda:1", "meta")]
     target: Any = SimpleNamespace(parameters=lambda: iter(places))
     with pytest.raises(MemoryPlanError, match="cuda:0, cuda:1"):
-        plan_to_obey("auto", target, DEMO_DRAFTER)
+        plan_to_apply("auto", target, DEMO_DRAFTER)
 
 
 def test_the_runtime_of_a_measured_card_is_not_counted_twice() -> None:

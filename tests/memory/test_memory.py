@@ -110,7 +110,7 @@ def test_drafter_terms_cover_what_a_drafter_adds() -> None:
 def test_trees_need_more_than_chains() -> None:
     chain = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5)
     tree = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", draft_tokens=5, tree_size=60)
-    assert tree.settings.nodes == 60
+    assert tree.settings.shape.nodes == 60
     assert tree.bytes_by_moment["verify"] > chain.bytes_by_moment["verify"]
     assert tree.settings.cache_capacity == chain.settings.cache_capacity + 54
 

@@ -26,7 +26,7 @@ from eagle31_hf.sampling.acceptance import (
 from eagle31_hf.sampling.draw import draw, draw_numbers, draw_without_replacement
 from eagle31_hf.sampling.rejection import accept_block, accept_rejection, accept_tree_rejection
 from eagle31_hf.sampling.tree_walk import accept_tree_walk
-from eagle31_hf.trees.draft_tree import DraftTree, Proposal, chosen_ids
+from eagle31_hf.trees.draft_tree import DraftTree, Proposal, to_target_ids
 from eagle31_hf.trees.dynamic import TreeGrowth
 from eagle31_hf.trees.static import StaticTopology
 
@@ -404,7 +404,7 @@ def draft_chain_of_few(last: Tensor, q_table: Tensor, generator: torch.Generator
     for number in numbers.unbind(1):
         drawn_from.append(few(q_table[tokens[-1]]))
         choices.append(draw(drawn_from[-1][0], numbers=number)[:, None])
-        tokens.append(chosen_ids(choices[-1], drawn_from[-1][1]).squeeze(1))
+        tokens.append(to_target_ids(choices[-1], drawn_from[-1][1]).squeeze(1))
     return DraftTree.chain(torch.stack(tokens, 1), Proposal.of_levels(choices, *zip(*drawn_from, strict=True)))
 
 

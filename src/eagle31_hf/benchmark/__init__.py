@@ -1,1 +1,1 @@
-"""Measuring: ways to write the same text against each other, bare costs, growth with the context."""
+"""Measuring: methods to write the same text against each other, bare costs, growth with the context."""

@@ -14,7 +14,7 @@ from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
 
 
-def wished_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False) -> DraftShape:
+def requested_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False) -> DraftShape:
     """What a round drafts at most by the drafter's settings."""
     asked = drafter.generation_config
     return asked.draft_shape(

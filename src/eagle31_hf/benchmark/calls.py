@@ -8,6 +8,9 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
 
+PLAIN, PLAIN_COMPILED = "plain generate", "plain compiled"
+"""The methods that draft nothing, by which others are measured."""
+
 WINDOW_TOKENS = 8
 """Tokens of one stretch of text whose speed is looked at: longer than any accepted block is on average."""
 
@@ -82,6 +85,7 @@ class CallRecord:
         drafting: of our drafter; `None` for methods without it.
         target_passes: forwards of the whole target where they could be counted, the one for the prompt included.
         peak_bytes, energy_j: most memory and the energy of the call, where the machine tells.
+        bare_round_s: seconds of the bare forwards of one of its rounds, timed beside it where that was asked for.
         served_by: the loop that ran and why, if it was not the one asked for.
         texts: a digest of each row's tokens.
         verdicts: one per row.
@@ -109,6 +113,7 @@ class CallRecord:
     target_passes: int | None = None
     peak_bytes: int | None = None
     energy_j: float | None = None
+    bare_round_s: float | None = None
     served_by: str = ""
     verdicts: list[Verdict] = field(default_factory=list)
 

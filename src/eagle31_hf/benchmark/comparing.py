@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigurationError
-from .calls import CallRecord
+from .calls import PLAIN, CallRecord
+from .ratios import RESAMPLES, interval_of, speeds
 from .record_file import Records, differences
-from .summary import PLAIN, RESAMPLES, Acceptance, MethodSummary, Setting, interval_of, speeds, summarise
+from .summary import Acceptance, MethodSummary, Setting, summarise
 
 MUST_AGREE = ("machine.device", "machine.processor", "machine.threads", "pair.target", "pair.dtype",
               "pair.quantisation", "pair.template", "settings.new_tokens", "settings.ignore_eos")  # fmt: skip

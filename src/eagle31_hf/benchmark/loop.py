@@ -1,8 +1,8 @@
-"""`eagle31 bench loop`: ways to write the same text against each other, in one process and in turns.
+"""`eagle31 bench loop`: methods of writing the same text against each other, in one process and in turns.
 
-Every way writes the same prompts in every repeat, one batch after the other with all ways in turn, so that whatever
-else the machine does falls on all of them; a few bare rounds are timed beside every text. Ratios are formed within a
-repeat, and what counts is their median. Texts have a fixed length: end-of-sequence is off.
+Every method writes the same prompts in every repeat, one batch after the other with all methods in turn, so that
+whatever else the machine does falls on all of them; a few bare rounds are timed beside every text. Ratios are formed
+within a repeat, and what counts is their median. Texts have a fixed length: end-of-sequence is off.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ..errors import ConfigurationError, UnsupportedGenerationError
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
 from .bare import drafted_depths
+from .calls import PLAIN, PLAIN_COMPILED
+from .methods import LoopSettings, Method, Output, all_methods, early_exit_refusal
 from .prompts import PromptBatch, batches_of
 from .records import LoopRecord, LoopReport, RoundSplit, Sample, add_up
-from .ways import PLAIN, PLAIN_COMPILED, LoopSettings, Way, Written, ways_to_write, why_no_early_exit
 
-Key = tuple[str, int]  # a way's name, a batch size
+Key = tuple[str, int]  # a method's name, a batch size
 
 
 @dataclass
 class Tally:
-    """What one way took in one repeat, added up over its calls."""
+    """What one method took in one repeat, added up over its calls."""
 
     seconds: float = 0.0
     new_tokens: int = 0
@@ -38,7 +39,7 @@ class Tally:
     target_passes: int = 0
     stats: list[SpeculationStats] = field(default_factory=list)
 
-    def add(self, seconds: float, written: Written, target_passes: int) -> None:
+    def add(self, seconds: float, written: Output, target_passes: int) -> None:
         self.seconds += seconds
         self.new_tokens += written.tokens.numel()
         self.calls += 1
@@ -60,7 +61,7 @@ class Tally:
 
 
 class LoopBenchmark:
-    """Measures all ways on the same prompts.
+    """Measures all methods on the same prompts.
 
     Args:
         drafter: attached to the target.
@@ -92,124 +93,129 @@ class LoopBenchmark:
         self.served_by: dict[Key, str] = {}
 
     def run(self) -> LoopReport:
-        """Everything, ways and bare forwards, `repeats` times."""
+        """Everything, methods and bare forwards, `repeats` times."""
         samples: dict[Key, list[Sample]] = {}
         with self.passes.counting(), ends_off(self.binding.model), torch.random.fork_rng():
-            ways, left_out = self._warm_up(ways_to_write(self.drafter, self.settings))
-            meters = self._meters(ways)
+            methods, left_out = self._warm_up(all_methods(self.drafter, self.settings))
+            meters = self._meters(methods)
             for repeat in range(self.settings.repeats):
                 for size in self.batches:
-                    for name, sample in self._repeat(self._in_turn(ways, size, repeat), size, meters, repeat).items():
+                    for name, sample in self._repeat(
+                        self._in_turn(methods, size, repeat), size, meters, repeat
+                    ).items():
                         samples.setdefault((name, size), []).append(sample)
                     self._tell_progress(repeat, size)
         records = [
-            self._record(way, size, samples) for size in self.batches for way in ways if (way.name, size) in samples
+            self._record(method, size, samples)
+            for size in self.batches
+            for method in methods
+            if (method.name, size) in samples
         ]
         return LoopReport(tuple(records), left_out)
 
-    def _meters(self, ways: Sequence[Way]) -> dict[Key, BareMeter]:
-        """One per way of ours and batch size; accelerated ways are held against accelerated forwards."""
+    def _meters(self, methods: Sequence[Method]) -> dict[Key, BareMeter]:
+        """One per method of ours and batch size; accelerated methods are held against accelerated forwards."""
         return {
-            (way.name, size): BareMeter(self.drafter, self.context.expand(size, -1), shape, compiled=way.compiled)
-            for way in ways
-            for size, shape in way.shapes.items()
+            (method.name, size): BareMeter(self.drafter, self.context.expand(size, -1), shape, compiled=method.compiled)
+            for method in methods
+            for size, shape in method.shapes.items()
         }
 
     def _tell_progress(self, repeat: int, size: int) -> None:
         sizes = list(self.batches)
         self.on_step((repeat + (sizes.index(size) + 1) / len(sizes)) / self.settings.repeats)
 
-    def _warm_up(self, ways: Sequence[Way]) -> tuple[list[Way], dict[str, str]]:
-        """Write one batch of each size in every way; transformers' alternatives may fail, and are then left out."""
+    def _warm_up(self, methods: Sequence[Method]) -> tuple[list[Method], dict[str, str]]:
+        """Write one batch of each size in every method; transformers' alternatives may fail, and are then left out."""
         able, left_out = [], {}
-        for way in ways:
-            reason = self._why_not(way)
+        for method in methods:
+            reason = self._why_not(method)
             if reason:
-                left_out[way.name] = reason
+                left_out[method.name] = reason
                 continue
-            able.append(way)
+            able.append(method)
             for size, batches in self.batches.items():
-                if size == 1 or not way.one_row_only:
-                    self._write(way, batches[0])
+                if size == 1 or not method.one_row_only:
+                    self._write(method, batches[0])
         return able, left_out
 
-    def _why_not(self, way: Way) -> str:
-        if not way.one_row_only:
+    def _why_not(self, method: Method) -> str:
+        if not method.one_row_only:
             return ""
         if 1 not in self.batches:
             return "transformers' assisted loop serves one row at a time, and no batch of 1 was asked for"
-        if way.early_exit_layers and (reason := why_no_early_exit(self.binding, way.early_exit_layers)):
+        if method.early_exit_layers and (reason := early_exit_refusal(self.binding, method.early_exit_layers)):
             return reason
         text = self.binding.text_config
         layers = text.num_hidden_layers
         try:
-            self._write(way, self.batches[1][0])
+            self._write(method, self.batches[1][0])
         except Exception as error:  # of transformers' own code for this target: worth a line, not the whole run
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         finally:
             text.num_hidden_layers = layers  # an early exit that failed leaves it changed
         return ""
 
-    def _in_turn(self, ways: Sequence[Way], size: int, repeat: int) -> list[Way]:
-        """The ways this batch size is for, each repeat beginning with another one."""
-        able = [way for way in ways if size == 1 or not way.one_row_only]
+    def _in_turn(self, methods: Sequence[Method], size: int, repeat: int) -> list[Method]:
+        """The methods this batch size is for, each repeat beginning with another one."""
+        able = [method for method in methods if size == 1 or not method.one_row_only]
         start = repeat % len(able)
         return able[start:] + able[:start]
 
     def _repeat(
-        self, ways: Sequence[Way], size: int, meters: Mapping[Key, BareMeter], repeat: int
+        self, methods: Sequence[Method], size: int, meters: Mapping[Key, BareMeter], repeat: int
     ) -> dict[str, Sample]:
-        tallies = {way.name: Tally() for way in ways}
+        tallies = {method.name: Tally() for method in methods}
         first_seed = repeat * len(self.batches[size])  # sampled texts differ from repeat to repeat: more of them count
         for index, batch in enumerate(self.batches[size]):
-            for way in ways:
+            for method in methods:
                 torch.manual_seed(first_seed + index)
                 passes, started = self.passes.count, now(self.binding.head_device)
-                written = self._write(way, batch)
+                written = self._write(method, batch)
                 seconds = now(self.binding.head_device) - started
-                tallies[way.name].add(seconds, written, self.passes.count - passes)
-                self._note(way, size, index, written)
-                if (meter := meters.get((way.name, size))) is not None:  # at once: machines change by the minute
+                tallies[method.name].add(seconds, written, self.passes.count - passes)
+                self._note(method, size, index, written)
+                if (meter := meters.get((method.name, size))) is not None:  # at once: machines change by the minute
                     meter.time_rounds(drafted_depths(written.stats))
         samples = {}
-        for way in ways:
-            tally, meter = tallies[way.name], meters.get((way.name, size))
+        for method in methods:
+            tally, meter = tallies[method.name], meters.get((method.name, size))
             bare = None if meter is None else meter.costs(drafted_depths(add_up(tally.stats)))
-            samples[way.name] = tally.sample(size, bare=bare)
+            samples[method.name] = tally.sample(size, bare=bare)
         return samples
 
-    def _write(self, way: Way, batch: PromptBatch) -> Written:
-        written = way.write(batch)
+    def _write(self, method: Method, batch: PromptBatch) -> Output:
+        written = method.write(batch)
         wanted = (batch.input_ids.shape[0], self.settings.new_tokens)
         if tuple(written.tokens.shape) != wanted:
             raise UnsupportedGenerationError(
-                f"{way.name} wrote {tuple(written.tokens.shape)} tokens, not {wanted}: something in the target's "
+                f"{method.name} wrote {tuple(written.tokens.shape)} tokens, not {wanted}: something in the target's "
                 "generation config ends its texts early; remove it, since only texts of one length can be compared"
             )
         return written
 
-    def _note(self, way: Way, size: int, index: int, written: Written) -> None:
+    def _note(self, method: Method, size: int, index: int, written: Output) -> None:
         """Keep the first repeat's texts, and which loop served."""
-        texts = self.texts.setdefault((way.name, size), [])
+        texts = self.texts.setdefault((method.name, size), [])
         if index == len(texts):
             texts.append(written.tokens)
-        if written.stats is not None and (way.name, size) not in self.served_by:
+        if written.stats is not None and (method.name, size) not in self.served_by:
             reason = f": {written.stats.reason}" if written.stats.reason else ""
-            self.served_by[way.name, size] = f"{written.stats.loop}{reason}"
+            self.served_by[method.name, size] = f"{written.stats.loop}{reason}"
 
-    def _record(self, way: Way, size: int, samples: Mapping[Key, Sequence[Sample]]) -> LoopRecord:
-        texts = torch.cat(self.texts[way.name, size])
+    def _record(self, method: Method, size: int, samples: Mapping[Key, Sequence[Sample]]) -> LoopRecord:
+        texts = torch.cat(self.texts[method.name, size])
         comparable = not self.settings.samples and self.settings.acceptance is None
         equal = (texts == torch.cat(self.texts[PLAIN, size])).all(1).sum()
         return LoopRecord(
-            name=way.name,
+            name=method.name,
             batch_size=size,
-            samples=tuple(samples[way.name, size]),
+            samples=tuple(samples[method.name, size]),
             plain=tuple(samples[PLAIN, size]),
-            served_by=self.served_by.get((way.name, size), ""),
+            served_by=self.served_by.get((method.name, size), ""),
             equal_texts=int(equal) if comparable else None,
             texts=len(texts),
-            compiled_plain=tuple(samples.get((PLAIN_COMPILED, size), ())) if way.compiled else (),
+            compiled_plain=tuple(samples.get((PLAIN_COMPILED, size), ())) if method.compiled else (),
         )
 
 

@@ -28,7 +28,9 @@ def json_line(record: dict[str, Any]) -> str:
 def ceiling_table(report: LoopReport) -> Table:
     """The speedup of loops that cost nothing, and the bare forwards it is made of."""
     headings = ("accepts", "plain", "verify (of)", "drafter steps", "ceiling")  # 80 columns are full
-    table = make_table("Theoretical ceiling, from bare forwards in ms (of so many tokens)", ("way", "batch"), headings)
+    table = make_table(
+        "Theoretical ceiling, from bare forwards in ms (of so many tokens)", ("method", "batch"), headings
+    )
     for record in report.records:
         bare, ceiling = record.bare, record.ceiling
         if bare is None or ceiling is None:
@@ -46,9 +48,9 @@ def ceiling_table(report: LoopReport) -> Table:
 
 
 def loop_table(report: LoopReport) -> Table:
-    """Every way to write at every batch size."""
+    """Every method to write at every batch size."""
     headings = ("tok/s", "speedup", "spread", "drafts", "ceiling", "accept", "same")
-    table = make_table("Medians and spreads of interleaved repeats", ("way", "rows"), headings)
+    table = make_table("Medians and spreads of interleaved repeats", ("method", "rows"), headings)
     last = None
     for record in report.records:
         if last not in (None, record.batch_size):
@@ -72,7 +74,7 @@ def loop_table(report: LoopReport) -> Table:
 def round_table(report: LoopReport) -> Table:
     """Where a round's time goes, and how much of it the bare forwards need."""
     headings = ("draft", "verify", "rest", "round", "bare", "round/bare")
-    table = make_table("Where a round's ms go", ("way", "batch"), headings)
+    table = make_table("Where a round's ms go", ("method", "batch"), headings)
     for record in report.records:
         split, bare = record.split, record.bare
         if split is None or bare is None or record.round_over_bare is None:
@@ -160,7 +162,7 @@ def memory_markdown(measured: PeakReport, machine: Mapping[str, Any]) -> str:
     """The same as a page, with the weights."""
     columns = (*RUN_COLUMNS, "weights planned", "measured", "peak planned", "measured", "ratio")
     conditions = ", ".join(f"{name} {value}" for name, value in machine.items())
-    lines = ["# Planned against measured memory", "", f"Written by `eagle31 bench memory`: {conditions}. In GB.", ""]
+    lines = ["# Planned against measured memory", "", f"Output by `eagle31 bench memory`: {conditions}. In GB.", ""]
     lines += ["| " + " | ".join(columns) + " |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
     for record in measured.records:
         sizes = (record.planned_weights, record.measured_weights, record.planned_bytes, record.measured_bytes)

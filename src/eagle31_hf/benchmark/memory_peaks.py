@@ -27,7 +27,7 @@ from ..memory.drafter_facts import USUAL_DRAFT_VOCABULARY
 from ..memory.ledger import RUNNING
 from ..memory.quantization_schemes import SCHEMES
 from ..memory.weight_bytes import storage_bytes
-from .bare import wished_shape
+from .bare import requested_shape
 from .prompts import PromptBatch, batches_of
 from .storages import StorageCounter
 from .synthetic import SyntheticRequest, random_target, target_config, write_synthetic
@@ -190,7 +190,7 @@ def measure_peak(run: PeakRun, plan: MemoryPlan, *, dtype: torch.dtype, device: 
     prompts = ragged_prompts(run, target)
     request = SyntheticRequest(
         NEW_TOKENS,
-        wished_shape(drafter, batch_size=run.batch),
+        requested_shape(drafter, batch_size=run.batch),
         ACCEPTANCE,
         prefill_chunk=drafter.generation_config.prefill_chunk_size,
     )

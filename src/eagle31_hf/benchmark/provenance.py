@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,19 @@ from ..target.binding import TargetBinding
 
 SAMPLED_BYTES = 2**20
 CPU_FACTS = Path("/proc/cpuinfo")
+
+
+def run_facts(
+    drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase, names: tuple[str | None, str | None]
+) -> dict[str, Any]:
+    """What the first line of a run's records begins with: when, how, on what, of whom. `names` as in `pair_facts`."""
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command_line(),
+        **software(),
+        "machine": machine(drafter.require_binding()),
+        "pair": pair_facts(drafter, tokenizer, names),
+    }
 
 
 def software() -> dict[str, Any]:

@@ -26,7 +26,7 @@ class RoundSplit:
 
 @dataclass(frozen=True)
 class Sample:
-    """One repeat of one way: all prompts once.
+    """One repeat of one method: all prompts once.
 
     `target_passes` are whole forwards of the target, one per call for the prompts included. `split` and `bare` belong
     to our own loop.
@@ -46,11 +46,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class LoopRecord:
-    """One way at one batch size.
+    """One method at one batch size.
 
     Attributes:
-        samples, plain: one per repeat, of this way and of plain `generate` at the same batch size.
-        compiled_plain: the same of compiled plain decoding, for compiled ways; empty where it was not measured.
+        samples, plain: one per repeat, of this method and of plain `generate` at the same batch size.
+        compiled_plain: the same of compiled plain decoding, for compiled methods; empty where it was not measured.
         served_by: the loop that ran, and why if it was not the one asked for; empty for transformers' own.
         equal_texts: of `texts`, how many are plain decoding's; `None` when sampling or synthetic.
     """
@@ -79,13 +79,13 @@ class LoopRecord:
 
     @property
     def by_compiler(self) -> float | None:
-        """What compiling alone gives: compiled plain decoding over plain `generate`. Of compiled ways."""
+        """What compiling alone gives: compiled plain decoding over plain `generate`. Of compiled methods."""
         pairs = zip(self.compiled_plain, self.plain, strict=False)
         return median(ours.tok_per_s / plain.tok_per_s for ours, plain in pairs) if self.compiled_plain else None
 
     @property
     def by_drafter(self) -> float | None:
-        """What drafts give beside the compiler: over compiled plain decoding. Of compiled ways."""
+        """What drafts give beside the compiler: over compiled plain decoding. Of compiled methods."""
         pairs = zip(self.samples, self.compiled_plain, strict=False)
         return median(ours.tok_per_s / plain.tok_per_s for ours, plain in pairs) if self.compiled_plain else None
 
@@ -154,7 +154,7 @@ class LoopRecord:
 
 @dataclass(frozen=True)
 class LoopReport:
-    """All ways, and those that could not run, with the reason."""
+    """All methods, and those that could not run, with the reason."""
 
     records: tuple[LoopRecord, ...]
     left_out: Mapping[str, str]

@@ -9,8 +9,9 @@ from rich.text import Text
 
 from .comparing import ComparedRuns
 from .loop_tables import make_table, without_empty_columns
+from .ratios import Spread
 from .record_file import Records
-from .summary import MethodSummary, RunSummary, Setting, Spread, exact_text
+from .summary import MethodSummary, RunSummary, Setting, exact_text
 
 
 def run_parts(summary: RunSummary) -> Iterator[Text | Table]:
@@ -39,7 +40,7 @@ def _conditions(summary: RunSummary) -> Text:
 
 def speed_table(setting: Setting, methods: list[MethodSummary]) -> Table:
     """Speeds, and what of a speedup is the compiler's and what the drafter's."""
-    headings = ("tokens/s", "speedup", "spread", "95 %", "compiler", "drafter", "accepts")
+    headings = ("tokens/s", "speedup", "spread", "95 %", "compiler", "drafter", "ceiling", "accepts")
     table = make_table(f"{setting}: against plain generate", ("method",), headings)
     has_compiled = any(method.is_compiled for method in methods)
     for method in methods:
@@ -51,6 +52,7 @@ def speed_table(setting: Setting, methods: list[MethodSummary]) -> Table:
             *_spread_texts(method.speedup),
             _times(method.by_compiler),
             _times(method.by_drafter) if method.drafts and has_compiled else "",
+            "" if method.ceiling is None else f"{method.ceiling:.2f}×",
             "" if accepts is None else f"{accepts:.2f}",
         )
     return without_empty_columns(table)

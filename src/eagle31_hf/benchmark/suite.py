@@ -9,87 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..decoding.calibration.bare_meter import now
+from ..decoding.calibration.bare_meter import BareMeter, now
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, MemoryPlanError
 from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
 from ..target.binding import TargetBinding
-from .calls import DIFFERENT, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, windows
+from .bare import drafted_depths
+from .calls import DIFFERENT, PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, windows
 from .datasets import Prompt
 from .exactness import judge_greedy
 from .gauges import EnergyGauge, PeakGauge, TokenClock
-from .loop import PassCounter, ends_off
+from .loop import PassCounter, ends_off, typical_context
+from .methods import Method, Output, all_methods, early_exit_refusal
 from .prompts import PromptBatch, batches_of
+from .run_settings import RunSettings
 from .thinking import ThinkMarks, split_rounds
-from .ways import PLAIN, LoopSettings, Way, Written, ways_to_write, why_no_early_exit
-
-PURE = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-"""Temperature alone: a target's generation config may ask for more, which figures of others leave out."""
 
 NEVER_HERE = {
     "Medusa": "it needs heads trained for this very target, which transformers does not load",
     "Lookahead decoding": "its code is for old model files of its own, and transformers has none",
 }
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What to measure.
-
-    Attributes:
-        new_tokens: most tokens of an answer.
-        temperatures: 0 is greedy; above it only the temperature warps, whatever the target's generation config says.
-        batch_sizes: rows written together; transformers' assisted modes run with one row only.
-        repeats: passes over all prompts.
-        seed: the first repeat's; each call's follows from it.
-        methods: names of those to run; empty: all there are.
-        depth, tree_width, tree_size, compiled: as in `LoopSettings`.
-        ignore_eos: write exactly `new_tokens` tokens.
-    """
-
-    new_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0,)
-    batch_sizes: tuple[int, ...] = (1,)
-    repeats: int = 3
-    seed: int = 0
-    methods: tuple[str, ...] = ()
-    depth: int | None = None
-    tree_width: int = 4
-    tree_size: int = 24
-    compiled: bool = False
-    ignore_eos: bool = False
-
-    def check(self) -> None:
-        """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        for temperature in self.temperatures:
-            self.at(temperature).check()
-        if not self.temperatures:
-            raise ConfigurationError("got no temperature; wanted at least one, 0 for greedy")
-        if self.methods and PLAIN not in self.methods:
-            raise ConfigurationError(f"the methods lack {PLAIN!r}, which all others are compared with; add it")
-
-    def at(self, temperature: float) -> LoopSettings:
-        return LoopSettings(
-            new_tokens=self.new_tokens,
-            temperature=temperature,
-            batch_sizes=self.batch_sizes,
-            repeats=self.repeats,
-            depth=self.depth,
-            tree_width=self.tree_width,
-            tree_size=self.tree_size,
-            compiled=self.compiled,
-            warping=PURE if temperature > 0 else {"repetition_penalty": 1.0},
-        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """Tasks that are written together by each method, and the way they are."""
+    """Tasks that are written together by each method, and how."""
 
     name: str
     temperature: float
@@ -145,7 +94,8 @@ class BenchmarkRun:
         self._pad = self.binding.text_config.pad_token_id or 0
         self._passes = PassCounter(self.binding)
         self._judged: dict[tuple[str, ...], Verdict] = {}
-        self._warm: dict[tuple[float, int], list[Way]] = {}
+        self._warm: dict[tuple[float, int], list[Method]] = {}
+        self._meters: dict[tuple[str, int], BareMeter] = {}  # by method and batch size
         self._left_out: set[str] = set()
 
     # --- the plan ---------------------------------------------------------------------------------------------------
@@ -206,23 +156,24 @@ class BenchmarkRun:
         (batch,) = batches_of([task.ids for task in turn.tasks], turn.batch_size, self._pad)
         methods = self._methods(turn)
         first = (turn.repeat + turn.index) % len(methods)
-        written = {way.name: self._call(way, turn, batch) for way in methods[first:] + methods[:first]}
+        written = {method.name: self._call(method, turn, batch) for method in methods[first:] + methods[:first]}
         plain = written[PLAIN].answers
-        return [self._judge(written[way.name], turn, plain) for way in methods]
+        return [self._judge(written[method.name], turn, plain) for method in methods]
 
-    def _call(self, way: Way, turn: Turn, batch: PromptBatch) -> _Call:
+    def _call(self, method: Method, turn: Turn, batch: PromptBatch) -> _Call:
         seed = self.settings.seed + 100_003 * turn.repeat + turn.index
         torch.manual_seed(seed)
         clock, passes, joules = TokenClock(), self._passes.count, self.energy.read()
         self.peak.reset()
         started = now(self.binding.head_device)
-        written = way.write(batch, clock)
+        written = method.write(batch, clock)
         seconds = now(self.binding.head_device) - started
         used = None if joules is None else (self.energy.read() or 0.0) - joules
         answers = self._answers(written.tokens)
+        bare_round_s = self._time_bare(method, turn.batch_size, written)
         record = CallRecord(
             turn=turn.name,
-            method=way.name,
+            method=method.name,
             temperature=turn.temperature,
             seed=seed,
             batch_size=turn.batch_size,
@@ -236,14 +187,27 @@ class BenchmarkRun:
             first_token_s=clock.arrivals[0][0] - started if clock.arrivals else seconds,
             texts=[_digest(answer) for answer in answers],
             drafting=_drafting(written),
-            target_passes=self._passes.count - passes if written.stats is None and not way.compiled else None,
+            target_passes=self._passes.count - passes if written.stats is None and not method.compiled else None,
             peak_bytes=self.peak.read(),
             energy_j=used,
+            bare_round_s=bare_round_s,
             served_by=_served_by(written),
         )
         if turn.batch_size == 1:
             record = self._with_arrivals(record, clock, turn.tasks[0], answers[0], written.stats is not None)
         return _Call(record, answers)
+
+    def _time_bare(self, method: Method, size: int, written: Output) -> float | None:
+        """Seconds of the bare forwards of a round as deep as this call's were; `None` where nobody asked for them."""
+        shape = method.shapes.get(size)
+        if not self.settings.ceilings or shape is None or written.stats is None or written.stats.loop != "own":
+            return None
+        if (method.name, size) not in self._meters:
+            context = typical_context([task.ids for task in self.tasks], self.settings.new_tokens).expand(size, -1)
+            self._meters[method.name, size] = BareMeter(self.drafter, context, shape, compiled=method.compiled)
+        meter, depths = self._meters[method.name, size], drafted_depths(written.stats)
+        meter.time_rounds(depths)
+        return meter.costs(depths).round_s
 
     def _with_arrivals(
         self, record: CallRecord, clock: TokenClock, task: Task, answer: list[int], is_drafted: bool
@@ -271,42 +235,42 @@ class BenchmarkRun:
 
     # --- methods ----------------------------------------------------------------------------------------------------
 
-    def _methods(self, turn: Turn) -> list[Way]:
+    def _methods(self, turn: Turn) -> list[Method]:
         """Those that can run here, each having written once what is not counted."""
         key = (turn.temperature, turn.batch_size)
         if key not in self._warm:
-            self._warm[key] = [way for way in self._wanted(turn.temperature) if self._warm_up(way, turn)]
+            self._warm[key] = [method for method in self._wanted(turn.temperature) if self._warm_up(method, turn)]
         return self._warm[key]
 
-    def _wanted(self, temperature: float) -> list[Way]:
-        known = ways_to_write(self.drafter, self.settings.at(temperature))
-        names = [way.name for way in known]
+    def _wanted(self, temperature: float) -> list[Method]:
+        known = all_methods(self.drafter, self.settings.at(temperature))
+        names = [method.name for method in known]
         unknown = [name for name in self.settings.methods if name not in names]
         if unknown:
             more = "" if self.settings.compiled else "; --compile adds the compiled ones"
             raise ConfigurationError(f"no method is called {unknown[0]!r}; there are {', '.join(names)}{more}")
-        return [way for way in known if not self.settings.methods or way.name in self.settings.methods]
+        return [method for method in known if not self.settings.methods or method.name in self.settings.methods]
 
-    def _warm_up(self, way: Way, turn: Turn) -> bool:
-        if way.one_row_only and turn.batch_size > 1:
+    def _warm_up(self, method: Method, turn: Turn) -> bool:
+        if method.one_row_only and turn.batch_size > 1:
             return False
         layers = self.binding.text_config.num_hidden_layers
         started = time.perf_counter()
         try:
             for batch in self._unlike_batches(turn.batch_size):
                 torch.manual_seed(self.settings.seed)
-                way.write(batch)
+                self._time_bare(method, turn.batch_size, method.write(batch))
         except Exception as error:
-            if not way.one_row_only:
+            if not method.one_row_only:
                 raise
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            return self._leave_out(way.name, reason)  # of transformers' own code for this target: worth a line
+            return self._leave_out(method.name, reason)  # of transformers' own code for this target: worth a line
         finally:
             self.binding.text_config.num_hidden_layers = layers  # an early exit that failed leaves it changed
-        if way.early_exit_layers and (reason := why_no_early_exit(self.binding, way.early_exit_layers)):
-            return self._leave_out(way.name, reason)
+        if method.early_exit_layers and (reason := early_exit_refusal(self.binding, method.early_exit_layers)):
+            return self._leave_out(method.name, reason)
         seconds = round(time.perf_counter() - started, 3)
-        where = {"method": way.name, "temperature": turn.temperature, "batch_size": turn.batch_size}
+        where = {"method": method.name, "temperature": turn.temperature, "batch_size": turn.batch_size}
         self.note({"kind": "warm-up", **where, "seconds": seconds})
         return True
 
@@ -341,13 +305,15 @@ class BenchmarkRun:
     def _verdict(self, task: Task, answer: list[int], plain: list[int]) -> Verdict:
         key = (task.prompt.id, _digest(answer), _digest(plain))
         if key not in self._judged:
-            widest = max((shape.nodes for way in self._ways_seen() for shape in way.shapes.values()), default=8)
+            widest = max(
+                (shape.nodes for method in self._methods_seen() for shape in method.shapes.values()), default=8
+            )
             self._judged[key] = judge_greedy(self.binding.model, task.ids, answer, plain, blocks=(8, widest))
         return self._judged[key]
 
-    def _ways_seen(self) -> Iterator[Way]:
-        for ways in self._warm.values():
-            yield from ways
+    def _methods_seen(self) -> Iterator[Method]:
+        for methods in self._warm.values():
+            yield from methods
 
 
 @dataclass(frozen=True)
@@ -365,14 +331,14 @@ def _common(names: Iterator[str] | Any) -> str:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def _served_by(written: Written) -> str:
+def _served_by(written: Output) -> str:
     stats = written.stats
     if stats is None or not stats.reason:
         return "" if stats is None else stats.loop
     return f"{stats.loop}: {stats.reason}"
 
 
-def _drafting(written: Written) -> Drafting | None:
+def _drafting(written: Output) -> Drafting | None:
     stats = written.stats
     if stats is None:
         return None
@@ -393,9 +359,3 @@ def _drafting(written: Written) -> Drafting | None:
 
 def any_differs(calls: Sequence[CallRecord]) -> bool:
     return any(verdict.kind == DIFFERENT for call in calls for verdict in call.verdicts)
-
-
-def settings_facts(settings: RunSettings) -> Mapping[str, Any]:
-    """Settings as the first line of a record file has them."""
-    facts = asdict(settings)
-    return {**facts, "warping": "temperature alone", "methods": list(settings.methods) or "all"}

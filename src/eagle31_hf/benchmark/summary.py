@@ -7,7 +7,7 @@ their median. The interval beside it is over prompts: what other prompts of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from .calls import DIFFERENT, SAME, SAMPLED, TIE, CallRecord, TextPart, variation, window_speeds
+from .calls import DIFFERENT, PLAIN, PLAIN_COMPILED, SAME, SAMPLED, TIE, CallRecord, TextPart, variation, window_speeds
+from .ratios import Spread, ratio, speeds
 from .record_file import Records
-
-PLAIN, PLAIN_COMPILED = "plain generate", "plain compiled"
-RESAMPLES, CONFIDENCE = 2000, 0.95
 
 
 @dataclass(frozen=True)
@@ -31,20 +29,6 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{'greedy' if not self.temperature else f'temperature {self.temperature:g}'}, batch {self.batch_size}"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A figure's median over repeats, smallest and largest, and the interval over prompts where there is one."""
-
-    median: float
-    low: float
-    high: float
-    interval: tuple[float, float] | None = None
-
-    @classmethod
-    def over(cls, values: Sequence[float], interval: tuple[float, float] | None = None) -> Spread:
-        return cls(median(values), min(values), max(values), interval)
 
 
 @dataclass(frozen=True)
@@ -155,7 +139,7 @@ class MethodSummary:
 
     @property
     def drafts(self) -> bool:
-        """Whether it is more than a way of plain decoding."""
+        """Whether it is more than plain decoding."""
         return self.method not in (PLAIN, PLAIN_COMPILED)
 
     @property
@@ -189,6 +173,17 @@ class MethodSummary:
         seen = [call for call in self.calls if call.target_passes and call.batch_size == 1]
         passes = sum((call.target_passes or 0) - 1 for call in seen)  # the prompt's gives the first token
         return sum(call.new_tokens - 1 for call in seen) / passes if passes > 0 else None
+
+    @property
+    def ceiling(self) -> float | None:
+        """Speedup over plain `generate` if rounds took as long as their bare forwards, where those were timed."""
+        timed = [(call.bare_round_s or 0.0, call.drafting.rounds) for call in self.calls if call.drafting is not None]
+        total_s, rounds = sum(seconds * count for seconds, count in timed), sum(count for _, count in timed)
+        if not total_s or self.acceptance_length is None:
+            return None
+        round_s = total_s / rounds
+        plain_step_s = self.setting.batch_size / Spread.over(list(speeds(self.plain).values())).median
+        return self.acceptance_length * plain_step_s / round_s
 
     @property
     def thinking(self) -> TextPart:
@@ -261,7 +256,7 @@ class MethodSummary:
 
 
 _PLAIN_FIGURES = (
-    "first_token_s", "slow_tok_per_s", "variation", "acceptance_length", "peak_bytes", "joules_per_token",
+    "ceiling", "first_token_s", "slow_tok_per_s", "variation", "acceptance_length", "peak_bytes", "joules_per_token",
     "price_per_million",
 )  # fmt: skip
 
@@ -328,56 +323,6 @@ def summarise(records: Records, price_per_hour: float | None = None) -> RunSumma
     }
     cut = f"{records.name} breaks off in line {records.cut_at} ({records.why_cut})" if records.cut_at else ""
     return RunSummary(records.run, tuple(methods), records.left_out, warm_up, cut)
-
-
-# --- ratios -----------------------------------------------------------------------------------------------------------
-
-
-def speeds(calls: Iterable[CallRecord]) -> dict[int, float]:
-    """Tokens per second of each repeat, all its prompts together."""
-    tokens: Counter[int] = Counter()
-    seconds: Counter[int] = Counter()
-    for call in calls:
-        tokens[call.repeat] += call.new_tokens
-        seconds[call.repeat] += call.seconds  # type: ignore[assignment]
-    return {repeat: tokens[repeat] / seconds[repeat] for repeat in tokens}
-
-
-def ratio(ours: Sequence[CallRecord], theirs: Sequence[CallRecord]) -> Spread | None:
-    """Our speed over theirs: median and spread of the repeats, interval over prompts; `None` without their calls."""
-    ours_at, theirs_at = speeds(ours), speeds(theirs)
-    repeats = sorted(ours_at.keys() & theirs_at.keys())
-    if not repeats:
-        return None
-    return Spread.over([ours_at[r] / theirs_at[r] for r in repeats], _interval(ours, theirs))
-
-
-def _interval(ours: Sequence[CallRecord], theirs: Sequence[CallRecord]) -> tuple[float, float] | None:
-    """By resampling prompts; `None` of fewer than two."""
-    mine, others = per_prompt(ours), per_prompt(theirs)
-    names = [name for name in mine if name in others]
-    if len(names) < 2:
-        return None
-    table = np.array([[*mine[name], *others[name]] for name in names])  # (P, 4): tokens, seconds, tokens, seconds
-    picks = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
-    tokens, seconds, their_tokens, their_seconds = table[picks].sum(1).T  # (4, R)
-    return interval_of((tokens / seconds) / (their_tokens / their_seconds))
-
-
-def per_prompt(calls: Iterable[CallRecord]) -> dict[tuple[str, ...], tuple[float, float]]:
-    """Tokens and seconds of each batch of prompts, all repeats together."""
-    found: dict[tuple[str, ...], tuple[float, float]] = {}
-    for call in calls:
-        tokens, seconds = found.get(tuple(call.prompts), (0, 0.0))
-        found[tuple(call.prompts)] = (tokens + call.new_tokens, seconds + call.seconds)
-    return found
-
-
-def interval_of(values: np.ndarray) -> tuple[float, float]:
-    """The middle 95 %."""
-    tail = (1 - CONFIDENCE) / 2 * 100
-    low, high = np.percentile(values, [tail, 100 - tail])
-    return float(low), float(high)
 
 
 def exact_text(verdicts: Counter[str]) -> str:

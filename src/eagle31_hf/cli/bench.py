@@ -16,9 +16,9 @@ from ..benchmark.bare import describe_device, describe_machine
 from ..benchmark.growth import CONTEXTS, check_growth, measure_growth, small_drafter
 from ..benchmark.loop import LoopBenchmark
 from ..benchmark.memory_peaks import RUNS, measure_peaks, runs_on
+from ..benchmark.methods import LoopSettings
 from ..benchmark.prompts import read_conversations
 from ..benchmark.synthetic import random_target, target_config
-from ..benchmark.ways import LoopSettings
 from ..demo import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import bitsandbytes

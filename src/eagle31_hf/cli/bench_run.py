@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +16,10 @@ from ..benchmark.comparing import compare_runs
 from ..benchmark.datasets import Prompt, embedded_prompts, read_prompts
 from ..benchmark.exports import write_acceptance_csv, write_profile
 from ..benchmark.gauges import gauge_names
-from ..benchmark.provenance import command_line, machine, pair_facts, software
+from ..benchmark.provenance import run_facts
 from ..benchmark.record_file import RecordWriter, read_records
-from ..benchmark.suite import NEVER_HERE, BenchmarkRun, RunSettings, Task, settings_facts
+from ..benchmark.run_settings import RunSettings, settings_facts
+from ..benchmark.suite import NEVER_HERE, BenchmarkRun, Task
 from ..benchmark.summary import summarise
 from ..benchmark.thinking import ThinkMarks
 from ..errors import ConfigurationError
@@ -173,11 +173,7 @@ def _measure(
         note=notes.append,
     )
     first_line = {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command_line(),
-        **software(),
-        "machine": machine(pair.drafter.require_binding()),
-        "pair": pair_facts(pair.drafter, pair.tokenizer, subject.names),
+        **run_facts(pair.drafter, pair.tokenizer, subject.names),
         "counted": gauge_names(measured.peak, measured.energy),
         "price_per_hour": price_per_hour,
         "settings": {**settings_facts(settings), "all_turns": subject.all_turns},

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor
 
-from ..decoding.calibration.bare_meter import BareCosts
-from ..demo import CONVERSATIONS, Messages
+from ..benchmark.calls import DIFFERENT
+from ..benchmark.datasets import Prompt, embedded_prompts
+from ..benchmark.pair import measure_pair, pair_settings
+from ..benchmark.suite import Task
 from ..errors import ConfigurationError
-from . import comparison, terminal
+from . import terminal
+from .measuring import progress_bar
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
-from .pairs import DecodingWishes, Drafting, Pair, PairSource, encode, load_pair, write
+from .pairs import AnswerSettings, Drafting, Pair, PairSource, encode, load_pair, write
 from .plan import print_decision
 
 STREAMED_IN_DEMO = 2
+REPEATS = 3
+FEWEST_MEASURED_TOKENS = 3
+"""Of an answer that is measured: speculation begins with the third token."""
 
 
 @readable_errors
 def demo(json_path: JsonOption = None, traceback: TracebackOption = False) -> None:
-    """Watch the embedded pair write, then measure plain generate against EAGLE. Needs no network."""
-    pair = load_pair(PairSource())
-    _show(pair, CONVERSATIONS, DecodingWishes(), json_path=json_path, streamed=STREAMED_IN_DEMO)
+    """Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no network."""
+    shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compiled=True)
+    _show(load_pair(PairSource()), shown, AnswerSettings(), json_path)
 
 
 @expand_options
@@ -45,19 +50,28 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Of the random numbers; the same seed writes the same text.")] = None,
-    compare: Annotated[bool, typer.Option(help="Also measure plain generate against EAGLE.")] = True,
+    compare: Annotated[
+        bool, typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for.")
+    ] = True,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
     """Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE."""
     question = {"role": "user", "content": _read_prompt(prompt, prompt_file)}
-    conversation = [question] if system is None else [{"role": "system", "content": system}, question]
+    messages = (question,) if system is None else ({"role": "system", "content": system}, question)
     console = make_console()
     pair = load_pair(source, drafting, on_plan=lambda plan: print_decision(console, plan))
-    wishes = DecodingWishes(max_new_tokens, temperature)
+    wishes = AnswerSettings(max_new_tokens, temperature)
     if seed is not None:
         torch.manual_seed(seed)
-    _show(pair, [conversation], wishes, json_path=json_path, streamed=1, compare=compare)
+    shown = Shown(
+        [Prompt("your prompt", "yours", "yours", messages)],
+        streamed=1,
+        names=(source.target, source.drafter),
+        compare=compare,
+        compiled=source.acceleration == "compile",
+    )
+    _show(pair, shown, wishes, json_path)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -75,68 +89,82 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def _show(
-    pair: Pair,
-    conversations: Sequence[Messages],
-    wishes: DecodingWishes,
-    *,
-    json_path: Path | None,
-    streamed: int,
-    compare: bool = True,
-) -> None:
-    """Ceiling, streamed answers, table; what `demo` and `generate` share."""
+@dataclass(frozen=True)
+class Shown:
+    """What is answered, and what is shown of it.
+
+    Attributes:
+        prompts: what to answer; `streamed` of them, the first ones, are written on the screen.
+        names: folder or Hub id of target and drafter; `None`: the embedded ones.
+        compare: measure plain decoding against EAGLE, too; `compiled`: by graphs as well.
+    """
+
+    prompts: Sequence[Prompt]
+    streamed: int
+    names: tuple[str | None, str | None] = (None, None)
+    compare: bool = True
+    compiled: bool = False
+
+
+def _show(pair: Pair, shown: Shown, wishes: AnswerSettings, json_path: Path | None) -> None:
+    """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console()
-    inputs = [encode(pair, conversation) for conversation in conversations]
-    record: dict[str, Any] = {"target": pair.name, **comparison.describe_machine(pair)}
+    tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
+    record: dict[str, Any] = {"target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
-    costs = None
-    if compare:
-        expected = comparison.warm_up(pair, inputs, wishes).acceptance_length
-        costs = comparison.measure_bare_costs(pair, inputs[0])
-        record["bare_costs"] = {**vars(costs), "ceiling_speedup": costs.ceiling(expected)}
-        console.print(terminal.ceiling_text(costs, expected))
-    for conversation, prompt in zip(conversations[:streamed], inputs, strict=False):
-        _stream(console, pair, conversation, prompt, wishes)
+    for task in tasks[: shown.streamed]:
+        _stream(console, pair, task, wishes)
     console.print()
     console.print(terminal.legend())
-    if costs is not None:
-        record |= _measure(console, pair, inputs, wishes, costs)
+    assert pair.drafter.stats is not None, "an answer has been written"
+    record["stats"] = pair.drafter.stats.to_dict()
+    if shown.compare:
+        record |= _measure(console, pair, tasks, shown, wishes)
     else:
-        assert pair.drafter.stats is not None, "an answer has been written"
         console.print(terminal.stats_line(pair.drafter.stats))
-        record["stats"] = pair.drafter.stats.to_dict()
     write_json(json_path, record)
 
 
-def _stream(
-    console: Console, pair: Pair, conversation: Messages, prompt: dict[str, Tensor], wishes: DecodingWishes
-) -> None:
+def _stream(console: Console, pair: Pair, task: Task, wishes: AnswerSettings) -> None:
     console.print()
-    for message in conversation:
+    for message in task.prompt.messages:
         console.print(f"{message['role']}: {message['content']}", style="dim", markup=False)
     streamer = terminal.AcceptanceStreamer(pair.tokenizer, console, label="assistant: ")
-    write(pair, prompt, wishes, with_drafter=True, streamer=streamer)
+    ids = task.ids[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    write(pair, inputs, wishes, with_drafter=True, streamer=streamer)
 
 
 def _measure(
-    console: Console, pair: Pair, inputs: Sequence[dict[str, Tensor]], wishes: DecodingWishes, costs: BareCosts
+    console: Console, pair: Pair, tasks: Sequence[Task], shown: Shown, wishes: AnswerSettings
 ) -> dict[str, Any]:
-    # The bar is drawn between rounds only: drawing while a round runs would slow what is measured.
-    with Progress(console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("measuring", total=comparison.TIMED_ROUNDS)
+    settings = pair_settings(
+        pair.drafter,
+        new_tokens=max(wishes.max_new_tokens, FEWEST_MEASURED_TOKENS),
+        temperature=wishes.temperature,
+        repeats=REPEATS,
+        compiled=shown.compiled,
+    )
+    console.print()
+    if shown.compiled:
+        console.print("Compiling: a minute or two the first time, then inductor's cache on disk has most of it.")
+    with progress_bar(console) as (progress, bar):
 
-        def next_round() -> None:
-            progress.advance(task)
+        def show(share: float) -> None:  # between measurements only: drawing while one runs would slow it
+            progress.update(bar, completed=share)
             progress.refresh()
 
-        result = comparison.compare(pair, inputs, wishes, rounds=comparison.TIMED_ROUNDS, on_round=next_round)
-    machine = comparison.describe_machine(pair)
-    console.print()
-    console.print(terminal.conditions_line(result, machine))
-    console.print(terminal.comparison_table(result))
-    for note in terminal.comparison_notes(result, machine["dtype"]):
-        console.print(note)
-    if result.speedup < 1:
-        console.print(terminal.slower_note(result, costs))
-    return result.to_dict()
+        def tell(note: dict[str, Any]) -> None:
+            if note["kind"] == "warm-up" and note["method"].endswith("compiled"):
+                progress.console.print(f"  {terminal.shown_name(note['method'])}: ready after {note['seconds']:.0f} s")
+
+        summary = measure_pair(
+            pair.drafter, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=show
+        )
+    console.print(terminal.conditions_line(summary))
+    console.print(terminal.pair_table(summary))
+    for line in terminal.pair_notes(summary):
+        console.print(line)
+    greedy_wrong = any(method.verdicts[DIFFERENT] for method in summary.methods)
+    return {**summary.to_dict(), "same_text": None if wishes.samples else not greedy_wrong}

@@ -45,7 +45,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class DecodingWishes:
+class AnswerSettings:
     """How to write: at most `max_new_tokens`; `temperature` 0 is greedy, above it samples."""
 
     max_new_tokens: int = 128
@@ -227,7 +227,7 @@ def encode(pair: Pair, conversation: Messages) -> dict[str, Tensor]:
 
 
 def write(
-    pair: Pair, inputs: dict[str, Tensor], wishes: DecodingWishes, *, with_drafter: bool, streamer: Any = None
+    pair: Pair, inputs: dict[str, Tensor], wishes: AnswerSettings, *, with_drafter: bool, streamer: Any = None
 ) -> Tensor:
     """New tokens `(n,)` for one prompt."""
     assistant = {"assistant_model": pair.drafter} if with_drafter else {}
@@ -237,7 +237,7 @@ def write(
 
 def write_plain(pair: Pair, messages: Messages, new_tokens: int) -> str:
     """The target's own greedy answer as text, without marks."""
-    ids = write(pair, encode(pair, messages), DecodingWishes(new_tokens), with_drafter=False)
+    ids = write(pair, encode(pair, messages), AnswerSettings(new_tokens), with_drafter=False)
     return str(pair.tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
-from typing import Any
-
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -13,11 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..checkpoints.summary import CheckpointSummary
-from ..decoding.calibration.bare_meter import BareCosts
+from ..benchmark.calls import DIFFERENT, SAME, SAMPLED, TIE, Verdict
+from ..benchmark.loop_tables import without_empty_columns
+from ..benchmark.run_tables import speedup_text
+from ..benchmark.summary import MethodSummary, RunSummary
+from ..checkpoints.summary import CheckpointSummary, EngineVerdict
 from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
-from .comparison import Comparison
 from .wrapped_writer import WrappedWriter
 
 WIDTH = 100
@@ -65,99 +64,91 @@ def legend() -> Text:
     )
 
 
-def ceiling_text(costs: BareCosts, acceptance_length: float) -> Text:
-    """The speedup that loops without any cost of their own would reach, and what it is made of."""
-    return Text.assemble(
-        "Theoretical speedup ",
-        (f"{costs.ceiling(acceptance_length):.2f}×", "bold"),
-        (
-            f" by bare forwards: a round writes {acceptance_length:.2f} tokens in {_ms(costs.verify_s)} "
-            f"({costs.verified_tokens:.3g} tokens verified) + {_ms(costs.absorb_s)} (the drafter reads what was "
-            f"accepted) + {costs.further_steps:.3g} × {_ms(costs.drafter_step_s)} (further drafter steps); alone the "
-            f"target takes {_ms(costs.target_step_s)} per token.",
-            "dim",
-        ),
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def conditions_line(comparison: Comparison, machine: dict[str, Any]) -> Text:
-    """What was measured where; `machine` as `describe_machine` tells it."""
-    device = _count(machine["threads"], "CPU thread") if machine["device"] == "cpu" else machine["device"]
+def conditions_line(summary: RunSummary) -> Text:
+    """What was measured where."""
+    place, settings = summary.run["machine"], summary.run["settings"]
+    device = _count(place["threads"], "CPU thread") if place["device"] == "cpu" else place["device"]
     return Text(
-        f"{_count(comparison.new_tokens, 'token')} from {_count(comparison.prompts, 'prompt')}, "
-        f"{device}, {machine['dtype']}; median and spread of {len(comparison.plain_tok_per_s)} interleaved rounds",
+        f"{_count(len(summary.run['prompts']), 'prompt')}, up to {settings['new_tokens']} tokens each, {device} "
+        f"({place['processor']}), {summary.run['pair']['dtype']}; medians and spreads of {settings['repeats']} "
+        "interleaved repeats",
         style="dim",
     )
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Plain `generate` against EAGLE."""
-    stats = comparison.stats
+def pair_table(summary: RunSummary) -> Table:
+    """Plain decoding and EAGLE, both without and with graphs, and how fast a loop that costs nothing would be."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("tokens/s", "spread", "speedup", "acceptance length"):
+    for heading in ("tokens/s", "spread", "speedup", "ceiling", "accepts"):
         table.add_column(heading, justify="right")
     table.add_column("same text", min_width=9)
-    table.add_row("plain generate", *_speed(comparison.plain_tok_per_s), "1.00×", "1.00", "")
-    table.add_row(
-        "EAGLE",
-        *_speed(comparison.eagle_tok_per_s),
-        Text(f"{comparison.speedup:.2f}×", style="bold"),
-        f"{stats.acceptance_length:.2f}",
-        _verdict(comparison),
-    )
-    return table
+    for method in summary.methods:
+        speed, accepts = method.tok_per_s, method.acceptance_length if method.drafts else None
+        table.add_row(
+            shown_name(method.method),
+            f"{speed.median:.1f}",
+            f"{speed.low:.0f} – {speed.high:.0f}",
+            speedup_text(method),
+            "" if method.ceiling is None else f"{method.ceiling:.2f}×",
+            "" if accepts is None else f"{accepts:.2f}",
+            _verdict(method),
+        )
+    return without_empty_columns(table)
 
 
-def _speed(rounds: tuple[float, ...]) -> tuple[str, str]:
-    return f"{median(rounds):.1f}", f"{min(rounds):.0f} – {max(rounds):.0f}"
+def shown_name(method: str) -> str:
+    """What users call a method: our drafter's, whatever it drafts, is EAGLE."""
+    kind, *compiled = method.removesuffix(" loop").split(" ")
+    return " ".join(("EAGLE", *compiled)) if kind in ("chain", "tree", "stock") else method
 
 
-def _verdict(comparison: Comparison) -> Text:
-    if comparison.same_text is None:
-        return Text("sampled")
-    if not comparison.same_text:
+def _verdict(method: MethodSummary) -> Text:
+    found = method.verdicts
+    if found[DIFFERENT]:
         return Text("NO", style="bold red")
-    return Text("yes" if not comparison.differences else "yes, up to ties", style="green")
+    if found[SAMPLED]:
+        return Text("sampled")
+    return Text("yes, up to ties" if found[TIE] else "yes" if found[SAME] else "", style="green")
 
 
-def comparison_notes(comparison: Comparison, dtype: str) -> list[Text]:
-    """What the table cannot say: ties, sampling, a fallback."""
-    notes = []
-    if comparison.samples:
+def pair_notes(summary: RunSummary) -> list[Text]:
+    """What the table cannot say: ties, sampling, a fallback, why drafts did not pay."""
+    notes, dtype = [], summary.run["pair"]["dtype"]
+    if any(method.verdicts[SAMPLED] for method in summary.methods):
         notes.append("Sampling: the texts differ by chance, their distribution is the target's.")
-    for found in comparison.differences:
-        where = f"Prompt {found.prompt + 1} differs from its token {found.position + 1} on: "
-        figures = f"logits {found.logit_gap:.3g} apart, the target's own rounding moves them by {found.rounding:.3g}"
-        verdict = f"a tie in {dtype}" if found.is_tie else "not a tie"
-        notes.append(f"{where}{verdict} ({figures}).")
-    if comparison.stats.loop != "own":
-        notes.append(f"Served by the {comparison.stats.loop} loop: {comparison.stats.reason}.")
+    for method in summary.methods:
+        for prompt, found in _differences(method).items():
+            figures = (
+                f"logits {found.logit_gap:.3g} apart, the target's own rounding moves them by {found.rounding:.3g}"
+            )
+            verdict = f"a tie in {dtype}" if found.kind == TIE else "not a tie"
+            where = f"{shown_name(method.method)}, {prompt}, differs from its token {found.position + 1} on"
+            notes.append(f"{where}: {verdict} ({figures}).")
+        reasons = {call.served_by for call in method.calls} - {"", "own"}
+        notes += [f"{shown_name(method.method)} was served by the {reason} loop." for reason in sorted(reasons)]
+        if method.drafts and method.speedup is not None and method.speedup.median < 1:
+            notes.append(_why_slower(method))
     return [Text(note, style="dim") for note in notes]
 
 
-def slower_note(comparison: Comparison, costs: BareCosts) -> Text:
-    """Why drafting did not pay, and what may help."""
-    length = comparison.stats.acceptance_length
-    round_s = length / costs.ceiling(length) * costs.target_step_s
-    cost = (
-        f"a round writes {length:.2f} tokens and its bare forwards take as long as {round_s / costs.target_step_s:.2f}"
-    )
-    if round_s >= length * costs.target_step_s:
-        why = (
-            f"{cost} plain tokens, so no loop could gain here: try fewer --draft-tokens, or a drafter that fits better"
-        )
-    else:
-        why = f"{cost} plain tokens; the rest went to the loop itself: try --acceleration compile, or a longer answer"
-    return Text(f"Slower than plain: {why}.", style="yellow")
+def _differences(method: MethodSummary) -> dict[str, Verdict]:
+    return {
+        prompt: verdict
+        for call in method.calls
+        for prompt, verdict in zip(call.prompts, call.verdicts, strict=True)
+        if verdict.kind in (TIE, DIFFERENT)
+    }
+
+
+def _why_slower(method: MethodSummary) -> str:
+    if method.ceiling is not None and method.ceiling >= 1:
+        return f"Slower than plain though bare forwards allow {method.ceiling:.2f}×: the rest went to the loop itself."
+    return "Slower than plain, and no loop could gain here: try fewer --draft-tokens, or a drafter that fits better."
 
 
 def stats_line(stats: SpeculationStats) -> Text:
@@ -220,7 +211,7 @@ def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
     ]  # fmt: skip
 
 
-def _engine(verdict: Any) -> Text:
+def _engine(verdict: EngineVerdict) -> Text:
     told = Text("reads it", style="green") if verdict.reads else Text("does not read it", style="yellow")
     details = [*verdict.reasons, *(f"needs {need}" for need in verdict.needs)]
     return told.append(": " + "; ".join(details), style="default") if details else told

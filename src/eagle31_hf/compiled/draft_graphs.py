@@ -15,7 +15,7 @@ from ..drafter.propose import grow_tree
 from ..drafter.session import DraftState, NextTokenProbs
 from ..sampling.draw import draw
 from ..sampling.logits_processing import DraftWarping
-from ..trees.draft_tree import DraftTree, Proposal, chosen_ids
+from ..trees.draft_tree import DraftTree, Proposal, to_target_ids
 from ..trees.shape import DraftShape
 from .fixed_cache import FixedShapeCache
 from .graphs import Step
@@ -168,9 +168,9 @@ def chain_step(drafter: Eagle31Drafter, depth: int, sampling: ChainSampling) -> 
                 drawn_from.append(sampling.distribution(logits[:, -1], ids))
                 probs, support = drawn_from[-1]
                 choices.append(draw(probs, numbers=numbers[:, k])[:, None])
-                tokens.append(chosen_ids(choices[-1], support))
+                tokens.append(to_target_ids(choices[-1], support))
             else:
-                tokens.append(chosen_ids(logits[:, -1].argmax(-1)[:, None], ids))
+                tokens.append(to_target_ids(logits[:, -1].argmax(-1)[:, None], ids))
             if k + 1 < depth:
                 here = slice(k, k + 1)
                 cos, sin = (table[:, here] for table in rotary)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..drafter.propose import chain_numbers, grow_tree
 from ..drafter.session import DraftSession, DraftState
-from ..trees.draft_tree import DraftTree, chosen_ids
+from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChainSampling,
@@ -195,5 +195,5 @@ def _logits_of_first_level(session: DraftSession, top_k: int) -> Tensor:
     children = session.root.logits[:, 0].float().topk(top_k).indices  # (B, top_k)
     alone = torch.eye(top_k, dtype=torch.bool, device=children.device).expand(len(children), -1, -1)
     feedback = session.root.feedback.expand(-1, top_k, -1)
-    tokens = chosen_ids(children, session.draft_ids)
+    tokens = to_target_ids(children, session.draft_ids)
     return session.step(tokens, feedback, after=0, depth=0, ancestors=alone).logits

@@ -93,7 +93,7 @@ def propose(session: DraftStepper, batch: RoundBatch, request: DecodingRequest, 
         kept = scores if processing.fits_draft_vocabulary else None
         return propose_static_tree(session, roots, shape.cut_to(depth), sample=sample, scores=kept)
     length = DraftLength(depth, shape.min_confidence)
-    return propose_chain(session, roots, length, sample=sample, scores=scores, draws=shape.depth)
+    return propose_chain(session, roots, length, sample=sample, scores=scores, num_random_steps=shape.depth)
 
 
 def drafts_are_drawn(request: DecodingRequest, *, is_dynamic: bool) -> bool:

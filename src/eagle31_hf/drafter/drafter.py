@@ -21,7 +21,7 @@ from ..configuration_eagle31 import Eagle31Config
 from ..errors import ConfigurationError, MemoryPlanError, NotAttachedError
 from ..generation_config import Eagle31GenerationConfig
 from ..memory import MemoryPlan
-from ..memory.apply_plan import obey, plan_to_obey
+from ..memory.apply_plan import apply_plan, plan_to_apply
 from ..stats import LastStats, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.quantized import gather_head_rows
@@ -86,7 +86,7 @@ class Eagle31Drafter(Eagle31Network):
             device: default: where the target's LM head is, else CPU.
             quantization_config: `BitsAndBytesConfig` (int8, nf4, fp4) to pack attention, MLP and draft head with, also
                 head rows gathered from the target (docs/quantization.md). A checkpoint saved packed needs none.
-            memory: a plan to obey (`plan_memory`), or `"auto"` to make one for the device `target` sits on: checked
+            memory: a plan to keep to (`plan_memory`), or `"auto"` to make one for the device `target` sits on: checked
                 before weights are read, it sets precision, draft length or tree, prefill chunk and cache type
                 (docs/memory.md). Needs `target`.
             revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
@@ -102,7 +102,7 @@ class Eagle31Drafter(Eagle31Network):
         answer_habits(habits)
         chosen_dtype(dtype, torch.float32)  # a misspelt one should not cost a download
         scheme = None if quantization_config is None else PackingScheme.of(quantization_config)
-        plan = _plan_to_obey(memory, target, pretrained_model_name_or_path)
+        plan = _plan_to_keep_to(memory, target, pretrained_model_name_or_path)
         if plan is not None and scheme is None:
             scheme = PLANNED_PACKING[plan.settings.drafter_precision]
         checkpoint = read_checkpoint(
@@ -129,7 +129,7 @@ class Eagle31Drafter(Eagle31Network):
         if binding is not None:
             drafter._bind(binding)
         if plan is not None:
-            obey(plan, drafter.generation_config)
+            apply_plan(plan, drafter.generation_config)
             drafter.memory_plan = plan
         return drafter.eval()
 
@@ -383,7 +383,7 @@ PLANNED_PACKING = {"full": None, "int8": PackingScheme("int8"), "nf4": PackingSc
 """What the drafter precisions of a memory plan stand for."""
 
 
-def _plan_to_obey(
+def _plan_to_keep_to(
     memory: MemoryPlan | Literal["auto"] | None, target: PreTrainedModel | None, drafter: str | Path
 ) -> MemoryPlan | None:
     if memory is None:
@@ -393,4 +393,4 @@ def _plan_to_obey(
             f"got memory={'a plan' if memory != 'auto' else memory!r} without a target; a plan is kept beside the "
             "target it was made for: pass target="
         )
-    return plan_to_obey(memory, target, drafter)
+    return plan_to_apply(memory, target, drafter)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..generation_config import DraftLength
 from ..sampling.draw import argmax, draw, draw_numbers, draw_without_replacement
 from ..sampling.logits_processing import DraftWarping
-from ..trees.draft_tree import DraftTree, Proposal, chosen_ids
+from ..trees.draft_tree import DraftTree, Proposal, to_target_ids
 from ..trees.dynamic import TreeGrowth
 from ..trees.shape import DraftShape
 from .session import DraftState, NextTokenProbs
@@ -48,7 +48,7 @@ def propose_chain(
     *,
     sample: bool,
     scores: DraftScores | None = None,
-    draws: int | None = None,
+    num_random_steps: int | None = None,
 ) -> DraftTree:
     """Draft tokens one after the other, until the chain is long enough or too doubtful.
 
@@ -60,14 +60,15 @@ def propose_chain(
         length: most tokens, and the doubt that ends a chain earlier (for all rows at once).
         sample: draw from `q` instead of taking the likeliest token.
         scores: the target's processors on draft logits; `None` leaves them as they are.
-        draws: tokens that random numbers are taken for, at least `length.depth`; default: just these.
+        num_random_steps: tokens that random numbers are taken for, at least `length.depth`; default: just these.
 
     Where top-k decides what may be drawn, only that many candidates are drawn from and remembered.
     """
-    draws = draws or length.depth
     state = session.root
     tokens, choices, drawn_from = [roots], [torch.zeros_like(roots)[:, None]], []
-    numbers = chain_numbers(state.logits, draws, scores) if sample else None  # (B, draws, 1 or S)
+    numbers = (
+        chain_numbers(state.logits, num_random_steps or length.depth, scores) if sample else None
+    )  # (B, K, 1 or S)
     confidence = [1.0] * roots.shape[0]  # of each row, how sure the drafter has been of every step so far
     for step in range(length.depth):
         ranked, support = _ranked(session, state.logits[:, 0], scores, tokens[1:])  # (B, S)
@@ -79,7 +80,7 @@ def propose_chain(
                 drawn_from.append((following.probs, support))
         else:
             choice = argmax(ranked)
-        tokens.append(chosen_ids(choice[:, None], support).squeeze(1))
+        tokens.append(to_target_ids(choice[:, None], support).squeeze(1))
         if step + 1 == length.depth:
             break
         if length.min_confidence:
@@ -108,7 +109,7 @@ def _ranked(
         return logits, reduced
     if isinstance(scores, DraftWarping):
         ranked, draft_ids = scores.candidates(logits, at_least)
-        return ranked, reduced if draft_ids is None else chosen_ids(draft_ids, reduced)
+        return ranked, reduced if draft_ids is None else to_target_ids(draft_ids, reduced)
     ranked = scores(logits, drafted)
     return ranked, reduced if ranked.shape[-1] == logits.shape[-1] else None
 
@@ -137,7 +138,7 @@ def grow_tree(
         frontier = growth.frontier()
         feedback = state.feedback.gather(1, frontier.parent_rows[..., None].expand(-1, -1, state.feedback.shape[-1]))
         state = step(
-            chosen_ids(frontier.draft_ids, draft_to_target),
+            to_target_ids(frontier.draft_ids, draft_to_target),
             feedback,
             after=(level - 1) * top_k,
             depth=level - 1,
@@ -178,7 +179,7 @@ def propose_static_tree(
             drawn = ranked.topk(most, dim=-1).indices  # (B*above, most)
         parents, ranks = torch.tensor(level.parent_rows, device=device), torch.tensor(level.ranks, device=device)
         choices.append(drawn.view(batch, -1, most)[:, parents, ranks])  # (B, n)
-        tokens.append(chosen_ids(drawn, support).view(batch, -1, most)[:, parents, ranks])
+        tokens.append(to_target_ids(drawn, support).view(batch, -1, most)[:, parents, ranks])
         if index + 1 == len(topology.levels):
             break
         own = torch.eye(len(parents), dtype=torch.bool, device=device).expand(batch, -1, -1)

@@ -1,4 +1,4 @@
-"""Keeping a plan: made for where the target sits, checked before the drafter's weights are read, set on its wishes."""
+"""Keeping a plan: made for where the target sits, checked before the drafter's weights are read, set on its config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LARGEST_TERMS = 5
 
 
-def plan_to_obey(wish: MemoryPlan | Literal["auto"], target: PreTrainedModel, drafter: Any) -> MemoryPlan:
+def plan_to_apply(wish: MemoryPlan | Literal["auto"], target: PreTrainedModel, drafter: Any) -> MemoryPlan:
     """The plan a drafter is to be loaded under; refuses before its weights are read.
 
     Args:
@@ -71,14 +71,14 @@ def require_room(plan: MemoryPlan, card: Card) -> None:
         )
 
 
-def obey(plan: MemoryPlan, wishes: Eagle31GenerationConfig) -> None:
+def apply_plan(plan: MemoryPlan, config: Eagle31GenerationConfig) -> None:
     """Set draft length or tree, prefill chunk and cache type as planned."""
     settings = plan.settings
-    wishes.num_assistant_tokens = settings.draft_tokens
-    wishes.draft_top_k = settings.top_k
-    wishes.draft_tree_size = settings.tree_size
-    wishes.prefill_chunk_size = settings.prefill_chunk
-    wishes.cache_type = settings.cache_type
+    config.num_assistant_tokens = settings.draft_tokens
+    config.draft_top_k = settings.shape.top_k
+    config.draft_tree_size = settings.tree_size
+    config.prefill_chunk_size = settings.prefill_chunk
+    config.cache_type = settings.cache_type
     if settings.cache_type != "full":
         logger.warning(
             "eagle31: the memory plan stores the target's cache as %s, which may change the text (docs/kv_cache.md); "

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..cache.masks import RESIDENT_QUERIES
+from ..trees.shape import DraftShape, default_tree_size
 from .activation_bytes import (
     Block,
     DecoderShape,
@@ -53,7 +54,7 @@ Best first.
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What a plan decides, and a generation must obey.
+    """What a plan decides, and a generation keeps to.
 
     Attributes:
         context: longest row, prompt and new tokens.
@@ -78,28 +79,21 @@ class MemorySettings:
         return self.draft_tokens > 0
 
     @property
-    def nodes(self) -> int:
-        """Nodes a verification forward has."""
-        return self.tree_size or self.draft_tokens + 1
-
-    @property
-    def top_k(self) -> int:
-        """Nodes per tree level under the default rule `tree_size = 2 * top_k * depth`."""
-        return max(1, self.tree_size // (2 * self.draft_tokens)) if self.tree_size and self.speculates else 1
-
-    @property
-    def draft_block(self) -> int:
-        """Positions the drafter writes per round."""
-        return max(1, self.draft_tokens * self.top_k, self.nodes)
+    def shape(self) -> DraftShape:
+        """The largest draft of a round; a tree is as wide as its size allows by the rule for sizes nobody asked for."""
+        if self.tree_size is None or not self.speculates:
+            return DraftShape(self.draft_tokens)
+        top_k = max(1, self.tree_size // default_tree_size(self.draft_tokens, top_k=1))
+        return DraftShape(self.draft_tokens, top_k=top_k, size=self.tree_size)
 
     @property
     def cache_capacity(self) -> int:
         """Slots per row the target's cache needs."""
-        return self.context + self.nodes
+        return self.shape.target_capacity(self.context)
 
     @property
     def drafter_capacity(self) -> int:
-        return self.cache_capacity + self.draft_block
+        return self.shape.drafter_capacity(self.context)
 
     @property
     def chunk(self) -> int:
@@ -175,7 +169,7 @@ def _taps(target: TargetFacts, drafter: DrafterFacts | None, settings: MemorySet
 
 def _target_terms(target: TargetFacts, card: Card, settings: MemorySettings, *, taps: int) -> list[LedgerTerm]:
     shape, batch = target.shape, settings.batch
-    chunk, nodes, capacity = settings.chunk, settings.nodes, settings.cache_capacity
+    chunk, nodes, capacity = settings.chunk, settings.shape.nodes, settings.cache_capacity
     prefill = _block(settings, card, chunk, settings.context, capacity)
     prefilled = target_forward_bytes(shape, prefill, taps=taps)
     verify = _block(settings, card, nodes, capacity, capacity)
@@ -219,7 +213,7 @@ def _cache_terms(
     owner: str, shape: DecoderShape, settings: MemorySettings, capacity: int, block: int
 ) -> list[LedgerTerm]:
     batch, kind = settings.batch, settings.cache_type if owner == "target" else "full"
-    nodes = settings.nodes if owner == "target" else settings.draft_block
+    nodes = settings.shape.nodes if owner == "target" else settings.shape.draft_block
     small_chunk = settings.chunk if settings.chunk <= RESIDENT_QUERIES else 0  # read with the mask of rounds
     mask = 0 if batch > 1 else resident_mask_bytes(shape, max(nodes, small_chunk), capacity)
     if kind == "full":
@@ -247,8 +241,8 @@ def _drafter_terms(
     repeats = card.kind == "cuda"
     prefill = replace(_block(settings, card, settings.chunk, settings.context, capacity), repeats_kv=repeats)
     update = replace(prefill, tokens=settings.draft_tokens + 1, context=settings.cache_capacity)
-    step = replace(prefill, tokens=settings.top_k, context=capacity)
-    block = max(settings.chunk, settings.draft_block)
+    step = replace(prefill, tokens=settings.shape.top_k, context=capacity)
+    block = max(settings.chunk, settings.shape.draft_block)
     return [
         *_cache_terms("drafter", shape.decoder, settings, capacity, block),
         LedgerTerm("drafter prefill activations", absorb_bytes(shape, prefill), _DRAFTER_FORMULA, (DRAFTER_PREFILL,)),
@@ -266,7 +260,7 @@ def _drafter_workspace_terms(
     work = {
         DRAFTER_PREFILL: [(matrix, batch * settings.chunk) for matrix in drafter.linears],
         UPDATE: [(matrix, batch * (settings.draft_tokens + 1)) for matrix in drafter.linears],
-        DRAFT: [(matrix, batch * settings.top_k) for matrix in (*drafter.linears, *head)],
+        DRAFT: [(matrix, batch * settings.shape.top_k) for matrix in (*drafter.linears, *head)],
     }
     # Only CUDA kernels multiply 4-bit weights with a few tokens as they are; the others unpack them for any number.
     fewest = 1 if card.kind == "cuda" else 5

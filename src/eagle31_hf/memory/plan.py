@@ -45,7 +45,7 @@ class MemoryPlan:
 
     Attributes:
         target, drafter, card: what was planned for. `drafter` is `None` where none was asked for.
-        settings: what a generation must obey. Of a refusal: the smallest settings tried.
+        settings: what a generation keeps to. Of a refusal: the smallest settings tried.
         margin_bytes: of the card, left free.
         longest_context: tokens per row that fit with these settings (a limit of memory, not of training); 0 if none.
         alternatives: of a refusal, nearby plans that fit.

@@ -8,7 +8,7 @@ the plan is a refusal that names the largest term and the nearest plans that do.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -38,19 +38,13 @@ _SMALLER_SCHEMES = ("bnb-int8", "bnb-nf4", "bnb-nf4-dq")
 
 @dataclass(frozen=True)
 class _Request:
-    """What to plan for. Settings left `None` are the planner's to choose."""
+    """What to plan for. `asked`: fields of `MemorySettings`; the planner chooses those that are not in it."""
 
     target: TargetFacts
     drafter: DrafterFacts | None
     card: Card
     margin_bytes: int
-    context: int
-    batch: int
-    draft_tokens: int | None
-    tree_size: int | None
-    prefill_chunk: int | None
-    cache_type: str | None
-    drafter_precision: str | None
+    asked: Mapping[str, Any]
 
     def plan(self, settings: MemorySettings) -> MemoryPlan:
         return MemoryPlan(self.target, self.drafter, self.card, settings, self.margin_bytes)
@@ -99,12 +93,13 @@ def plan_memory(
     """
     sizes = {"context": context, "batch": batch, "draft_tokens": draft_tokens, "tree_size": tree_size,
              "prefill_chunk": prefill_chunk}  # fmt: skip
+    asked = {**sizes, "cache_type": cache_type, "drafter_precision": drafter_precision}
     _check_sizes(sizes)
     _check_name("cache_type", cache_type, CACHE_TYPES)
     _check_name("drafter_precision", drafter_precision, DRAFTER_PRECISIONS)
     found_card = find_card(card)
     facts = read_target(target, quantization, attention=attention)
-    context = context or min(DEFAULT_CONTEXT, facts.max_position_embeddings or DEFAULT_CONTEXT)
+    asked["context"] = context = context or min(DEFAULT_CONTEXT, facts.max_position_embeddings or DEFAULT_CONTEXT)
     warnings = _warnings(facts, found_card, context)
     if not facts.loaded and (reason := _unpacked_reason(facts.quantization, found_card)):
         packed, facts = facts, read_target(target, "bf16", attention=attention)
@@ -115,13 +110,7 @@ def plan_memory(
         drafter=None if draft_tokens == 0 else read_drafter(drafter, facts),
         card=found_card,
         margin_bytes=_checked_margin(margin, found_card),
-        context=context,
-        batch=batch,
-        draft_tokens=draft_tokens,
-        tree_size=tree_size,
-        prefill_chunk=prefill_chunk,
-        cache_type=cache_type,
-        drafter_precision=drafter_precision,
+        asked={name: value for name, value in asked.items() if value is not None},
     )
     plan = _choose(request)
     if not plan.fits:
@@ -220,35 +209,23 @@ def _choose(request: _Request) -> MemoryPlan:
 
 def _candidates(request: _Request) -> list[MemorySettings]:
     """All settings, best first: speed before fidelity, and the drafter given up last."""
-    asked = request.draft_tokens
-    depths = (asked,) if asked is not None else (DEFAULT_DRAFT_TOKENS, SHORT_DRAFT_TOKENS)
-    drafts: list[tuple[int, int | None]] = [(depth, request.tree_size) for depth in depths if request.tree_size]
-    drafts = [(depth, nodes) for depth, nodes in drafts if nodes is not None and nodes > depth]
-    drafts = drafts or [(depth, None) for depth in depths]
-    chunks = (request.prefill_chunk,) if request.prefill_chunk else PREFILL_CHUNKS
-    caches = (request.cache_type,) if request.cache_type else _CACHE_TYPES_TRIED
-    precisions = (request.drafter_precision,) if request.drafter_precision else LOADABLE_DRAFTER_PRECISIONS
-    made = [
-        _settings(request, draft, chunk, cache, precision)
-        for cache, precision, draft, chunk in product(caches, precisions, drafts, chunks)
+    asked = request.asked
+
+    def tried(name: str, choices: tuple) -> tuple:
+        return (asked[name],) if name in asked else choices
+
+    depths, nodes = tried("draft_tokens", (DEFAULT_DRAFT_TOKENS, SHORT_DRAFT_TOKENS)), asked.get("tree_size", 0)
+    drafts = [(depth, nodes) for depth in depths if nodes > depth] or [(depth, None) for depth in depths]
+    caches, chunks = tried("cache_type", _CACHE_TYPES_TRIED), tried("prefill_chunk", PREFILL_CHUNKS)
+    precisions = tried("drafter_precision", LOADABLE_DRAFTER_PRECISIONS)
+    choices = list(product(caches, precisions, drafts, chunks))
+    if "draft_tokens" not in asked:
+        choices += product(caches, ("full",), [(0, None)], chunks)
+    names = ("draft_tokens", "tree_size", "prefill_chunk", "cache_type", "drafter_precision")
+    return [
+        MemorySettings(**{**asked, **dict(zip(names, (*draft, chunk, cache, precision), strict=True))})
+        for cache, precision, draft, chunk in choices
     ]
-    if asked is None:
-        made += [_settings(request, (0, None), chunk, cache, "full") for cache, chunk in product(caches, chunks)]
-    return made
-
-
-def _settings(
-    request: _Request, draft: tuple[int, int | None], chunk: int, cache_type: str, precision: str
-) -> MemorySettings:
-    return MemorySettings(
-        context=request.context,
-        batch=request.batch,
-        draft_tokens=draft[0],
-        tree_size=draft[1],
-        prefill_chunk=chunk,
-        cache_type=cache_type,
-        drafter_precision=precision,
-    )
 
 
 def _longest_context(plan: MemoryPlan) -> int:

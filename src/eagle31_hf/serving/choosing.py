@@ -144,7 +144,7 @@ def accept_drafts(
     at_once: dict[int, list[int]] = {}
     for rows in _alike(choosers).values():
         group = [choosers[row] for row in rows]
-        chosen = _choose_at_all_nodes(tree.depths[rows], logits[rows], group, [written[row] for row in rows])
+        chosen = _choose_after_all_nodes(tree.depths[rows], logits[rows], group, [written[row] for row in rows])
         at_once.update(zip(rows, chosen.tolist(), strict=True))
 
     def choose_after(row: int, path: Sequence[int]) -> int:
@@ -169,7 +169,7 @@ def _alike(choosers: Sequence[TokenChooser]) -> dict[Hashable, list[int]]:
     return groups
 
 
-def _choose_at_all_nodes(
+def _choose_after_all_nodes(
     depths: Tensor, logits: Tensor, choosers: Sequence[TokenChooser], written: Sequence[int]
 ) -> Tensor:
     """The target's token after every node of rows of one kind, `(R, N)`; nothing waits for the device."""

@@ -64,7 +64,7 @@ class Proposal:
         return self.support.expand(len(nodes), -1)
 
 
-def chosen_ids(choices: Tensor, support: Tensor | None) -> Tensor:
+def to_target_ids(choices: Tensor, support: Tensor | None) -> Tensor:
     """Target ids `(R, n)` of entries `choices (R, n)` of a support `(S,)`, or `(R, S)` row by row, or `None`."""
     if support is None:
         return choices

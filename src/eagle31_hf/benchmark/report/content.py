@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..ratios import Spread
 from ..record_file import Records
 from ..run_tables import run_notes
-from ..summary import MethodSummary, RunSummary, Setting, Spread, exact_text, summarise
+from ..summary import MethodSummary, RunSummary, Setting, exact_text, summarise
 from .plots import DataTable, Plot, draw_all
 
 

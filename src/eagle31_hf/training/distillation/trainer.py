@@ -113,7 +113,7 @@ class DistillationModel(nn.Module):
 
 
 class DistillationTrainer(Trainer):
-    """`Trainer` that saves drafters, measures served acceptance and stops at the first loss that is no number.
+    """`Trainer` that saves drafters, measures served acceptance and stops at the first loss that is NaN or infinite.
 
     Args:
         model: the training model.
@@ -170,7 +170,7 @@ class DistillationTrainer(Trainer):
         """The batch's share of the optimiser step's loss.
 
         Raises:
-            TrainingError: it is no number.
+            TrainingError: it is NaN or infinite.
         """
         output: LossOutput = model(**inputs)
         if num_items_in_batch is None:
@@ -282,7 +282,7 @@ class DistillationTrainer(Trainer):
         """The drafter in the published layout, at training precision.
 
         Raises:
-            TrainingError: its weights are no numbers; earlier checkpoints stay.
+            TrainingError: its weights are NaN or infinite; earlier checkpoints stay.
         """
         drafter = self.accelerator.unwrap_model(self.model).drafter
         if state_dict is not None:  # gathered by FSDP

@@ -1,4 +1,4 @@
-"""Ways to write the same text: plain `generate`, transformers' alternatives, our drafter in either loop.
+"""Methods to write the same text: plain `generate`, transformers' alternatives, our drafter in either loop.
 
 Each is a function from prompts to new tokens, so that they can take turns.
 """
@@ -20,12 +20,12 @@ from ..generation_config import FIXED_DEPTH
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
-from .bare import wished_shape
+from .bare import requested_shape
+from .calls import PLAIN, PLAIN_COMPILED
 from .plain_compiled import write_plain_compiled
 from .prompts import PromptBatch
 from .synthetic import SyntheticRequest, check_acceptance, write_synthetic
 
-PLAIN, PLAIN_COMPILED = "plain generate", "plain compiled"
 LOOKUP_TOKENS = 10  # the proposal of prompt lookup's author
 
 
@@ -84,7 +84,7 @@ class LoopSettings:
 
 
 @dataclass(frozen=True)
-class Written:
+class Output:
     """New tokens `(B, n)`, and our drafter's figures if it helped."""
 
     tokens: Tensor
@@ -92,19 +92,19 @@ class Written:
 
 
 class Write(Protocol):
-    def __call__(self, prompts: PromptBatch, streamer: Any = None) -> Written: ...
+    def __call__(self, prompts: PromptBatch, streamer: Any = None) -> Output: ...
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to write.
+class Method:
+    """One method to write.
 
     Attributes:
         write: new tokens for prompts; `streamer` is handed to `generate` where one is given.
         shapes: what our own loop drafts, by batch size; empty for the others.
         compiled: whether our own loop is accelerated.
         one_row_only: transformers' assisted loop, which takes no batches.
-        early_exit_layers: layers of the target that draft for it, 0 for other ways.
+        early_exit_layers: layers of the target that draft for it, 0 for other methods.
     """
 
     name: str
@@ -115,101 +115,101 @@ class Way:
     early_exit_layers: int = 0
 
 
-def ways_to_write(drafter: Eagle31Drafter, settings: LoopSettings) -> list[Way]:
+def all_methods(drafter: Eagle31Drafter, settings: LoopSettings) -> list[Method]:
     """Plain first; then transformers' alternatives, its assisted loop with our drafter, and our loop."""
-    ways = [Way(PLAIN, _by_generate(drafter, settings))]
+    methods = [Method(PLAIN, _by_generate(drafter, settings))]
     if settings.acceptance is None:
         exit_layers = max(1, drafter.require_binding().text_config.num_hidden_layers // 2)
         lookup = _by_generate(drafter, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         early_exit = _by_generate(drafter, settings, assistant_early_exit=exit_layers)
         stock = _by_drafter(drafter, settings, {"speculation_loop": "stock"})
-        ways += [
-            Way("prompt lookup", lookup, one_row_only=True),
-            Way("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers),
-            Way("stock loop", stock, one_row_only=True),
+        methods += [
+            Method("prompt lookup", lookup, one_row_only=True),
+            Method("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers),
+            Method("stock loop", stock, one_row_only=True),
         ]
         if settings.compiled:
-            ways.append(Way(PLAIN_COMPILED, _by_target_alone(drafter, settings), compiled=True))
+            methods.append(Method(PLAIN_COMPILED, _by_target_alone(drafter, settings), compiled=True))
     tree = {"draft_top_k": settings.tree_width, "draft_tree_size": settings.tree_size}
     for acceleration in ("eager", "compile") if settings.compiled else ("eager",):
         for name, shape in (("chain", {}), ("tree", tree)):
-            ways.append(_own_loop(drafter, settings, name, {**shape, "acceleration": acceleration}))
-    return ways
+            methods.append(_own_loop(drafter, settings, name, {**shape, "acceleration": acceleration}))
+    return methods
 
 
-def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, wishes: dict[str, Any]) -> Way:
-    wishes = {"speculation_loop": "own", **wishes}
-    with _wishes(drafter, settings, wishes):
+def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, overrides: dict[str, Any]) -> Method:
+    overrides = {"speculation_loop": "own", **overrides}
+    with _configured(drafter, settings, overrides):
         sampled = settings.samples
-        shapes = {size: wished_shape(drafter, batch_size=size, sampled=sampled) for size in settings.batch_sizes}
-    own = _by_drafter if settings.acceptance is None else _by_lot
-    compiled = wishes["acceleration"] == "compile"
-    return Way(f"{name}{' compiled' * compiled}", own(drafter, settings, wishes), shapes, compiled)
+        shapes = {size: requested_shape(drafter, batch_size=size, sampled=sampled) for size in settings.batch_sizes}
+    own = _by_drafter if settings.acceptance is None else _by_synthetic_acceptance
+    compiled = overrides["acceleration"] == "compile"
+    return Method(f"{name}{' compiled' * compiled}", own(drafter, settings, overrides), shapes, compiled)
 
 
 def _by_generate(drafter: Eagle31Drafter, settings: LoopSettings, **how: Any) -> Write:
     model: Any = drafter.require_binding().model
 
-    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
         ids = model.generate(**prompts.to_generate(), **settings.to_generate(), **how, streamer=streamer)
-        return Written(ids[:, prompts.input_ids.shape[1] :])
+        return Output(ids[:, prompts.input_ids.shape[1] :])
 
     return write
 
 
-def _by_drafter(drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]) -> Write:
+def _by_drafter(drafter: Eagle31Drafter, settings: LoopSettings, overrides: dict[str, Any]) -> Write:
     generate = _by_generate(drafter, settings, assistant_model=drafter)
 
-    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
-        with _wishes(drafter, settings, wishes):
-            return Written(generate(prompts, streamer).tokens, drafter.stats)
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+        with _configured(drafter, settings, overrides):
+            return Output(generate(prompts, streamer).tokens, drafter.stats)
 
     return write
 
 
 def _by_target_alone(drafter: Eagle31Drafter, settings: LoopSettings) -> Write:
-    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
-        with _wishes(drafter, settings, {"acceleration": "compile"}):
-            return Written(*write_plain_compiled(drafter, prompts, streamer, **settings.to_generate()))
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+        with _configured(drafter, settings, {"acceleration": "compile"}):
+            return Output(*write_plain_compiled(drafter, prompts, streamer, **settings.to_generate()))
 
     return write
 
 
-def _by_lot(drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]) -> Write:
+def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: LoopSettings, overrides: dict[str, Any]) -> Write:
     assert settings.acceptance is not None, "only synthetic acceptance is drawn by lot"
     acceptance = settings.acceptance
 
-    def write(prompts: PromptBatch, streamer: Any = None) -> Written:
-        with _wishes(drafter, settings, wishes):
-            seed = int(torch.randint(2**31, ()))  # another for each prompt and repeat, the same for all ways
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+        with _configured(drafter, settings, overrides):
+            seed = int(torch.randint(2**31, ()))  # another for each prompt and repeat, the same for all methods
             request = SyntheticRequest(
                 settings.new_tokens,
-                wished_shape(drafter, batch_size=len(prompts.input_ids), sampled=settings.samples),
+                requested_shape(drafter, batch_size=len(prompts.input_ids), sampled=settings.samples),
                 acceptance,
                 seed=seed,
                 samples=settings.samples,
             )
-            return Written(*write_synthetic(drafter, prompts, request))
+            return Output(*write_synthetic(drafter, prompts, request))
 
     return write
 
 
 @contextmanager
-def _wishes(drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, Any]) -> Iterator[None]:
-    """Run-time wishes of the drafter for a while."""
+def _configured(drafter: Eagle31Drafter, settings: LoopSettings, overrides: dict[str, Any]) -> Iterator[None]:
+    """The drafter's generation_config with other values for a while."""
     config = drafter.generation_config
     # A random drafter doubts everything: with synthetic acceptance drafts have one length.
     depth = settings.depth if settings.acceptance is None else settings.depth or FIXED_DEPTH
-    wishes = {
+    overrides = {
         "num_assistant_tokens": depth,
-        "draft_confidence_floor": None,
+        "draft_min_confidence": None,
         "draft_top_k": 1,
         "draft_tree_size": None,
-        **wishes,
+        **overrides,
     }
-    before = {name: getattr(config, name) for name in wishes}
+    before = {name: getattr(config, name) for name in overrides}
     try:
-        for name, value in wishes.items():
+        for name, value in overrides.items():
             setattr(config, name, value)
         config.check()
         yield
@@ -218,7 +218,7 @@ def _wishes(drafter: Eagle31Drafter, settings: LoopSettings, wishes: dict[str, A
             setattr(config, name, value)
 
 
-def why_no_early_exit(binding: TargetBinding, layers: int) -> str:
+def early_exit_refusal(binding: TargetBinding, layers: int) -> str:
     """Why the target's first `layers` layers cannot draft for it; empty if they can."""
     text, ran = binding.text_config, []
     whole = text.num_hidden_layers
@@ -227,7 +227,7 @@ def why_no_early_exit(binding: TargetBinding, layers: int) -> str:
         text.num_hidden_layers = layers  # what transformers' early exit does
         with torch.no_grad():
             binding.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=binding.input_device), use_cache=False)
-    except Exception as error:  # a family may break in any way here
+    except Exception as error:  # a family may break in any method here
         return f"{type(binding.model).__name__} does not run with fewer layers ({type(error).__name__}: {error})"
     finally:
         text.num_hidden_layers = whole

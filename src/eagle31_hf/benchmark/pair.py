@@ -1,0 +1,77 @@
+"""One pair against plain decoding on a few prompts: what `eagle31 demo` and `eagle31 generate` show.
+
+The same engine as `bench run` (`suite`), kept in memory instead of in a file of records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..drafter.drafter import Eagle31Drafter
+from .calls import PLAIN, PLAIN_COMPILED, CallRecord
+from .provenance import run_facts
+from .record_file import Records
+from .run_settings import RunSettings, settings_facts
+from .suite import BenchmarkRun, Task
+from .summary import RunSummary, summarise
+
+
+def pair_settings(
+    drafter: Eagle31Drafter, *, new_tokens: int, temperature: float, repeats: int, compiled: bool
+) -> RunSettings:
+    """Plain `generate` and the loop that serves this drafter as its settings say, with `compiled` by graphs as well."""
+    asked, trees_refused = drafter.generation_config, drafter.require_binding().why_no_trees
+    drafted = "stock loop" if trees_refused else "tree" if asked.draft_top_k > 1 else "chain"
+    methods: tuple[str, ...] = (PLAIN, drafted)
+    if compiled and not trees_refused:
+        methods = (PLAIN, PLAIN_COMPILED, drafted, f"{drafted} compiled")
+    largest = asked.draft_shape(asked.draft_length(device_type=drafter.device.type, batch_size=1))
+    tree: dict[str, Any] = (
+        {"tree_width": asked.draft_top_k, "tree_size": max(3, largest.size)} if asked.draft_top_k > 1 else {}
+    )
+    return RunSettings(
+        new_tokens=new_tokens,
+        temperatures=(temperature,),
+        repeats=repeats,
+        methods=methods,
+        depth=asked.num_assistant_tokens,
+        compiled=compiled,
+        as_configured=True,
+        ceilings=True,
+        **tree,
+    )
+
+
+def measure_pair(
+    drafter: Eagle31Drafter,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[Task],
+    settings: RunSettings,
+    *,
+    names: tuple[str | None, str | None] = (None, None),
+    note: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_turn: Callable[[float], None] = lambda _: None,
+) -> RunSummary:
+    """All methods on all tasks, in turns.
+
+    Args:
+        names: folder or Hub id of target and drafter; `None`: the embedded ones.
+        note: told of each method's first text, compiling included, as it is written.
+        on_turn: called between measurements with the share done so far, 0 to 1.
+    """
+    notes: list[dict[str, Any]] = []
+
+    def keep(told: dict[str, Any]) -> None:
+        notes.append(told)
+        note(told)
+
+    run = BenchmarkRun(drafter, tasks, settings, note=keep)
+    calls: list[CallRecord] = []
+    for count, turn in enumerate(run.measure(), 1):
+        calls += turn
+        on_turn(count / len(run.turns))
+    facts = {**run_facts(drafter, tokenizer, names), "settings": dict(settings_facts(settings))}
+    return summarise(Records("this run", facts | {"prompts": [task.prompt.id for task in tasks]}, calls, notes))
