@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,43 +16,16 @@ from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.training.settings import TrainingSettings
-from helpers import DEMO_DRAFTER, GROUPED, SIZES, left_padded, random_prompts, random_target, wishes
+from families import GEMMA_4, TEXT_FAMILIES
+from helpers import DEMO_DRAFTER, left_padded, random_prompts, random_target, wishes
 
-GEMMA_4: dict[str, Any] = {
-    **GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
-    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 96,
-}  # fmt: skip
-GPT_2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}
-IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-FAMILIES = {
-    "gemma4_text": lambda: hf.Gemma4TextConfig(**GEMMA_4),
-    "gpt2": lambda: hf.GPT2Config(**GPT_2, **IDS),
-    "gptj": lambda: hf.GPTJConfig(**GPT_2, **IDS, rotary_dim=8),
-    "opt": lambda: hf.OPTConfig(
-        vocab_size=96, hidden_size=64, ffn_dim=80, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=64,
-        max_position_embeddings=128, init_std=0.15, **IDS,
-    ),
-    "falcon": lambda: hf.FalconConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, initializer_range=0.15, **IDS
-    ),
-    "bloom": lambda: hf.BloomConfig(vocab_size=96, hidden_size=64, n_layer=4, n_head=4, initializer_range=0.15, **IDS),
-    "gpt_neo": lambda: hf.GPTNeoConfig(
-        vocab_size=96, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
-        max_position_embeddings=128, window_size=8, initializer_range=0.15, **IDS,
-    ),
-    "deepseek_v3": lambda: hf.DeepseekV3Config(
-        **{**SIZES, "num_key_value_heads": 4, "head_dim": 4}, moe_intermediate_size=32, n_routed_experts=4, n_group=1,
-        topk_group=1, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24,
-        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-    ),
-}  # fmt: skip
 WIDTHS = {"gpt2": 256, "gptj": 256, "opt": 80, "falcon": 256, "bloom": 256, "gpt_neo": 256}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
 @torch.no_grad()
 def test_a_fresh_drafter_for_any_family_changes_no_text(family):
-    target = random_target(FAMILIES[family]())
+    target = random_target(TEXT_FAMILIES[family]())
     drafter = Eagle31Drafter.from_target(target, aux_layers=[1, 2, 4])
     assert drafter.config.intermediate_size == WIDTHS.get(family, 96)
     assert plan_memory(target.config, card="RTX 4090", context=64).target.num_parameters > 0
@@ -65,7 +37,7 @@ def test_a_fresh_drafter_for_any_family_changes_no_text(family):
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 @torch.no_grad()
 def test_drafts_stay_within_a_table_of_learned_positions(family):
-    target = random_target(FAMILIES[family]())
+    target = random_target(TEXT_FAMILIES[family]())
     drafter = Eagle31Drafter.from_target(target, aux_layers=[1, 2, 4])
     inputs = left_padded(random_prompts(1, longest=12))
     longest = 128 - inputs["input_ids"].shape[1]
@@ -77,11 +49,11 @@ def test_drafts_stay_within_a_table_of_learned_positions(family):
             )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
 @torch.no_grad()
 def test_cache_bytes_are_planned_layer_by_layer(family):
     """What Gemma 4's wide and narrow layers take is what a cache of it holds."""
-    target = random_target(FAMILIES[family]())
+    target = random_target(TEXT_FAMILIES[family]())
     shape = read_target(target.config).shape
     cache = SpeculativeCache.from_config(target.config, batch_size=1, capacity=40, block=4)
     cache.place(4)
@@ -96,14 +68,14 @@ def test_cache_bytes_are_planned_layer_by_layer(family):
 
 
 def test_layers_of_unlike_width_are_told_apart():
-    narrow, wide = sizes_by_layer(FAMILIES["gemma4_text"]())[:2]
+    narrow, wide = sizes_by_layer(TEXT_FAMILIES["gemma4_text"]())[:2]
     assert (narrow.key_dim, wide.key_dim) == (16, 32)
     other = hf.Gemma4TextConfig(**GEMMA_4 | {"global_head_dim": 64})
-    assert read_target(other).fingerprint != read_target(FAMILIES["gemma4_text"]()).fingerprint
+    assert read_target(other).fingerprint != read_target(TEXT_FAMILIES["gemma4_text"]()).fingerprint
 
 
 def test_context_lengths_under_other_names():
-    assert trained_context(FAMILIES["gpt2"]()) == 128
+    assert trained_context(TEXT_FAMILIES["gpt2"]()) == 128
     assert trained_context(hf.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=96, max_seq_len=99)) == 99
     assert trained_context(hf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96)) is None
 
@@ -113,11 +85,11 @@ def test_training_is_set_up_for_a_target_of_unlike_layers():
 
     told = TrainingSettings(target="x", prompts=("x.jsonl",), out=Path("x"))
     for family in ("gemma4_text", "gpt2", "bloom"):
-        assert resolve(told, random_target(FAMILIES[family]())).max_length in (128, 512)
+        assert resolve(told, random_target(TEXT_FAMILIES[family]())).max_length in (128, 512)
 
 
 def test_a_config_without_sizes_is_refused_and_overrides_are_the_callers(monkeypatch):
-    target = random_target(FAMILIES["gpt2"]())
+    target = random_target(TEXT_FAMILIES["gpt2"]())
     with pytest.raises(ConfigurationError, match="hidden_act is 'none'"):
         Eagle31Drafter.from_target(target, hidden_act="none")
     monkeypatch.setattr(type(target.config), "attribute_map", {})
@@ -159,7 +131,7 @@ def test_dtype_auto_is_the_checkpoints_own():
 
 
 def test_a_compiled_target_is_refused_with_the_way_round():
-    target = random_target(FAMILIES["gpt2"]())
+    target = random_target(TEXT_FAMILIES["gpt2"]())
     drafter = Eagle31Drafter.from_target(target)
     with pytest.raises(IncompatibleTargetError, match=r"model\._orig_mod.*acceleration = 'compile'"):
         drafter.attach(torch.compile(target))

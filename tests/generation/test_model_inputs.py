@@ -7,101 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor
 
 from eagle31_hf.errors import IncompatibleTargetError
-from helpers import CONFIGS, GROUPED, left_padded, random_drafter, random_prompts, random_target, seeded
+from helpers import CONFIGS, left_padded, random_drafter, random_prompts, random_target, seeded
 
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
 TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
-STATIC: dict[str, Any] = {**TREE, "draft_tree": "static"}
-IMAGE, NEW = 90, 10
+NEW = 10
 
 
 def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
     return model.generate(**inputs, do_sample=False, max_new_tokens=NEW, pad_token_id=0, **kwargs)
-
-
-def llava() -> Any:
-    vision = hf.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
-    )
-    config = hf.LlavaConfig(
-        vision_config=vision, text_config=hf.LlamaConfig(**GROUPED), image_token_index=IMAGE, vision_feature_layer=-1
-    )
-    with seeded(0):
-        return hf.LlavaForConditionalGeneration(config).float().eval()
-
-
-def llava_inputs(picture: int, rows: int = 1) -> dict[str, Tensor]:
-    ids = torch.tensor([[1, *[IMAGE] * 4, 17, 23, 8]]).expand(rows, -1)
-    with seeded(picture):
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "pixel_values": 3 * torch.randn(rows, 3, 16, 16),
-        }
-
-
-def qwen_vl() -> Any:
-    text = {**{k: v for k, v in GROUPED.items() if k != "head_dim"}, "vocab_size": 96}
-    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3], "rope_type": "default"}
-    vision = {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-        "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 32,
-        "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    config = hf.Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=88, vision_end_token_id=89
-    )
-    with seeded(0):
-        return hf.Qwen2_5_VLForConditionalGeneration(config).float().eval()
-
-
-def qwen_vl_inputs(picture: int) -> dict[str, Tensor]:
-    ids = torch.tensor([[5, 88, *[IMAGE] * 4, 89, 17, 23, 8]])
-    with seeded(picture):
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": (ids == IMAGE).long(),
-            "pixel_values": 3 * torch.randn(16, 3 * 8 * 8),
-            "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        }
-
-
-@pytest.mark.parametrize("wish", [CHAIN, TREE, STATIC], ids=["chain", "tree", "static"])
-@pytest.mark.parametrize(("make", "inputs"), [(llava, llava_inputs), (qwen_vl, qwen_vl_inputs)], ids=["llava", "qwen"])
-def test_a_picture_changes_the_text_as_it_does_without_a_drafter(make: Any, inputs: Any, wish: dict[str, Any]) -> None:
-    model = make()
-    drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    for name, value in wish.items():
-        setattr(drafter.generation_config, name, value)
-    texts = []
-    for picture in (1, 2):
-        plain = greedy(model, inputs(picture))
-        assert torch.equal(greedy(model, inputs(picture), assistant_model=drafter), plain)
-        assert drafter.stats.loop != "own"
-        assert "the model is given" in drafter.stats.reason
-        texts.append(plain)
-    assert not torch.equal(*texts), "or nothing is tested"
-
-
-def test_pictures_in_a_batch() -> None:
-    model = llava()
-    drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    inputs = llava_inputs(1, rows=3)
-    assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
-    assert drafter.stats.loop == "plain"
-
-
-def test_a_picture_model_asked_without_pictures_is_drafted_for() -> None:
-    model = llava()
-    drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    inputs = left_padded(random_prompts(1, vocabulary=80))
-    assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
-    assert drafter.stats.loop == "own", drafter.stats.reason
 
 
 @pytest.mark.parametrize("given", ["zeros", "reversed", "repeated", "shifted"])

@@ -1,0 +1,123 @@
+"""The contract for every family that a loop may meet: plain's text, or a refusal that says why.
+
+Targets are tiny and random. What a target sees (a picture) must change its text, or nothing would be tested.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.errors import IncompatibleTargetError
+from families import IMAGE, RECURRENT_FAMILIES, SEEING_FAMILIES, TEXT_FAMILIES
+from helpers import (
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+    use_fixed_shapes_only,
+    wishes,
+)
+
+CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
+TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": CHAIN,
+    "static": {**TREE, "draft_tree": "static"},
+    "dynamic": TREE,
+    "dynamic compiled": {**TREE, "acceleration": "compile"},
+}
+NO_TREES = ("bloom", "gpt_neo")
+"""Families whose layers take no mask of one's own: the self-test finds out, and another loop serves them."""
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fixed_shapes_only(monkeypatch)
+
+
+@cache
+def pair(family: str) -> tuple[Any, Eagle31Drafter]:
+    model = SEEING_FAMILIES[family].model() if family in SEEING_FAMILIES else random_target(TEXT_FAMILIES[family]())
+    return model, random_drafter(model, aux_layers=[1, 2, 4])
+
+
+def greedy(model: Any, inputs: dict[str, Any], new_tokens: int = 14, **kwargs: Any) -> Tensor:
+    return model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **kwargs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_text_is_plains(family: str, shape: str) -> None:
+    """Alone and in a ragged batch of three, across windows of eight."""
+    model, drafter = pair(family)
+    for rows in (1, 3):
+        inputs = left_padded(random_prompts(rows, seed=rows, longest=20))
+        plain = greedy(model, inputs)
+        with wishes(drafter, **SHAPES[shape]), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=rows):
+            assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
+        assert drafter.stats is not None
+        if family in NO_TREES:
+            assert drafter.stats.loop == ("stock" if rows == 1 else "plain")
+            assert "self-test" in drafter.stats.reason
+        else:
+            assert drafter.stats.loop == "own", drafter.stats.reason
+            assert drafter.stats.accepted > 0, "nothing was tried"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_a_picture_changes_the_text_as_it_does_without_a_drafter(family: str, shape: str) -> None:
+    model, drafter = pair(family)
+    texts = []
+    for picture in (1, 2):
+        inputs = SEEING_FAMILIES[family].inputs(picture)
+        plain = greedy(model, inputs)
+        with wishes(drafter, **SHAPES[shape]), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=picture):
+            assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
+        assert drafter.stats is not None
+        assert drafter.stats.loop == "stock", "our loop hands on no pictures"
+        assert "the model is given" in drafter.stats.reason
+        assert drafter.stats.drafted > 0
+        texts.append(plain)
+    assert not torch.equal(*texts), "or nothing is tested"
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_pictures_in_a_batch_of_three(family: str) -> None:
+    model, drafter = pair(family)
+    inputs = SEEING_FAMILIES[family].inputs(1, rows=3)
+    plain = greedy(model, inputs)
+    assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "plain"
+    assert "the model is given" in drafter.stats.reason
+    assert not torch.equal(plain[0], plain[1]), "each row sees its own picture"
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_a_model_that_sees_is_drafted_for_without_pictures(family: str) -> None:
+    model, drafter = pair(family)
+    for rows in (1, 3):
+        inputs = left_padded(random_prompts(rows, vocabulary=80, seed=rows))
+        assert int(inputs["input_ids"].max()) < IMAGE
+        assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
+        assert drafter.stats is not None
+        if family.startswith("qwen"):
+            assert "several axes" in drafter.stats.reason
+            assert drafter.stats.loop == ("stock" if rows == 1 else "plain")
+        else:
+            assert drafter.stats.loop == "own", drafter.stats.reason
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_recurrent_state_is_refused(family: str) -> None:
+    model = random_target(RECURRENT_FAMILIES[family]())
+    with pytest.raises(IncompatibleTargetError, match="recurrent state that cannot be rolled back"):
+        Eagle31Drafter.from_target(model)

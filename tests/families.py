@@ -1,0 +1,169 @@
+"""Tiny random targets of many families: decoders with attention of every kind, decoders that see, recurrent hybrids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+from helpers import GROUPED, SIZES, seeded
+
+GEMMA_4: dict[str, Any] = {
+    **GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 96,
+}  # fmt: skip
+GPT_2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "initializer_range": 0.15}
+IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+
+TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma4_text": lambda: hf.Gemma4TextConfig(**GEMMA_4),
+    "gpt2": lambda: hf.GPT2Config(**GPT_2, **IDS),
+    "gptj": lambda: hf.GPTJConfig(**GPT_2, **IDS, rotary_dim=8),
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=96, hidden_size=64, ffn_dim=80, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=64,
+        max_position_embeddings=128, init_std=0.15, **IDS,
+    ),
+    "falcon": lambda: hf.FalconConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, initializer_range=0.15, **IDS
+    ),
+    "bloom": lambda: hf.BloomConfig(vocab_size=96, hidden_size=64, n_layer=4, n_head=4, initializer_range=0.15, **IDS),
+    "gpt_neo": lambda: hf.GPTNeoConfig(
+        vocab_size=96, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
+        max_position_embeddings=128, window_size=8, initializer_range=0.15, **IDS,
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4, "head_dim": 4}, moe_intermediate_size=32, n_routed_experts=4, n_group=1,
+        topk_group=1, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+}  # fmt: skip
+
+# --- decoders that see ------------------------------------------------------------------------------------------------
+
+IMAGE, START, END = 90, 88, 89  # token ids
+TOWER = {"hidden_size": 32, "intermediate_size": 48}
+SIGLIP = {**TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+QWEN_TOWER = {
+    **TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 8, "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+}  # fmt: skip
+QWEN_IDS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 87}
+WITHOUT_HEAD_DIM = {name: value for name, value in GROUPED.items() if name != "head_dim"}
+
+
+def llava() -> Any:
+    return hf.LlavaForConditionalGeneration(
+        hf.LlavaConfig(
+            text_config=hf.LlamaConfig(**GROUPED), vision_config=hf.CLIPVisionConfig(**SIGLIP),
+            image_token_index=IMAGE, vision_feature_layer=-1,
+        )
+    )  # fmt: skip
+
+
+def gemma_3() -> Any:
+    text = {
+        **GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 16,
+    }  # fmt: skip
+    model = hf.Gemma3ForConditionalGeneration(
+        hf.Gemma3Config(
+            text_config=text, vision_config={**SIGLIP, "model_type": "siglip_vision_model"}, mm_tokens_per_image=4,
+            image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.2)  # zeros in a fresh model
+    return model
+
+
+def mistral_3() -> Any:
+    tower = {**SIGLIP, "model_type": "pixtral", "head_dim": 16, "patch_size": 4}
+    return hf.Mistral3ForConditionalGeneration(
+        hf.Mistral3Config(
+            text_config={**GROUPED, "model_type": "mistral", "sliding_window": None}, vision_config=tower,
+            image_token_index=IMAGE, spatial_merge_size=2, vision_feature_layer=-1,
+        )
+    )  # fmt: skip
+
+
+def qwen_2_5_vl() -> Any:
+    scaling = {"type": "mrope", "mrope_section": [2, 3, 3], "rope_type": "default"}
+    return hf.Qwen2_5_VLForConditionalGeneration(
+        hf.Qwen2_5_VLConfig(
+            text_config={**WITHOUT_HEAD_DIM, "rope_scaling": scaling},
+            vision_config={**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [1]}, **QWEN_IDS,
+        )
+    )  # fmt: skip
+
+
+def qwen_3_vl() -> Any:
+    scaling = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return hf.Qwen3VLForConditionalGeneration(
+        hf.Qwen3VLConfig(
+            text_config={**GROUPED, "rope_scaling": scaling},
+            vision_config={**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}, **QWEN_IDS,
+        )
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SeeingFamily:
+    """How to make a model that sees, and what its processor makes of one 16 x 16 picture in a short prompt."""
+
+    make: Callable[[], Any]
+    is_marked: bool = False  # tokens around those of a picture
+    is_in_patches: bool = False
+    extra: Callable[[Tensor], dict[str, Tensor]] = lambda ids: {}
+
+    def model(self) -> Any:
+        with seeded(0):
+            return self.make().float().eval()
+
+    def inputs(self, picture: int, rows: int = 1) -> dict[str, Tensor]:
+        marks = ([START], [END]) if self.is_marked else ([], [])
+        ids = torch.tensor([[5, *marks[0], *[IMAGE] * 4, *marks[1], 17, 23, 8]]).expand(rows, -1)
+        shape = (16 * rows, 3 * 8 * 8) if self.is_in_patches else (rows, 3, 16, 16)
+        with seeded(picture):
+            pixels = 3 * torch.randn(shape)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, **self.extra(ids)}
+
+
+def _grid(ids: Tensor) -> dict[str, Tensor]:
+    return {"mm_token_type_ids": (ids == IMAGE).long(), "image_grid_thw": torch.tensor([[1, 4, 4]] * len(ids))}
+
+
+SEEING_FAMILIES: dict[str, SeeingFamily] = {
+    "llava": SeeingFamily(llava),
+    "gemma3": SeeingFamily(gemma_3, is_marked=True, extra=lambda ids: {"token_type_ids": (ids == IMAGE).long()}),
+    "mistral3": SeeingFamily(mistral_3, extra=lambda ids: {"image_sizes": torch.tensor([[16, 16]] * len(ids))}),
+    "qwen2.5_vl": SeeingFamily(qwen_2_5_vl, is_marked=True, is_in_patches=True, extra=_grid),
+    "qwen3_vl": SeeingFamily(qwen_3_vl, is_marked=True, is_in_patches=True, extra=_grid),
+}
+
+# --- hybrids ----------------------------------------------------------------------------------------------------------
+
+MIXED = ["linear_attention", "full_attention"] * 2
+RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **GROUPED, layer_types=MIXED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "qwen3_5": lambda: hf.Qwen3_5TextConfig(
+        **GROUPED, layer_types=MIXED, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "nemotron_h": lambda: hf.NemotronHConfig(
+        **{name: value for name, value in GROUPED.items() if name != "num_hidden_layers"},
+        layers_block_type=["mamba", "attention", "mlp", "mamba"], mamba_num_heads=4, mamba_head_dim=16,
+        ssm_state_size=8, n_groups=1,
+    ),
+    "bamba": lambda: hf.BambaConfig(
+        **GROUPED, attn_layer_indices=[1, 3], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1,
+    ),
+}  # fmt: skip
