@@ -1,29 +1,28 @@
 """Which combinations the contract is tried on.
 
-Families in `WHOLE` get every combination of the other values; of the other families there are as few combinations as
-hold every pair of values once.
+Families in `WHOLE` get every combination of the other values; of all families there are as few combinations as hold
+every pair of values once. The latter are tried on the oldest supported transformers, too.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import pytest
 
 WHOLE = ("llama", "gemma3")  # full attention everywhere; windowed layers between full ones
 
 Combination = tuple[Any, ...]
 
 
-def matrix(
-    names: Iterable[str], *values: Sequence[Any], allowed: Callable[..., bool] = lambda *_: True
-) -> list[Combination]:
-    """Combinations `(name, *values)` to try, of those that are `allowed(name, *values)`."""
-    names = list(names)
-    whole = [name for name in names if name in WHOLE]
-    rest = [name for name in names if name not in WHOLE]
-    every = [combination for combination in itertools.product(whole, *values) if allowed(*combination)]
-    return every + pairwise(rest, *values, allowed=allowed)
+def matrix(names: Sequence[str], *values: Sequence[Any], allowed: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """Parameters `(name, *values)` of a test, of those that are `allowed(name, *values)`."""
+    pairs = pairwise(names, *values, allowed=allowed)
+    whole = itertools.product([name for name in names if name in WHOLE], *values)
+    more = [combination for combination in whole if allowed(*combination) and combination not in set(pairs)]
+    return [pytest.param(*combination, marks=pytest.mark.contract) for combination in pairs] + more
 
 
 def pairwise(*values: Sequence[Any], allowed: Callable[..., bool] = lambda *_: True) -> list[Combination]:
@@ -36,13 +35,9 @@ def pairwise(*values: Sequence[Any], allowed: Callable[..., bool] = lambda *_: T
         for combination in itertools.product(*values)
         if allowed(*combination)
     }
-    wanted = set().union(*left.values())
-    chosen = []
+    wanted, chosen = set().union(*left.values()), []
     while wanted:
         best = max(left, key=lambda combination: len(left[combination] & wanted))
         wanted -= left.pop(best)
         chosen.append(best)
-    return sorted(
-        chosen,
-        key=lambda combination: [list(map(repr, v)).index(repr(c)) for v, c in zip(values, combination, strict=True)],
-    )
+    return chosen

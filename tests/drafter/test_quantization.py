@@ -45,9 +45,9 @@ from helpers import (
     target_of,
     wishes,
 )
+from matrix import matrix
 
 bnb: Any = pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.contract
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8 tells of every cast, at every call
 
 PACKINGS: dict[str, dict[str, Any]] = {
@@ -109,9 +109,7 @@ def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, prompts: list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "packing", "head"), matrix([*FAMILIES], [*PACKINGS], [*HEADS]))
 def test_packed_targets_write_their_plain_text(saved: dict[str, Path], family: str, packing: str, head: str) -> None:
     target = load(saved[family], packing, **HEADS[head])
     packed_head = target.get_output_embeddings()
@@ -120,6 +118,7 @@ def test_packed_targets_write_their_plain_text(saved: dict[str, Path], family: s
     assert_every_loop_agrees(target, drafter, random_prompts(1, seed=7), new_tokens=14)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("packing", ["nf4", "int8"])
 def test_a_packed_target_in_bf16_writes_its_plain_text(saved: dict[str, Path], packing: str) -> None:
     target = load(saved["llama"], packing, torch.bfloat16, llm_int8_skip_modules=[])
@@ -143,6 +142,7 @@ def test_the_packed_demo_target_writes_its_plain_text(saved: dict[str, Path], pa
     assert drafter.stats.acceptance_length > 2
 
 
+@pytest.mark.contract
 def test_rows_of_a_batch_write_what_each_writes_alone(saved: dict[str, Path]) -> None:
     """Plain decoding of an int8 batch does not: a row's outliers change how the others are computed."""
     target = load(saved["llama"], "int8")
@@ -156,6 +156,7 @@ def test_rows_of_a_batch_write_what_each_writes_alone(saved: dict[str, Path]) ->
         assert_same_or_own_tie(drafter.require_binding(), alone, ours[row], len(single))
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
@@ -204,6 +205,7 @@ def test_stock_int8_mixes_the_rows_of_a_forward() -> None:
     assert (layer(x)[:, 1:] - alone[:, 1:]).abs().max() > 1e-4
 
 
+@pytest.mark.contract
 @torch.no_grad()
 def test_one_token_arithmetic_goes_behind_acceleratess_hooks_and_nests() -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -284,6 +286,7 @@ def test_rows_of_a_plain_head_are_taken_by_index() -> None:
 # --- what is refused or warned about ----------------------------------------------------------------------------------
 
 
+@pytest.mark.contract
 def test_an_offloaded_head_is_refused(saved: dict[str, Path], tmp_path: Path) -> None:
     from accelerate import dispatch_model
 
@@ -300,6 +303,7 @@ def test_an_offloaded_head_is_refused(saved: dict[str, Path], tmp_path: Path) ->
         Eagle31Drafter.from_target(bare)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("packing", ["nf4", "int8"])
 def test_a_head_packed_although_tied_is_refused(saved: dict[str, Path], packing: str) -> None:
     target = load(saved["demo-target"], packing, llm_int8_skip_modules=[])
@@ -307,6 +311,7 @@ def test_a_head_packed_although_tied_is_refused(saved: dict[str, Path], packing:
         Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
 
 
+@pytest.mark.contract
 def test_a_repacked_target_refuses_to_be_saved(saved: dict[str, Path], tmp_path: Path) -> None:
     target = load(saved["llama"], "nf4")
     target.save_pretrained(tmp_path)  # not run yet
@@ -323,6 +328,7 @@ def test_a_repacked_target_refuses_to_be_saved(saved: dict[str, Path], tmp_path:
     assert not (tmp_path / "again" / "model.safetensors").exists()
 
 
+@pytest.mark.contract
 def test_int8_and_plain_targets_are_saved_as_ever(saved: dict[str, Path], tmp_path: Path) -> None:
     target = load(saved["llama"], "int8")
     ids = torch.tensor([[5, 6, 7]])
@@ -333,6 +339,7 @@ def test_int8_and_plain_targets_are_saved_as_ever(saved: dict[str, Path], tmp_pa
         assert torch.equal(target(ids).logits, again(ids).logits)
 
 
+@pytest.mark.contract
 def test_experts_that_stay_unpacked_are_told_once(saved: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     target_side._warned.clear()
     target = load(saved["mixtral"], "nf4")
@@ -363,6 +370,7 @@ def fp8_checkpoint(folder: Path, target: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.contract
 def test_an_fp8_target_is_unpacked_here_and_that_is_told(tmp_path: Path) -> None:
     config = hf.LlamaConfig(**GROUPED | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32})
     fp8_checkpoint(tmp_path, random_target(config))
@@ -375,6 +383,7 @@ def test_an_fp8_target_is_unpacked_here_and_that_is_told(tmp_path: Path) -> None
     assert_every_loop_agrees(target, drafter, random_prompts(1), new_tokens=8)
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "mxfp4"])
 def test_methods_without_packed_weights_here_are_told(method: str) -> None:
     target = copy.deepcopy(target_of("llama"))
