@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "eagle31_hf"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 LEVELS = [  # a room may import from itself and from rooms of the levels above it
     {"errors"},
     {"stats", "configuration_eagle31", "generation_config", "trees"},
@@ -93,14 +95,34 @@ def test_imports_between_rooms_go_one_way():
     assert not wrong
 
 
-def test_there_are_few_rooms_on_few_floors():
+def floors_of(graph: dict[str, set[str]]) -> dict[str, int]:
     """A room stands one floor above the highest one it imports."""
-    graph = room_graph()
     floors: dict[str, int] = {}
     for room in TopologicalSorter(graph).static_order():
         floors[room] = 1 + max((floors[other] for other in graph[room]), default=0)
+    return floors
+
+
+def test_there_are_few_rooms_on_few_floors():
+    floors = floors_of(room_graph())
     assert len(floors) <= MOST_ROOMS, sorted(floors)
     assert max(floors.values()) <= MOST_FLOORS, floors
+
+
+def test_the_page_shows_the_house_as_it_is():
+    page, graph = PAGE.read_text(), room_graph()
+    shown = {
+        room: int(number) for number, rooms in re.findall(r"^floor (\d)  (.+)$", page, re.M) for room in rooms.split()
+    }
+    assert shown == floors_of(graph)
+    assert f"{len(graph)} rooms and {sum(map(len, graph.values()))} imports between them" in page
+
+
+def test_every_path_the_page_names_is_there():
+    """Of the table of questions; elsewhere modules are named without their ending."""
+    named = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)`", PAGE.read_text()))
+    assert len(named) > 10
+    assert not [path for path in named if not any((root / path).exists() for root in (PACKAGE, PACKAGE.parents[1]))]
 
 
 def test_no_module_imports_the_package_root():

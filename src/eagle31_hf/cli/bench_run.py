@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +20,14 @@ from ..benchmark.provenance import run_facts
 from ..benchmark.record_file import RecordWriter, read_records
 from ..benchmark.run_settings import RunSettings, settings_facts
 from ..benchmark.suite import NEVER_HERE, BenchmarkRun, Task
-from ..benchmark.summary import summarise
+from ..benchmark.summary import RunSummary, summarise
 from ..benchmark.thinking import ThinkMarks
 from ..errors import ConfigurationError
-from .measuring import DeviceOption, DTypeOption, finish, progress_bar
+from .measuring import finish, progress_bar
+from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import Pair, PairSource, encode, load_pair, write_plain
+from .plan import print_decision
 
 
 def _list_of(kind: Callable[[str], Any], wanted: str) -> Callable[[str], str]:
@@ -41,52 +43,102 @@ def _list_of(kind: Callable[[str], Any], wanted: str) -> Callable[[str], str]:
     return check
 
 
-Temperatures = Annotated[
-    str, typer.Option(callback=_list_of(float, "temperatures, e.g. 0,1"), help="One or several; 0 is greedy.")
-]
-Batches = Annotated[str, typer.Option(callback=_list_of(int, "whole numbers, e.g. 1,8,32"), help="Batch sizes.")]
+@dataclass(frozen=True)
+class PromptOptions:
+    """What is answered."""
+
+    prompts: list[str] | None = field(
+        default=None,
+        metadata=option("[NAME=]FILE or [NAME=]ORG/DATASET, several times; default: the embedded ones."),
+    )
+    limit: int | None = field(default=None, metadata=option("Most prompts of each, spread over its rows.", min=1))
+    all_turns: bool = field(default=False, metadata=option("Later turns of a prompt, too.", "--all-turns"))
+
+    def read(self) -> list[Prompt]:
+        return read_prompts(self.prompts, self.limit) if self.prompts else embedded_prompts()[: self.limit]
 
 
+@dataclass(frozen=True)
+class MethodOptions:
+    """How each method answers."""
+
+    new_tokens: int = field(default=128, metadata=option("Most tokens of an answer.", min=3))
+    ignore_eos: bool = field(default=False, metadata=option("Answers of exactly that length.", "--ignore-eos"))
+    temperature: str = field(
+        default="0",
+        metadata=option("One or several; 0 is greedy.", callback=_list_of(float, "temperatures, e.g. 0,1")),
+    )
+    batch: str = field(
+        default="1", metadata=option("Batch sizes.", callback=_list_of(int, "whole numbers, e.g. 1,8,32"))
+    )
+    repeats: int = field(default=3, metadata=option("Passes over the prompts.", min=1))
+    seed: int = field(default=0, metadata=option("Of the first repeat; every call's follows from it.", min=0))
+    methods: str | None = field(default=None, metadata=option("Names, comma between them; default: all there are."))
+    draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
+    tree_width: int = field(default=4, metadata=option("Children per draft token of the tree.", min=2))
+    tree_size: int = field(default=24, metadata=option("Tokens verified per round with the tree.", min=3))
+    compile_steps: bool = field(default=False, metadata=option("The compiled methods, too.", "--compile"))
+    ceilings: bool = field(
+        default=False,
+        metadata=option("Time bare rounds beside each text: the speedup they allow.", "--ceilings"),
+    )
+
+    def to_settings(self, *, compiled: bool) -> RunSettings:
+        """Checked."""
+        settings = RunSettings(
+            new_tokens=self.new_tokens,
+            temperatures=tuple(float(part) for part in self.temperature.split(",")),
+            batch_sizes=tuple(int(part) for part in self.batch.split(",")),
+            repeats=self.repeats,
+            seed=self.seed,
+            methods=tuple(name.strip() for name in self.methods.split(",")) if self.methods else (),
+            depth=self.draft_tokens,
+            tree_width=self.tree_width,
+            tree_size=self.tree_size,
+            compiled=self.compile_steps or compiled,
+            ignore_eos=self.ignore_eos,
+            ceilings=self.ceilings,
+        )
+        settings.check()
+        return settings
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What else is written of the figures."""
+
+    csv_path: Path | None = field(
+        default=None, metadata=option("Acceptance in the columns of speculators' CSV.", "--csv", dir_okay=False)
+    )
+    profile_path: Path | None = field(
+        default=None,
+        metadata=option("Folder of a checkpoint, or file: speculation_profile.json for it.", "--profile"),
+    )
+
+    def write(self, summary: RunSummary) -> None:
+        if self.csv_path is not None:
+            write_acceptance_csv(summary, self.csv_path)
+        if self.profile_path is not None:
+            write_profile(summary, self.profile_path)
+
+
+@expand_options
 @readable_errors
 def run(
+    source: PairSource,
+    chosen: PromptOptions,
+    how: MethodOptions,
+    exports: ExportOptions,
     out: Annotated[
         Path | None, typer.Option(dir_okay=False, help="File of records (JSON lines) to write.", show_default=False)
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Folder or Hub id; default: the embedded one.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET, several times; default: the embedded ones."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each, spread over its rows.")] = None,
-    all_turns: Annotated[bool, typer.Option("--all-turns", help="Later turns of a prompt, too.")] = False,
-    new_tokens: Annotated[int, typer.Option(min=3, help="Most tokens of an answer.")] = 128,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of exactly that length.")] = False,
-    temperature: Temperatures = "0",
-    batch: Batches = "1",
-    repeats: Annotated[int, typer.Option(min=1, help="Passes over the prompts.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first repeat; every call's follows from it.")] = 0,
-    methods: Annotated[str | None, typer.Option(help="Names, comma between them; default: all there are.")] = None,
-    draft_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens drafted in a round.")] = None,
-    tree_width: Annotated[int, typer.Option(min=2, help="Children per draft token of the tree.")] = 4,
-    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with the tree.")] = 24,
-    compile_steps: Annotated[bool, typer.Option("--compile", help="The compiled methods, too.")] = False,
     price_per_hour: Annotated[float | None, typer.Option(min=0.0, help="Of the machine, for the cost.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with records that were stopped.")] = False,
-    csv_path: Annotated[
-        Path | None, typer.Option("--csv", dir_okay=False, help="Acceptance in the columns of speculators' CSV.")
-    ] = None,
-    profile_path: Annotated[
-        Path | None,
-        typer.Option("--profile", help="Folder of a checkpoint, or file: speculation_profile.json for it."),
-    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing: is B's difference from A larger than the noise?", metavar="A B"),
     ] = None,
     allow: Annotated[list[str] | None, typer.Option(help="With --compare: what may differ, by name.")] = None,
-    dtype: DTypeOption = "auto",
-    device: DeviceOption = "auto",
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -97,37 +149,16 @@ def run(
         return
     if out is None:
         raise ConfigurationError("got no file to write to; pass --out run.jsonl, or --compare A.jsonl B.jsonl")
-    settings = RunSettings(
-        new_tokens=new_tokens,
-        temperatures=tuple(float(part) for part in temperature.split(",")),
-        batch_sizes=tuple(int(part) for part in batch.split(",")),
-        repeats=repeats,
-        seed=seed,
-        methods=tuple(name.strip() for name in methods.split(",")) if methods else (),
-        depth=draft_tokens,
-        tree_width=tree_width,
-        tree_size=tree_size,
-        compiled=compile_steps,
-        ignore_eos=ignore_eos,
-    )
-    settings.check()
+    settings = how.to_settings(compiled=source.acceleration == "compile")
     # The prompts first: a wrong path should not cost loading a model.
-    chosen = read_prompts(prompts, limit) if prompts else embedded_prompts()[:limit]
-    subject = Subject(
-        load_pair(PairSource(target, drafter, dtype, device)),  # type: ignore[arg-type]
-        chosen,
-        (target, drafter),
-        all_turns,
-    )
+    prompts = chosen.read()
+    pair = load_pair(source, batch=max(settings.batch_sizes), on_plan=lambda plan: print_decision(console, plan))
+    subject = Subject(pair, prompts, (source.target, source.drafter), chosen.all_turns)
     _measure(console, subject, settings, out, resume=resume, price_per_hour=price_per_hour)
-    records = read_records(out)
-    summary = summarise(records)
+    summary = summarise(read_records(out))
     for part in run_tables.run_parts(summary):
         console.print(part)
-    if csv_path is not None:
-        write_acceptance_csv(summary, csv_path)
-    if profile_path is not None:
-        write_profile(summary, profile_path)
+    exports.write(summary)
     finish(json_path, summary.to_dict())
 
 

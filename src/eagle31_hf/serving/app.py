@@ -17,14 +17,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
-from . import answers
-from .answer_parts import AnswerParser
+from .answer_writers import AnswerWriter, ChatWriter, CompletionWriter
 from .api_errors import ApiError
-from .calls import CallTranslator, ChatTexts
+from .calls import CallTranslator
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
 from .metrics import ServerMetrics
 from .requests import TextEvent, TextRequest, TextUsage
-from .wire import CompletionCall, parse_chat, parse_completion, parse_json
+from .wire import parse_chat, parse_completion, parse_json
 
 MAX_BODY_BYTES = 8 * 2**20
 
@@ -124,7 +123,7 @@ class _Server:
         self._check_model(call.wishes.model)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.of_chat, call)
-        writer = _ChatWriter(self, texts)
+        writer = ChatWriter(self.settings.model, self.engine.tokenizer, texts)
         return await self._answer(request, texts.requests, writer, call.wishes.stream, call.wishes.include_usage)
 
     async def complete(self, request: Request) -> Response:
@@ -133,11 +132,11 @@ class _Server:
         call = parse_completion(parse_json(await self._body(request)))
         self._check_model(call.wishes.model)
         requests = await asyncio.to_thread(self.translator.of_completion, call)
-        writer = _CompletionWriter(self, call, len(requests))
+        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, call, len(requests))
         return await self._answer(request, requests, writer, call.wishes.stream, call.wishes.include_usage)
 
     async def _answer(
-        self, request: Request, texts: Sequence[TextRequest], writer: _Writer, stream: bool, include_usage: bool
+        self, request: Request, texts: Sequence[TextRequest], writer: AnswerWriter, stream: bool, include_usage: bool
     ) -> Response:
         run = _Run(self, texts)
         if stream:
@@ -150,13 +149,13 @@ class _Server:
             run.cancel()
         return _json(writer.whole(run.usages))
 
-    async def _collect(self, run: _Run, writer: _Writer) -> None:
+    async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
         async for index, event in run.events():
             if event.error:
                 raise ApiError(event.error, status=500, code="engine_error")
             writer.pieces(index, event)
 
-    async def _stream(self, run: _Run, writer: _Writer, include_usage: bool) -> AsyncIterator[str]:
+    async def _stream(self, run: _Run, writer: AnswerWriter, include_usage: bool) -> AsyncIterator[str]:
         try:
             for piece in writer.opening():
                 yield _sse(piece)
@@ -264,104 +263,6 @@ class _Run:
         """Those that have not ended need not go on."""
         for ticket in self._tickets:
             self.server.engine.cancel(ticket)
-
-
-# --- writing answers --------------------------------------------------------------------------------------------------
-
-
-class _Writer:
-    """Events of an answer's texts as pieces of a stream, and as a whole."""
-
-    def opening(self) -> list[BaseModel]:
-        """Pieces before the first event."""
-        return []
-
-    def pieces(self, index: int, event: TextEvent) -> list[BaseModel]:
-        raise NotImplementedError
-
-    def whole(self, usages: Sequence[TextUsage]) -> BaseModel:
-        raise NotImplementedError
-
-    def usage(self, usages: Sequence[TextUsage]) -> BaseModel:
-        raise NotImplementedError
-
-
-class _ChatWriter(_Writer):
-    def __init__(self, server: _Server, texts: ChatTexts):
-        self.envelope = answers.Envelope(server.settings.model, "chatcmpl")
-        self.tokenizer, count = server.engine.tokenizer, len(texts.requests)
-        self.parsers = [AnswerParser(thinks=texts.thinks, tools=texts.tool_names) for _ in range(count)]
-        self.messages = [answers.ChatMessage() for _ in range(count)]
-        self.logprobs: list[list[dict[str, Any]] | None] = [[] if texts.tells_logprobs else None for _ in range(count)]
-        self.finish: list[str | None] = [None] * count
-
-    def opening(self) -> list[BaseModel]:
-        return [
-            answers.chat_chunk(self.envelope, index, {"role": "assistant", "content": ""})
-            for index in range(len(self.messages))
-        ]
-
-    def pieces(self, index: int, event: TextEvent) -> list[BaseModel]:
-        parser, message = self.parsers[index], self.messages[index]
-        parts = parser.feed(event.text)
-        if event.finish is not None:
-            parts += parser.finish()
-        deltas = [message.add(part) for part in parts]
-        told = None
-        kept = self.logprobs[index]
-        if kept is not None:
-            told = answers.chat_logprobs(self.tokenizer, event.logprobs)
-            kept += told["content"]
-            deltas = deltas or [{"content": ""}]
-        made: list[BaseModel] = []
-        for number, delta in enumerate(deltas):
-            made.append(answers.chat_chunk(self.envelope, index, delta, logprobs=told if number == 0 else None))
-        if event.finish is not None:
-            self.finish[index] = message.finish_reason(event.finish)
-            made.append(answers.chat_chunk(self.envelope, index, {}, finish=self.finish[index]))
-        return made
-
-    def whole(self, usages: Sequence[TextUsage]) -> BaseModel:
-        choices = []
-        for index, message in enumerate(self.messages):
-            kept = self.logprobs[index]
-            told = {} if kept is None else {"logprobs": {"content": kept}}
-            choices.append({"index": index, "message": message.to_dict(), "finish_reason": self.finish[index], **told})
-        return answers.chat_completion(self.envelope, choices, usages)
-
-    def usage(self, usages: Sequence[TextUsage]) -> BaseModel:
-        return answers.chat_usage_chunk(self.envelope, usages)
-
-
-class _CompletionWriter(_Writer):
-    def __init__(self, server: _Server, call: CompletionCall, count: int):
-        self.envelope = answers.Envelope(server.settings.model, "cmpl")
-        self.tokenizer, self.tells_logprobs = server.engine.tokenizer, call.top_logprobs is not None
-        self.texts = [""] * count
-        self.logprobs: list[list[Any]] = [[] for _ in range(count)]
-        self.finish: list[str | None] = [None] * count
-
-    def _told(self, logprobs: Sequence[Any]) -> dict[str, Any] | None:
-        return answers.completion_logprobs(self.tokenizer, logprobs) if self.tells_logprobs else None
-
-    def pieces(self, index: int, event: TextEvent) -> list[BaseModel]:
-        self.texts[index] += event.text
-        self.logprobs[index] += event.logprobs
-        self.finish[index] = event.finish
-        if not event.text and event.finish is None and not event.logprobs:
-            return []
-        choice = answers.completion_choice(index, event.text, finish=event.finish, logprobs=self._told(event.logprobs))
-        return [answers.completion(self.envelope, [choice], [])]
-
-    def whole(self, usages: Sequence[TextUsage]) -> BaseModel:
-        choices = [
-            answers.completion_choice(i, text, finish=self.finish[i], logprobs=self._told(self.logprobs[i]))
-            for i, text in enumerate(self.texts)
-        ]
-        return answers.completion(self.envelope, choices, usages)
-
-    def usage(self, usages: Sequence[TextUsage]) -> BaseModel:
-        return answers.completion(self.envelope, [], usages)
 
 
 def _sse(piece: BaseModel) -> str:
