@@ -22,6 +22,8 @@ from eagle31_hf.errors import (
 )
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.target.loading import load_target
+from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.setup import load_target as load_frozen
 from gguf_file import CHAT_TEMPLATE, write_gguf
 from helpers import random_drafter
 
@@ -57,6 +59,14 @@ def test_commands_take_the_file_as_they_take_a_folder(gguf_target: Path, drafter
     result = CliRunner().invoke(app, [*wish, *pair])
     assert result.exit_code == 0, result.output
     assert "GGUF weights are unpacked to bf16" in " ".join(result.output.split())
+
+
+def test_training_loads_it_frozen(gguf_target: Path, tmp_path: Path) -> None:
+    told = TrainingSettings(str(gguf_target), ("self:1",), tmp_path, device="cpu")
+    target, tokenizer = load_frozen(told)
+    assert target.dtype is torch.bfloat16
+    assert not [name for name, weight in target.named_parameters() if weight.requires_grad]
+    assert tokenizer.tokenize("2024") == list("2024")
 
 
 def test_its_tokenizer_splits_digits_as_the_file_says(gguf_target: Path) -> None:

@@ -50,7 +50,7 @@ class TrainingPlan:
         disk_bytes: checkpoints and stored features at their most.
         training_bytes: memory beside the target: weights, gradients, optimiser, activations of one batch.
         token_loss_s: seconds of an optimiser step of the token loss, measured (stage 1; stage 2 adds to it).
-        bare_s: of them, what target forward and drafter passes alone would take, measured.
+        bare_s: of them, what target forward (if hidden states are not stored) and drafter passes alone would take.
     """
 
     rows: int
@@ -88,7 +88,7 @@ class TrainingPlan:
                 f"steps     {steps}",
                 f"measured  {measurements} x {self.prompts} prompts, about {self.measurement_s:.0f} s each",
                 f"time      {self.total_s / 60:.1f} minutes",
-                f"overhead  the token loss takes {overhead:.2f} x its target forward and drafter passes alone",
+                f"overhead  the token loss takes {overhead:.2f} x its forward and drafter passes alone",
                 f"memory    {self.training_bytes / 1e9:.2f} GB beside the target",
                 f"disk      {self.disk_bytes / 1e9:.2f} GB",
             )
@@ -158,7 +158,7 @@ def _step_of(model: DistillationModel) -> Work:
 
 
 def _bare_parts_of(model: DistillationModel) -> Work:
-    """A target forward and `S` drafter passes, each with its backward.
+    """A target forward, unless its hidden states are stored, and `S` drafter passes, each with its backward.
 
     A bare pass is causal over the batch and ends in the loss at the supervised positions against a fixed answer.
     """
@@ -168,7 +168,8 @@ def _bare_parts_of(model: DistillationModel) -> Work:
     def parts(batch: dict[str, Tensor]) -> None:
         ids = batch["input_ids"]
         with torch.no_grad():
-            drafter.require_binding().model(input_ids=ids, use_cache=False)
+            if "aux" not in batch:
+                drafter.require_binding().model(input_ids=ids, use_cache=False)
             embeddings = drafter.embed(ids)
         supervised = supervised_positions(packed(batch))
         answers = torch.zeros(int(supervised.sum()), dtype=torch.long, device=ids.device)

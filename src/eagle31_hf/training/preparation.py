@@ -29,7 +29,7 @@ from .data.self_prompts import SOURCE, SelfPromptSettings, self_prompt_count, wr
 from .data.vocabulary import DraftVocabulary, build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
 from .distillation.evaluation import EvaluationPrompt, evaluation_prompts
 from .distillation.features import FeatureManifest, StoredFeatures, store_features
-from .progress import Counting
+from .progress import Counting, say
 from .settings import ResolvedSettings
 from .setup import freeze_shared, fresh_drafter
 
@@ -91,11 +91,7 @@ class Preparation:
             "with a context too long to answer": len(conversations) - len(written),
         }
         told = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
-        self.console.print(
-            f"text      {len(documents.documents):,} conversations" + (f" ({told})" if told else ""),
-            highlight=False,
-            markup=False,
-        )
+        say(self.console, f"text      {len(documents.documents):,} conversations" + (f" ({told})" if told else ""))
         return Texts(documents, prompts)
 
     def _read_prompts(self) -> list[Conversation]:
@@ -128,12 +124,8 @@ class Preparation:
         if settings.regenerate == "none":
             return list(conversations)
         how = settings.to_regeneration()
-        self.console.print(
-            f"the target writes its own turns: at most {disk_bytes(conversations, how) / 1e9:.2f} GB "
-            f"in {settings.out / 'data'}",
-            highlight=False,
-            markup=False,
-        )
+        needed = f"{disk_bytes(conversations, how) / 1e9:.2f} GB in {settings.out / 'data'}"
+        say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[self.processes.process_index :: self.processes.num_processes]
         with Counting(self.console, "the target writes answers", len(mine)) as counting:
             written = regenerate(

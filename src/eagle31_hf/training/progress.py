@@ -13,6 +13,11 @@ LINE_EVERY_S = 30.0
 """Where no bar can be drawn, the log gets a line so often."""
 
 
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: neither wrapped, which tears it in a log, nor searched for markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def progress_bar(console: Console) -> Progress:
     """A bar with what is done, how much of it, and the time left."""
     return Progress(
@@ -67,7 +72,7 @@ class Counting:
         if kind is None:
             self._tell(f"{self._so_far()} in {minutes:.1f} minutes")
         else:
-            self._console.print(f"{self._title}: stopped at {self._so_far()}", highlight=False, markup=False)
+            say(self._console, f"{self._title}: stopped at {self._so_far()}")
 
     def _so_far(self) -> str:
         task = self._bar.tasks[0]
@@ -84,7 +89,7 @@ class Counting:
     def _tell(self, text: str) -> None:
         self._told_at = time.monotonic()
         if not self._console.is_terminal:
-            self._console.print(f"{self._title}: {text}", highlight=False, markup=False)
+            say(self._console, f"{self._title}: {text}")
 
 
 class LiveProgress(TrainerCallback):
@@ -120,12 +125,8 @@ class LiveProgress(TrainerCallback):
             self._print_now_and_then(f"step {state.global_step:,} of {state.max_steps:,}: {note}{told}")
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
-            self._console.print(
-                f"{self._title}, step {state.global_step:,}: acceptance length "
-                f"{logs['eval_acceptance_length']:.3f}, by position {positions}",
-                highlight=False,
-                markup=False,
-            )
+            length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
+            say(self._console, f"{self._title}, step {state.global_step:,}: {length}")
 
     def measuring(self, done: int, total: int) -> None:
         """So many held-out prompts of a measurement are done."""
@@ -137,7 +138,7 @@ class LiveProgress(TrainerCallback):
         if self._console.is_terminal or time.monotonic() < self._next_line_at:
             return
         self._next_line_at = time.monotonic() + LINE_EVERY_S
-        self._console.print(f"{self._title}, {line}", highlight=False, markup=False)
+        say(self._console, f"{self._title}, {line}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.stop()

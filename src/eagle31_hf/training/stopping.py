@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from .distillation.trainer import last_checkpoint
+from .progress import say
 
 RESULT_FILE = "result.json"
 """In a stage's folder once it is finished."""
@@ -54,7 +55,7 @@ def telling_what_is_kept(out: Path, console: Console) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         kept = describe_kept(out)
         told = f"kept in {out}: {kept}; go on with the same options and --resume" if kept else "nothing was kept yet"
-        console.print(f"stopped; {told}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"stopped; {told}")
         raise
     finally:
         if listens:

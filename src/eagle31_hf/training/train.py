@@ -40,7 +40,7 @@ from .plan import (
 from .policy.policy_model import PolicyModel
 from .preparation import Preparation, Texts
 from .processes import is_first_process, leave_process_group
-from .progress import LiveProgress
+from .progress import LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
 from .setup import load_target, multiplies_bfloat16, resolve
@@ -123,7 +123,7 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
     if not settings.resume and out.is_dir() and any(out.glob("stage*/checkpoint-*")):
         raise TrainingError(f"{out} holds the checkpoints of an earlier run; resume it, or name another folder")
     if settings.resume:
-        console.print(f"resuming  {describe_kept(out) or 'an empty folder'}", highlight=False, markup=False)
+        say(console, f"resuming  {describe_kept(out) or 'an empty folder'}")
     set_seed(settings.seed)
     with telling_what_is_kept(out, console), warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
@@ -159,7 +159,7 @@ class _Run:
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         plan = self._plan(model, data, dataset, coverage)
-        self.console.print(str(plan), highlight=False, markup=False)
+        say(self.console, str(plan))
         stages: list[StageResult] = []
         for planned in plan.stages:
             learner = model if planned.name == "stage1" else self._policy(drafter)
