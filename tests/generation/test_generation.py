@@ -298,7 +298,7 @@ def test_a_cache_object_of_another_kind_falls_back() -> None:
 def test_a_target_without_trees_goes_to_the_stock_loop() -> None:
     drafter = random_drafter(random_target(CONFIGS["llama"]()))
     binding = drafter.require_binding()
-    binding.why_no_trees = "the target failed the tree self-test (tried in a test)"
+    binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"
     out = binding.model.generate(**one(), max_new_tokens=16, do_sample=False, assistant_model=drafter)
     assert torch.equal(out, greedy("llama", one()))
     assert drafter.stats is not None
@@ -379,7 +379,7 @@ def test_a_loop_asked_for_by_name_refuses_what_it_cannot_do(case: str) -> None:
 
 def test_stop_string_is_not_left_to_the_stock_loop() -> None:
     drafter = random_drafter(target_of("demo-target"))
-    drafter.require_binding().why_no_trees = "tried in a test"
+    drafter.require_binding().tree_unsupported_reason = "tried in a test"
     inputs = one("demo-target")
     text = demo_tokenizer().decode(greedy("demo-target", inputs)[0, inputs["input_ids"].shape[1] :])
     kwargs = {"stop_strings": [text[6:9]], "tokenizer": demo_tokenizer()}

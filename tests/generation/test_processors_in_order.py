@@ -141,11 +141,11 @@ def test_the_stock_loop_would_show_drafts(processor: Any) -> None:
     inputs = left_padded(prompts_for("llama", 1))
     plain = write(inputs, logits_processor=[processor()])
     binding = drafter_of("llama").require_binding()
-    binding.why_no_trees = "tried in a test"
+    binding.tree_unsupported_reason = "tried in a test"
     try:
         ours = write(inputs, logits_processor=[processor()], assistant_model=drafter_of("llama"))
     finally:
-        binding.why_no_trees = ""
+        binding.tree_unsupported_reason = ""
     assert torch.equal(ours, plain)
     stats = drafter_of("llama").stats
     assert stats is not None

@@ -19,11 +19,11 @@ from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.generation_config import Eagle31GenerationConfig
 from eagle31_hf.memory.apply_plan import (
     apply_plan,
+    plan_mismatch_reason,
     plan_to_apply,
     require_room,
     run_ledger,
     short_ledger,
-    why_not_as_planned,
 )
 from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
 from eagle31_hf.memory.ledger import MemorySettings
@@ -100,7 +100,7 @@ def test_a_larger_request_is_served_and_noted_once(roomy: Card, caplog: pytest.L
 
 @pytest.mark.parametrize(("rows", "length", "is_larger"), [(2, 64, False), (3, 64, True), (2, 65, True), (1, 1, False)])
 def test_what_is_larger_than_planned(rows: int, length: int, is_larger: bool) -> None:
-    assert bool(why_not_as_planned(planned(context=64, batch=2), rows=rows, length=length)) is is_larger
+    assert bool(plan_mismatch_reason(planned(context=64, batch=2), rows=rows, length=length)) is is_larger
 
 
 def test_obeying_sets_every_wish_a_plan_decides(caplog: pytest.LogCaptureFixture) -> None:

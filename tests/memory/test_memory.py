@@ -30,7 +30,6 @@ from eagle31_hf.memory.report import (
     home_lab_markdown,
     home_lab_table,
     ledger_rows,
-    plan_text,
     plot_ledger,
 )
 from eagle31_hf.memory.weight_bytes import storage_bytes
@@ -307,9 +306,7 @@ def test_foreign_json_is_refused(change: dict) -> None:
 
 
 def test_report_shows_every_term_and_the_decision(tmp_path: Path) -> None:
-    text = plan_text(BASE)
-    assert all(term.name in text for term in BASE.ledger)
-    assert len(ledger_rows(BASE)) == len(BASE.ledger)
+    assert sorted(row[0] for row in ledger_rows(BASE)) == sorted(term.name for term in BASE.ledger)
     assert ("fits", "yes") in decision_rows(BASE)
     refusal = plan_memory(LLAMA_70B, quantization="bf16", card="RTX 3090", context=4096)
     assert ("would fit", "card H200") in decision_rows(refusal)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..decoding.calibration.bare_meter import now
 from ..decoding.decoder import SpeculativeDecoder
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..target.device_clock import now
 from ..trees.shape import DraftShape
 from .prompts import PromptBatch
 from .storages import count_storages

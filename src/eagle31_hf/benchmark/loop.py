@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decoding.calibration.bare_meter import BareCosts, BareMeter, now
+from ..decoding.calibration.bare_meter import BareCosts, BareMeter
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, UnsupportedGenerationError
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
+from ..target.device_clock import now
 from .bare import drafted_depths
 from .calls import PLAIN, PLAIN_COMPILED
 from .methods import LoopSettings, Method, Output, all_methods, early_exit_refusal
@@ -129,7 +130,7 @@ class LoopBenchmark:
         """Write one batch of each size in every method; transformers' alternatives may fail, and are then left out."""
         able, left_out = [], {}
         for method in methods:
-            reason = self._why_not(method)
+            reason = self._disabled_reason(method)
             if reason:
                 left_out[method.name] = reason
                 continue
@@ -139,7 +140,7 @@ class LoopBenchmark:
                     self._write(method, batches[0])
         return able, left_out
 
-    def _why_not(self, method: Method) -> str:
+    def _disabled_reason(self, method: Method) -> str:
         if not method.one_row_only:
             return ""
         if 1 not in self.batches:

@@ -159,7 +159,7 @@ def measure_peaks(
     """Plan and run every combination that the plan says fits on `device` as it is now."""
     records, left_out = [], []
     for run in runs:
-        found = _measured_or_why_not(run, dtype, device)
+        found = _measured_or_left_out(run, dtype, device)
         if isinstance(found, PeakRecord):
             records.append(found)
         else:
@@ -168,7 +168,7 @@ def measure_peaks(
     return PeakReport(tuple(records), tuple(left_out))
 
 
-def _measured_or_why_not(run: PeakRun, dtype: torch.dtype, device: torch.device) -> PeakRecord | str:
+def _measured_or_left_out(run: PeakRun, dtype: torch.dtype, device: torch.device) -> PeakRecord | str:
     plan = run.to_plan(dtype, measure_card(device))
     if not plan.fits:
         return f"needs {plan.peak_bytes / GIB:.1f} GiB, {plan.card.name} has {plan.budget_bytes / GIB:.1f} GiB free"

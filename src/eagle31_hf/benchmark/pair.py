@@ -23,7 +23,7 @@ def pair_settings(
     drafter: Eagle31Drafter, *, new_tokens: int, temperature: float, repeats: int, compiled: bool
 ) -> RunSettings:
     """Plain `generate` and the loop that serves this drafter as its settings say, with `compiled` by graphs as well."""
-    asked, trees_refused = drafter.generation_config, drafter.require_binding().why_no_trees
+    asked, trees_refused = drafter.generation_config, drafter.require_binding().tree_unsupported_reason
     drafted = "stock loop" if trees_refused else "tree" if asked.draft_top_k > 1 else "chain"
     methods: tuple[str, ...] = (PLAIN, drafted)
     if compiled and not trees_refused:

@@ -111,24 +111,24 @@ class PlainCompiledRound(RoundWrapper):
         reason = self.graphs.disabled_reason
         if reason and reason not in self.stats.fallbacks:
             self.stats.fallbacks.append(reason)
-        return TargetOutput(output[0], None)
+        return TargetOutput(output.logits, None)
 
     def _filled(self, tree: DraftTree) -> tuple:
         self.inputs.fixed.block.slots = self.inputs.slots(1)
         return self.inputs.fill("tokens", tree.tokens), self.inputs.fixed
 
-    def _eager(self, tree: DraftTree) -> tuple[Tensor]:
+    def _eager(self, tree: DraftTree) -> TargetOutput:
         cache = self.caches.target
         mask = cache.attention_mask(None, None, self.binding.compute_dtype)
-        return (self.binding.forward(tree.tokens, cache.position_ids(tree.positions), mask, cache).logits,)
+        return self.binding.forward(tree.tokens, cache.position_ids(tree.positions), mask, cache)
 
 
 def _step(binding: TargetBinding) -> Step:
     dtype = binding.compute_dtype
 
-    def plain(tokens: Tensor, cache: FixedShapeCache) -> tuple[Tensor]:
+    def plain(tokens: Tensor, cache: FixedShapeCache) -> TargetOutput:
         slots = cache.block.slots
         masks = cache.by_type(cache.at(slots).mask(dtype, None))
-        return (binding.forward(tokens, slots, masks, cache).logits,)
+        return binding.forward(tokens, slots, masks, cache)
 
     return plain

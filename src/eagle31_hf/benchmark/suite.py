@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decoding.calibration.bare_meter import BareMeter, now
+from ..decoding.calibration.bare_meter import BareMeter
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, MemoryPlanError
 from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
 from ..target.binding import TargetBinding
+from ..target.device_clock import now
 from .bare import drafted_depths
-from .calls import DIFFERENT, PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, windows
+from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, windows
 from .datasets import Prompt
 from .exactness import judge_greedy
 from .gauges import EnergyGauge, PeakGauge, TokenClock
@@ -355,7 +356,3 @@ def _drafting(written: Output) -> Drafting | None:
         verify_s=stats.verify_s,
         other_s=stats.other_s,
     )
-
-
-def any_differs(calls: Sequence[CallRecord]) -> bool:
-    return any(verdict.kind == DIFFERENT for call in calls for verdict in call.verdicts)

@@ -102,7 +102,7 @@ class RecoveringDecoder:
             self.fallbacks.budget = replace(self.fallbacks.budget, chunk=min(decoder.chunk, longest))
         step = self.fallbacks.step_down(stage)
         if step is None:
-            raise OutOfMemoryError(self._why_not_on(cause)) from cause
+            raise OutOfMemoryError(self._exhausted_message(cause)) from cause
         self._give_up(step)
         self._report(step, cause)
         if stage in BEFORE_WRITING:
@@ -156,7 +156,7 @@ class RecoveringDecoder:
             left,
         )
 
-    def _why_not_on(self, cause: Exception) -> str:
+    def _exhausted_message(self, cause: Exception) -> str:
         steps = ", ".join(f"{what} {n}x" for what, n in self.request.stats.memory_steps.items()) or "none"
         written = sum(len(new) for new in self.sequences.new)
         rows, length = self.sequences.batch_size, self.sequences.rules.max_length

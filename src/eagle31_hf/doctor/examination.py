@@ -209,7 +209,7 @@ def _quantisation(patient: Patient) -> Finding:
 
 
 def _trees(patient: Patient) -> Finding:
-    why = patient.drafter.require_binding().why_no_trees
+    why = patient.drafter.require_binding().tree_unsupported_reason
     if why:
         return Finding("verification", "note", f"chains by transformers' assisted loop only: {why}")
     return Finding("verification", "ok", "the self-test verified a tree like plain forwards along its paths")

@@ -51,11 +51,6 @@ class DraftState:
         """What follows the first position."""
         return NextTokenProbs.of(self.logits[:, 0]) if self.known is None else self.known
 
-    def select(self, positions: Tensor) -> DraftState:
-        """Of each row, the given positions `(B, n)`."""
-        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
-        return DraftState(self.logits[rows, positions], self.feedback[rows, positions])
-
 
 # Tokens, hidden states, rotary tables and counts of `DraftSession.read` to the state after each row's last.
 Read = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], Sequence[int]], DraftState]

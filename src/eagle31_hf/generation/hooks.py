@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerationMixin
 
 from ..drafter.drafter import Eagle31Drafter
 from ..memory.allocator import advise_once
-from ..memory.apply_plan import why_not_as_planned
+from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
 from .call import Call
 from .named_assistants import load_named_assistant, teach_pipelines
@@ -110,7 +110,7 @@ def _compare_with_plan(call: Call, stats: SpeculationStats) -> None:
     """Say so if the request is larger than what was planned: it may well fit, and the text is the same if not."""
     plan = call.drafter.memory_plan
     length = call.generation_config.max_length
-    why = "" if plan is None else why_not_as_planned(plan, rows=call.batch_size, length=length)
+    why = "" if plan is None else plan_mismatch_reason(plan, rows=call.batch_size, length=length)
     if why:
         stats.fallbacks.append(why)
         if why not in _logged:

@@ -19,8 +19,8 @@ from ..decoding.text import Sequences
 from ..errors import UnsupportedGenerationError
 from ..stats import SpeculationStats
 from .call import Call
+from .draft_length import draft_length
 from .output import SpeculativeOutput
-from .stock_loop import draft_length
 
 
 def write_own(call: Call, stats: SpeculationStats) -> Any:

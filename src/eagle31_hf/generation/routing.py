@@ -95,7 +95,7 @@ def _foreign_cache(call: Call) -> str | None:
 
 
 def _target_without_trees(call: Call) -> str | None:
-    return call.drafter.require_binding().why_no_trees or None
+    return call.drafter.require_binding().tree_unsupported_reason or None
 
 
 def _processors_of_a_batch(call: Call) -> str | None:

@@ -21,6 +21,7 @@ from ..drafter.session import DraftSession
 from ..generation_config import DraftLength
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
+from .draft_length import draft_length
 
 logger = logging.getLogger(__name__)
 
@@ -189,20 +190,3 @@ class Eagle31CandidateGenerator(CandidateGenerator):
             return len(tokens)
         hits = torch.isin(tokens, eos.to(tokens.device)).nonzero()
         return int(hits[0]) + 1 if len(hits) else len(tokens)
-
-
-def draft_length(drafter: Eagle31Drafter, generation_config: GenerationConfig, *, batch_size: int) -> DraftLength:
-    """How long drafts may get: what the `generate` call asks for, else the drafter's own settings.
-
-    `generate` fills an unset `num_assistant_tokens` with transformers' default before we see it, so that one value
-    counts as unset.
-    """
-    asked = getattr(generation_config, "num_assistant_tokens", None)
-    if asked == GenerationConfig._get_default_generation_params()["num_assistant_tokens"]:
-        asked = None
-    return drafter.generation_config.draft_length(
-        device_type=drafter.device.type,
-        batch_size=batch_size,
-        sampled=bool(generation_config.do_sample),
-        asked=asked,
-    )

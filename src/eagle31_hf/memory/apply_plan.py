@@ -87,7 +87,7 @@ def apply_plan(plan: MemoryPlan, config: Eagle31GenerationConfig) -> None:
         )
 
 
-def why_not_as_planned(plan: MemoryPlan, *, rows: int, length: int) -> str:
+def plan_mismatch_reason(plan: MemoryPlan, *, rows: int, length: int) -> str:
     """Why a request for `rows` of at most `length` tokens is larger than the plan; empty if it is not."""
     settings = plan.settings
     if rows <= settings.batch and length <= settings.context:

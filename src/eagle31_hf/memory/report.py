@@ -77,18 +77,6 @@ def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
     return rows
 
 
-def plan_text(plan: MemoryPlan) -> str:
-    """The whole plan as plain text: decision, ledger, warnings."""
-    decision = decision_rows(plan)
-    width = max(len(name) for name, _ in decision)
-    lines = [f"{name:<{width}}  {value}" for name, value in decision] + [""]
-    rows = [LEDGER_COLUMNS, *ledger_rows(plan)]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines += [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}" for row in rows]
-    lines += ["", *(f"warning: {warning}" for warning in plan.warnings)] if plan.warnings else []
-    return "\n".join(lines)
-
-
 @dataclass(frozen=True)
 class HomeLabRow:
     """Longest context in tokens, drafter included, per (card, scheme); 0 where the target does not fit at all."""

@@ -257,7 +257,7 @@ class ChatSession:
     def _forget_cache(self) -> None:
         """A cache is only carried where our own loop serves: others believe that a cache belongs to the prompt."""
         wish = self.drafter.generation_config.speculation_loop
-        is_own = wish in ("auto", "own") and not self.drafter.require_binding().why_no_trees
+        is_own = wish in ("auto", "own") and not self.drafter.require_binding().tree_unsupported_reason
         self._cache = DynamicCache(config=self.target.config) if is_own else None
 
 

@@ -1,7 +1,8 @@
 """Everything we ask of a target model: its parts, its hidden states, one forward pass.
 
-This is the only file that reads a target's insides and the private names of transformers' generation code. A shim here
-says in which version it was needed, so that it can be deleted when that version is no longer supported.
+A target's insides are read in this folder and nowhere else: here, in `taps` and, where its weights are packed, in
+`quantized`. Private names of transformers' generation code are `generation/`'s business. What is there for the sake of
+one version of transformers names it, so that it can be deleted when that version is no longer supported.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class TargetBinding:
     """A drafter's hold on one target model.
 
     Finds the decoder layers, taps the residual stream entering the layers the drafter reads, and lends the embedding
-    and the LM head. The target's weights are never copied; nothing is planted on the target but forward hooks, which
-    `close` removes.
+    and the LM head. The target's weights are never copied; nothing stays on the target but forward hooks, which
+    `close` removes. While one of our generations runs, int8 layers compute each token alone (`OneTokenArithmetic`).
 
     Args:
         target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
@@ -55,7 +56,7 @@ class TargetBinding:
         self.aux_layers = config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
-        self.why_no_trees = ""  # set by the self-test: why our own loop must not be used
+        self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
         self.history: Any = None  # what the process has learnt of this pair (`decoding.pair_history`)
         refuse_corrupt_saving(self.model)

@@ -22,7 +22,7 @@ LONGEST_PROBE = 128
 
 @torch.no_grad()
 def probe_tree_verification(binding: TargetBinding) -> None:
-    """Set `binding.masks_by_type` and `binding.why_no_trees` (empty if trees are verified right)."""
+    """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right)."""
     reasons = []
     with binding.masked_attention(), binding.one_token_arithmetic.active():
         for masks_by_type in (None, True, False):
@@ -32,10 +32,10 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                 reasons.append(f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}")
                 continue
             if error <= _tolerance(binding):
-                binding.masks_by_type, binding.why_no_trees = masks_by_type, ""
+                binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
                 return
             reasons.append(f"logits differ by {error:.2g} of their range")
-    binding.why_no_trees = f"the target failed the tree self-test ({reasons[0]})"
+    binding.tree_unsupported_reason = f"the target failed the tree self-test ({reasons[0]})"
 
 
 def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
+from ..target.device_clock import now
 from .data.packing import collate
 from .distillation.evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .distillation.trainer import DistillationModel, packed
@@ -140,9 +140,9 @@ def time_measurement(
         return 0.0
 
     def seconds_of(new_tokens: int) -> float:
-        started = _now(drafter.device)
+        started = now(drafter.device)
         measure_acceptance(drafter, first, replace(settings, max_new_tokens=new_tokens))
-        return _now(drafter.device) - started
+        return now(drafter.device) - started
 
     seconds_of(1)  # pays for kernels and memory
     few, more = seconds_of(1), seconds_of(1 + PROBE_TOKENS)
@@ -198,10 +198,10 @@ def _median_times(
     def seconds_of(work: Work, turn: int) -> float:
         chosen = [rows[(turn * batch_rows + i) % len(rows)] for i in range(batch_rows)]
         batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
-        started = _now(device)
+        started = now(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             work(batch)
-        seconds = _now(device) - started
+        seconds = now(device) - started
         model.zero_grad(set_to_none=True)
         return seconds
 
@@ -211,11 +211,3 @@ def _median_times(
             warming += sum(seconds_of(work, 0) for work in works)
         turns = [[seconds_of(work, 1 + turn) for work in works] for turn in range(PROBE_BATCHES)]
     return [sorted(seconds)[PROBE_BATCHES // 2] for seconds in zip(*turns, strict=True)]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()

@@ -6,7 +6,6 @@ chosen by them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +21,7 @@ from ...compiled.verify import CompiledVerification
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import ConfigurationError
 from ...target.binding import TargetBinding
+from ...target.device_clock import now
 from ...trees.draft_tree import DraftTree
 from ...trees.shape import DraftShape
 from ..pair_caches import PairCaches
@@ -310,12 +310,3 @@ def quantiles(shares: Mapping[int, float], count: int) -> list[int]:
         while len(chosen) < count and (len(chosen) + 0.5) / count <= reached:
             chosen.append(key)
     return chosen + ordered[-1:] * (count - len(chosen))  # shares may sum to a little less
-
-
-def now(device: torch.device) -> float:
-    """Seconds, after everything sent to `device` has been computed."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()

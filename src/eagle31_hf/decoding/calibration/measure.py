@@ -15,12 +15,13 @@ from ...drafter.drafter import Eagle31Drafter
 from ...generation_config import COMPILED_DEPTH
 from ...sampling.logits_processing import ScoreProcessing
 from ...target.binding import TargetBinding
+from ...target.device_clock import now
 from ...trees.shape import DraftShape
 from ..decoder import SpeculativeDecoder
 from ..draft_policy import DraftPlan, RoundState, RoundStats
 from ..request import DecodingRequest
 from ..text import Sequences, StopRules
-from .bare_meter import BareMeter, WidthSeconds, now
+from .bare_meter import BareMeter, WidthSeconds
 from .calibration import Calibration, ContextSeconds
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -1,0 +1,25 @@
+"""How long a call's drafts may get: asked by both loops."""
+
+from __future__ import annotations
+
+from transformers import GenerationConfig
+
+from ..drafter.drafter import Eagle31Drafter
+from ..generation_config import DraftLength
+
+
+def draft_length(drafter: Eagle31Drafter, generation_config: GenerationConfig, *, batch_size: int) -> DraftLength:
+    """How long drafts may get: what the `generate` call asks for, else the drafter's own settings.
+
+    `generate` fills an unset `num_assistant_tokens` with transformers' default before we see it, so that one value
+    counts as unset.
+    """
+    asked = getattr(generation_config, "num_assistant_tokens", None)
+    if asked == GenerationConfig._get_default_generation_params()["num_assistant_tokens"]:
+        asked = None
+    return drafter.generation_config.draft_length(
+        device_type=drafter.device.type,
+        batch_size=batch_size,
+        sampled=bool(generation_config.do_sample),
+        asked=asked,
+    )
