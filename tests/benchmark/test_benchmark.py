@@ -591,6 +591,7 @@ def test_bench_loop_prints_the_ceiling_first_and_json_last(tmp_path):
     last = json.loads(out.splitlines()[-1])
     assert last == json.loads(path.read_text())
     assert (last["prompts"], last["dtype"], last["bench"]) == (1, "float32", "loop")
+    assert {"command", "written", "commit", "eagle31_hf", "torch", "transformers", "processor"} <= last.keys()
     assert all(r["equal_texts"] == 1 for r in last["records"])
 
 

@@ -49,6 +49,16 @@ def software() -> dict[str, Any]:
     }
 
 
+def origin() -> dict[str, Any]:
+    """What it takes to make a record again: command, time, versions, commit, processor."""
+    return {
+        "command": command_line(),
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **software(),
+        "processor": processor_name(),
+    }
+
+
 def commit_of(folder: Path) -> str:
     """Short commit of the checkout `folder` is in, `+` behind it where source differs from it; empty if there is none.
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..benchmark.prompts import read_conversations
+from ..benchmark.provenance import origin
 from ..decoding.adaptive.costs import RoundCosts
 from ..decoding.calibration.calibration import ContextSeconds
 from ..decoding.pair_history import PairHistory
@@ -62,7 +63,7 @@ def doctor(
         folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
     )
     seen = examine(patient, new_tokens=new_tokens, drift=drift or plot is not None)
-    write_json(json_path, {"target": pair.name, **seen.to_dict()})
+    write_json(json_path, {**origin(), "target": pair.name, **seen.to_dict()})
     _show(console, seen)
     if plot is not None and seen.drift:
         plot_drift(seen.drift, plot)
@@ -76,7 +77,7 @@ def _calibrate(console: Console, pair: Pair, json_path: Path | None) -> None:
     compiled = pair.drafter.generation_config.acceleration == "compile"
     with console.status("measuring forwards"):
         measured = PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=compiled)
-    write_json(json_path, {"target": pair.name, "compiled": compiled, **measured.to_dict()})
+    write_json(json_path, {**origin(), "target": pair.name, "compiled": compiled, **measured.to_dict()})
     for each in measured.contexts:
         console.print(_cost_table(each, measured.costs(each.context)))
 

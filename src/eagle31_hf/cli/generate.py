@@ -15,6 +15,7 @@ from rich.console import Console
 from ..benchmark.calls import DIFFERENT
 from ..benchmark.datasets import Prompt, embedded_prompts
 from ..benchmark.pair import measure_pair, pair_settings
+from ..benchmark.provenance import origin
 from ..benchmark.suite import Task
 from ..errors import ConfigurationError
 from . import terminal
@@ -110,7 +111,7 @@ def _show(pair: Pair, shown: Shown, wishes: AnswerSettings, json_path: Path | No
     """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console()
     tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
-    record: dict[str, Any] = {"target": pair.name}
+    record: dict[str, Any] = {**origin(), "target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
     for task in tasks[: shown.streamed]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from ..benchmark.loop_tables import json_line
+from ..benchmark.provenance import origin
 from .options import write_json
 from .pairs import DeviceName
 
@@ -44,6 +45,7 @@ def progress_bar(console: Console) -> Iterator[tuple[Progress, TaskID]]:
 
 
 def finish(json_path: Path | None, record: dict[str, Any]) -> None:
-    """The figures: into the file that was asked for, and as the last line."""
+    """The figures and how they were made: into the file that was asked for, and as the last line."""
+    record = {**origin(), **record}
     write_json(json_path, record)
     typer.echo(json_line(record))
