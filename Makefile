@@ -7,7 +7,7 @@ RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test lint gpu engines
+.PHONY: help demo test lint docs figures gpu engines
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -16,7 +16,7 @@ help:  ## this list
 demo: $(VENV)/.installed  ## set up, then watch the embedded pair write: plain generate against EAGLE
 	@$(BIN)/eagle31 demo
 
-test: lint $(OLDEST)/.installed  ## every check: lint, all tests, the contract tests on the oldest transformers
+test: lint docs $(OLDEST)/.installed  ## every check: lint, docs, all tests, the contract tests on the oldest transformers
 	$(TEST) -m "not engines"
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t; print('oldest supported: transformers', t.__version__)"
 	PYTHONPATH=$(OLDEST) $(TEST) -m contract
@@ -25,6 +25,12 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev  ## the pages as a site, in site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.py)
+	$(BIN)/python docs/figures.py
 
 # One process after the other: what is measured must have the card to itself.
 gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then what to measure on one, into docs/records
@@ -50,7 +56,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -c constraints.txt -e ".[dev,bnb,train,bench,chat,serve]"
+	$(PIP) -c constraints.txt -e ".[dev,docs,bnb,train,bench,chat,serve]"
 	$(PIP) -c constraints.txt --no-deps xgrammar  # it asks for triton: 270 MB of kernels that a CPU has no use for
 	@touch $@ $(VENV)/.installed
 

@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 import typer
 
+from eagle31_hf import plan_memory
 from eagle31_hf.cli import app
+from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.training.settings import TrainingSettings
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 RECIPES = sorted((FOLDER / "recipes").glob("*.sh"))
+INTEGRATIONS = sorted((FOLDER / "integrations").glob("*.py"))
+HOME_LAB = sorted((FOLDER / "homelab").glob("*.sh"))
+PRINTED = {"convert": "read by ['vLLM'", "agent_loop": "tool: book_table"}
 
 
 def arguments_of(example: Path, folder: Path) -> list[str]:
@@ -31,8 +36,12 @@ def arguments_of(example: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [*EXAMPLES, *INTEGRATIONS], ids=lambda path: path.stem)
 def test_example_runs_offline(example, tmp_path):
+    for needed in re.findall(
+        r"^from (langchain_huggingface|llama_index\.llms\.huggingface)", example.read_text(), re.M
+    ):
+        pytest.importorskip(needed)
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(example), *arguments_of(example, tmp_path)],
@@ -43,13 +52,12 @@ def test_example_runs_offline(example, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    expected = "read by ['vLLM'" if example.stem == "convert" else "acceptance length"
-    assert expected in done.stdout
+    assert PRINTED.get(example.stem, "acceptance length") in done.stdout
 
 
 def test_examples_stay_short():
     assert EXAMPLES
-    assert not [path.name for path in EXAMPLES if len(path.read_text().splitlines()) >= 60]
+    assert not [path.name for path in (*EXAMPLES, *INTEGRATIONS) if len(path.read_text().splitlines()) >= 60]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -71,3 +79,36 @@ def test_recipes_are_runs_that_can_be_told(recipe: Path) -> None:
 
 def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 2
+
+
+def told_in(script: Path, command: str) -> tuple[dict, dict[str, str]]:
+    """The options of a script's line with `command`, checked by the command line itself, and the script's defaults."""
+    lines = re.sub(r"\\\n", " ", script.read_text()).splitlines()
+    defaults = dict(re.findall(r"^(\w+)=\$\{\w+:-(.*)\}$", script.read_text(), re.M))
+    (line,) = [line for line in lines if f"eagle31 {command} " in line and not line.startswith("#")]
+    words = shlex.split(line.removesuffix('"$@"'))
+    known = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return known.make_context(command, words[words.index(command) + 1 :]).params, defaults
+
+
+@pytest.mark.parametrize("script", HOME_LAB, ids=lambda path: path.stem)
+def test_home_lab_plans_fit_and_are_what_is_served(script: Path) -> None:
+    """By formula, on the card the script is for: what it plans is what it then serves."""
+    planned, defaults = told_in(script, "plan")
+    served, _ = told_in(script, "serve")
+    assert (served["context"], served["max_batch"]) == (planned["context"], planned["batch"])
+    assert (served["quantization"] == "4bit") == (planned["quantization"] == "bnb-nf4-dq")
+    name = defaults["TARGET"].rpartition("/")[2].removesuffix("-Instruct").replace("-", " ")
+    plan = plan_memory(
+        known_targets()[name].config,
+        quantization=planned["quantization"],
+        card=planned["card"],
+        context=planned["context"],
+        batch=planned["batch"],
+    )
+    assert plan.fits
+    assert os.access(script, os.X_OK)
+
+
+def test_there_are_home_lab_scripts() -> None:
+    assert len(HOME_LAB) == 3

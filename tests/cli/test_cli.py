@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 import subprocess
 import sys
 from io import StringIO
@@ -384,3 +385,9 @@ def test_train_refuses_a_missing_prompt_file_in_one_line(tmp_path):
     missing = tmp_path / "nothing.jsonl"
     result = run("train", TARGET, "--prompts", missing, "--out", tmp_path / "out", code=1)
     assert str(missing.name) in result.output
+
+
+def test_serve_says_that_a_port_is_taken_before_it_loads_anything():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        told = run("serve", "--target", "nowhere", "--port", other.getsockname()[1], code=1)
+    assert "give another --port" in " ".join(told.output.split())

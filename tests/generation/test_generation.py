@@ -640,6 +640,13 @@ def test_a_block_ends_at_the_first_stop() -> None:
     assert text.live_rows() == []
 
 
+def test_a_rule_may_answer_with_a_plain_bool() -> None:
+    """As LlamaIndex's does; stock generate takes it, too."""
+    rules: list[Any] = [lambda input_ids, scores: bool(input_ids[0][-1] == 7), lambda *_: False]
+    text = sequences(StopRules(max_length=20, others=rules), rows=1)
+    assert text.append(0, [5, 7, 8]) == 2
+
+
 def test_end_of_sequence_and_padding() -> None:
     text = sequences(StopRules(max_length=20, eos_ids=frozenset({2})))
     assert text.append(0, [5, 2, 6]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,7 @@ def serve(
     uvicorn = _import_uvicorn()
     _check_reach(host, api_key)
     console = make_console()
+    listening = _listen(host, port)  # before loading: a port that is taken should not cost a model
     pair = load_pair(source, drafting, batch=max_batch, on_plan=lambda plan: print_decision(console, plan))
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
@@ -54,13 +56,11 @@ def serve(
     )
     console.print(
         f"{name}: {settings.max_rows} texts at once, {settings.context:,} tokens each, "
-        f"http://{host}:{port}/v1 (Ctrl-C to stop)",
+        f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=True,
     )
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=max(1, int(grace)), access_log=False
-    )
-    uvicorn.Server(config).run()
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, int(grace)), access_log=False)
+    uvicorn.Server(config).run(sockets=[listening])
 
 
 def _import_uvicorn() -> Any:
@@ -88,6 +88,23 @@ def _check_reach(host: str, api_key: str | None) -> None:
             f"--host {host} can be reached from other machines; give a key that clients have to show (--api-key, or "
             f"EAGLE31_API_KEY in the environment), or listen on 127.0.0.1"
         )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections from now on; they wait until the server is up."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port} ({error.strerror}); give another --port, 0 for a free one, or an "
+            "address of this machine as --host"
+        ) from error
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _context(pair: Pair, source: PairSource) -> int:

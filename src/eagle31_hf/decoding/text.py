@@ -144,8 +144,8 @@ class Sequences:
         prefix = self.prefix(row)
         scores = tuple(step[None] for step in self.scores[row][: len(self.new[row])]) or None
         try:
-            # Every rule is asked, as `generate` does: some keep count.
-            return any([bool(rule(prefix, scores).any()) for rule in self.rules.others])  # type: ignore[arg-type]
+            # Every rule is asked, as `generate` does: some keep count. A plain bool is an answer, too.
+            return any([bool(torch.as_tensor(rule(prefix, scores)).any()) for rule in self.rules.others])  # type: ignore[arg-type]
         except Exception as error:
             blame_caller(error)
             raise
