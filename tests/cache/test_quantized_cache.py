@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from eagle31_hf.memory.activation_bytes import packed_cache_bytes, unpacked_laye
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import decoder_shape
 from helpers import CONFIGS, demo_tokenizer, drafter_of, left_padded, oracle_drafts, prompts_for, target_of, wishes
+from matrix import WHOLE, pairwise
 
 PACKED = tuple(CODES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -446,12 +448,13 @@ def assert_same_text(found: Tensor, plain: Tensor, logits: list[list[Tensor]]) -
             assert step[plain[b, at]] - step[row[at]] < 1e-3 * (step.max() - step.min()), (b, at)
 
 
-CELLS = [(name, shape, kind) for name in ("llama", "mistral", "gemma3", "gpt_neox", "mixtral") for shape in SHAPES
-         for kind in PACKED]  # fmt: skip
+CELLS = [
+    *itertools.product(WHOLE, SHAPES, PACKED, (1, 3)),
+    *pairwise(("mistral", "gpt_neox", "mixtral"), [*SHAPES], [*PACKED], (1, 3)),
+]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize(("name", "shape", "kind"), CELLS)
+@pytest.mark.parametrize(("name", "shape", "kind", "batch_size"), CELLS)
 def test_drafting_does_not_change_the_text(name: str, shape: str, kind: str, batch_size: int) -> None:
     prompts = prompts_for(name, batch_size, seed=batch_size)
     plain, logits = plain_text(name, prompts, kind)

@@ -79,7 +79,6 @@ def test_switching_in_every_round_writes_the_plain_text(name: str, shape: str, r
     assert stats_of(name).fallbacks == []
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize(("rows", "acceleration"), [(1, "eager"), (1, "compile"), (3, "compile")])
 @pytest.mark.parametrize("schedule", STEERED)
 @pytest.mark.parametrize("shape", ["chain", "dynamic"])

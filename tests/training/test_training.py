@@ -550,9 +550,10 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
         folder.mkdir()
         # Without mpirun, `--cpu` starts one process whatever it is told; `--multi_gpu` starts as many as asked, and
         # the script's `use_cpu` puts them on gloo.
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-        launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        launch += ["--multi_gpu", "--main_process_port", "0"] if processes > 1 else ["--cpu"]
+        launch = [sys.executable]
+        if processes > 1:
+            launch += ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+            launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu", "--main_process_port", "0"]
         command = [*launch, str(script), str(Path(__file__).parent), str(folder), str(batch), str(processes)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

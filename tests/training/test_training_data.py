@@ -507,46 +507,37 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
             train_drafter(replace(told, **wrong))
 
 
-JOINT_RUN = """
-import sys, torch
-from pathlib import Path
-from eagle31_hf.demo import target_path
-from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.train import train_drafter
-torch.set_num_threads(1)
-train_drafter(TrainingSettings(
-    target=str(target_path()), prompts=(sys.argv[1],), out=Path(sys.argv[2]), batch_rows=int(sys.argv[3]),
-    temperature=(0.0,),  # what is drawn depends on which rows are written together
-    max_new_tokens=6, max_length=32, draft_vocab_size=256, epochs=1.0, eval_steps=9, device="cpu", dtype="float32",
-))
-"""
+def joint_run(rows: str, out: str, batch_rows: int) -> None:
+    train_drafter(TrainingSettings(
+        target=str(target_path()), prompts=(rows,), out=Path(out), batch_rows=batch_rows,
+        temperature=(0.0,),  # what is drawn depends on which rows are written together
+        max_new_tokens=6, max_length=32, draft_vocab_size=256, epochs=1.0, eval_steps=9, device="cpu", dtype="float32",
+    ))  # fmt: skip
 
 
 @pytest.mark.slow
 def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
-    reports, vocabularies = [], []
-    for processes in (1, 2):
-        out = tmp_path / str(processes)
-        command = [sys.executable, "-c", JOINT_RUN, str(rows), str(out), str(2 // processes)]
-        shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-        running = [
-            subprocess.Popen(
-                command, env={**os.environ, **shared, "RANK": str(i), "LOCAL_RANK": str(i)} if processes > 1 else None,
-                stderr=subprocess.PIPE, text=True,
-            )
-            for i in range(processes)
-        ]  # fmt: skip
-        for process in running:
-            assert process.wait(300) == 0, process.stderr.read()[-3000:]
-        reports.append(json.loads((out / "training_report.json").read_text()))
-        vocabularies.append((out / "draft_vocabulary.json").read_text())
-    one, two = reports
+    joint_run(str(rows), str(tmp_path / "1"), batch_rows=2)
+    run = f"import sys, {Path(__file__).stem} as test; test.joint_run(*sys.argv[1:], batch_rows=1)"
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    shared |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", run, str(rows), str(tmp_path / "2")],
+            env={**os.environ, **shared, "RANK": str(i), "LOCAL_RANK": str(i)}, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    for process in running:
+        assert process.wait(300) == 0, process.stderr.read()[-3000:]  # type: ignore[union-attr]
+    one, two = (json.loads((tmp_path / name / "training_report.json").read_text()) for name in ("1", "2"))
     for name in ("rows", "tokens", "supervised_tokens", "coverage"):
         assert one["plan"][name] == two["plan"][name], name
     assert one["plan"]["stages"][0]["steps"] == two["plan"]["stages"][0]["steps"]
+    vocabularies = [(tmp_path / name / "draft_vocabulary.json").read_text() for name in ("1", "2")]
     assert vocabularies[0] == vocabularies[1]
     assert two["stages"][0]["loss"] == pytest.approx(one["stages"][0]["loss"], rel=1e-3)
     assert (tmp_path / "2" / "data" / "conversations-1.jsonl").exists()

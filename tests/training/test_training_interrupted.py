@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from eagle31_hf.cli import app
 from eagle31_hf.demo import target_path
 
 pytestmark = [
@@ -30,17 +33,23 @@ CHAT = [
 ]
 
 
-def start(out: Path, *options: str) -> subprocess.Popen:
+def words_for(out: Path, *options: str) -> list[str]:
+    """What `eagle31` is told."""
     rows = out.parent / "rows.jsonl"
+    rows.parent.mkdir(exist_ok=True)
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT}) for i in range(10)))
     told: dict[str, Any] = {
         "prompts": rows, "out": out, "regenerate": "none", "max-length": 48, "draft-vocab-size": 256, "batch-rows": 2,
         "max-steps": STEPS, "eval-steps": 1, "patience": 99, "device": "cpu", "dtype": "float32",
     }  # fmt: skip
-    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", "train", str(target_path())]
-    command += [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    return ["train", str(target_path()), *words, *options]
+
+
+def start(out: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", *words_for(out, *options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([*command, *options], env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -62,16 +71,6 @@ def losses(out: Path) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "out"
-    process = start(out)
-    said = finish(process)
-    assert process.returncode == 0, said[-2000:]
-    assert list(losses(out)) == list(range(1, STEPS + 1))
-    return out
-
-
 def fill_the_disk(process: subprocess.Popen) -> None:
     """From now on no file of it can grow past 64 KiB, which a checkpoint is larger than."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
@@ -84,25 +83,26 @@ INTERRUPTIONS: dict[str, Callable[[subprocess.Popen], None]] = {
 }
 
 
-@pytest.mark.parametrize("interruption", INTERRUPTIONS)
-def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(
-    interruption: str, uninterrupted: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    process = start(out)
-    wait_for(out / "stage1" / "checkpoint-2", process)  # while its files are being written
-    INTERRUPTIONS[interruption](process)
-    said = finish(process)
-    assert process.returncode != 0
-    if interruption == "full disk":
-        told = " ".join(said.split())
-        assert "cannot be written" in told, said[-2000:]
-        assert "Traceback" not in told, said[-2000:]
-    assert not (out / "model.safetensors").exists(), "it was stopped before its end"
-    resumed = start(out, "--resume")
-    said = finish(resumed)
-    assert resumed.returncode == 0, said[-2000:]
-    assert losses(out) == losses(uninterrupted)
-    made, wanted = (load_file(folder / "model.safetensors") for folder in (out, uninterrupted))
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    """One run is stopped in each way, later every time, and told to go on."""
+    whole, out = tmp_path / "whole" / "out", tmp_path / "stopped" / "out"
+    for step, (interruption, stop) in enumerate(INTERRUPTIONS.items(), 2):
+        process = start(out, *(["--resume"] if step > 2 else []))
+        wait_for(out / "stage1" / f"checkpoint-{step}", process)  # while its files are being written
+        stop(process)
+        said = finish(process)
+        assert process.returncode != 0, interruption
+        if interruption == "full disk":
+            told = " ".join(said.split())
+            assert "cannot be written" in told, said[-2000:]
+            assert "Traceback" not in told, said[-2000:]
+        assert not (out / "model.safetensors").exists(), "it was stopped before its end"
+    torch.set_num_threads(1)  # as in the processes
+    for words in (words_for(whole), words_for(out, "--resume")):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output[-2000:]
+    assert list(losses(whole)) == list(range(1, STEPS + 1))
+    assert losses(out) == losses(whole)
+    made, wanted = (load_file(folder / "model.safetensors") for folder in (out, whole))
     assert made.keys() == wanted.keys()
     assert all(made[name].equal(wanted[name]) for name in wanted)
