@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.errors import IncompatibleTargetError
-from helpers import CONFIGS, left_padded, random_drafter, random_prompts, random_target, seeded
+from helpers import CONFIGS, left_padded, random_drafter, random_prompts, random_target
 
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
 TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
@@ -55,34 +54,6 @@ def test_an_invented_keyword_gets_plains_answer() -> None:
     with pytest.raises(ValueError, match="pixel_value") as ours:
         greedy(model, inputs, assistant_model=drafter)
     assert str(ours.value) == str(plain.value)
-
-
-@pytest.mark.parametrize("kind", ["prefix", "prompt", "lora", "lora by row"])
-def test_adapters_write_what_they_write_alone(kind: str) -> None:
-    peft = pytest.importorskip("peft")
-    model = random_target(CONFIGS["llama"](), seed=5)
-    drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    config = {
-        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    }.get(kind, lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False))()
-    with seeded(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tuned = peft.get_peft_model(model, config).eval()
-        if kind in ("prefix", "prompt"):
-            with torch.no_grad():
-                for parameter in tuned.prompt_encoder.parameters():
-                    parameter.mul_(20)
-        inputs: dict[str, Any] = left_padded(random_prompts(2 if kind == "lora by row" else 1, seed=4))
-        if kind == "lora by row":
-            inputs["adapter_names"] = ["default", "__base__"]
-        untuned = greedy(model, {k: v for k, v in left_padded(random_prompts(1, seed=4)).items()})
-        plain = greedy(tuned, inputs)
-        ours = greedy(tuned, inputs, assistant_model=drafter)
-    assert torch.equal(ours, plain)
-    if kind != "lora by row":
-        assert kind == "lora" or not torch.equal(plain, untuned), "or nothing is tested"
-    assert drafter.stats.loop == ("own" if kind == "lora" else "plain")
 
 
 @pytest.mark.parametrize(("before", "after"), [("float32", "float64"), ("bfloat16", "float32")])

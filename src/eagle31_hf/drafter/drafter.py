@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from ..target.self_test import probe_tree_verification
 from .default_config import default_config
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network, RotaryTables
+from .not_copied import NotCopiedList
 from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packed_linear, packed_tensors
 
 
@@ -53,8 +55,8 @@ class Eagle31Drafter(Eagle31Network):
         self._last_stats = LastStats()
         self.memory_plan: MemoryPlan | None = None
         self._checkpoint_origin: dict[str, Any] = {}
-        # A list hides the target from nn.Module: it must not become our submodule, be saved or be moved with us.
-        self._bindings: list[TargetBinding] = _NotCopied()
+        # A list hides the target from nn.Module: it must not become our submodule, be saved, moved or copied with us.
+        self._bindings: list[TargetBinding] = NotCopiedList()
         self._head_rows: list[Tensor | nn.Module] = []
         self.packing: PackingScheme | None = None
         self._draft_ids: Tensor | None = None
@@ -182,7 +184,7 @@ class Eagle31Drafter(Eagle31Network):
             config=self.config,
             tensors=self.canonical_tensors(),
             format=self._checkpoint_origin.get("format", "plain"),
-            metadata=self._checkpoint_origin.get("metadata", {}),
+            metadata=dict(self.metadata),
             scheme=self.packing,
             packed=packed_tensors(self),
         )
@@ -244,6 +246,11 @@ class Eagle31Drafter(Eagle31Network):
             prepare_upload(folder, repo_id, license=license), HubTarget(repo_id, message=commit_message, **options)
         )
 
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What its `config.json` says beside the network: training run, target it was made for, …"""
+        return self._checkpoint_origin.get("metadata", {})
+
     def name_target(self, name_or_path: str) -> None:
         """Write down that this drafter is for the attached target, found at `name_or_path`.
 
@@ -255,7 +262,7 @@ class Eagle31Drafter(Eagle31Network):
         model: PreTrainedModel = self.require_binding().model
         architectures = list(model.config.architectures or [type(model).__name__])
         named = {TARGET_MODEL: {"name_or_path": name_or_path, "architectures": architectures}}
-        self._checkpoint_origin["metadata"] = {**self._checkpoint_origin.get("metadata", {}), **named}
+        self._checkpoint_origin["metadata"] = {**self.metadata, **named}
 
     # --- target --------------------------------------------------------------------------------------------------
 
@@ -286,7 +293,7 @@ class Eagle31Drafter(Eagle31Network):
         """Let go of the target: hooks removed, nothing shared any more."""
         for binding in self._bindings:
             binding.close()
-        self._bindings, self._head_rows = _NotCopied(), []
+        self._bindings, self._head_rows = NotCopiedList(), []
 
     def _bind(self, binding: TargetBinding) -> None:
         rows = None
@@ -298,7 +305,7 @@ class Eagle31Drafter(Eagle31Network):
                 raise
         self.detach()
         probe_tree_verification(binding)
-        self._bindings = _NotCopied([binding])
+        self._bindings = NotCopiedList([binding])
         self._head_rows = [] if rows is None else [self._packed_rows(rows.to(self.device, self.dtype))]
 
     def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
@@ -367,16 +374,6 @@ class Eagle31Drafter(Eagle31Network):
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:
         super().load_canonical(tensors)
         self._draft_ids = None
-
-
-class _NotCopied(list):
-    """A drafter that is copied or pickled leaves its target behind: the twin is to be attached."""
-
-    def __deepcopy__(self, memo: dict) -> _NotCopied:
-        return _NotCopied()
-
-    def __reduce__(self) -> tuple[type[_NotCopied], tuple[()]]:  # type: ignore[override]
-        return _NotCopied, ()
 
 
 PLANNED_PACKING = {"full": None, "int8": PackingScheme("int8"), "nf4": PackingScheme("nf4", double_quant=True)}

@@ -20,6 +20,7 @@ from ..memory.allocator import advise_once
 from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
 from .call import Call
+from .changed_target import tell_of_changes
 from .named_assistants import load_named_assistant, teach_pipelines
 from .own_loop import write_own
 from .refusals import check_before_work
@@ -93,6 +94,7 @@ def _serve(call: Call, stock: Callable) -> Any:
     route = choose_route(call)
     stats = call.drafter.stats = SpeculationStats(loop=route.loop, reason=route.reason)
     advise_once(call.input_ids.device)
+    tell_of_changes(call.drafter)
     _compare_with_plan(call, stats)
     _log_once(route)
     if route.loop == "own":

@@ -15,20 +15,12 @@ from transformers.pipelines import base as pipelines
 
 from ..checkpoints import holds_drafter
 from ..drafter.drafter import Eagle31Drafter
+from ..drafter.not_copied import NotCopiedDict
 from ..errors import UnsupportedGenerationError
 
 KEPT_AT = "_eagle31_named_drafters"
+"""Where a target keeps its drafters by name, so that they go when it goes. A copy of the target has none."""
 _loading_one = threading.Lock()
-
-
-class _NamedDrafters(dict):
-    """A target's drafters by name, kept with it so that they go when it goes. A copy of the target has none."""
-
-    def __deepcopy__(self, memo: dict) -> _NamedDrafters:
-        return _NamedDrafters()
-
-    def __reduce__(self) -> tuple[type[_NamedDrafters], tuple[()]]:  # type: ignore[override]
-        return _NamedDrafters, ()
 
 
 def load_named_assistant(model: Any, generation_mode_kwargs: dict[str, Any]) -> None:
@@ -54,7 +46,7 @@ def drafter_called(name: str | os.PathLike[str], model: Any) -> Eagle31Drafter:
     """The drafter of that name, attached to `model`; loaded at the first call."""
     key = os.fspath(name)
     with _loading_one:
-        drafters: dict[str, Eagle31Drafter] = vars(model).setdefault(KEPT_AT, _NamedDrafters())
+        drafters: dict[str, Eagle31Drafter] = vars(model).setdefault(KEPT_AT, NotCopiedDict())
         if key not in drafters:
             drafters[key] = Eagle31Drafter.from_pretrained(key, target=model)
         return drafters[key]
