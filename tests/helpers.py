@@ -29,7 +29,7 @@ from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeco
 from eagle31_hf.decoding.draft_policy import DraftPlan, RoundState, RoundStats
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
-from eagle31_hf.generation import hooks
+from eagle31_hf.generation import own_loop
 from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.trees.draft_tree import DraftTree
@@ -241,7 +241,7 @@ def switching_policies() -> Iterator[list[SwitchingPolicy]]:
         made.append(SwitchingPolicy(wish.shape, seed=len(made)))
         return made[-1]
 
-    with mock.patch.object(hooks, "choose_policy", choose):
+    with mock.patch.object(own_loop, "choose_policy", choose):
         yield made
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+NOT_A_NUMBER = "the drafter's scores are no numbers (NaN); the rest of the text is written without it"
+
 
 @dataclass(frozen=True)
 class DraftEvent:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.decoding.adaptive_policy import AdaptivePolicy
 from eagle31_hf.decoding.draft_backoff import DraftBackoff
-from eagle31_hf.decoding.draft_policy import DraftPlan
+from eagle31_hf.decoding.draft_policy import DraftPlan, RoundState, RoundStats
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
+from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.generation import hooks
+from eagle31_hf.generation import own_loop
 from eagle31_hf.trees.draft_tree import DraftTree
 from helpers import (
     CHEAP_DRAFTS,
@@ -193,9 +200,9 @@ def test_a_text_that_repeats_itself_is_drafted_from() -> None:
 
 def test_uncalibrated_drafts_are_those_of_before() -> None:
     seen: list[Any] = []
-    choose = hooks.choose_policy
+    choose = own_loop.choose_policy
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "choose_policy", lambda *told: seen.append(choose(*told)) or seen[-1])
+        patch.setattr(own_loop, "choose_policy", lambda *told: seen.append(choose(*told)) or seen[-1])
         for schedule in ("constant", "calibrated", "pid", "heuristic"):
             with wishes(drafter_of("llama"), num_assistant_tokens_schedule=schedule):
                 write(1)
@@ -217,3 +224,96 @@ def test_impossible_bounds(fields: dict[str, Any], told: str) -> None:
     fields = {"num_assistant_tokens_schedule": "pid"} | fields
     with wishes(drafter_of("llama"), **fields), pytest.raises(ConfigurationError, match=told):
         write(1)
+
+
+# --- a drafter that is broken, and one that rests ---------------------------------------------------------------------
+
+
+@contextmanager
+def broken_from(eagle: Eagle31Drafter, call: int) -> Iterator[None]:
+    """From its n-th call on the drafter's head gives NaN."""
+    head, calls = eagle.draft_logits, itertools.count(1)
+
+    def logits(hidden: Tensor) -> Tensor:
+        sound = head(hidden)
+        return sound if next(calls) < call else torch.full_like(sound, float("nan"))
+
+    with mock.patch.object(eagle, "draft_logits", logits):
+        yield
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("call", [1, 12])
+@pytest.mark.parametrize(("loop", "shape"), [("stock", "chain"), *(("own", shape) for shape in SHAPES)])
+def test_a_drafter_of_nan_is_done_without(loop: str, shape: str, call: int, caplog: pytest.LogCaptureFixture) -> None:
+    rows = (1,) if loop == "stock" else (1, 3)
+    with wishes(drafter_of("llama"), num_assistant_tokens=3, speculation_loop=loop, **SHAPES[shape]) as eagle:
+        for count in rows:
+            with broken_from(eagle, call):
+                assert torch.equal(write(count), write(count, plain=True))
+            assert eagle.stats.events[-1].what == "stop"
+            assert sum(eagle.stats.drafted_at[:1]) < count * NEW_TOKENS / 2, "the rest was written without it"
+            for top_k in (0, 7):  # two ways to draw
+                with broken_from(eagle, call), seeded(3):
+                    write(count, do_sample=True, top_k=top_k)
+            assert eagle.stats.events[-1].what == "stop"
+            assert eagle.stats.new_tokens == count * NEW_TOKENS
+    assert "NaN" in caplog.text
+
+
+def test_graphs_of_nan_are_done_without() -> None:
+    for sampled, top_k in ((False, 0), (True, 0), (True, 7)):
+        with wishes(drafter_of("llama"), num_assistant_tokens=3, acceleration="compile") as eagle:
+            with broken_from(eagle, 12), seeded(3):
+                text = write(1, do_sample=sampled, top_k=top_k)
+            assert eagle.stats.events[-1].what == "stop"
+        assert sampled or torch.equal(text, write(1, plain=True))
+
+
+@pytest.mark.parametrize("acceleration", ["eager", "compile"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_a_rest_passed_over_is_read_at_once(rows: int, acceleration: str) -> None:
+    """The drafter then drafts what it would have drafted without a rest."""
+    drafts: dict[bool, list[list[int]]] = {}
+    reads: list[int] = []
+
+    class RestsTwelveRounds:
+        def __init__(self) -> None:
+            self.rounds = 0
+
+        def next_draft(self, state: RoundState) -> DraftPlan:
+            plan = DraftPlan.skip() if self.rounds < 12 else DraftPlan(state.largest)
+            return replace(plan, skips=not reads_on) if plan.skips else plan
+
+        def record(self, stats: RoundStats) -> None:
+            self.rounds += 1
+
+    class Watching(RoundWrapper):
+        def draft(self, batch: RoundBatch) -> DraftTree:
+            tree = super().draft(batch)
+            if tree.size > 1:
+                drafts[reads_on].append(tree.tokens.flatten().tolist())
+            return tree
+
+    for reads_on in (True, False):
+        drafts[reads_on] = []
+        reads.clear()
+        with (
+            wishes(drafter_of("llama"), num_assistant_tokens=3, acceleration=acceleration),
+            mock.patch.object(own_loop, "choose_policy", side_effect=lambda *_: RestsTwelveRounds()),
+            mock.patch.object(DraftSession, "read", counting(DraftSession.read, reads)),
+            wrapped_rounds(Watching),
+        ):
+            write(rows)
+    assert 12 in reads, "one pass over all of the rest"
+    assert drafts[True] == drafts[False]
+
+
+def counting(read: Callable[..., Any], widths: list[int]) -> Callable[..., Any]:
+    """`DraftSession.read`, and how many positions it read each time."""
+
+    def counted(self: DraftSession, tokens: Tensor, *rest: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return read(self, tokens, *rest)
+
+    return counted

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import grow_tree
+from ..drafter.propose import draw_draft, grow_tree
 from ..drafter.session import DraftState, NextTokenProbs
-from ..sampling.draw import draw
 from ..sampling.logits_processing import DraftWarping
 from ..trees.draft_tree import DraftTree, Proposal, to_target_ids
 from ..trees.shape import DraftShape
@@ -167,7 +166,7 @@ def chain_step(drafter: Eagle31Drafter, depth: int, sampling: ChainSampling) -> 
                 assert numbers is not None
                 drawn_from.append(sampling.distribution(logits[:, -1], ids))
                 probs, support = drawn_from[-1]
-                choices.append(draw(probs, numbers=numbers[:, k])[:, None])
+                choices.append(draw_draft(probs, numbers[:, k])[:, None])
                 tokens.append(to_target_ids(choices[-1], support))
             else:
                 tokens.append(to_target_ids(logits[:, -1].argmax(-1)[:, None], ids))

@@ -57,7 +57,9 @@ class CompiledRound:
         plan, depth = batch.plan, batch.draft_depth
         if plan is None or depth < 1 or plan.tokens is not None:
             return self.eager.draft(batch)
+        self.eager.reads_later = False
         with self.clock.phase("draft"):
+            self.drafting.session.catch_up()
             tree = None
             if made is not None and _serves(made.shape, plan.shape):
                 tree = made.to_tree(batch.roots, depth, self.drafter.draft_ids)
@@ -121,7 +123,9 @@ class CompiledRound:
             session.commit(made.state, made.rotary, counts, made.width)
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
-        if aux is not None:
+        if self.eager.reads_later:
+            self.eager.absorb(tokens, aux)
+        elif aux is not None:
             with self.clock.phase("draft"):
                 self.drafting.absorb(*absorbed(tokens, aux))
 

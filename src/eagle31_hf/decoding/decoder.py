@@ -8,8 +8,10 @@ stand still in it until few are left.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from ..drafter.drafter import Eagle31Drafter
 from ..sampling.acceptance import Acceptance
 from ..sampling.draw import draw
-from ..stats import PhaseClock
+from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
 from .carried_cache import CacheExport
@@ -29,6 +31,8 @@ from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
 from .request import DecodingRequest
 from .round import Accepted, Round, RoundBatch, Written
+
+logger = logging.getLogger(__name__)
 
 
 def make_round(
@@ -175,7 +179,14 @@ class SpeculativeDecoder:
         self.stage = Stage.VERIFY
         verified = self.round.verify(tree)
         accepted = self.round.accept(tree, verified, batch)
-        paths, emitted = sync_accepted(tree, accepted.acceptance)
+        paths, emitted, is_broken = sync_accepted(tree, accepted.acceptance, self._is_broken(tree, batch))
+        if is_broken:
+            is_lossless = tree.proposal is None  # else it was judged by a distribution that is none
+            if not is_lossless:
+                self.caches.forget_round()
+            self._stop_drafting()
+            if not is_lossless:
+                return self.step()
         self._collect_scores(accepted, verified.logits, paths, batch)
         written = Written(paths, self._write(emitted, batch))
         self.stage = Stage.COMMIT
@@ -183,6 +194,24 @@ class SpeculativeDecoder:
         if self._goes_on:
             self.round.commit(accepted, verified, written)
         self._after_round(batch)
+
+    def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor | None:
+        """Whether the drafter's scores were no numbers, as a tensor; `None` where it has made no draft."""
+        session, plan = self.caches.drafter, batch.plan
+        if session is None or plan is None or plan.tokens is not None or tree.size == 1:
+            return None
+        # A softmax with one NaN in it has nothing else.
+        shown = session.root.logits[:, 0, :1] if tree.proposal is None else tree.proposal.probs[..., 0]
+        return shown.isnan().any()
+
+    def _stop_drafting(self) -> None:
+        """No drafter for the rest of the text."""
+        stats = self.request.stats
+        stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))
+        logger.warning("eagle31: %s", NOT_A_NUMBER)
+        self.caches.drafter = None
+        self.largest = self.largest.reduced_to(0, is_tree=False)
+        self.use_rounds(compiled=False)
 
     def _batch(self) -> RoundBatch:
         return RoundBatch(self.sequences, list(self.rows), self.unfinished_rows(), self.roots)
@@ -249,6 +278,8 @@ class SpeculativeDecoder:
     def export_rows(self, leaving: Sequence[int], end: CacheExport) -> None:
         """Give away the caches of rows that have ended."""
         self.stage, session = Stage.EXPORT, self.caches.drafter
+        if session is not None:
+            session.catch_up()
         end.take(leaving, self.rows, self.caches.target, None if session is None else session.cache)
         self.stage = Stage.COMMIT
 
@@ -278,15 +309,23 @@ class SpeculativeDecoder:
                 self.sequences.logits[row].extend(logits.float() for _, logits in taken)
 
 
-def sync_accepted(tree: DraftTree, acceptance: Acceptance) -> tuple[list[list[int]], list[list[int]]]:
-    """The round's one wait for the device: accepted nodes and new tokens per row, past the row's end too."""
-    packed = torch.cat(
-        (acceptance.length[:, None], acceptance.bonus[:, None], acceptance.path, tree.tokens), dim=1
-    ).tolist()
+class SyncedRound(NamedTuple):
+    """Accepted nodes and new tokens per row, past the row's end too; whether what the drafter made is of no use."""
+
+    paths: list[list[int]]
+    emitted: list[list[int]]
+    is_broken: bool
+
+
+def sync_accepted(tree: DraftTree, acceptance: Acceptance, is_broken: Tensor | None = None) -> SyncedRound:
+    """The round's one wait for the device."""
+    broken = torch.zeros_like(acceptance.length) if is_broken is None else is_broken.expand_as(acceptance.length)
+    columns = (broken[:, None], acceptance.length[:, None], acceptance.bonus[:, None], acceptance.path, tree.tokens)
+    packed = torch.cat(columns, dim=1).tolist()
     paths: list[list[int]] = []
     emitted: list[list[int]] = []
-    for count, bonus, *rest in packed:
+    for _, count, bonus, *rest in packed:
         nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
         paths.append(nodes)
         emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
-    return paths, emitted
+    return SyncedRound(paths, emitted, bool(packed[0][0]))

@@ -38,9 +38,11 @@ class EagerRound:
         self.binding = drafter.require_binding()
         self.acceptor = Acceptor(request)
         self._verify = Verification(self.binding, caches.target)
+        self.reads_later = False  # this round's drafts are not the drafter's, so that it need not be up to date
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
+        self.reads_later = plan is not None and (plan.skips or plan.tokens is not None)
         with self.clock.phase("draft"):
             if plan is None or depth < 1:
                 return DraftTree.chain(batch.roots[:, None])
@@ -48,6 +50,7 @@ class EagerRound:
                 return given_chain(batch, plan.tokens, depth)
             if session is None:
                 return DraftTree.chain(batch.roots[:, None])
+            session.catch_up()
             return propose(session, batch, self.request, self.drafter)
 
     def verify(self, tree: DraftTree) -> TargetOutput:
@@ -67,7 +70,11 @@ class EagerRound:
         session = self.caches.drafter
         if session is not None and aux is not None:
             with self.clock.phase("draft"):
-                session.absorb(*absorbed(tokens, aux))
+                ids, states, counts = absorbed(tokens, aux)
+                if self.reads_later and min(counts) == max(counts):
+                    session.put_off(ids, states)
+                else:
+                    session.absorb(ids, states, counts)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.caches.select_rows(rows)

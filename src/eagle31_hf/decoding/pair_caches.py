@@ -86,7 +86,9 @@ class PairCaches:
 
     def forget_round(self) -> None:
         """Take back what an unfinished round has written: nothing of it was committed."""
-        self.rollback(self.target.lengths, [] if self.drafter is None else self.drafter.cache.lengths)
+        self.target.rollback(self.target.lengths)
+        if self.drafter is not None:
+            self.drafter.forget_draft()
 
     def release(self) -> None:
         """Give back what can be made again."""

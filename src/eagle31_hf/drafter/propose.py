@@ -74,7 +74,7 @@ def propose_chain(
         ranked, support = _ranked(session, state.logits[:, 0], scores, tokens[1:])  # (B, S)
         if sample or length.min_confidence:
             following = state.next_token if scores is None else NextTokenProbs.of(ranked)
-            choice = following.argmax if numbers is None else draw(following.probs, numbers=numbers[:, step])
+            choice = following.argmax if numbers is None else draw_draft(following.probs, numbers[:, step])
             if sample:
                 choices.append(choice[:, None])
                 drawn_from.append((following.probs, support))
@@ -92,6 +92,11 @@ def propose_chain(
         state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
     proposal = Proposal.of_levels(choices, *zip(*drawn_from, strict=True)) if sample else None
     return DraftTree.chain(torch.stack(tokens, 1), proposal)
+
+
+def draw_draft(probs: Tensor, numbers: Tensor) -> Tensor:
+    """`draw`, but any token where `probs` are NaN: the decoder sees that and lets the draft go."""
+    return draw(probs, numbers=numbers).clamp_(max=probs.shape[-1] - 1)
 
 
 def chain_numbers(logits: Tensor, depth: int, scores: DraftScores | None) -> Tensor:

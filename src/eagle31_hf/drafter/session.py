@@ -81,6 +81,7 @@ class DraftSession:
         )
         self._root: DraftState | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None  # (B, depths, d) from the present lengths on
+        self._unread: list[tuple[Tensor, Tensor]] = []  # arguments of `absorb` that were put off
 
     @property
     def has_root(self) -> bool:
@@ -102,6 +103,31 @@ class DraftSession:
             counts: valid positions per row, first come; a row with 0 keeps its state.
             read: what stands in for `read` of this session.
         """
+        if self._unread:
+            self.catch_up()
+        self._absorb(tokens, aux, counts, read=read)
+
+    def put_off(self, tokens: Tensor, aux: Tensor) -> None:
+        """Absorb this later, together with what follows, for as long as nothing is drafted: one pass costs as much as
+        a token of it would.
+
+        Args:
+            tokens, aux: as `absorb` takes them; all positions of all rows are valid.
+        """
+        waiting = sum(before.shape[1] for before, _ in self._unread)
+        if waiting + tokens.shape[1] > min(MOST_UNREAD, self.cache.block):
+            self.catch_up()
+        self._unread.append((tokens, aux))
+
+    def catch_up(self) -> None:
+        """Absorb what was put off."""
+        if not self._unread:
+            return
+        tokens, aux = (torch.cat(parts, 1) for parts in zip(*self._unread, strict=True))
+        self._absorb(tokens, aux, [tokens.shape[1]] * tokens.shape[0])
+        self._unread.clear()  # not before: this may run out of memory, and is then tried again
+
+    def _absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
         width = tokens.shape[1]
         cos, sin = self.rotary_ahead(width)
@@ -164,8 +190,15 @@ class DraftSession:
         return DraftState(self.drafter.draft_logits(normed), feedback)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Truncate rows to these lengths of the drafter's cache. `root` stays what it was until the next `absorb`."""
+        """Truncate rows to these lengths of the drafter's cache, and forget what was put off. `root` stays what it was
+        until the next `absorb`."""
+        self._unread.clear()
         self.cache.rollback(lengths)
+        self._rotary = None
+
+    def forget_draft(self) -> None:
+        """Take back what a draft has written: nothing of it was committed."""
+        self.cache.rollback(self.cache.lengths)
         self._rotary = None
 
     def _decode(
@@ -214,6 +247,7 @@ class DraftSession:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
+        self.catch_up()
         self.cache.select_rows(rows)
         self._rotary = None
         if self._root is not None:
@@ -241,3 +275,6 @@ ROTARY_AHEAD = 64
 
 SLAB = 4096
 """Caches longer than this grow by it, so that a generous `max_new_tokens` costs no memory before it is used."""
+
+MOST_UNREAD = 64
+"""Positions that may be put off: as many as a long rest passes over."""

@@ -20,7 +20,7 @@ from ..drafter.propose import DraftScores, propose_chain
 from ..drafter.session import DraftSession
 from ..generation_config import DraftLength
 from ..sampling.logits_processing import ScoreProcessing
-from ..stats import SpeculationStats
+from ..stats import NOT_A_NUMBER, DraftEvent, SpeculationStats
 from .draft_length import draft_length
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,16 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self._drafted = self._length_up_to_eos(tokens)
         tokens = tokens[None, : self._drafted].to(input_ids.device)
         logits = torch.stack(sampled[: self._drafted], dim=1) if tree.proposal is not None else None
+        if bool((self._session.root.logits if logits is None else logits).isnan().any()):
+            return self._stop(input_ids)
         return torch.cat((input_ids, tokens), dim=1), logits
+
+    def _stop(self, input_ids: Tensor) -> tuple[Tensor, None]:
+        """The drafter's scores are no numbers: nothing more is drafted."""
+        self._session, self._has_given_up, self._drafted = None, True, 0
+        self.stats.events.append(DraftEvent(self.stats.new_tokens, "stop", NOT_A_NUMBER))
+        logger.warning("eagle31: %s", NOT_A_NUMBER)
+        return input_ids, None
 
     def _draft_scores(self, input_ids: Tensor, seen: list[Tensor]) -> DraftScores:
         """Processed draft scores, a copy of which over the whole vocabulary goes to `seen`."""
