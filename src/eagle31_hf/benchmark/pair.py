@@ -70,8 +70,9 @@ def measure_pair(
 
     run = BenchmarkRun(drafter, tasks, settings, note=keep)
     calls: list[CallRecord] = []
+    num_turns = len(run.turns)
     for count, turn in enumerate(run.measure(), 1):
         calls += turn
-        on_turn(count / len(run.turns))
+        on_turn(count / num_turns)
     facts = {**run_facts(drafter, tokenizer, names), "settings": dict(settings_facts(settings))}
     return summarise(Records("this run", facts | {"prompts": [task.prompt.id for task in tasks]}, calls, notes))

@@ -28,6 +28,19 @@ class Spread:
         return cls(median(values), min(values), max(values), interval)
 
 
+def times_text(spread: Spread | None) -> str:
+    """`"1.85×"`; empty where there is none."""
+    return "" if spread is None else f"{spread.median:.2f}×"
+
+
+def spread_texts(spread: Spread | None) -> tuple[str, str]:
+    """Smallest to largest, and the interval; empty where there is none."""
+    if spread is None:
+        return "", ""
+    interval = "" if spread.interval is None else f"{spread.interval[0]:.2f}–{spread.interval[1]:.2f}"
+    return f"{spread.low:.2f}–{spread.high:.2f}", interval
+
+
 def speeds(calls: Iterable[CallRecord]) -> dict[int, float]:
     """Tokens per second of each repeat, all its prompts together."""
     tokens: Counter[int] = Counter()

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from .comparing import ComparedRuns
 from .loop_tables import make_table, without_empty_columns
-from .ratios import Spread
+from .ratios import spread_texts, times_text
 from .record_file import Records
 from .summary import MethodSummary, RunSummary, Setting, exact_text
 
@@ -49,9 +49,9 @@ def speed_table(setting: Setting, methods: list[MethodSummary]) -> Table:
             method.method,
             f"{method.tok_per_s.median:.1f}",
             speedup_text(method),
-            *_spread_texts(method.speedup),
-            _times(method.by_compiler),
-            _times(method.by_drafter) if method.drafts and has_compiled else "",
+            *spread_texts(method.speedup),
+            times_text(method.by_compiler),
+            times_text(method.by_drafter) if method.drafts and has_compiled else "",
             "" if method.ceiling is None else f"{method.ceiling:.2f}×",
             "" if accepts is None else f"{accepts:.2f}",
         )
@@ -62,17 +62,6 @@ def speedup_text(method: MethodSummary) -> Text:
     if method.speedup is None:
         return Text("refused", style="bold red")
     return Text(f"{method.speedup.median:.2f}×", style="bold")
-
-
-def _spread_texts(spread: Spread | None) -> tuple[str, str]:
-    if spread is None:
-        return "", ""
-    interval = "" if spread.interval is None else f"{spread.interval[0]:.2f}–{spread.interval[1]:.2f}"
-    return f"{spread.low:.2f}–{spread.high:.2f}", interval
-
-
-def _times(spread: Spread | None) -> str:
-    return "" if spread is None else f"{spread.median:.2f}×"
 
 
 def text_table(setting: Setting, methods: list[MethodSummary]) -> Table:
@@ -104,7 +93,7 @@ def category_table(setting: Setting, methods: list[MethodSummary]) -> Table:
         for method in drafting:
             part = method.categories.get(name)
             accepts = "" if part is None or part.acceptance_length is None else f" ({part.acceptance_length:.2f})"
-            cells.append("" if part is None else f"{_times(part.speedup) or 'refused'}{accepts}")
+            cells.append("" if part is None else f"{times_text(part.speedup) or 'refused'}{accepts}")
         table.add_row(name, *cells)
     return table
 

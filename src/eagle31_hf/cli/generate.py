@@ -62,7 +62,7 @@ def generate(
     messages = (question,) if system is None else ({"role": "system", "content": system}, question)
     console = make_console()
     pair = load_pair(source, drafting, on_plan=lambda plan: print_decision(console, plan))
-    wishes = AnswerSettings(max_new_tokens, temperature)
+    answer = AnswerSettings(max_new_tokens, temperature)
     if seed is not None:
         torch.manual_seed(seed)
     shown = Shown(
@@ -72,7 +72,7 @@ def generate(
         compare=compare,
         compiled=source.acceleration == "compile",
     )
-    _show(pair, shown, wishes, json_path)
+    _show(pair, shown, answer, json_path)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -107,7 +107,7 @@ class Shown:
     compiled: bool = False
 
 
-def _show(pair: Pair, shown: Shown, wishes: AnswerSettings, json_path: Path | None) -> None:
+def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | None) -> None:
     """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console()
     tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
@@ -115,35 +115,35 @@ def _show(pair: Pair, shown: Shown, wishes: AnswerSettings, json_path: Path | No
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
     for task in tasks[: shown.streamed]:
-        _stream(console, pair, task, wishes)
+        _stream(console, pair, task, answer)
     console.print()
     console.print(terminal.legend())
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if shown.compare:
-        record |= _measure(console, pair, tasks, shown, wishes)
+        record |= _measure(console, pair, tasks, shown, answer)
     else:
         console.print(terminal.stats_line(pair.drafter.stats))
     write_json(json_path, record)
 
 
-def _stream(console: Console, pair: Pair, task: Task, wishes: AnswerSettings) -> None:
+def _stream(console: Console, pair: Pair, task: Task, answer: AnswerSettings) -> None:
     console.print()
     for message in task.prompt.messages:
         console.print(f"{message['role']}: {message['content']}", style="dim", markup=False)
     streamer = terminal.AcceptanceStreamer(pair.tokenizer, console, label="assistant: ")
     ids = task.ids[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    write(pair, inputs, wishes, with_drafter=True, streamer=streamer)
+    write(pair, inputs, answer, with_drafter=True, streamer=streamer)
 
 
 def _measure(
-    console: Console, pair: Pair, tasks: Sequence[Task], shown: Shown, wishes: AnswerSettings
+    console: Console, pair: Pair, tasks: Sequence[Task], shown: Shown, answer: AnswerSettings
 ) -> dict[str, Any]:
     settings = pair_settings(
         pair.drafter,
-        new_tokens=max(wishes.max_new_tokens, FEWEST_MEASURED_TOKENS),
-        temperature=wishes.temperature,
+        new_tokens=max(answer.max_new_tokens, FEWEST_MEASURED_TOKENS),
+        temperature=answer.temperature,
         repeats=REPEATS,
         compiled=shown.compiled,
     )
@@ -168,4 +168,4 @@ def _measure(
     for line in terminal.pair_notes(summary):
         console.print(line)
     greedy_wrong = any(method.verdicts[DIFFERENT] for method in summary.methods)
-    return {**summary.to_dict(), "same_text": None if wishes.samples else not greedy_wrong}
+    return {**summary.to_dict(), "same_text": None if answer.samples else not greedy_wrong}

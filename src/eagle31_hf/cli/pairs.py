@@ -123,9 +123,9 @@ class Drafting:
         """Set what was asked for; the rest stays as it is, as a memory plan may have decided it."""
         asked = {"num_assistant_tokens": self.draft_tokens, "draft_tree_size": self.tree_size}
         asked["draft_top_k"] = self.tree_width if self.tree_width > 1 else None
-        for wish, value in asked.items():
+        for name, value in asked.items():
             if value is not None:
-                setattr(drafter.generation_config, wish, value)
+                setattr(drafter.generation_config, name, value)
         drafter.generation_config.check()
 
 
@@ -227,11 +227,11 @@ def encode(pair: Pair, conversation: Messages) -> dict[str, Tensor]:
 
 
 def write(
-    pair: Pair, inputs: dict[str, Tensor], wishes: AnswerSettings, *, with_drafter: bool, streamer: Any = None
+    pair: Pair, inputs: dict[str, Tensor], answer: AnswerSettings, *, with_drafter: bool, streamer: Any = None
 ) -> Tensor:
     """New tokens `(n,)` for one prompt."""
     assistant = {"assistant_model": pair.drafter} if with_drafter else {}
-    output = pair.target.generate(**inputs, **wishes.to_generate(), **assistant, streamer=streamer)  # type: ignore[operator]
+    output = pair.target.generate(**inputs, **answer.to_generate(), **assistant, streamer=streamer)  # type: ignore[operator]
     return output[0, inputs["input_ids"].shape[1] :]
 
 
@@ -286,16 +286,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def device_named(wish: DeviceName) -> str:
-    """The device a wish means on this machine.
+def device_named(name: DeviceName) -> str:
+    """The device a name means on this machine.
 
     Raises:
         ConfigurationError: it has no such device.
     """
-    if wish == "auto":
+    if name == "auto":
         if torch.cuda.is_available():
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
-    if (wish == "cuda" and not torch.cuda.is_available()) or (wish == "mps" and not torch.backends.mps.is_available()):
-        raise ConfigurationError(f"this machine has no {wish} device; use --device cpu or auto")
-    return wish
+    if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
+        raise ConfigurationError(f"this machine has no {name} device; use --device cpu or auto")
+    return name

@@ -120,20 +120,20 @@ class _Server:
         """`POST /v1/chat/completions`."""
         self._check_key(request)
         call = parse_chat(parse_json(await self._body(request)))
-        self._check_model(call.wishes.model)
+        self._check_model(call.options.model)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.of_chat, call)
         writer = ChatWriter(self.settings.model, self.engine.tokenizer, texts)
-        return await self._answer(request, texts.requests, writer, call.wishes.stream, call.wishes.include_usage)
+        return await self._answer(request, texts.requests, writer, call.options.stream, call.options.include_usage)
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         self._check_key(request)
         call = parse_completion(parse_json(await self._body(request)))
-        self._check_model(call.wishes.model)
+        self._check_model(call.options.model)
         requests = await asyncio.to_thread(self.translator.of_completion, call)
         writer = CompletionWriter(self.settings.model, self.engine.tokenizer, call, len(requests))
-        return await self._answer(request, requests, writer, call.wishes.stream, call.wishes.include_usage)
+        return await self._answer(request, requests, writer, call.options.stream, call.options.include_usage)
 
     async def _answer(
         self, request: Request, texts: Sequence[TextRequest], writer: AnswerWriter, stream: bool, include_usage: bool

@@ -14,7 +14,7 @@ from .engine import Engine, TooLongError
 from .grammar import Grammar, GrammarCompiler
 from .prompts import encode_chat
 from .requests import Sampling, TextRequest
-from .wire import DEFAULT_COMPLETION_TOKENS, ChatCall, CompletionCall, Wishes
+from .wire import DEFAULT_COMPLETION_TOKENS, CallOptions, ChatCall, CompletionCall
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class CallTranslator:
         names = [tool["function"]["name"] for tool in call.tools]
         try:
             prompt = encode_chat(
-                self._tokenizer, call.messages, tools=call.tools, **call.wishes.extras.chat_template_kwargs
+                self._tokenizer, call.messages, tools=call.tools, **call.options.extras.chat_template_kwargs
             )
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
         end = str(self._tokenizer.decode(prompt[-8:])).rstrip()
-        requests = self._choices(prompt, call.wishes, call.top_logprobs, self._grammar(call))
+        requests = self._choices(prompt, call.options, call.top_logprobs, self._grammar(call))
         return ChatTexts(requests, end.endswith(OPEN_THOUGHT), names, call.top_logprobs is not None)
 
     def of_completion(self, call: CompletionCall) -> list[TextRequest]:
@@ -75,13 +75,13 @@ class CallTranslator:
             ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             if any(token >= vocabulary for token in ids):
                 raise ApiError(f"a token id is {max(ids)}; wanted ids below {vocabulary}", param="prompt")
-            texts += self._choices(ids, call.wishes, call.top_logprobs, None, DEFAULT_COMPLETION_TOKENS)
+            texts += self._choices(ids, call.options, call.top_logprobs, None, DEFAULT_COMPLETION_TOKENS)
         return texts
 
     def _choices(
         self,
         prompt: Sequence[int],
-        wishes: Wishes,
+        options: CallOptions,
         top_logprobs: int | None,
         grammar: Grammar | None,
         usual_tokens: int | None = None,
@@ -92,23 +92,23 @@ class CallTranslator:
                 f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}", longest
             )
         room = longest - len(prompt)
-        sampling = self._sampling(wishes)
+        sampling = self._sampling(options)
         return [
             TextRequest(
                 prompt=tuple(prompt),
-                max_new_tokens=wishes.max_new_tokens or min(usual_tokens or room, room),
+                max_new_tokens=options.max_new_tokens or min(usual_tokens or room, room),
                 sampling=_for_choice(sampling, index),
-                stop=wishes.stop,
-                ignore_eos=wishes.extras.ignore_eos,
+                stop=options.stop,
+                ignore_eos=options.extras.ignore_eos,
                 top_logprobs=top_logprobs,
                 grammar=grammar,
             )
-            for index in range(wishes.choices)
+            for index in range(options.choices)
         ]
 
-    def _sampling(self, wishes: Wishes) -> Sampling:
+    def _sampling(self, options: CallOptions) -> Sampling:
         """What was asked for; what was not is as `generate` of the target has it."""
-        numbers, extras, usual = wishes.numbers, wishes.extras, self._usual
+        numbers, extras, usual = options.numbers, options.extras, self._usual
         own = usual.temperature if usual.do_sample else 0.0
         temperature = (1.0 if own is None else own) if numbers.temperature is None else numbers.temperature
         samples = usual.do_sample and numbers.temperature is None

@@ -18,7 +18,7 @@ def encode_chat(
     messages: Sequence[Message],
     *,
     tools: Sequence[dict[str, Any]] | None = None,
-    **template_wishes: Any,
+    **template_options: Any,
 ) -> list[int]:
     """Token ids of a chat up to where the answer begins.
 
@@ -26,7 +26,7 @@ def encode_chat(
 
     Args:
         tools: JSON schemas of functions the model may call.
-        template_wishes: passed on to the template, e.g. `enable_thinking=False`.
+        template_options: passed on to the template, e.g. `enable_thinking=False`.
 
     Raises:
         ConfigurationError: the template cannot be made to hold these messages or tools, or there is no template and
@@ -46,7 +46,7 @@ def encode_chat(
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
-            **template_wishes,
+            **template_options,
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error

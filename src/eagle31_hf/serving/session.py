@@ -170,11 +170,11 @@ class ChatSession:
     def _generate(self, ids: list[int], max_new_tokens: int, streamer: BaseStreamer) -> int:
         """Write the answer; returns how long the whole text then is."""
         prompt = torch.tensor([ids], device=self.drafter.require_binding().input_device)
-        wishes: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": False}
         if self.temperature > 0:
-            wishes = {"do_sample": True, "temperature": self.temperature}
+            options = {"do_sample": True, "temperature": self.temperature}
         if self._cache is not None:
-            wishes |= {"past_key_values": self._cache, "return_dict_in_generate": True}
+            options |= {"past_key_values": self._cache, "return_dict_in_generate": True}
         output = self.target.generate(  # type: ignore[operator]
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -182,7 +182,7 @@ class ChatSession:
             assistant_model=self.drafter,
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([self._stop]),
-            **wishes,
+            **options,
         )
         return output.shape[1] if isinstance(output, Tensor) else output.sequences.shape[1]
 
@@ -256,8 +256,8 @@ class ChatSession:
 
     def _forget_cache(self) -> None:
         """A cache is only carried where our own loop serves: others believe that a cache belongs to the prompt."""
-        wish = self.drafter.generation_config.speculation_loop
-        is_own = wish in ("auto", "own") and not self.drafter.require_binding().tree_unsupported_reason
+        asked = self.drafter.generation_config.speculation_loop
+        is_own = asked in ("auto", "own") and not self.drafter.require_binding().tree_unsupported_reason
         self._cache = DynamicCache(config=self.target.config) if is_own else None
 
 

@@ -46,7 +46,7 @@ class Numbers(BaseModel):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class CallOptions:
     """What chats and completions have in common."""
 
     model: str
@@ -77,7 +77,7 @@ class ChatCall:
         top_logprobs: `None` for no log-probabilities.
     """
 
-    wishes: Wishes
+    options: CallOptions
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
     forced_tools: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class ChatCall:
 class CompletionCall:
     """A body of `/v1/completions`: texts or token ids to go on with."""
 
-    wishes: Wishes
+    options: CallOptions
     prompts: list[str | list[int]]
     top_logprobs: int | None = None
 
@@ -115,7 +115,7 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
     Raises:
         ApiError: a field is missing, of the wrong type or out of range, or asks for what is not served.
     """
-    wishes = _wishes(told, _chat_types())
+    options = _call_options(told, _chat_types())
     _refuse(told, functions="pass tools instead", function_call="pass tool_choice instead", audio="only text is served")
     messages = [_message(message, i) for i, message in enumerate(told["messages"])]
     if not messages:
@@ -125,7 +125,7 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
     if told.get("top_logprobs") is not None and not asks:
         raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
     return ChatCall(
-        wishes, messages, tools, forced, _schema(told), (wishes.numbers.top_logprobs or 0) if asks else None
+        options, messages, tools, forced, _schema(told), (options.numbers.top_logprobs or 0) if asks else None
     )  # fmt: skip
 
 
@@ -136,13 +136,13 @@ def parse_completion(told: dict[str, Any]) -> CompletionCall:
         ApiError: as `parse_chat`.
     """
     prompts = _prompts(told.get("prompt"))
-    wishes = _wishes(told, _completion_types())
+    options = _call_options(told, _completion_types())
     _refuse(told, suffix="only texts that go on are written", echo="the prompt is not repeated")
-    if (told.get("best_of") or 1) > wishes.choices:
+    if (told.get("best_of") or 1) > options.choices:
         raise ApiError("best_of is not served; ask for n and choose", param="best_of")
-    if len(prompts) * wishes.choices > MAX_CHOICES:
-        raise ApiError(f"{len(prompts)} prompts of n={wishes.choices}; wanted {MAX_CHOICES} texts at most", param="n")
-    return CompletionCall(wishes, prompts, told.get("logprobs"))
+    if len(prompts) * options.choices > MAX_CHOICES:
+        raise ApiError(f"{len(prompts)} prompts of n={options.choices}; wanted {MAX_CHOICES} texts at most", param="n")
+    return CompletionCall(options, prompts, told.get("logprobs"))
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -174,7 +174,7 @@ def _completion_types() -> TypeAdapter:
     return TypeAdapter(CompletionCreateParamsNonStreaming)
 
 
-def _wishes(told: dict[str, Any], types: TypeAdapter) -> Wishes:
+def _call_options(told: dict[str, Any], types: TypeAdapter) -> CallOptions:
     stream = told.get("stream") or False
     if not isinstance(stream, bool):
         raise ApiError(f"stream is {stream!r}; wanted true or false", param="stream", code="invalid_type")
@@ -187,7 +187,7 @@ def _wishes(told: dict[str, Any], types: TypeAdapter) -> Wishes:
         raise from_validation(error) from error
     for name in read:
         _check_all(read[name], name)
-    return Wishes(
+    return CallOptions(
         model=told["model"],
         stream=stream,
         include_usage=bool((told.get("stream_options") or {}).get("include_usage")),

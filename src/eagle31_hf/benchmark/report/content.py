@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ratios import Spread
+from ..ratios import spread_texts, times_text
 from ..record_file import Records
 from ..run_tables import run_notes
 from ..summary import MethodSummary, RunSummary, Setting, exact_text, summarise
@@ -112,25 +112,14 @@ def _speeds(methods: Sequence[MethodSummary]) -> DataTable:
             method.method,
             f"{method.tok_per_s.median:.1f}",
             "refused" if method.speedup is None else f"{method.speedup.median:.2f}×",
-            *_spread(method.speedup),
-            _times(method.by_compiler),
-            _times(method.by_drafter) if method.drafts else "",
+            *spread_texts(method.speedup),
+            times_text(method.by_compiler),
+            times_text(method.by_drafter) if method.drafts else "",
             "" if accepts is None else f"{accepts:.2f}",
             exact_text(method.verdicts),
         )
         rows.append(cells)
     return _filled("Speed against plain generate", headings, rows)
-
-
-def _spread(spread: Spread | None) -> tuple[str, str]:
-    if spread is None:
-        return "", ""
-    interval = "" if spread.interval is None else f"{spread.interval[0]:.2f}–{spread.interval[1]:.2f}"
-    return f"{spread.low:.2f}–{spread.high:.2f}", interval
-
-
-def _times(spread: Spread | None) -> str:
-    return "" if spread is None else f"{spread.median:.2f}×"
 
 
 def _reading(methods: Sequence[MethodSummary]) -> DataTable:

@@ -140,15 +140,15 @@ def measure_acceptance(
 ) -> dict[str, AcceptanceCounts]:
     """Acceptance by category: `generate` drafts a chain of `settings.depth` for every prompt.
 
-    The drafter's own run-time wishes are put back afterwards.
+    The drafter's own run-time settings are put back afterwards.
 
     Args:
         on_prompts: called with (prompts done, prompts in all) before each batch.
     """
-    wishes = drafter.generation_config
+    config = drafter.generation_config
     was_training = drafter.training
-    before = (wishes.num_assistant_tokens, wishes.draft_top_k)
-    wishes.num_assistant_tokens, wishes.draft_top_k = settings.depth, 1
+    before = (config.num_assistant_tokens, config.draft_top_k)
+    config.num_assistant_tokens, config.draft_top_k = settings.depth, 1
     drafter.eval()
     found: dict[str, AcceptanceCounts] = {}
     done = 0
@@ -163,7 +163,7 @@ def measure_acceptance(
                 counts.add(_generate(drafter, batch, settings))
                 done += len(batch)
     finally:
-        wishes.num_assistant_tokens, wishes.draft_top_k = before
+        config.num_assistant_tokens, config.draft_top_k = before
         drafter.train(was_training)
     return found
 
