@@ -33,6 +33,8 @@ def test_a_conversation_with_commands(tmp_path):
                  "got /wrong", "got temperature 'warm'", "temperature 0.7", "Be brief.", "written to",
                  "cannot read 'nowhere.json'", "--memory auto", "/thoughts"):  # fmt: skip
         assert told in " ".join(out.split()), told
+    mistake = out.partition("got /wrong")[2].partition("got temperature")[0]
+    assert {"/load,", "/temperature,", "/quit"} <= set(mistake.split()), "a command's name is not torn at the edge"
     assert '"Be brief."' in path.read_text()
     assert "never read" not in out
 

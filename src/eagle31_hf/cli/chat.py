@@ -104,7 +104,7 @@ class Chat:
             except Leave:
                 return
             except Eagle31Error as error:
-                self.console.print(terminal.error_line(error), soft_wrap=True)
+                self.console.print(terminal.error_line(error))
 
     def take(self, line: str) -> None:
         """One line: a command, or something to answer."""
