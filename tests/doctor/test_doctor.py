@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
+from eagle31_hf.doctor import examination
 from eagle31_hf.doctor.drift import CONDITIONS, plot_drift, summarise
 from eagle31_hf.doctor.examination import DEPTH, Patient, examine, preflight, probe_drift
 from eagle31_hf.doctor.losslessness import Difference, GreedyComparison, _chi_square, compare_greedy, compare_sampling
@@ -53,10 +55,11 @@ def written(target: Any, prompts: list[dict[str, Tensor]]) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def many(target: Any) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Forty held-out prompts and what the target writes after them: what small differences take to be told."""
+def many(target: Any) -> list[TargetText]:
+    """What the target writes after forty held-out prompts: what small differences take to be told."""
     prompts = [{"input_ids": torch.tensor([ids])} for ids in prompts_for("demo-target", 40)]
-    return [target.generate(**p, do_sample=False, max_new_tokens=NEW_TOKENS)[0] for p in prompts], prompts
+    written = [target.generate(**p, do_sample=False, max_new_tokens=NEW_TOKENS)[0] for p in prompts]
+    return texts_for(attached(target), written, prompts)
 
 
 def attached(target: Any, **fields: Any) -> Eagle31Drafter:
@@ -183,24 +186,22 @@ def _by_hand(drafter: Eagle31Drafter, text: TargetText, start: int, depth: int) 
     ids=["layers one low", "layers one high", "feedback not normed", "residual normed"],
 )
 def test_a_wrong_configuration_is_named(
-    planted: dict[str, Any], named: dict[str, Any], target: Any, many: tuple[list[Tensor], list[dict[str, Tensor]]]
+    planted: dict[str, Any], named: dict[str, Any], target: Any, many: list[TargetText]
 ) -> None:
     drafter = attached(target, **planted)
-    texts = texts_for(drafter, *many)
     readings = other_readings(drafter.config, len(drafter.require_binding().layers))
-    best = score_readings(drafter, texts, readings, depth=DEPTH)[0]
+    best = score_readings(drafter, many, readings, depth=DEPTH)[0]
     assert best.is_better
     assert best.reading.fields == named
 
 
 @pytest.mark.slow
-def test_the_right_configuration_is_left_alone(target: Any, many: tuple[list[Tensor], list[dict[str, Tensor]]]) -> None:
+def test_the_right_configuration_is_left_alone(target: Any, many: list[TargetText]) -> None:
     drafter = attached(target)
-    texts = texts_for(drafter, *many)
     readings = other_readings(drafter.config, len(drafter.require_binding().layers))
-    assert not [score for score in score_readings(drafter, texts, readings, depth=DEPTH) if score.is_better]
-    replays = [replay(drafter, text, depth=DEPTH) for text in texts]
-    assert not score_vocabulary(drafter, texts, replays).is_wrong
+    assert not [score for score in score_readings(drafter, many, readings, depth=DEPTH) if score.is_better]
+    replays = [replay(drafter, text, depth=DEPTH) for text in many]
+    assert not score_vocabulary(drafter, many, replays).is_wrong
 
 
 @pytest.mark.parametrize("plant", ["shifted", "ids for offsets"])
@@ -218,8 +219,12 @@ def test_a_wrong_draft_vocabulary_is_named(
     assert score_vocabulary(drafter, texts, replays).is_wrong
 
 
-def test_a_fine_tuned_target_is_named(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_fine_tuned_target_is_named(
+    target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Acceptance far below the drafter's own training report."""
+    few = functools.partial(compare_sampling, samples=100)  # what is drawn is not what this is about
+    monkeypatch.setattr(examination, "compare_sampling", few)
     report = {"stages": [{"acceptance": {"all": {"acceptance_length": 4.5}}}]}
     (tmp_path / "training_report.json").write_text(json.dumps(report))
     tuned = hf.AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32).eval()
