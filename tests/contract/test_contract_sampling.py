@@ -326,7 +326,6 @@ def test_rows_are_drawn_independently() -> None:
     assert same < 0.5
 
 
-@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["good", "adversarial"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -337,7 +336,6 @@ def test_switching_in_every_round_keeps_the_distribution(shape: str, name: str) 
         assert_follows("t1", lambda seed: sample(name, "t1", wish, batch=250, runs=8000, seed=seed))
 
 
-@pytest.mark.contract
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["calibrated", "pid", "heuristic"])
 def test_schedules_keep_the_distribution(schedule: str) -> None:
