@@ -21,7 +21,7 @@ from eagle31_hf.benchmark.record_file import Records
 from eagle31_hf.benchmark.records import add_up
 from eagle31_hf.benchmark.summary import summarise
 from eagle31_hf.checkpoints import read_checkpoint
-from eagle31_hf.cli import app, generate, terminal
+from eagle31_hf.cli import app, generate, pairs, terminal
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts
 from eagle31_hf.demo import drafter_path, target_path
 from eagle31_hf.errors import CheckpointNotFoundError
@@ -391,3 +391,9 @@ def test_serve_says_that_a_port_is_taken_before_it_loads_anything():
     with socket.create_server(("127.0.0.1", 0)) as other:
         told = run("serve", "--target", "nowhere", "--port", other.getsockname()[1], code=1)
     assert "give another --port" in " ".join(told.output.split())
+
+
+def test_the_schedule_asked_for_reaches_the_drafter():
+    with wishes(drafter_of("llama"), num_assistant_tokens_schedule="constant") as eagle:
+        pairs.Drafting(schedule="pid").apply_to(eagle)
+        assert eagle.generation_config.num_assistant_tokens_schedule == "pid"

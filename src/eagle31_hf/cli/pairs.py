@@ -118,11 +118,15 @@ class Drafting:
     draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
     tree_width: int = field(default=1, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
     tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree.", min=2))
+    schedule: Literal["constant", "calibrated", "pid", "heuristic"] = field(
+        default="constant", metadata=option("How the draft length follows what is accepted; not in serve.")
+    )
 
     def apply_to(self, drafter: Eagle31Drafter) -> None:
         """Set what was asked for; the rest stays as it is, as a memory plan may have decided it."""
-        asked = {"num_assistant_tokens": self.draft_tokens, "draft_tree_size": self.tree_size}
+        asked: dict[str, Any] = {"num_assistant_tokens": self.draft_tokens, "draft_tree_size": self.tree_size}
         asked["draft_top_k"] = self.tree_width if self.tree_width > 1 else None
+        asked["num_assistant_tokens_schedule"] = self.schedule
         for name, value in asked.items():
             if value is not None:
                 setattr(drafter.generation_config, name, value)

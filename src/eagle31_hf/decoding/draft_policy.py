@@ -37,7 +37,7 @@ class DraftPlan:
     """What to draft in one round.
 
     Attributes:
-        shape: depth 0 drafts nothing; the drafter goes on reading, so that it is up to date when its turn comes.
+        shape: depth 0 drafts nothing; what is written meanwhile the drafter reads when its turn comes.
         tokens: drafts that are there already instead of the drafter's, one chain per row of `RoundState.rows`, of any
             length up to `shape.depth` (prompt lookup).
         skips: nothing is drafted because it would be in vain (`stats.skipped_rounds` counts these).
