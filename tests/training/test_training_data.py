@@ -469,7 +469,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(tmp_path: Path, 
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
         max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
-        dtype="float32", stage2_share=0.5, push="owner/drafter", license="mit",
+        dtype="float32", stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit",
     )  # fmt: skip
     report = train_drafter(told)
     assert [stage.name for stage in report.stages] == ["stage1", "stage2"]
@@ -511,7 +511,8 @@ def joint_run(rows: str, out: str, batch_rows: int) -> None:
     train_drafter(TrainingSettings(
         target=str(target_path()), prompts=(rows,), out=Path(out), batch_rows=batch_rows,
         temperature=(0.0,),  # what is drawn depends on which rows are written together
-        max_new_tokens=6, max_length=32, draft_vocab_size=256, epochs=1.0, eval_steps=9, device="cpu", dtype="float32",
+        max_new_tokens=6, max_length=32, draft_vocab_size=256, epochs=1.0, eval_steps=9, eval_new_tokens=4,
+        device="cpu", dtype="float32",
     ))  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -40,7 +41,7 @@ def words_for(out: Path, *options: str) -> list[str]:
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT}) for i in range(10)))
     told: dict[str, Any] = {
         "prompts": rows, "out": out, "regenerate": "none", "max-length": 48, "draft-vocab-size": 256, "batch-rows": 2,
-        "max-steps": STEPS, "eval-steps": 1, "patience": 99, "device": "cpu", "dtype": "float32",
+        "max-steps": STEPS, "eval-steps": 1, "eval-new-tokens": 4, "patience": 99, "device": "cpu", "dtype": "float32",
     }  # fmt: skip
     words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
     return ["train", str(target_path()), *words, *options]
@@ -92,6 +93,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> 
         stop(process)
         said = finish(process)
         assert process.returncode != 0, interruption
+        if interruption == "SIGTERM":
+            assert process.returncode == 128 + signal.SIGTERM
+            assert re.search(r"stopped; kept in .*: stage1 up to step \d; go on .* --resume", said), said[-2000:]
+        else:
+            assert re.search(r"resuming  stage1 up to step \d", said), said[-2000:]
         if interruption == "full disk":
             told = " ".join(said.split())
             assert "cannot be written" in told, said[-2000:]
