@@ -86,7 +86,7 @@ def test_a_measurements_time_follows_from_a_few_tokens(monkeypatch: pytest.Monke
         assert len(prompts) == 2
 
     monkeypatch.setattr(plan, "measure_acceptance", measure)
-    monkeypatch.setattr(plan, "_now", lambda device: clock[0])
+    monkeypatch.setattr(plan, "now", lambda device: clock[0])
     drafter: Any = SimpleNamespace(device="cpu")
     settings = EvaluationSettings(max_new_tokens=100, batch_size=2)
     seconds = time_measurement(drafter, [EvaluationPrompt([1], "a")] * 6, settings)
