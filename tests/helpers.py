@@ -129,7 +129,7 @@ def drafter_of(name: str) -> Eagle31Drafter:
 
 
 @contextmanager
-def wishes(drafter: Eagle31Drafter, **fields: Any) -> Iterator[Eagle31Drafter]:
+def configured(drafter: Eagle31Drafter, **fields: Any) -> Iterator[Eagle31Drafter]:
     """`drafter` with these fields of its `generation_config`, and its own again afterwards."""
     before = {name: getattr(drafter.generation_config, name) for name in fields}
     for name, value in fields.items():
@@ -237,8 +237,8 @@ def switching_policies() -> Iterator[list[SwitchingPolicy]]:
     """While open, every generation of our loop has one, whatever its schedule; those made so far."""
     made: list[SwitchingPolicy] = []
 
-    def choose(_drafter: Any, wish: Any, _stats: Any) -> SwitchingPolicy:
-        made.append(SwitchingPolicy(wish.shape, seed=len(made)))
+    def choose(_drafter: Any, settings: Any, _stats: Any) -> SwitchingPolicy:
+        made.append(SwitchingPolicy(settings.shape, seed=len(made)))
         return made[-1]
 
     with mock.patch.object(own_loop, "choose_policy", choose):

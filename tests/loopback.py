@@ -34,16 +34,16 @@ class Pair(NamedTuple):
     drafter: Eagle31Drafter
     tokenizer: Any
 
-    def text(self, prompt: list[int], **wishes: Any) -> str:
+    def text(self, prompt: list[int], **settings: Any) -> str:
         """What `generate` of the target alone writes after token ids, greedily."""
         ids = torch.tensor([prompt])
-        wishes = {"max_new_tokens": 512 - len(prompt), **wishes}
-        out = self.target.generate(ids, do_sample=False, tokenizer=self.tokenizer, **wishes)[0, len(prompt) :]
+        settings = {"max_new_tokens": 512 - len(prompt), **settings}
+        out = self.target.generate(ids, do_sample=False, tokenizer=self.tokenizer, **settings)[0, len(prompt) :]
         return self.tokenizer.decode(out, skip_special_tokens=True)
 
-    def answer(self, content: str, **wishes: Any) -> str:
+    def answer(self, content: str, **settings: Any) -> str:
         """The same to a user's message."""
-        return self.text(encode_chat(self.tokenizer, [{"role": "user", "content": content}]), **wishes)
+        return self.text(encode_chat(self.tokenizer, [{"role": "user", "content": content}]), **settings)
 
 
 class Served(NamedTuple):

@@ -22,13 +22,13 @@ from helpers import (
     GROUPED,
     assert_same_or_own_tie,
     assert_same_or_tie,
+    configured,
     left_padded,
     oracle_drafts,
     random_drafter,
     random_prompts,
     random_target,
     use_fixed_shapes_only,
-    wishes,
 )
 
 on_a_card = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -59,7 +59,7 @@ def _greedy(drafter: Eagle31Drafter, inputs: dict[str, Tensor], **arguments: Any
 
 def _with_drafts(drafter: Eagle31Drafter, inputs: dict[str, Tensor], plain: Tensor, **fields: Any) -> Tensor:
     """The text with drafts that are right for a while."""
-    with wishes(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
+    with configured(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
         return _greedy(drafter, inputs, assistant_model=drafter)
 
 
@@ -92,7 +92,7 @@ def test_processors_of_prefixes_write_the_plain_text(device: str) -> None:
         inputs = _inputs(rows, device, seed=rows)
         plain = _greedy(drafter, inputs, **how)
         for fields in SHAPES.values():
-            with wishes(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
+            with configured(drafter, **fields), oracle_drafts(plain, inputs["input_ids"].shape[1]):
                 assert torch.equal(_greedy(drafter, inputs, assistant_model=drafter, **how), plain)
             assert drafter.stats is not None
             assert drafter.stats.loop == "own"
@@ -113,7 +113,7 @@ def test_a_static_cache_is_left_to_plain_decoding(device: str) -> None:
 def test_a_cache_in_eight_bits_reads_the_same_with_drafts(kind: str, device: str) -> None:
     drafter = _pair("llama", device)
     inputs = _inputs(2, device)
-    with wishes(drafter, cache_type=kind, **CHAIN):
+    with configured(drafter, cache_type=kind, **CHAIN):
         with oracle_drafts(_greedy(drafter, inputs), inputs["input_ids"].shape[1], right=0):
             truth = _greedy(drafter, inputs, assistant_model=drafter)
         assert drafter.stats is not None
@@ -245,7 +245,7 @@ def test_too_little_memory_costs_steps_and_not_the_text(device: str) -> None:
     ids = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     plain = _greedy(drafter, inputs)
-    with wishes(drafter, **CHAIN):
+    with configured(drafter, **CHAIN):
         meter = AllocatorMeter(torch.device(device)) if device == "cuda" else StorageMeter()
         peak = meter.peak(lambda: _greedy(drafter, inputs, assistant_model=drafter))
         with _scarce(device, int(0.6 * peak)):

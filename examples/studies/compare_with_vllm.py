@@ -97,12 +97,12 @@ def no_ends(target: Any):
         target.generation_config.eos_token_id = before
 
 
-def by_transformers(target: Any, new_tokens: int, drafter: Eagle31Drafter | None, **wishes: Any) -> Way:
-    """Our process: plain `generate`, or with the drafter and these wishes of its `generation_config`."""
+def by_transformers(target: Any, new_tokens: int, drafter: Eagle31Drafter | None, **settings: Any) -> Way:
+    """Our process: plain `generate`, or with the drafter and these settings of its `generation_config`."""
 
     def write(prompts: Sequence[list[int]]) -> Turn:
         assistant = {} if drafter is None else {"assistant_model": drafter}
-        for name, value in wishes.items():
+        for name, value in settings.items():
             setattr(drafter.generation_config, name, value)
         texts, drafted, accepted = [], [], []
         started = time.perf_counter()

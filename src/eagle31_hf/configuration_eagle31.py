@@ -1,4 +1,4 @@
-"""What a drafter's weights are. Run-time wishes (draft length, tree) live on `generation_config`, never here."""
+"""What a drafter's weights are. Run-time settings (draft length, tree) live on `generation_config`, never here."""
 
 from __future__ import annotations
 

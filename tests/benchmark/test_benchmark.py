@@ -38,7 +38,7 @@ from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.target.verify import Verification
 from eagle31_hf.trees.shape import DraftShape
-from helpers import SHARED, drafter_of, random_drafter, random_prompts, target_of, use_fixed_shapes_only, wishes
+from helpers import SHARED, configured, drafter_of, random_drafter, random_prompts, target_of, use_fixed_shapes_only
 
 SPEC = "hidden=32,layers=4,heads=2,kv=1,intermediate=48,vocab=96"
 CHAIN, TREE = DraftShape(4), DraftShape(4, top_k=3, size=14)
@@ -248,7 +248,7 @@ def test_graphs_that_judge_are_overruled_by_the_lot(shape, samples, monkeypatch)
     use_fixed_shapes_only(monkeypatch)
     drafter = random_drafter(random_target(target_config(SPEC), dtype=torch.float32, device="cpu"))
     (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
-    with wishes(drafter, acceleration="compile"):
+    with configured(drafter, acceleration="compile"):
         for chance, length in ((0.0, 1.0), (1.0, 5.0)):
             _, stats = write_synthetic(drafter, prompts, SyntheticRequest(51, shape, (chance,), samples=samples))
             assert stats.acceptance_length == pytest.approx(length)
@@ -373,7 +373,7 @@ def measured():
     done = []
     bench = LoopBenchmark(drafter, tensors(random_prompts(3, longest=8)), wanted, done.append)
     result = bench.run()
-    assert vars(drafter.generation_config) == before, "wishes are put back"
+    assert vars(drafter.generation_config) == before, "settings are put back"
     assert done == pytest.approx([0.25, 0.5, 0.75, 1.0])
     return result
 
@@ -503,14 +503,14 @@ def test_no_prompts_is_an_error(drafter):
 
 @settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 6), st.none() | st.integers(2, 40))
-def test_wished_trees_hold_no_more_than_their_candidates(depth, top_k, size):
-    class Wishing:
+def test_requested_trees_hold_no_more_than_their_candidates(depth, top_k, size):
+    class Requested:
         device = torch.device("cpu")
         generation_config = type(drafter_of("llama").generation_config)(
             num_assistant_tokens=depth, draft_top_k=top_k, draft_tree_size=size
         )
 
-    shape = requested_shape(Wishing, batch_size=1)
+    shape = requested_shape(Requested, batch_size=1)
     assert shape.depth == depth
     assert 2 <= shape.nodes <= (depth + 1 if top_k == 1 else 1 + top_k + top_k**2 * (depth - 1))
 

@@ -13,7 +13,7 @@ from eagle31_hf.benchmark.methods import LoopSettings
 from eagle31_hf.benchmark.plain_compiled import write_plain_compiled
 from eagle31_hf.benchmark.prompts import batches_of
 from eagle31_hf.compiled.graphs import Graphs
-from helpers import FAMILIES, drafter_of, random_prompts, target_of, use_fixed_shapes_only, wishes
+from helpers import FAMILIES, configured, drafter_of, random_prompts, target_of, use_fixed_shapes_only
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
@@ -33,7 +33,7 @@ def test_the_text_is_plain_decodings(name, rows, monkeypatch):
     use_fixed_shapes_only(monkeypatch)
     drafter, batch = drafter_of(name), batch_of(rows)
     monkeypatch.setattr(drafter, "decode", lambda *_: pytest.fail("the drafter is not run"))
-    with wishes(drafter, acceleration="compile"):
+    with configured(drafter, acceleration="compile"):
         tokens, stats = write_plain_compiled(drafter, batch, **GREEDY)
     assert torch.equal(tokens, plain(name, batch, **GREEDY))
     assert (stats.passes, stats.drafted, stats.acceptance_length) == (11, 0, 1.0)
@@ -47,7 +47,7 @@ def test_ends_and_processors_are_those_of_generate(monkeypatch):
     drafter, batch = drafter_of("llama"), batch_of(2)
     wanted = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 3, "pad_token_id": 0}
     wanted["eos_token_id"] = int(plain("llama", batch, **wanted)[0, 5])
-    with wishes(drafter, acceleration="compile"):
+    with configured(drafter, acceleration="compile"):
         tokens, _ = write_plain_compiled(drafter, batch, **wanted)
     assert torch.equal(tokens, plain("llama", batch, **wanted))
 
@@ -57,7 +57,7 @@ def test_drawn_tokens_follow_the_seed(monkeypatch):
     drafter, batch, texts = drafter_of("llama"), batch_of(1), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        with wishes(drafter, acceleration="compile"):
+        with configured(drafter, acceleration="compile"):
             texts.append(write_plain_compiled(drafter, batch, max_new_tokens=12, do_sample=True, temperature=1.0)[0])
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])

@@ -21,12 +21,12 @@ from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.quantized import CACHE_TYPES, CODES, EightBitCode
 from eagle31_hf.compiled import graphs
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
-from eagle31_hf.generation_config import CACHE_TYPES as CACHE_WISHES
+from eagle31_hf.generation_config import CACHE_TYPES as ALL_CACHE_TYPES
 from eagle31_hf.generation_config import Eagle31GenerationConfig
 from eagle31_hf.memory.activation_bytes import packed_cache_bytes, unpacked_layer_bytes
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import decoder_shape
-from helpers import CONFIGS, demo_tokenizer, drafter_of, left_padded, oracle_drafts, prompts_for, target_of, wishes
+from helpers import CONFIGS, configured, demo_tokenizer, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 from matrix import WHOLE, pairwise
 
 PACKED = tuple(CODES)
@@ -461,7 +461,7 @@ def test_drafting_does_not_change_the_text(name: str, shape: str, kind: str, bat
     inputs = left_padded(prompts)
     length = inputs["input_ids"].shape[1]
     truth = torch.cat((inputs["input_ids"], plain), 1)
-    with wishes(drafter_of(name), cache_type=kind, **SHAPES[shape]) as eagle, oracle_drafts(truth, length):
+    with configured(drafter_of(name), cache_type=kind, **SHAPES[shape]) as eagle, oracle_drafts(truth, length):
         out = target_of(name).generate(
             **inputs, assistant_model=eagle, max_new_tokens=NEW_TOKENS, do_sample=False, prefill_chunk_size=5
         )
@@ -480,7 +480,7 @@ def test_no_draft_length_changes_the_text(kind: str, depth: int) -> None:
     length = inputs["input_ids"].shape[1]
     truth = torch.cat((inputs["input_ids"], plain), 1)
     with (
-        wishes(drafter_of("llama"), cache_type=kind, num_assistant_tokens=depth) as eagle,
+        configured(drafter_of("llama"), cache_type=kind, num_assistant_tokens=depth) as eagle,
         oracle_drafts(truth, length),
     ):
         out = target_of("llama").generate(**inputs, assistant_model=eagle, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -501,7 +501,7 @@ def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str, kind: str)
     """The carried cache is a stock one in full precision; rounding it again must change nothing."""
     (prompt,) = prompts_for(name, 1, seed=5)
     options = {"max_new_tokens": 10, "do_sample": False}
-    with wishes(drafter_of(name), cache_type=kind) as eagle:
+    with configured(drafter_of(name), cache_type=kind) as eagle:
         carried = DynamicCache(config=target_of(name).config)
         first = target_of(name).generate(
             torch.tensor([prompt]), assistant_model=eagle, past_key_values=carried, **options
@@ -518,7 +518,7 @@ def test_verification_over_such_a_cache_stays_uncompiled(monkeypatch: pytest.Mon
     prompt = torch.tensor([prompts_for("llama", 1)[0]])
     found = {}
     for how in ("eager", "compile"):
-        with wishes(drafter_of("llama"), cache_type="int8", acceleration=how) as eagle:
+        with configured(drafter_of("llama"), cache_type="int8", acceleration=how) as eagle:
             found[how] = target_of("llama").generate(prompt, assistant_model=eagle, **options)
             assert ("not compiled" in "".join(eagle.stats.fallbacks)) == (how == "compile")
     assert torch.equal(found["eager"], found["compile"])
@@ -527,7 +527,7 @@ def test_verification_over_such_a_cache_stays_uncompiled(monkeypatch: pytest.Mon
 @cache
 def demo_acceptance_length(kind: str) -> float:
     rounds = accepted = 0
-    with wishes(drafter_of("demo-target"), cache_type=kind, num_assistant_tokens=5) as eagle:
+    with configured(drafter_of("demo-target"), cache_type=kind, num_assistant_tokens=5) as eagle:
         for prompt in prompts_for("demo-target", 4):
             target_of("demo-target").generate(
                 torch.tensor([prompt]), assistant_model=eagle, max_new_tokens=64, do_sample=False,
@@ -543,11 +543,11 @@ def test_the_trained_drafter_drafts_as_well_over_such_a_cache(kind: str) -> None
     assert demo_acceptance_length(kind) > 0.9 * demo_acceptance_length("full") > 2
 
 
-# --- wishes and refusals ----------------------------------------------------------------------------------------------
+# --- settings and refusals --------------------------------------------------------------------------------------------
 
 
 def test_all_rooms_know_the_same_cache_types() -> None:
-    assert ("auto", *CACHE_TYPES) == CACHE_WISHES
+    assert ("auto", *CACHE_TYPES) == ALL_CACHE_TYPES
     assert Eagle31GenerationConfig().stored_cache_type == "full"
     assert Eagle31GenerationConfig(cache_type="fp8").stored_cache_type == "fp8"
 
@@ -561,11 +561,11 @@ def test_all_rooms_know_the_same_cache_types() -> None:
         ({"cache_type": "fp8", "speculation_loop": "plain"}, "only our own loop"),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
+def test_settings_that_make_no_sense_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Eagle31GenerationConfig(**fields).check()
     with (
-        wishes(drafter_of("llama"), **fields) as eagle,
+        configured(drafter_of("llama"), **fields) as eagle,
         pytest.raises(ConfigurationError, match=message),
     ):
         target_of("llama").generate(torch.tensor([[3, 4]]), assistant_model=eagle, max_new_tokens=2)
@@ -577,7 +577,7 @@ def test_settings_survive_saving(tmp_path) -> None:
 
 
 def test_another_loop_says_that_it_does_not_use_the_cache_type() -> None:
-    with wishes(drafter_of("llama"), cache_type="int8") as eagle:
+    with configured(drafter_of("llama"), cache_type="int8") as eagle:
         target_of("llama").generate(
             torch.tensor([[3, 4]]), assistant_model=eagle, max_new_tokens=2, cache_implementation="static"
         )

@@ -27,7 +27,7 @@ from eagle31_hf.demo import drafter_path, target_path
 from eagle31_hf.errors import CheckpointNotFoundError
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.target.precision import quick_dtype
-from helpers import drafter_of, use_fixed_shapes_only, wishes
+from helpers import configured, drafter_of, use_fixed_shapes_only
 
 TARGET, DRAFTER = str(target_path()), str(drafter_path())
 PROMPT = "What is the weather going to be like in Portland this weekend?"
@@ -99,12 +99,12 @@ def test_generate_compares_any_pair(tmp_path):
 
 def test_generate_measures_what_the_drafter_is_told_to_do(tmp_path):
     drafter = drafter_of("llama")
-    with wishes(drafter, draft_top_k=3, num_assistant_tokens=2, draft_tree_size=None):
+    with configured(drafter, draft_top_k=3, num_assistant_tokens=2, draft_tree_size=None):
         told = pair_settings(drafter, new_tokens=8, temperature=0.5, repeats=1, compiled=True)
     assert told.methods == ("plain generate", "plain compiled", "tree", "tree compiled")
     assert (told.depth, told.tree_width, told.tree_size) == (2, 3, 12)
     assert told.at(0.5).to_generate() == {"max_new_tokens": 8, "do_sample": True, "temperature": 0.5}
-    with wishes(drafter, num_assistant_tokens=4):
+    with configured(drafter, num_assistant_tokens=4):
         told = pair_settings(drafter, new_tokens=8, temperature=0.0, repeats=1, compiled=False)
     assert (told.methods, told.depth) == (("plain generate", "chain"), 4)
 
@@ -394,6 +394,6 @@ def test_serve_says_that_a_port_is_taken_before_it_loads_anything():
 
 
 def test_the_schedule_asked_for_reaches_the_drafter():
-    with wishes(drafter_of("llama"), num_assistant_tokens_schedule="constant") as eagle:
+    with configured(drafter_of("llama"), num_assistant_tokens_schedule="constant") as eagle:
         pairs.Drafting(schedule="pid").apply_to(eagle)
         assert eagle.generation_config.num_assistant_tokens_schedule == "pid"

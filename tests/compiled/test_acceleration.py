@@ -43,6 +43,7 @@ from helpers import (
     FAMILIES,
     MODELS,
     assert_same_or_tie,
+    configured,
     left_padded,
     oracle_drafts,
     prompts_for,
@@ -50,7 +51,6 @@ from helpers import (
     random_prompts,
     random_target,
     use_fixed_shapes_only,
-    wishes,
     wrapped_rounds,
 )
 from matrix import WHOLE
@@ -75,12 +75,12 @@ def pair_of(family: str, layers: int = 4, **overrides: Any) -> Eagle31Drafter:
 
 
 def write(drafter: Eagle31Drafter, prompts: list[list[int]], oracle_seed: int = 0, **fields: Any) -> tuple[Any, Any]:
-    """What the target writes plainly, and with the drafter under these wishes."""
+    """What the target writes plainly, and with the drafter under these settings."""
     target, inputs = drafter.require_binding().model, left_padded(prompts)
     kwargs = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     plain = target.generate(**kwargs)
     with (
-        wishes(drafter, speculation_loop="own", acceleration="compile", **fields),
+        configured(drafter, speculation_loop="own", acceleration="compile", **fields),
         oracle_drafts(plain, inputs["input_ids"].shape[1], oracle_seed),
     ):
         return plain, target.generate(**kwargs, assistant_model=drafter)
@@ -145,7 +145,7 @@ def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
     monkeypatch.setattr(Verification, "__call__", lambda self, tree: eager.append(tree.size) or forward(self, tree))
     inputs = left_padded(prompts)
     plain = drafter.require_binding().model.generate(**inputs, max_new_tokens=2, do_sample=False)
-    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         ours = drafter.require_binding().model.generate(
             **inputs, max_new_tokens=2, do_sample=False, assistant_model=drafter
         )
@@ -180,7 +180,10 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
         for at_once in (False, True):
             drafted.clear()
             inputs = left_padded(random_prompts(size))
-            with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN), monkeypatch.context() as m:
+            with (
+                configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN),
+                monkeypatch.context() as m,
+            ):
                 if not at_once:
                     m.setattr(CompiledDrafting, "chain", lambda *_: None)
                     m.setattr(RoundGraph, "__call__", lambda *_: None)
@@ -236,7 +239,7 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
 def test_chains_are_compiled_for_a_few_ways_to_draw(uncompiled: None) -> None:
     drafter = pair_of("llama")
     target, inputs = drafter.require_binding().model, left_padded(random_prompts(1))
-    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         for temperature in (0.5, 0.6, 0.5, 0.7, 0.8, 0.9, 1.1):
             target.generate(
                 **inputs, max_new_tokens=12, assistant_model=drafter, do_sample=True, temperature=temperature
@@ -300,7 +303,7 @@ def test_sampling_draws_the_same_tokens(
     for seed in range(3):
         inputs, texts = left_padded(random_prompts(1, seed=seed)), []
         for mode in ("eager", "compile"):
-            with wishes(drafter, speculation_loop="own", acceleration=mode, **CHAIN):
+            with configured(drafter, speculation_loop="own", acceleration=mode, **CHAIN):
                 torch.manual_seed(seed)
                 sampling = {"do_sample": True, "top_k": top_k}
                 texts.append(target.generate(**inputs, max_new_tokens=30, assistant_model=drafter, **sampling))
@@ -362,7 +365,7 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
     sampling: dict[str, Any] = {"do_sample": True, "top_k": 7 if "few" in way else 0, "top_p": 0.9}
     if "greedy" in way:
         sampling = {"do_sample": False}
-    with wishes(drafter, speculation_loop="own", acceleration="compile", **fields):
+    with configured(drafter, speculation_loop="own", acceleration="compile", **fields):
         batches = (1, 3) if compiler == "none" else (3,)  # each is compiled, which takes a while
         for rows in batches:
             target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
@@ -379,7 +382,7 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
     drafter = pair_of("llama")
     target, inputs = drafter.require_binding().model, left_padded(random_prompts(1))
     asked: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}
-    with wishes(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
+    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
     assert len(told.scores) == 20
     assert "advance" not in {kind for kind, *_ in drafter.require_binding().compiled.keys}
@@ -642,7 +645,7 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
     for module in (draft_session, round_graphs):
         monkeypatch.setattr(module, "chain_numbers", keep_numbers)
     monkeypatch.setattr(DraftedChain, "to_tree", keep_chain)
-    with wishes(drafter, speculation_loop="own", acceleration="compile", **SHORT_CHAIN):
+    with configured(drafter, speculation_loop="own", acceleration="compile", **SHORT_CHAIN):
         sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20}
         target.generate(**inputs, max_new_tokens=24, assistant_model=drafter, **sampling)
     assert drafter.stats.fallbacks == []

@@ -19,6 +19,7 @@ from helpers import (
     FAMILIES,
     MODELS,
     assert_same_or_tie,
+    configured,
     demo_tokenizer,
     drafter_of,
     left_padded,
@@ -27,7 +28,6 @@ from helpers import (
     random_drafter,
     target_of,
     use_fixed_shapes_only,
-    wishes,
 )
 from matrix import WHOLE, matrix, pairwise
 
@@ -102,7 +102,7 @@ def batch_of(name: str, size: int, **kwargs: Any) -> Batch:
 
 def assert_loop_agrees(name: str, batch: Batch, loop: dict[str, Any], *, oracle: bool = True, **kwargs: Any) -> int:
     """Our text equals `batch.plain`; `kwargs` go to `generate`. Returns the rows that ended in a proven tie."""
-    with wishes(drafter_of(name), **({"num_assistant_tokens": 5} | loop)) as drafter:
+    with configured(drafter_of(name), **({"num_assistant_tokens": 5} | loop)) as drafter:
         if oracle:
             with oracle_drafts(batch.plain, batch.prompt_length, seed=batch.prompt_length):
                 ours = greedy(name, batch.inputs, assistant_model=drafter, **kwargs)
@@ -190,7 +190,7 @@ def test_own_chain_at_every_depth(name: str) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_random_drafter_on_the_demo_target(loop: str) -> None:
     drafter = random_drafter(target_of("demo-target"), draft_vocab_size=512)
-    with wishes(drafter, **LOOPS[loop]):
+    with configured(drafter, **LOOPS[loop]):
         for prompt in prompts_for("demo-target", 3):
             inputs = left_padded([prompt])
             ours = greedy("demo-target", inputs, assistant_model=drafter)
@@ -368,7 +368,7 @@ def test_scores_and_logits(loop: str, size: int) -> None:
         inputs = left_padded(prompts_for(name, size, seed=17))
         plain = greedy(name, inputs, **kwargs)
         with (
-            wishes(drafter_of(name), **LOOPS[loop]) as drafter,
+            configured(drafter_of(name), **LOOPS[loop]) as drafter,
             oracle_drafts(plain.sequences, inputs["input_ids"].shape[1]),
         ):
             ours = greedy(name, inputs, assistant_model=drafter, **kwargs)
@@ -387,7 +387,7 @@ def test_scores_of_rows_that_end_early(loop: str) -> None:
     kwargs = {"eos_token_id": int(free.plain[2, -15]), "return_dict_in_generate": True, "output_logits": True}
     plain = greedy("llama", free.inputs, **kwargs)
     with (
-        wishes(drafter_of("llama"), num_assistant_tokens=6, **SHAPES[loop]) as drafter,
+        configured(drafter_of("llama"), num_assistant_tokens=6, **SHAPES[loop]) as drafter,
         oracle_drafts(free.plain, free.prompt_length, right=6),
     ):
         ours = greedy("llama", free.inputs, assistant_model=drafter, **kwargs)
@@ -434,7 +434,7 @@ def test_several_sequences_for_each_prompt(shape: str) -> None:
     """Sampling from the one likeliest token is greedy, and allowed to return several."""
     batch = batch_of("llama", 3)
     three = Batch(batch.inputs, batch.plain.repeat_interleave(3, dim=0))
-    with wishes(drafter_of("llama"), **SHAPES[shape]) as drafter:
+    with configured(drafter_of("llama"), **SHAPES[shape]) as drafter:
         ours = greedy("llama", batch.inputs, assistant_model=drafter, do_sample=True, top_k=1, num_return_sequences=3)
     assert torch.equal(ours, three.plain)
 
@@ -448,7 +448,7 @@ def test_bf16_differs_only_in_ties(loop: str) -> None:
     target = hf.AutoModelForCausalLM.from_pretrained(MODELS / "demo-target", dtype=torch.bfloat16).eval()
     drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
     ties, prompts = 0, prompts_for("demo-target", 10)
-    with wishes(drafter, num_assistant_tokens=5, **LOOPS[loop]):
+    with configured(drafter, num_assistant_tokens=5, **LOOPS[loop]):
         for prompt in prompts:
             inputs = left_padded([prompt]) | {"do_sample": False, "max_new_tokens": 32}
             ours = target.generate(**inputs, assistant_model=drafter)

@@ -16,13 +16,13 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import IncompatibleTargetError
 from families import IMAGE, RECURRENT_FAMILIES, SEEING_FAMILIES, TEXT_FAMILIES
 from helpers import (
+    configured,
     left_padded,
     oracle_drafts,
     random_drafter,
     random_prompts,
     random_target,
     use_fixed_shapes_only,
-    wishes,
 )
 
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
@@ -60,7 +60,7 @@ def test_text_is_plains(family: str, shape: str) -> None:
     for rows in (1, 3):
         inputs = left_padded(random_prompts(rows, seed=rows, longest=20))
         plain = greedy(model, inputs)
-        with wishes(drafter, **SHAPES[shape]), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=rows):
+        with configured(drafter, **SHAPES[shape]), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=rows):
             assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
         assert drafter.stats is not None
         if family in NO_TREES:
@@ -79,7 +79,7 @@ def test_a_picture_changes_the_text_as_it_does_without_a_drafter(family: str, sh
     for picture in (1, 2):
         inputs = SEEING_FAMILIES[family].inputs(picture)
         plain = greedy(model, inputs)
-        with wishes(drafter, **SHAPES[shape]), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=picture):
+        with configured(drafter, **SHAPES[shape]), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=picture):
             assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
         assert drafter.stats is not None
         assert drafter.stats.loop == "stock", "our loop hands on no pictures"

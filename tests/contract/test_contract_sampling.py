@@ -26,7 +26,7 @@ from eagle31_hf.decoding.text import Sequences, StopRules
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from eagle31_hf.trees.shape import DraftShape
 from eagle31_hf.trees.static import StaticTopology
-from helpers import GROUPED, calibrated, random_drafter, random_target, seeded, switching_policies, wishes
+from helpers import GROUPED, calibrated, configured, random_drafter, random_target, seeded, switching_policies
 from matrix import pairwise
 
 V = 8
@@ -101,12 +101,12 @@ def distil(drafter: Eagle31Drafter) -> None:
 
 
 def warpers(setting: str) -> hf.LogitsProcessorList:
-    wish = SETTINGS[setting]
-    result = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(wish["temperature"])])
-    if wish["top_k"]:
-        result.append(hf.TopKLogitsWarper(wish["top_k"]))
-    if "top_p" in wish:
-        result.append(hf.TopPLogitsWarper(wish["top_p"]))
+    settings = SETTINGS[setting]
+    result = hf.LogitsProcessorList([hf.TemperatureLogitsWarper(settings["temperature"])])
+    if settings["top_k"]:
+        result.append(hf.TopKLogitsWarper(settings["top_k"]))
+    if "top_p" in settings:
+        result.append(hf.TopPLogitsWarper(settings["top_p"]))
     return result
 
 
@@ -149,9 +149,11 @@ def assert_follows(setting: str, triples_of: Callable[[int], Tensor]) -> None:
     raise AssertionError(f"p-values {values}: the texts do not follow the target's distribution")
 
 
-def sample(name: str, setting: str, wish: dict[str, Any], *, batch: int, runs: int = RUNS, seed: int = 11) -> Tensor:
+def sample(
+    name: str, setting: str, settings: dict[str, Any], *, batch: int, runs: int = RUNS, seed: int = 11
+) -> Tensor:
     """The first three tokens `(runs, 3)` of seeded generations in batches of `batch`."""
-    new_tokens = wish["num_assistant_tokens"] + 2  # so that the first draft has its full depth
+    new_tokens = settings["num_assistant_tokens"] + 2  # so that the first draft has its full depth
     config = hf.GenerationConfig(
         do_sample=True,
         max_new_tokens=new_tokens,
@@ -165,12 +167,12 @@ def sample(name: str, setting: str, wish: dict[str, Any], *, batch: int, runs: i
         "attention_mask": torch.ones(batch, len(PROMPT), dtype=torch.long),
     }
     kept = []
-    with seeded(seed), wishes(drafter_called(name), **wish) as drafter:
+    with seeded(seed), configured(drafter_called(name), **settings) as drafter:
         for _ in range(-(-runs // batch)):
             out = target().generate(**inputs, generation_config=config, assistant_model=drafter)
             kept.append(out[:, len(PROMPT) : len(PROMPT) + 3])
     assert drafter.stats is not None
-    assert drafter.stats.loop == wish["speculation_loop"]
+    assert drafter.stats.loop == settings["speculation_loop"]
     return torch.cat(kept)[:runs]
 
 
@@ -184,8 +186,8 @@ def sample(name: str, setting: str, wish: dict[str, Any], *, batch: int, runs: i
 )
 def test_own_loop_keeps_the_distribution(setting: str, shape: str, name: str) -> None:
     """Many rows at once: every pair of a setting, a shape and a drafter."""
-    wish = SHAPES[shape] | {"speculation_loop": "own"}
-    assert_follows(setting, lambda seed: sample(name, setting, wish, batch=1000, seed=seed))
+    settings = SHAPES[shape] | {"speculation_loop": "own"}
+    assert_follows(setting, lambda seed: sample(name, setting, settings, batch=1000, seed=seed))
 
 
 @pytest.mark.slow
@@ -197,11 +199,11 @@ def test_chains_ended_by_doubt_keep_the_distribution(few_row_runs: int, name: st
     assert_follows("t1", lambda seed: sample(name, "t1", doubting, batch=4, runs=few_row_runs, seed=seed))
 
 
-def drafted(name: str, wish: dict[str, Any]) -> int:
+def drafted(name: str, settings: dict[str, Any]) -> int:
     """Tokens drafted in a dozen small batches."""
     total = 0
     for seed in range(12):
-        sample(name, "t1", wish, batch=4, runs=4, seed=seed)
+        sample(name, "t1", settings, batch=4, runs=4, seed=seed)
         run = drafter_called(name).stats
         assert run is not None
         total += run.drafted
@@ -233,8 +235,12 @@ def test_own_loop_keeps_the_distribution_in_small_batches(
 
 def first_three(name: str, setting: str, shape: str, batch: int) -> Tensor:
     """Three tokens `(batch, 3)` of each row, by our loop without its door."""
-    wish = SHAPES[shape]
-    depth, top_k, size = wish["num_assistant_tokens"], wish.get("draft_top_k", 1), wish.get("draft_tree_size", 0)
+    settings = SHAPES[shape]
+    depth, top_k, size = (
+        settings["num_assistant_tokens"],
+        settings.get("draft_top_k", 1),
+        settings.get("draft_tree_size", 0),
+    )
     static = StaticTopology.best_for([0.7, 0.2, 0.05], depth=depth, size=size) if shape == "static" else None
     prompts = torch.tensor([PROMPT] * batch)
     request = DecodingRequest(
@@ -254,23 +260,23 @@ def first_three(name: str, setting: str, shape: str, batch: int) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), list(zip(DRAFTERS, SETTINGS, strict=True)))
 def test_stock_loop_keeps_the_distribution(few_row_runs: int, name: str, setting: str) -> None:
-    wish = SHAPES["chain"] | {"speculation_loop": "stock"}
-    assert_follows(setting, lambda seed: sample(name, setting, wish, batch=1, runs=few_row_runs, seed=seed))
+    settings = SHAPES["chain"] | {"speculation_loop": "stock"}
+    assert_follows(setting, lambda seed: sample(name, setting, settings, batch=1, runs=few_row_runs, seed=seed))
 
 
 def test_the_test_would_notice() -> None:
     """Negative controls: another setting's distribution, and a loop that trusts its drafts too much."""
     for setting in SETTINGS:
         assert (exact_joint(setting) * RUNS >= 5).sum() > 30, "many triples are frequent enough to be counted"
-    wish = SHAPES["chain"] | {"speculation_loop": "own"}
-    triples = sample("good", "top_p", wish, batch=1000)
+    settings = SHAPES["chain"] | {"speculation_loop": "own"}
+    triples = sample("good", "top_p", settings, batch=1000)
     assert p_value(triples, exact_joint("t1")) < 1e-6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "eagle31_hf.sampling.rejection.uniform_numbers",
             lambda shape, *_: torch.rand(shape, dtype=torch.float64) * 0.8,
         )
-        assert p_value(sample("good", "t1", wish, batch=1000), exact_joint("t1")) < 1e-3
+        assert p_value(sample("good", "t1", settings, batch=1000), exact_joint("t1")) < 1e-3
 
 
 @pytest.mark.contract
@@ -307,7 +313,7 @@ def first_acceptance(name: str) -> float:
 def test_seed_repeats_the_text() -> None:
     prompts = {"input_ids": torch.tensor([PROMPT] * 4), "attention_mask": torch.ones(4, 3, dtype=torch.long)}
     for shape in SHAPES.values():
-        with wishes(drafter_called("good"), **shape) as drafter:
+        with configured(drafter_called("good"), **shape) as drafter:
             texts: list[Tensor] = []
             for seed in (1, 1, 2):
                 with seeded(seed):
@@ -331,23 +337,23 @@ def test_rows_are_drawn_independently() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_switching_in_every_round_keeps_the_distribution(shape: str, name: str) -> None:
     """Nothing, the drafter's tokens or others, as many as dice say: what is drafted does not change what follows."""
-    wish = SHAPES[shape] | {"speculation_loop": "own"}
+    settings = SHAPES[shape] | {"speculation_loop": "own"}
     with switching_policies():
-        assert_follows("t1", lambda seed: sample(name, "t1", wish, batch=250, runs=8000, seed=seed))
+        assert_follows("t1", lambda seed: sample(name, "t1", settings, batch=250, runs=8000, seed=seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["calibrated", "pid", "heuristic"])
 def test_schedules_keep_the_distribution(schedule: str) -> None:
-    wish = SHAPES["chain"] | {"speculation_loop": "own", "num_assistant_tokens_schedule": schedule}
+    settings = SHAPES["chain"] | {"speculation_loop": "own", "num_assistant_tokens_schedule": schedule}
     with calibrated(drafter_called("good")):
-        assert_follows("top_p", lambda seed: sample("good", "top_p", wish, batch=250, runs=8000, seed=seed))
+        assert_follows("top_p", lambda seed: sample("good", "top_p", settings, batch=250, runs=8000, seed=seed))
 
 
 @pytest.mark.slow
 def test_drafts_from_the_text_keep_the_distribution(few_row_runs: int) -> None:
     """One row, whose prompt repeats itself, so that prompt lookup drafts."""
-    wish = SHAPES["chain"] | {"speculation_loop": "own", "num_assistant_tokens_schedule": "calibrated"}
+    settings = SHAPES["chain"] | {"speculation_loop": "own", "num_assistant_tokens_schedule": "calibrated"}
     with (
         calibrated(drafter_called("bad")),
         mock.patch(f"{__name__}.PROMPT", [3, 5, 1, 3, 5, 1, 3, 5]),
@@ -355,7 +361,7 @@ def test_drafts_from_the_text_keep_the_distribution(few_row_runs: int) -> None:
     ):
         exact_joint.cache_clear()
         try:
-            assert_follows("t1", lambda seed: sample("bad", "t1", wish, batch=1, runs=few_row_runs, seed=seed))
+            assert_follows("t1", lambda seed: sample("bad", "t1", settings, batch=1, runs=few_row_runs, seed=seed))
             assert given.call_count > few_row_runs // 20
         finally:
             exact_joint.cache_clear()

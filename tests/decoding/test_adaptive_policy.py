@@ -26,6 +26,7 @@ from helpers import (
     CHEAP_DRAFTS,
     DEAR_DRAFTS,
     calibrated,
+    configured,
     drafter_of,
     left_padded,
     oracle_drafts,
@@ -34,7 +35,6 @@ from helpers import (
     switching_policies,
     target_of,
     use_fixed_shapes_only,
-    wishes,
     wrapped_rounds,
 )
 
@@ -78,7 +78,7 @@ def test_switching_in_every_round_writes_the_plain_text(name: str, shape: str, r
     plain = write(rows, plain=True, name=name)
     length = plain.shape[1] - NEW_TOKENS
     fields = SHAPES[shape] | {"num_assistant_tokens": 4, "acceleration": acceleration, "speculation_loop": "own"}
-    with wishes(drafter_of(name), **fields), switching_policies() as made:
+    with configured(drafter_of(name), **fields), switching_policies() as made:
         for seed in range(3):
             with oracle_drafts(plain, length, seed):
                 assert torch.equal(write(rows, name=name), plain)
@@ -94,7 +94,7 @@ def test_every_schedule_writes_the_plain_text(costs, shape: str, schedule: str, 
     plain = write(rows, plain=True)
     length = plain.shape[1] - NEW_TOKENS
     fields = SHAPES[shape] | {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}
-    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle, costs):
+    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle, costs):
         with oracle_drafts(plain, length):
             assert torch.equal(write(rows), plain)
         assert torch.equal(write(rows), plain), "a drafter that is never right"
@@ -106,7 +106,7 @@ def test_every_schedule_writes_the_plain_text(costs, shape: str, schedule: str, 
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
 def test_a_seed_writes_the_same_text_twice(schedule: str, acceleration: str) -> None:
     fields = {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}
-    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle):
+    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle):
         texts = []
         for seed in (1, 2, 1):
             with seeded(seed):
@@ -131,7 +131,7 @@ def depths_of(right: int | None, rows: int = 1, **fields: Any) -> list[int]:
             return tree
 
     with (
-        wishes(drafter_of("llama"), **fields) as eagle,
+        configured(drafter_of("llama"), **fields) as eagle,
         calibrated(eagle),
         oracle_drafts(plain, plain.shape[1] - NEW_TOKENS, right=right),
         wrapped_rounds(Watching),
@@ -166,7 +166,7 @@ def test_graphs_are_made_for_few_lengths() -> None:
 
 def test_what_changes_is_told_with_its_reason() -> None:
     fields = {"num_assistant_tokens_schedule": "calibrated", "num_assistant_tokens": 5}
-    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle, DEAR_DRAFTS):
+    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle, DEAR_DRAFTS):
         write(1)
         events = stats_of().events
         assert events[0].what == "rest"
@@ -191,7 +191,7 @@ def test_a_text_that_repeats_itself_is_drafted_from() -> None:
             return super().draft(batch)
 
     fields = {"num_assistant_tokens_schedule": "calibrated", "num_assistant_tokens": 5}
-    with wishes(drafter_of("llama"), **fields) as eagle, calibrated(eagle), wrapped_rounds(Watching):
+    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle), wrapped_rounds(Watching):
         text = target_of("llama").generate(**inputs, **settings, assistant_model=eagle)
     assert torch.equal(text, plain)
     assert given
@@ -204,7 +204,7 @@ def test_uncalibrated_drafts_are_those_of_before() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_loop, "choose_policy", lambda *told: seen.append(choose(*told)) or seen[-1])
         for schedule in ("constant", "calibrated", "pid", "heuristic"):
-            with wishes(drafter_of("llama"), num_assistant_tokens_schedule=schedule):
+            with configured(drafter_of("llama"), num_assistant_tokens_schedule=schedule):
                 write(1)
     assert [type(policy) for policy in seen] == [DraftBackoff, DraftBackoff, AdaptivePolicy, AdaptivePolicy]
 
@@ -222,7 +222,7 @@ def test_uncalibrated_drafts_are_those_of_before() -> None:
 )
 def test_impossible_bounds(fields: dict[str, Any], told: str) -> None:
     fields = {"num_assistant_tokens_schedule": "pid"} | fields
-    with wishes(drafter_of("llama"), **fields), pytest.raises(ConfigurationError, match=told):
+    with configured(drafter_of("llama"), **fields), pytest.raises(ConfigurationError, match=told):
         write(1)
 
 
@@ -247,7 +247,7 @@ def broken_from(eagle: Eagle31Drafter, call: int) -> Iterator[None]:
 @pytest.mark.parametrize(("loop", "shape"), [("stock", "chain"), *(("own", shape) for shape in SHAPES)])
 def test_a_drafter_of_nan_is_done_without(loop: str, shape: str, call: int, caplog: pytest.LogCaptureFixture) -> None:
     rows = (1,) if loop == "stock" else (1, 3)
-    with wishes(drafter_of("llama"), num_assistant_tokens=3, speculation_loop=loop, **SHAPES[shape]) as eagle:
+    with configured(drafter_of("llama"), num_assistant_tokens=3, speculation_loop=loop, **SHAPES[shape]) as eagle:
         for count in rows:
             with broken_from(eagle, call):
                 assert torch.equal(write(count), write(count, plain=True))
@@ -263,7 +263,7 @@ def test_a_drafter_of_nan_is_done_without(loop: str, shape: str, call: int, capl
 
 def test_graphs_of_nan_are_done_without() -> None:
     for sampled, top_k in ((False, 0), (True, 0), (True, 7)):
-        with wishes(drafter_of("llama"), num_assistant_tokens=3, acceleration="compile") as eagle:
+        with configured(drafter_of("llama"), num_assistant_tokens=3, acceleration="compile") as eagle:
             with broken_from(eagle, 12), seeded(3):
                 text = write(1, do_sample=sampled, top_k=top_k)
             assert eagle.stats.events[-1].what == "stop"
@@ -299,7 +299,7 @@ def test_what_a_rest_passed_over_is_read_at_once(rows: int, acceleration: str) -
         drafts[reads_on] = []
         reads.clear()
         with (
-            wishes(drafter_of("llama"), num_assistant_tokens=3, acceleration=acceleration),
+            configured(drafter_of("llama"), num_assistant_tokens=3, acceleration=acceleration),
             mock.patch.object(own_loop, "choose_policy", side_effect=lambda *_: RestsTwelveRounds()),
             mock.patch.object(DraftSession, "read", counting(DraftSession.read, reads)),
             wrapped_rounds(Watching),

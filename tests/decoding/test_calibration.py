@@ -14,7 +14,7 @@ from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeco
 from eagle31_hf.decoding.calibration.measure import CONTEXTS, WIDTHS, measure
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.errors import ConfigurationError
-from helpers import CHEAP_DRAFTS, drafter_of, left_padded, prompts_for, target_of, use_fixed_shapes_only, wishes
+from helpers import CHEAP_DRAFTS, configured, drafter_of, left_padded, prompts_for, target_of, use_fixed_shapes_only
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_a_pair_is_measured_once_it_has_written_enough(monkeypatch: pytest.Monke
     monkeypatch.setattr(pair_history, "measure", lambda *_, compiled: measured.append(compiled) or CHEAP_DRAFTS)
     inputs = left_padded(prompts_for("llama", 1))
     settings = {"max_new_tokens": 40, "pad_token_id": 0}
-    with wishes(drafter_of("llama"), num_assistant_tokens_schedule="calibrated") as eagle:
+    with configured(drafter_of("llama"), num_assistant_tokens_schedule="calibrated") as eagle:
         monkeypatch.setattr(eagle.require_binding(), "history", None)
         counts = []
         for sampled in (False, True, False, False):

@@ -20,6 +20,7 @@ from eagle31_hf.decoding.carried_cache import fingerprint
 from eagle31_hf.drafter.packed_linear import packed_tensors
 from eagle31_hf.errors import UnsupportedGenerationError
 from helpers import (
+    configured,
     demo_tokenizer,
     drafter_of,
     left_padded,
@@ -29,7 +30,6 @@ from helpers import (
     random_prompts,
     target_of,
     use_fixed_shapes_only,
-    wishes,
 )
 
 pytestmark = pytest.mark.contract
@@ -99,7 +99,7 @@ def after_one_turn(name: str) -> tuple[Tensor, DynamicCache]:
 @pytest.mark.parametrize("name", [*FULL, *SLIDING, "demo-target"])
 def test_dialogue_is_the_plain_one_and_reads_only_what_is_new(name, shape):
     text, cache, read = prompt_of(name), new_cache(name), 0
-    with wishes(drafter_of(name), **SHAPES[shape]):
+    with configured(drafter_of(name), **SHAPES[shape]):
         for turn in range(3):
             truth = plain(name, text)
             with oracle_drafts(truth, text.shape[1], seed=turn), target_positions(name) as counts:
@@ -189,12 +189,12 @@ def test_sampling_draws_the_same_with_a_carried_cache():
     """The drafter's state is the same, so the same seed gives the same drafts, verdicts and text."""
     text, cache = after_one_turn("demo-target")
     text = users_turn(text)
-    wish = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16)
+    settings = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16)
     drafter = drafter_of("demo-target")
     torch.manual_seed(5)
-    without, acceptance = ours("demo-target", text, None, **wish), drafter.stats.accepted_at
+    without, acceptance = ours("demo-target", text, None, **settings), drafter.stats.accepted_at
     torch.manual_seed(5)
-    assert torch.equal(ours("demo-target", text, cache, **wish), without)
+    assert torch.equal(ours("demo-target", text, cache, **settings), without)
     assert drafter.stats.accepted_at == acceptance
     assert sum(acceptance) > 0
 
@@ -386,7 +386,7 @@ def test_rows_that_stay_for_a_graph_are_handed_over_once(name, monkeypatch):
     use_fixed_shapes_only(monkeypatch)
     binding = drafter_of(name).require_binding()
     monkeypatch.setattr(binding, "compiled", None)
-    with wishes(drafter_of(name), acceleration="compile"):
+    with configured(drafter_of(name), acceleration="compile"):
         test_rows_of_equal_length(name)
     assert {shape[:2] for shape in binding.compiled.keys} >= {("verify", 3), ("absorb", 3)}
 
@@ -397,9 +397,9 @@ def test_rows_that_end_unevenly_leave_the_cache_as_it_was(first_to_end):
     text = users_turn(ours("llama", text, cache))
     before = copy.deepcopy(cache)
     eos = int(plain("llama", text)[first_to_end, text.shape[1] + 2])
-    wish = dict(eos_token_id=eos, pad_token_id=0, return_dict_in_generate=True)
-    output = ours("llama", text, cache, **wish)
-    assert torch.equal(output.sequences, plain("llama", text, **wish).sequences)
+    settings = dict(eos_token_id=eos, pad_token_id=0, return_dict_in_generate=True)
+    output = ours("llama", text, cache, **settings)
+    assert torch.equal(output.sequences, plain("llama", text, **settings).sequences)
     assert output.past_key_values is None
     assert_same_contents(cache, before)
     assert torch.equal(cache.eagle31_state.token_ids, before.eagle31_state.token_ids)

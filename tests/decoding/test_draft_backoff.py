@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eagle31_hf.decoding.draft_backoff import LONGEST_PAUSE, RETRY_ROUNDS, ROUNDS_IN_VAIN, SHORTEST_PAUSE, DraftBackoff
 from eagle31_hf.decoding.draft_policy import RoundState, RoundStats
 from eagle31_hf.trees.shape import DraftShape
-from helpers import drafter_of, left_padded, oracle_drafts, prompts_for, target_of, wishes
+from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 
 LARGEST = DraftShape(depth=3)
 
@@ -75,7 +75,7 @@ def test_a_drafter_that_is_never_right_is_hardly_asked(shape: str, rows: int) ->
     plain = target.generate(**inputs, **settings)
     wrong = (plain + 1) % 96
     for drafts, right in ((wrong, False), (plain, True)):
-        with wishes(drafter_of("llama"), **SHAPES[shape]) as eagle, oracle_drafts(drafts, length, right=3):
+        with configured(drafter_of("llama"), **SHAPES[shape]) as eagle, oracle_drafts(drafts, length, right=3):
             assert torch.equal(target.generate(**inputs, assistant_model=eagle, **settings), plain)
         assert eagle.stats is not None
         if right:

@@ -38,6 +38,7 @@ from eagle31_hf.errors import Eagle31Error, OutOfMemoryError
 from eagle31_hf.generation import stock_loop
 from helpers import (
     CONFIGS,
+    configured,
     drafter_of,
     left_padded,
     oracle_drafts,
@@ -45,7 +46,6 @@ from helpers import (
     random_target,
     target_of,
     use_fixed_shapes_only,
-    wishes,
 )
 
 SAID = {
@@ -202,7 +202,7 @@ def steps_of(name: str) -> dict[str, int]:
 def assert_survives(name: str, shape: str, batch: int, fault: Any, *, end: bool = False) -> dict[str, int]:
     """With the fault and after it, the text is the undisturbed one. Returns the steps that were taken."""
     truth = truth_of(name, batch, end)
-    with wishes(drafter_of(name), **SHAPES[shape]):
+    with configured(drafter_of(name), **SHAPES[shape]):
         with fault as raised:
             assert torch.equal(speculative(name, batch, end=end), truth)
             steps = dict(steps_of(name))
@@ -211,7 +211,7 @@ def assert_survives(name: str, shape: str, batch: int, fault: Any, *, end: bool 
 
 
 def assert_undisturbed(name: str, shape: str, batch: int) -> None:
-    with wishes(drafter_of(name), **SHAPES[shape]):
+    with configured(drafter_of(name), **SHAPES[shape]):
         assert torch.equal(speculative(name, batch), truth_of(name, batch))
         assert not steps_of(name)
 
@@ -310,7 +310,7 @@ def test_windows_that_have_slid_are_read_again(name: str, shape: str) -> None:
 
 @pytest.mark.parametrize("place", ["absorb", "write", "verify", "rows of a layer", "draft step"])
 def test_a_quantised_cache_comes_back_too(place: str) -> None:
-    with wishes(drafter_of("llama"), cache_type="int8", **SHAPES["tree"]):
+    with configured(drafter_of("llama"), cache_type="int8", **SHAPES["tree"]):
         undisturbed = speculative("llama", 3, end=True)
         with Fault(3).before(*METHODS[place]) as fault:
             assert torch.equal(speculative("llama", 3, end=True), undisturbed)
@@ -330,7 +330,7 @@ def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
     running, go = [], SpeculativeDecoder.step
     monkeypatch.setattr(SpeculativeDecoder, "step", lambda self: running.append(self) or go(self))
     raised, where = 0, {**METHODS, "verify": (CompiledRound, "verify"), "round end": (RoundGraph, "__call__")}[place]
-    with wishes(drafter_of("llama"), acceleration="compile"):
+    with configured(drafter_of("llama"), acceleration="compile"):
         for first in range(1, 5):
             fault = Fault(first, holds=lambda *_: bool(running) and bool(standing_still(running[-1])))
             assert_survives("llama", shape, 3, fault.before(*where), end=True)
@@ -435,7 +435,7 @@ def test_at_last_it_says_what_took_the_memory(first: int, written: int) -> None:
     head = target_of("llama").lm_head
     truth_of("llama", 3)  # before memory is short
     with (
-        wishes(drafter_of("llama"), **SHAPES["tree"]),
+        configured(drafter_of("llama"), **SHAPES["tree"]),
         Fault(first, times=10**6).in_module(head),
         pytest.raises(OutOfMemoryError) as caught,
     ):
@@ -455,7 +455,7 @@ def test_at_last_it_says_what_took_the_memory(first: int, written: int) -> None:
 @pytest.mark.parametrize("place", ["write", "draft step", "verify", "absorb", "keep", "text", "commit"])
 def test_other_errors_pass_and_leave_everything_usable(error: BaseException, place: str) -> None:
     with (
-        wishes(drafter_of("llama"), **SHAPES["tree"]),
+        configured(drafter_of("llama"), **SHAPES["tree"]),
         Fault(2, error=error).before(*METHODS[place]),
         pytest.raises(type(error)) as caught,
     ):
@@ -478,7 +478,7 @@ def test_each_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_stats_tell_the_steps() -> None:
     fault = Fault(2)
     assert_survives("llama", "tree", 1, fault.in_module(target_of("llama").lm_head))
-    with wishes(drafter_of("llama"), **SHAPES["tree"]), Fault(2).in_module(target_of("llama").lm_head):
+    with configured(drafter_of("llama"), **SHAPES["tree"]), Fault(2).in_module(target_of("llama").lm_head):
         speculative("llama", 1)
     stats = drafter_of("llama").stats
     assert f"memory ran out: {FREED} 1x" in str(stats)
@@ -491,7 +491,7 @@ def test_stats_tell_the_steps() -> None:
 @pytest.mark.parametrize("place", ["text", "keep", "absorb", "verify", "first token", "read back"])
 def test_scores_are_those_of_the_text(place: str) -> None:
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    with wishes(drafter_of("llama"), **SHAPES["tree"]):
+    with configured(drafter_of("llama"), **SHAPES["tree"]):
         truth = speculative("llama", 3, **asked)
         with Fault(1).after(*METHODS[place]) as fault:
             output = speculative("llama", 3, **asked)
@@ -517,7 +517,7 @@ class Listener:
 def test_nothing_is_streamed_twice_or_left_out(place: str) -> None:
     for fault, when in ((Fault(1), "after"), (Fault(3), "after"), (Fault(2), "before")):
         listener = Listener()
-        with wishes(drafter_of("llama"), **SHAPES["chain"]), getattr(fault, when)(*METHODS[place]):
+        with configured(drafter_of("llama"), **SHAPES["chain"]), getattr(fault, when)(*METHODS[place]):
             text = speculative("llama", 1, end=True, streamer=listener)
         assert listener.shown == text[0].tolist()
 
@@ -532,7 +532,7 @@ def test_what_a_streamer_raises_is_its_own() -> None:
 @pytest.mark.parametrize("place", ["verify", "accept", "draft step", "first token", "read back"])
 def test_sampling_goes_on(place: str) -> None:
     """With one token to choose from, whatever is drawn is the greedy text."""
-    with wishes(drafter_of("llama"), **SHAPES["chain"]), Fault(2).before(*METHODS[place]) as fault:
+    with configured(drafter_of("llama"), **SHAPES["chain"]), Fault(2).before(*METHODS[place]) as fault:
         text = speculative("llama", 1, do_sample=True, top_k=1)
     assert fault.raised or place == "first token"
     assert torch.equal(text, truth_of("llama", 1))
@@ -584,7 +584,7 @@ def test_a_batch_whose_rows_end_one_by_one_hands_its_caches_over(place: str) -> 
     owner, name = {"take": (CacheExport, "take"), "rows": METHODS["rows of a layer"]}[place]
     asked = {"return_dict_in_generate": True}
     for first in (1, 2):
-        with wishes(drafter_of("llama"), **SHAPES["tree"]), Fault(first).before(owner, name):
+        with configured(drafter_of("llama"), **SHAPES["tree"]), Fault(first).before(owner, name):
             output = speculative("llama", 3, end=True, **asked)
         assert torch.equal(output.sequences, truth_of("llama", 3, True))
 
@@ -604,20 +604,20 @@ def test_a_batch_whose_rows_end_one_by_one_hands_its_caches_over(place: str) -> 
 def test_the_stock_loop_goes_on_without_drafts(place: str, times: int, step: str) -> None:
     drafter = drafter_of("llama")
     with (
-        wishes(drafter, speculation_loop="stock", num_assistant_tokens=4),
+        configured(drafter, speculation_loop="stock", num_assistant_tokens=4),
         Fault(2, times=times).before(*METHODS[place]),
     ):
         text = speculative("llama", 1, prefill_chunk_size=None)
     assert torch.equal(text, truth_of("llama", 1))
     assert list(drafter.stats.memory_steps) == [step]
-    with wishes(drafter, speculation_loop="stock"):
+    with configured(drafter, speculation_loop="stock"):
         assert torch.equal(speculative("llama", 1, prefill_chunk_size=None), truth_of("llama", 1))
     assert not drafter.stats.memory_steps
 
 
 def test_elsewhere_the_stock_loop_lets_the_error_pass_with_advice(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        wishes(drafter_of("llama"), speculation_loop="stock"),
+        configured(drafter_of("llama"), speculation_loop="stock"),
         Fault(3).in_module(target_of("llama").lm_head),
         pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
     ):

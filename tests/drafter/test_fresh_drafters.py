@@ -17,7 +17,7 @@ from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES
-from helpers import DEMO_DRAFTER, left_padded, random_prompts, random_target, wishes
+from helpers import DEMO_DRAFTER, configured, left_padded, random_prompts, random_target
 
 WIDTHS = {"gpt2": 256, "gptj": 256, "opt": 80, "falcon": 256, "bloom": 256, "gpt_neo": 256}
 
@@ -43,7 +43,7 @@ def test_drafts_stay_within_a_table_of_learned_positions(family):
     longest = 128 - inputs["input_ids"].shape[1]
     wanted = target.generate(**inputs, max_new_tokens=longest, do_sample=False)
     for tree in ({}, {"draft_top_k": 2, "draft_tree_size": 12}):
-        with wishes(drafter, **tree):
+        with configured(drafter, **tree):
             assert torch.equal(
                 target.generate(**inputs, max_new_tokens=longest, do_sample=False, assistant_model=drafter), wanted
             )

@@ -20,7 +20,7 @@ from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.errors import CheckpointFormatError, ConfigurationError
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.quantization_schemes import SCHEMES
-from helpers import SIZES, left_padded, random_drafter, random_prompts, random_target, wishes
+from helpers import SIZES, configured, left_padded, random_drafter, random_prompts, random_target
 
 # As published for Kimi K2.6 (lightseek), every size cut down; names and fields are theirs.
 KIMI: dict[str, Any] = {
@@ -243,7 +243,7 @@ def test_greedy_text_is_the_targets(pair, way):
     target, drafter = pair
     for inputs in [left_padded(random_prompts(3))] if way != "stock loop" else [left_padded(random_prompts(1))]:
         wanted = target.generate(**inputs, max_new_tokens=24, do_sample=False)
-        with wishes(drafter, **WAYS[way]):
+        with configured(drafter, **WAYS[way]):
             got = target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=drafter)
         assert torch.equal(got, wanted)
         assert drafter.stats.loop == ("stock" if way == "stock loop" else "own"), drafter.stats.reason

@@ -36,6 +36,7 @@ from helpers import (
     MODELS,
     SIZES,
     assert_same_or_own_tie,
+    configured,
     left_padded,
     oracle_drafts,
     prompts_for,
@@ -43,7 +44,6 @@ from helpers import (
     random_prompts,
     random_target,
     target_of,
-    wishes,
 )
 from matrix import matrix
 
@@ -100,7 +100,7 @@ def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, prompts: list
         inputs = {**left_padded([prompt]), "max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         plain = target.generate(**inputs)
         for loop in LOOPS.values():
-            with wishes(drafter, num_assistant_tokens=4, **loop), oracle_drafts(plain, len(prompt), seed=index):
+            with configured(drafter, num_assistant_tokens=4, **loop), oracle_drafts(plain, len(prompt), seed=index):
                 ours = target.generate(**inputs, assistant_model=drafter)
             assert drafter.stats is not None
             assert drafter.stats.loop == loop["speculation_loop"]
@@ -575,7 +575,7 @@ def test_packed_drafters_write_the_plain_text(drafters: Path, name: str, packing
     inputs = {**left_padded([prompt]), "max_new_tokens": 12, "do_sample": False}
     plain = target.generate(**inputs)
     for loop in LOOPS.values():
-        with wishes(drafter, num_assistant_tokens=3, **loop), oracle_drafts(plain, len(prompt)):
+        with configured(drafter, num_assistant_tokens=3, **loop), oracle_drafts(plain, len(prompt)):
             assert torch.equal(target.generate(**inputs, assistant_model=drafter), plain)
 
 

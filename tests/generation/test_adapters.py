@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from helpers import CONFIGS, left_padded, oracle_drafts, random_drafter, random_prompts, random_target, seeded, wishes
+from helpers import (
+    CONFIGS,
+    configured,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+    seeded,
+)
 
 peft = pytest.importorskip("peft")
 
@@ -58,7 +67,7 @@ def write(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
 def assert_plain(model: Any, inputs: dict[str, Any], drafter: Eagle31Drafter, loop: str = "own") -> Tensor:
     plain = write(model, inputs)
     for shape in SHAPES.values():
-        with wishes(drafter, **shape), oracle_drafts(plain, inputs["input_ids"].shape[1]):
+        with configured(drafter, **shape), oracle_drafts(plain, inputs["input_ids"].shape[1]):
             assert torch.equal(write(model, inputs, assistant_model=drafter), plain)
         assert drafter.stats is not None
         assert drafter.stats.loop == loop, drafter.stats.reason

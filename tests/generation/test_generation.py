@@ -21,6 +21,7 @@ from eagle31_hf.generation import hooks
 from eagle31_hf.stats import PhaseClock
 from helpers import (
     CONFIGS,
+    configured,
     demo_tokenizer,
     drafter_of,
     held_out_prompts,
@@ -31,7 +32,6 @@ from helpers import (
     random_target,
     seeded,
     target_of,
-    wishes,
 )
 
 
@@ -59,11 +59,11 @@ def test_pipeline(batch_size: int) -> None:
     target, tokenizer = target_of("demo-target"), demo_tokenizer()
     texts = ["How many legs do seven spiders have?", "I need a table for two", "Play some jazz."]
     chats = [[{"role": "user", "content": text}] for text in texts]
-    wish = {"max_new_tokens": 20, "do_sample": False, "batch_size": batch_size}
-    plain = hf.pipeline("text-generation", model=target, tokenizer=tokenizer)(chats, **wish)
+    settings = {"max_new_tokens": 20, "do_sample": False, "batch_size": batch_size}
+    plain = hf.pipeline("text-generation", model=target, tokenizer=tokenizer)(chats, **settings)
     eagle = hf.pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter_of("demo-target"))
-    assert eagle(chats, **wish) == plain
-    assert eagle(chats[0], **wish) == plain[0]
+    assert eagle(chats, **settings) == plain
+    assert eagle(chats[0], **settings) == plain[0]
     assert stats_of("demo-target").loop == "own"
 
 
@@ -74,8 +74,8 @@ def test_pipeline(batch_size: int) -> None:
 def test_stats_tell_what_happened(loop: str) -> None:
     inputs = one()
     plain = greedy("llama", inputs)
-    wish = {"num_assistant_tokens": 4, "speculation_loop": loop}
-    with wishes(drafter_of("llama"), **wish) as drafter, oracle_drafts(plain, inputs["input_ids"].shape[1]):
+    settings = {"num_assistant_tokens": 4, "speculation_loop": loop}
+    with configured(drafter_of("llama"), **settings) as drafter, oracle_drafts(plain, inputs["input_ids"].shape[1]):
         out = greedy("llama", inputs, assistant_model=drafter, return_dict_in_generate=True)
     stats = stats_of()
     assert out.speculation_stats is stats
@@ -119,12 +119,12 @@ def test_drafts_behind_a_rows_end_still_count_for_the_drafter() -> None:
     inputs = left_padded(prompts_for("llama", 3))
     length = inputs["input_ids"].shape[1]
     plain = greedy("llama", inputs, max_new_tokens=40)
-    wish = {"num_assistant_tokens": 4, "speculation_loop": "own"}
+    settings = {"num_assistant_tokens": 4, "speculation_loop": "own"}
     truth = plain.clone()  # two rows meet one wrong draft each, so the rows drift apart
     truth[0, length + 1] = (truth[0, length + 1] + 1) % 96
     truth[1, length + 6] = (truth[1, length + 6] + 1) % 96
     for end in (5, 17, 30):
-        with wishes(drafter_of("llama"), **wish) as drafter, oracle_drafts(truth, length, right=4):
+        with configured(drafter_of("llama"), **settings) as drafter, oracle_drafts(truth, length, right=4):
             greedy("llama", inputs, assistant_model=drafter, max_new_tokens=end)
         assert stats_of().drafted - stats_of().accepted <= 2 * 4, "more than the two wrong drafts was refused"
 
@@ -172,18 +172,18 @@ def test_old_names_of_figures_are_understood_for_a_version() -> None:
 def test_number_of_assistant_tokens_is_honoured(loop: str) -> None:
     drafter = drafter_of("llama")
     for depth in (1, 3, 7):
-        with wishes(drafter, num_assistant_tokens=depth, speculation_loop=loop):
+        with configured(drafter, num_assistant_tokens=depth, speculation_loop=loop):
             greedy("llama", one(), assistant_model=drafter)
         assert len(stats_of().drafted_at) == depth
-        with wishes(drafter, num_assistant_tokens=2, speculation_loop=loop):
+        with configured(drafter, num_assistant_tokens=2, speculation_loop=loop):
             greedy("llama", one(), assistant_model=drafter, num_assistant_tokens=depth)
         assert len(stats_of().drafted_at) == depth, "what the call asks for comes first"
 
 
 def test_trees_have_the_size_asked_for() -> None:
-    with wishes(drafter_of("llama"), num_assistant_tokens=3, draft_top_k=3, draft_tree_size=9) as drafter:
+    with configured(drafter_of("llama"), num_assistant_tokens=3, draft_top_k=3, draft_tree_size=9) as drafter:
         for kind in ("static", "dynamic"):
-            with wishes(drafter, draft_tree=kind):
+            with configured(drafter, draft_tree=kind):
                 greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
             assert stats_of().drafted <= 8 * stats_of().rounds
             assert stats_of().drafted > 3 * stats_of().rounds, "more than a chain"
@@ -198,8 +198,8 @@ def test_trees_have_the_size_asked_for() -> None:
         ("prefill_chunk_size", "four"), ("draft_top_k", 97), ("draft_top_k", True),
     ],
 )  # fmt: skip
-def test_wishes_that_make_no_sense(field: str, value: Any) -> None:
-    with wishes(drafter_of("llama"), **{field: value}) as drafter, pytest.raises(ConfigurationError, match=field):
+def test_settings_that_make_no_sense(field: str, value: Any) -> None:
+    with configured(drafter_of("llama"), **{field: value}) as drafter, pytest.raises(ConfigurationError, match=field):
         greedy("llama", one(), assistant_model=drafter)
 
 
@@ -207,7 +207,7 @@ def test_wishes_that_make_no_sense(field: str, value: Any) -> None:
     ("field", "value"),
     [("num_assistant_tokens", -1), ("num_assistant_tokens", "x"), ("prefill_chunk_size", 0), ("dola_layers", "high")],
 )
-def test_wishes_of_a_call_that_make_no_sense(field: str, value: Any) -> None:
+def test_settings_of_a_call_that_make_no_sense(field: str, value: Any) -> None:
     """Each would have gone on silently, or died in torch."""
     with pytest.raises(Eagle31Error, match=field):
         greedy("llama", one(), assistant_model=drafter_of("llama"), **{field: value})
@@ -225,7 +225,7 @@ def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
     assert Eagle31GenerationConfig.from_dict(twin.to_dict()).to_dict() == twin.to_dict()
 
 
-def test_wishes_are_a_generation_config() -> None:
+def test_settings_are_a_generation_config() -> None:
     config = Eagle31GenerationConfig(num_assistant_tokens=5, draft_top_k=4)
     assert isinstance(config, hf.GenerationConfig)
     assert (config.num_assistant_tokens, config.draft_top_k) == (5, 4)
@@ -241,7 +241,7 @@ def test_own_loop_is_the_first_choice() -> None:
 
 
 def test_plain_can_be_asked_for() -> None:
-    with wishes(drafter_of("llama"), speculation_loop="plain") as drafter:
+    with configured(drafter_of("llama"), speculation_loop="plain") as drafter:
         out = greedy("llama", one(), assistant_model=drafter)
     assert torch.equal(out, greedy("llama", one()))
     assert (stats_of().loop, stats_of().reason) == ("plain", "asked for")
@@ -265,15 +265,15 @@ def test_plain_fallback_says_why(case: str, caplog: pytest.LogCaptureFixture) ->
     drafter = random_drafter(random_target(CONFIGS["llama"]()))
     model = drafter.require_binding().model
     rows = 3 if word.startswith(("SynthID", "Unbatched")) else 1  # one row of theirs is served by the own loop
-    wish: dict[str, Any] = left_padded(prompts_for("llama", rows)) | {"max_new_tokens": 8, "pad_token_id": 0}
-    wish |= {"do_sample": False} | kwargs
+    settings: dict[str, Any] = left_padded(prompts_for("llama", rows)) | {"max_new_tokens": 8, "pad_token_id": 0}
+    settings |= {"do_sample": False} | kwargs
     hooks._logged.clear()
     with seeded(3):
-        plain = model.generate(**wish)
+        plain = model.generate(**settings)
     with caplog.at_level(logging.WARNING, logger="eagle31_hf.generation.hooks"):
         for _ in range(2):
             with seeded(3):
-                ours = model.generate(**wish, assistant_model=drafter)
+                ours = model.generate(**settings, assistant_model=drafter)
     assert drafter.stats is not None
     assert drafter.stats.loop == "plain"
     assert word in drafter.stats.reason
@@ -340,7 +340,7 @@ def test_processors_of_prefixes_are_shown_the_text_alone(kind: str, do_sample: b
     shown = Favouring()
     how = {"logits_processor": [shown], "do_sample": do_sample, "max_new_tokens": 30}
     shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 12, "draft_tree": kind}
-    with wishes(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, length):
+    with configured(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, length):
         text = greedy("llama", inputs, assistant_model=eagle, **how)[0].tolist()
     assert stats_of().loop == "own"
     within = [prefix for prefix in shown.shown if len(prefix) < len(text)]
@@ -371,7 +371,7 @@ def test_a_loop_asked_for_by_name_refuses_what_it_cannot_do(case: str) -> None:
         kwargs = kwargs | {"tokenizer": demo_tokenizer()}
     inputs = left_padded(prompts_for(name, rows))
     refusal = pytest.raises(UnsupportedGenerationError, match=f"speculation_loop='{loop}'")
-    with wishes(drafter_of(name), speculation_loop=loop) as drafter, refusal as caught:
+    with configured(drafter_of(name), speculation_loop=loop) as drafter, refusal as caught:
         greedy(name, inputs, assistant_model=drafter, **kwargs)
     assert word in str(caught.value)
     assert "auto" in str(caught.value), "says what to do"
@@ -399,7 +399,10 @@ def test_prompt_that_ends_with_end_of_sequence() -> None:
     assert plain.shape[1] > inputs["input_ids"].shape[1]
     drafter = drafter_of("llama")
     assert torch.equal(greedy("llama", inputs, assistant_model=drafter, **kwargs), plain)
-    with wishes(drafter, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="end-of-sequence"):
+    with (
+        configured(drafter, speculation_loop="stock"),
+        pytest.raises(UnsupportedGenerationError, match="end-of-sequence"),
+    ):
         greedy("llama", inputs, assistant_model=drafter, **kwargs)
 
 
@@ -455,7 +458,7 @@ class Raising(hf.generation.streamers.BaseStreamer):
 @pytest.mark.parametrize("after", [1, 3])
 def test_interrupted_generation_leaves_everything_usable(error: type[BaseException], loop: str, after: int) -> None:
     plain = greedy("gemma3", one())
-    with wishes(drafter_of("gemma3"), speculation_loop=loop) as drafter:
+    with configured(drafter_of("gemma3"), speculation_loop=loop) as drafter:
         with pytest.raises(error):
             greedy("gemma3", one(), assistant_model=drafter, streamer=Raising(error, after))
         binding = drafter.require_binding()
@@ -561,7 +564,7 @@ def test_a_drafter_that_is_never_right_never_changes_the_text(loop: str) -> None
     plain = greedy("llama", inputs)
     wrong = (plain + 1) % 96  # never what the target writes next
     follow_all = oracle_drafts(wrong, inputs["input_ids"].shape[1], right=3)
-    with wishes(drafter_of("llama"), num_assistant_tokens=3, speculation_loop=loop) as drafter, follow_all:
+    with configured(drafter_of("llama"), num_assistant_tokens=3, speculation_loop=loop) as drafter, follow_all:
         ours = greedy("llama", inputs, assistant_model=drafter)
     assert torch.equal(ours, plain)
     assert stats_of().accepted == 0
@@ -591,7 +594,7 @@ def test_demo_drafters_reach_the_figures_of_their_cards(which: str, name: str) -
     prompts = sorted(held_out_prompts(name), key=len)
     rounds = accepted = 0
     per_position = torch.zeros(2, 5)
-    with wishes(ours, num_assistant_tokens=5, speculation_loop="own") as drafter:
+    with configured(ours, num_assistant_tokens=5, speculation_loop="own") as drafter:
         for start in range(0, 75, 15):
             inputs = left_padded(prompts[start : start + 15])
             greedy("demo-target", inputs, assistant_model=drafter, max_new_tokens=128)

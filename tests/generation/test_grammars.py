@@ -20,6 +20,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from helpers import (
     GROUPED,
+    configured,
     demo_tokenizer,
     left_padded,
     oracle_drafts,
@@ -28,7 +29,6 @@ from helpers import (
     random_target,
     seeded,
     use_fixed_shapes_only,
-    wishes,
 )
 
 LIBRARIES = ("xgrammar", "llguidance", "outlines")
@@ -172,7 +172,7 @@ def assert_texts_are_plains(library: str, shape: dict[str, Any], count: int) -> 
     for seed, (inputs, plain) in enumerate(plain_texts(library, count)):
         assert_parses(text_of(plain, inputs))
         length = inputs["input_ids"].shape[1]
-        with wishes(drafter(), **shape) as eagle, oracle_drafts(plain, length, seed=seed), seeded(seed):
+        with configured(drafter(), **shape) as eagle, oracle_drafts(plain, length, seed=seed), seeded(seed):
             ours = write(inputs, logits_processor=[make()], assistant_model=eagle)
             assert eagle.stats is not None
             accepted += eagle.stats.accepted
@@ -265,7 +265,7 @@ def draw(library: str, expected: dict[tuple[int, ...], float], *, seed: int) -> 
     drawn, accepted = [], dict.fromkeys(("chain", "dynamic"), 0)
     with seeded(seed), oracle_drafts(truth, len(PROMPT), seed=seed):
         for shape in ("chain", "dynamic") * (RUNS // 2):
-            with wishes(drafter(), **SHAPES[shape]) as eagle:
+            with configured(drafter(), **SHAPES[shape]) as eagle:
                 text = write(inputs, logits_processor=[make()], assistant_model=eagle, do_sample=True)
             drawn.append(tuple(text[0, len(PROMPT) :].tolist()))
             accepted[shape] += eagle.stats.accepted  # type: ignore[union-attr]

@@ -57,11 +57,11 @@ def test_an_invented_keyword_gets_plains_answer() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("float32", "float64"), ("bfloat16", "float32")])
-@pytest.mark.parametrize("wish", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_target_of_another_precision_than_when_attached(before: str, after: str, wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_target_of_another_precision_than_when_attached(before: str, after: str, settings: dict[str, Any]) -> None:
     model = random_target(CONFIGS["llama"](), seed=6).to(getattr(torch, before))
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    for name, value in wish.items():
+    for name, value in settings.items():
         setattr(drafter.generation_config, name, value)
     model.to(getattr(torch, after))
     inputs = left_padded(random_prompts(3, seed=2))

@@ -64,12 +64,12 @@ def test_names_of_other_things_say_what_to_do(target: Any, tmp_path: Path) -> No
 
 def test_pipeline_takes_the_name_of_a_drafter() -> None:
     target = hf.AutoModelForCausalLM.from_pretrained(DEMO_DRAFTER.parent / "demo-target", dtype=torch.float32).eval()
-    wish: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
     chat = [{"role": "user", "content": "How many legs do seven spiders have?"}]
-    plain = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer())(chat, **wish)
+    plain = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer())(chat, **settings)
     eagle = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer(), assistant_model=str(DEMO_DRAFTER))
     assert isinstance(eagle.assistant_model, Eagle31Drafter)
-    assert eagle(chat, **wish) == plain
+    assert eagle(chat, **settings) == plain
     assert eagle.assistant_model.stats.accepted > 0
 
 

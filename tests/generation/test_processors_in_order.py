@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from helpers import drafter_of, left_padded, oracle_drafts, prompts_for, target_of, use_fixed_shapes_only, wishes
+from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of, use_fixed_shapes_only
 
 pytestmark = pytest.mark.contract
 
@@ -67,7 +67,7 @@ def test_greedy_text_is_the_plain_one(kind: Any, shape: str) -> None:
         inputs = left_padded([prompt])
         plain = write(inputs, logits_processor=[kind()])
         with (
-            wishes(drafter_of("llama"), num_assistant_tokens=depth, **LOOPS[shape]) as eagle,
+            configured(drafter_of("llama"), num_assistant_tokens=depth, **LOOPS[shape]) as eagle,
             oracle_drafts(plain, len(prompt), seed=depth),
         ):
             ours = write(inputs, logits_processor=[kind()], assistant_model=eagle)
@@ -88,7 +88,7 @@ def test_nothing_is_shown_behind_the_end(shape: str, do_sample: bool) -> None:
         ends = [limit["eos_token_id"]] if "eos_token_id" in limit else []
         shown = Strict(ends)
         with (
-            wishes(drafter_of("llama"), num_assistant_tokens=6, **LOOPS[shape]) as eagle,
+            configured(drafter_of("llama"), num_assistant_tokens=6, **LOOPS[shape]) as eagle,
             oracle_drafts(free, length, right=6),
         ):
             text = write(inputs, logits_processor=[shown], assistant_model=eagle, do_sample=do_sample, **limit)
@@ -115,7 +115,7 @@ def test_a_function_of_the_users_is_called_as_plain_decoding_calls_it() -> None:
     plain = text("plain")
     for name, shape in LOOPS.items():
         with (
-            wishes(drafter_of("llama"), **shape) as eagle,
+            configured(drafter_of("llama"), **shape) as eagle,
             oracle_drafts(plain, inputs["input_ids"].shape[1]),
         ):
             assert torch.equal(text(name, assistant_model=eagle), plain)
@@ -129,7 +129,7 @@ def test_one_row_of_guidance_is_drafted_for() -> None:
     inputs = left_padded(prompts_for("llama", 1))
     plain = write(inputs, guidance_scale=1.5)
     for shape in LOOPS.values():
-        with wishes(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, inputs["input_ids"].shape[1]):
+        with configured(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, inputs["input_ids"].shape[1]):
             assert torch.equal(write(inputs, guidance_scale=1.5, assistant_model=eagle), plain)
         assert eagle.stats is not None
         assert eagle.stats.loop == "own"

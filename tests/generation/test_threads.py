@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eagle31_hf.stats import LastStats, SpeculationStats
 from helpers import (
+    configured,
     drafter_of,
     left_padded,
     oracle_drafts,
@@ -22,7 +23,6 @@ from helpers import (
     random_prompts,
     target_of,
     use_fixed_shapes_only,
-    wishes,
 )
 
 THREADS = 8
@@ -100,7 +100,7 @@ def test_texts_are_those_of_one_call_after_the_other(shape: str, each: int, monk
         assert out.speculation_stats.new_tokens == length * len(inputs["input_ids"])
         return out.sequences
 
-    with wishes(drafter_of("llama"), num_assistant_tokens=4, **SHAPES[shape]) as drafter:
+    with configured(drafter_of("llama"), num_assistant_tokens=4, **SHAPES[shape]) as drafter:
         texts = side_by_side([lambda index=index: call(index) for index in range(len(work))])  # type: ignore[misc]
     raised = [text for text in texts if isinstance(text, str)]
     assert raised
@@ -121,7 +121,7 @@ def test_plain_calls_beside_ours_do_not_disturb_the_drafts() -> None:
             count += 1
         return count
 
-    with ThreadPoolExecutor(1) as pool, wishes(drafter_of("llama"), num_assistant_tokens=4) as drafter:
+    with ThreadPoolExecutor(1) as pool, configured(drafter_of("llama"), num_assistant_tokens=4) as drafter:
         beside = pool.submit(keep_generating)
         for seed in range(6):
             with oracle_drafts(plain, inputs["input_ids"].shape[1], seed=seed):

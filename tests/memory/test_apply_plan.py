@@ -44,8 +44,8 @@ def load(**arguments: Any) -> Eagle31Drafter:
     return Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target_of("demo-target"), **arguments)
 
 
-def planned(**wishes: Any) -> MemoryPlan:
-    return plan_memory(target_of("demo-target"), drafter=DEMO_DRAFTER, card=ROOMY, **wishes)
+def planned(**settings: Any) -> MemoryPlan:
+    return plan_memory(target_of("demo-target"), drafter=DEMO_DRAFTER, card=ROOMY, **settings)
 
 
 def test_auto_plans_for_where_the_target_sits(roomy: Card) -> None:
@@ -55,10 +55,10 @@ def test_auto_plans_for_where_the_target_sits(roomy: Card) -> None:
     assert plan.card is roomy
     assert plan.fits
     assert plan.settings.context == target_of("demo-target").config.max_position_embeddings
-    wishes = eagle.generation_config
-    wishes.check()
-    assert (wishes.num_assistant_tokens, wishes.draft_top_k, wishes.draft_tree_size) == (6, 1, None)
-    assert (wishes.prefill_chunk_size, wishes.cache_type) == (plan.settings.prefill_chunk, "full")
+    settings = eagle.generation_config
+    settings.check()
+    assert (settings.num_assistant_tokens, settings.draft_top_k, settings.draft_tree_size) == (6, 1, None)
+    assert (settings.prefill_chunk_size, settings.cache_type) == (plan.settings.prefill_chunk, "full")
 
 
 def test_the_context_is_what_the_target_is_configured_to_write(roomy: Card) -> None:
@@ -85,7 +85,7 @@ def test_a_plan_is_kept_by_the_loop(roomy: Card, monkeypatch: pytest.MonkeyPatch
     assert len(eagle.stats.drafted_at) <= 2
     assert not eagle.stats.fallbacks
     target.generate(IDS, assistant_model=eagle, max_new_tokens=2, do_sample=False, prefill_chunk_size=50)
-    assert widths[3:] == [50, 20], "the call's own wish comes first"
+    assert widths[3:] == [50, 20], "the call's own setting comes first"
 
 
 def test_a_larger_request_is_served_and_noted_once(roomy: Card, caplog: pytest.LogCaptureFixture) -> None:
@@ -103,13 +103,13 @@ def test_what_is_larger_than_planned(rows: int, length: int, is_larger: bool) ->
     assert bool(plan_mismatch_reason(planned(context=64, batch=2), rows=rows, length=length)) is is_larger
 
 
-def test_obeying_sets_every_wish_a_plan_decides(caplog: pytest.LogCaptureFixture) -> None:
+def test_obeying_sets_every_setting_a_plan_decides(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "eagle31_hf")
-    wishes = Eagle31GenerationConfig()
-    apply_plan(planned(draft_tokens=3, tree_size=12, prefill_chunk=256, cache_type="int8", context=128), wishes)
-    wishes.check()
-    assert (wishes.num_assistant_tokens, wishes.draft_top_k, wishes.draft_tree_size) == (3, 2, 12)
-    assert (wishes.prefill_chunk_size, wishes.cache_type) == (256, "int8")
+    settings = Eagle31GenerationConfig()
+    apply_plan(planned(draft_tokens=3, tree_size=12, prefill_chunk=256, cache_type="int8", context=128), settings)
+    settings.check()
+    assert (settings.num_assistant_tokens, settings.draft_top_k, settings.draft_tree_size) == (3, 2, 12)
+    assert (settings.prefill_chunk_size, settings.cache_type) == (256, "int8")
     assert "may change the text" in caplog.text
 
 

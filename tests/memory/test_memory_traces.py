@@ -41,7 +41,7 @@ from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySettings, build_ledger
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import decoder_shape, read_target
-from helpers import drafter_of, target_of, wishes
+from helpers import configured, drafter_of, target_of
 
 BF16 = torch.bfloat16
 COMMON = {"num_hidden_layers": 4, "max_position_embeddings": 131072}
@@ -298,7 +298,7 @@ def test_nothing_of_a_chunk_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None
     target, drafter = target_of("llama"), drafter_of("llama")
     ids = torch.randint(3, 90, (1, 300), generator=torch.Generator().manual_seed(0))
     forward, alive = ChunkedPrefill._forward, []
-    with wishes(drafter, num_assistant_tokens=3), StorageCounter() as counter:
+    with configured(drafter, num_assistant_tokens=3), StorageCounter() as counter:
 
         def measured(self: ChunkedPrefill, *args: object) -> object:
             assert self.session is not None

@@ -26,8 +26,8 @@ def client(served):
     return served.client()
 
 
-def chat(client, messages=MESSAGES, **wishes):
-    return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **wishes)
+def chat(client, messages=MESSAGES, **settings):
+    return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **settings)
 
 
 # --- the same text ----------------------------------------------------------------------------------------------------
@@ -222,16 +222,16 @@ def test_a_template_without_tools_says_so(client):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def error_of(client, status, **wishes):
+def error_of(client, status, **settings):
     with pytest.raises(openai.APIStatusError) as caught:
-        client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "temperature": 0, **wishes})
+        client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "temperature": 0, **settings})
     assert caught.value.status_code == status
     assert caught.value.body["message"]
     return caught.value.body
 
 
 @pytest.mark.parametrize(
-    ("wishes", "status", "says"),
+    ("settings", "status", "says"),
     [
         ({"model": "other"}, 404, "'demo' is"),
         ({"messages": []}, 400, "at least one"),
@@ -256,10 +256,10 @@ def error_of(client, status, **wishes):
         ({"max_tokens": 5000}, 400, "512"),
     ],
 )
-def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(client, pair, wishes, status, says):
-    if "response_format" in wishes:
+def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(client, pair, settings, status, says):
+    if "response_format" in settings:
         pytest.importorskip("llguidance")
-    assert says in error_of(client, status, **wishes)["message"]
+    assert says in error_of(client, status, **settings)["message"]
     assert chat(client, max_tokens=2).choices[0].message.content
 
 

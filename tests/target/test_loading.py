@@ -55,8 +55,8 @@ def test_a_gguf_target_writes_the_same_with_a_drafter(gguf_target: Path, drafter
 
 def test_commands_take_the_file_as_they_take_a_folder(gguf_target: Path, drafter_folder: Path) -> None:
     pair = ["--target", str(gguf_target), "--drafter", str(drafter_folder), "--memory", "auto", "--context", "128"]
-    wish = ["generate", "--prompt", NUMBERS, "--max-new-tokens", "4", "--no-compare"]
-    result = CliRunner().invoke(app, [*wish, *pair])
+    settings = ["generate", "--prompt", NUMBERS, "--max-new-tokens", "4", "--no-compare"]
+    result = CliRunner().invoke(app, [*settings, *pair])
     assert result.exit_code == 0, result.output
     assert "GGUF weights are unpacked to bf16" in " ".join(result.output.split())
 
@@ -95,9 +95,9 @@ def test_a_plan_counts_what_is_unpacked_and_is_known_again(gguf_target: Path) ->
     plan.check_target(target)
 
 
-@pytest.mark.parametrize(("wish", "loaded"), [("stored", torch.bfloat16), ("float16", torch.float16)])
-def test_what_it_is_unpacked_to(gguf_target: Path, wish: str, loaded: torch.dtype) -> None:
-    assert load_target(str(gguf_target), dtype=wish, device_map="cpu")[0].dtype is loaded
+@pytest.mark.parametrize(("settings", "loaded"), [("stored", torch.bfloat16), ("float16", torch.float16)])
+def test_what_it_is_unpacked_to(gguf_target: Path, settings: str, loaded: torch.dtype) -> None:
+    assert load_target(str(gguf_target), dtype=settings, device_map="cpu")[0].dtype is loaded
 
 
 @pytest.mark.parametrize(

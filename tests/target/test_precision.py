@@ -73,10 +73,10 @@ def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) 
 
 
 @pytest.mark.parametrize(
-    ("wish", "loaded"), [("auto", torch.float32), ("stored", torch.bfloat16), ("bfloat16", torch.bfloat16)]
+    ("settings", "loaded"), [("auto", torch.float32), ("stored", torch.bfloat16), ("bfloat16", torch.bfloat16)]
 )
-def test_commands_load_what_is_quick_unless_told_otherwise(monkeypatch, wish, loaded) -> None:
+def test_commands_load_what_is_quick_unless_told_otherwise(monkeypatch, settings, loaded) -> None:
     monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
-    pair = load_pair(PairSource(str(MODELS / "demo-target"), str(DEMO_DRAFTER), dtype=wish, device="cpu"))
+    pair = load_pair(PairSource(str(MODELS / "demo-target"), str(DEMO_DRAFTER), dtype=settings, device="cpu"))
     assert pair.target.dtype is loaded
     assert pair.drafter.dtype is loaded

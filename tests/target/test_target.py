@@ -26,11 +26,11 @@ from helpers import (
     GROUPED,
     MODELS,
     SIZES,
+    configured,
     left_padded,
     random_drafter,
     random_prompts,
     random_target,
-    wishes,
 )
 
 LAYERS = SIZES["num_hidden_layers"]
@@ -120,7 +120,7 @@ def test_detach_leaves_the_target_as_it_was(llama: Any) -> None:
     drafter = random_drafter(llama)
     binding = weakref.ref(drafter.binding)
     assert hooks_of(llama) > 0
-    with wishes(drafter, draft_top_k=2):
+    with configured(drafter, draft_top_k=2):
         llama.generate(torch.tensor([[5, 6]]), max_new_tokens=5, assistant_model=drafter, do_sample=False)
     drafter.detach()
     gc.collect()
@@ -226,7 +226,7 @@ def test_a_drafter_adds_its_parameters_and_one_kv_layer(own_lm_head: bool) -> No
 
         def end(self) -> None: ...
 
-    with wishes(drafter, num_assistant_tokens=depth, speculation_loop="own"):
+    with configured(drafter, num_assistant_tokens=depth, speculation_loop="own"):
         target.generate(
             torch.arange(5, 5 + length)[None], max_new_tokens=new, do_sample=False, streamer=Look(),
             assistant_model=drafter,

@@ -308,7 +308,7 @@ def test_impossible_topologies_are_refused(paths: list[tuple[int, ...]], message
 
 
 @pytest.mark.parametrize(("ranks", "depth", "size"), [([], 2, 4), ([1.5], 2, 4), ([0.5], 0, 4), ([0.5], 2, 0)])
-def test_absurd_topology_wishes_are_refused(ranks: list[float], depth: int, size: int) -> None:
+def test_absurd_topology_settings_are_refused(ranks: list[float], depth: int, size: int) -> None:
     with pytest.raises(ConfigurationError, match="wanted"):
         StaticTopology.best_for(ranks, depth=depth, size=size)
 

@@ -85,5 +85,5 @@ def _setting(drafter: Eagle31Drafter, compiled: bool) -> Hashable:
     """What of a `calibration_key` may change while a process runs."""
     binding = drafter.require_binding()
     attention = binding.model.config._attn_implementation
-    wishes = drafter.generation_config.stored_cache_type, compiled
-    return binding.model.dtype, binding.head_device, drafter.dtype, torch.get_num_threads(), attention, wishes
+    settings = drafter.generation_config.stored_cache_type, compiled
+    return binding.model.dtype, binding.head_device, drafter.dtype, torch.get_num_threads(), attention, settings

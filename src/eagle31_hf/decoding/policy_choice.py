@@ -28,7 +28,7 @@ NOMINAL_COSTS = RoundCosts(((1, 1.0), (8, 1.25), (64, 2.0)), drafter_step_s=0.06
 
 
 @dataclass(frozen=True)
-class DraftWish:
+class RequestedDraft:
     """What a generation asks of its drafts.
 
     Attributes:
@@ -48,7 +48,7 @@ class DraftWish:
     compiled: bool
 
 
-def choose_policy(drafter: Eagle31Drafter, wish: DraftWish, stats: SpeculationStats) -> DraftPolicy:
+def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: SpeculationStats) -> DraftPolicy:
     """The policy of one generation; changes it makes are told in `stats.events`.
 
     Which one, and all it decides, depends on settings, counts and the stored calibration. What earlier texts accepted
@@ -57,39 +57,41 @@ def choose_policy(drafter: Eagle31Drafter, wish: DraftWish, stats: SpeculationSt
     schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
     if schedule == "constant":
         return DraftBackoff()
-    if not wish.sampled:
-        history.calibrate_if_due(drafter, compiled=wish.compiled)
-    calibration = history.calibration(drafter, compiled=wish.compiled)
+    if not requested.sampled:
+        history.calibrate_if_due(drafter, compiled=requested.compiled)
+    calibration = history.calibration(drafter, compiled=requested.compiled)
     if calibration is None and schedule == "calibrated":
         return DraftBackoff()
-    costs = NOMINAL_COSTS if calibration is None else calibration.costs(wish.context)
-    table = costs.rounds(wish.shape.depth, rows=wish.rows, nodes=wish.shape.nodes if wish.shape.is_tree else None)
+    costs = NOMINAL_COSTS if calibration is None else calibration.costs(requested.context)
+    table = costs.rounds(
+        requested.shape.depth, rows=requested.rows, nodes=requested.shape.nodes if requested.shape.is_tree else None
+    )
     tell = _teller(stats)
     controller = DraftController(
         table,
-        _schedule(drafter, schedule, table, wish),
-        prior=None if wish.sampled else history.prior,
-        asks_confidence=schedule == "calibrated" and wish.shape.min_confidence > 0,
+        _schedule(drafter, schedule, table, requested),
+        prior=None if requested.sampled else history.prior,
+        asks_confidence=schedule == "calibrated" and requested.shape.min_confidence > 0,
         on_event=tell,
     )
-    return AdaptivePolicy(controller, wish.shape, looks_up=wish.rows == 1, on_event=tell)
+    return AdaptivePolicy(controller, requested.shape, looks_up=requested.rows == 1, on_event=tell)
 
 
-def _schedule(drafter: Eagle31Drafter, name: str, table: RoundTable, wish: DraftWish) -> LengthSchedule:
-    longest = wish.shape.depth
-    shortest, _ = drafter.generation_config.steered_bounds(wish.start)
-    if wish.shape.is_tree:  # drafted whole, or not
+def _schedule(drafter: Eagle31Drafter, name: str, table: RoundTable, requested: RequestedDraft) -> LengthSchedule:
+    longest = requested.shape.depth
+    shortest, _ = drafter.generation_config.steered_bounds(requested.start)
+    if requested.shape.is_tree:  # drafted whole, or not
         return ConstantSchedule(longest)
     lengths: Sequence[int] = range(shortest, longest + 1)
-    if wish.compiled:  # another length is another graph, which takes a CPU minutes to make
+    if requested.compiled:  # another length is another graph, which takes a CPU minutes to make
         on_cpu = drafter.device.type == "cpu"
         lengths = (longest,) if name == "calibrated" and on_cpu else _few(lengths)
     if name == "calibrated":
         return CalibratedSchedule(table, lengths)
-    steered: LengthSchedule = HeuristicSchedule(wish.start, longest, shortest)
+    steered: LengthSchedule = HeuristicSchedule(requested.start, longest, shortest)
     if name == "pid":
-        steered = PidSchedule(table, wish.start, longest, shortest)
-    return FewLengths(steered, lengths) if wish.compiled else steered
+        steered = PidSchedule(table, requested.start, longest, shortest)
+    return FewLengths(steered, lengths) if requested.compiled else steered
 
 
 def _few(lengths: Sequence[int]) -> list[int]:

@@ -38,7 +38,7 @@ class Eagle31Drafter(Eagle31Network):
     """An EAGLE-3 / 3.1 drafter, to be passed as `model.generate(..., assistant_model=eagle)`.
 
     Attributes:
-        generation_config: run-time wishes (`Eagle31GenerationConfig`): draft length, tree, loop.
+        generation_config: run-time settings (`Eagle31GenerationConfig`): draft length, tree, loop.
         stats: figures of the last `generate` call of this thread, of the last of all in a thread that made none; `None`
             before the first.
         binding: the target it is attached to, or `None`.

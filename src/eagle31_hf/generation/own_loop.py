@@ -13,7 +13,7 @@ from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.out_of_memory import RecoveringDecoder, keep_for_next_turn
 from ..decoding.pair_history import PairHistory
-from ..decoding.policy_choice import DraftWish, choose_policy
+from ..decoding.policy_choice import RequestedDraft, choose_policy
 from ..decoding.request import DecodingRequest
 from ..decoding.text import Sequences
 from ..errors import UnsupportedGenerationError
@@ -38,12 +38,12 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         )
     padding = left_padding(call.input_ids, call.attention_mask)
     carried = _carried_cache(call, padding, stats)
-    wish = draft_wish(call)
-    request = _request(call, wish, padding, carried, stats)
+    requested = requested_draft(call)
+    request = _request(call, requested, padding, carried, stats)
     with torch.no_grad(), call.drafter.require_binding().masked_attention():
         ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request)).run()
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
-    PairHistory.of(call.drafter).record(stats, sampled=wish.sampled)
+    PairHistory.of(call.drafter).record(stats, sampled=requested.sampled)
     if call.streamer is not None:
         call.streamer.end()
     if not call.generation_config.return_dict_in_generate:
@@ -59,7 +59,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
 
 
 def _request(
-    call: Call, wish: DraftWish, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
+    call: Call, requested: RequestedDraft, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
 ) -> DecodingRequest:
     config, start = call.generation_config, CacheResume() if carried is None else carried.start
     pad = getattr(config, "_pad_token_tensor", None)
@@ -67,9 +67,9 @@ def _request(
     return DecodingRequest(
         sequences=Sequences(call.input_ids, padding, call.rules, None if pad is None else int(pad)),
         processing=call.processing,
-        shape=wish.shape,
-        policy=choose_policy(call.drafter, wish, stats),
-        do_sample=wish.sampled,
+        shape=requested.shape,
+        policy=choose_policy(call.drafter, requested, stats),
+        do_sample=requested.sampled,
         prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,
         on_tokens=None if call.streamer is None else _streaming(call.streamer),
         keep_scores=bool(config.return_dict_in_generate and config.output_scores),
@@ -80,18 +80,18 @@ def _request(
     )
 
 
-def draft_wish(call: Call) -> DraftWish:
+def requested_draft(call: Call) -> RequestedDraft:
     """What the call and the drafter's `generation_config` ask of drafts."""
-    wishes, rows = call.drafter.generation_config, call.batch_size
+    settings, rows = call.drafter.generation_config, call.batch_size
     length = draft_length(call.drafter, call.generation_config, batch_size=rows)
-    shortest, longest = wishes.steered_bounds(length.depth)
-    return DraftWish(
-        shape=wishes.draft_shape(replace(length, depth=longest)),
+    shortest, longest = settings.steered_bounds(length.depth)
+    return RequestedDraft(
+        shape=settings.draft_shape(replace(length, depth=longest)),
         start=min(max(length.depth, shortest), longest),
         rows=rows,
         context=call.input_ids.shape[1],
         sampled=bool(call.generation_config.do_sample),
-        compiled=wishes.acceleration == "compile",
+        compiled=settings.acceleration == "compile",
     )
 
 

@@ -16,12 +16,12 @@ def check_before_work(model: Any, drafter: Eagle31Drafter, config: GenerationCon
 
     Raises:
         NotAttachedError, IncompatibleTargetError: the drafter is not this model's.
-        ConfigurationError: a wish makes no sense.
+        ConfigurationError: a setting makes no sense.
         UnsupportedGenerationError: a way to generate that drafts cannot follow exactly.
     """
     _check_attached(model, drafter)
     _check_is_still_the_target(drafter)
-    _check_wishes(drafter, config)
+    _check_settings(drafter, config)
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise UnsupportedGenerationError(
             "assistant_ensemble_weight trades exactness for speed, and this drafter's output is exact; unset it"
@@ -64,7 +64,7 @@ def _check_is_still_the_target(drafter: Eagle31Drafter) -> None:
     binding.compute_dtype = binding.model.dtype  # model.double() and the like
 
 
-def _check_wishes(drafter: Eagle31Drafter, config: GenerationConfig) -> None:
+def _check_settings(drafter: Eagle31Drafter, config: GenerationConfig) -> None:
     """The drafter's, and what of them the call itself asks for."""
     drafter.generation_config.check()
     top_k, size = (

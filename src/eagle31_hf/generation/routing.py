@@ -41,17 +41,17 @@ def choose_route(call: Call) -> Route:
     Raises:
         UnsupportedGenerationError: the loop that was asked for cannot serve the call exactly.
     """
-    wish = call.drafter.generation_config.speculation_loop
-    if wish == "plain":
+    requested = call.drafter.generation_config.speculation_loop
+    if requested == "plain":
         return Route("plain", ASKED_FOR)
-    if wish in ("own", "stock"):
-        objection = _first(AGAINST_OWN if wish == "own" else AGAINST_STOCK, call)
+    if requested in ("own", "stock"):
+        objection = _first(AGAINST_OWN if requested == "own" else AGAINST_STOCK, call)
         if objection is not None:
             raise UnsupportedGenerationError(
-                f"speculation_loop={wish!r} cannot serve this request: {objection}; set speculation_loop='auto' or "
-                "change the request"
+                f"speculation_loop={requested!r} cannot serve this request: {objection}; set speculation_loop='auto' "
+                "or change the request"
             )
-        return Route("own") if wish == "own" else Route("stock", ASKED_FOR)
+        return Route("own") if requested == "own" else Route("stock", ASKED_FOR)
     not_own = _first(AGAINST_OWN, call)
     if not_own is None:
         return Route("own")

@@ -24,25 +24,25 @@ logger = logging.getLogger(__name__)
 LARGEST_TERMS = 5
 
 
-def plan_to_apply(wish: MemoryPlan | Literal["auto"], target: PreTrainedModel, drafter: Any) -> MemoryPlan:
+def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedModel, drafter: Any) -> MemoryPlan:
     """The plan a drafter is to be loaded under; refuses before its weights are read.
 
     Args:
-        wish: a plan, or `"auto"` for one made here: this device, the context `target.generation_config` asks for, else
-            8,192 tokens or what the target was trained for, one row.
+        requested: a plan, or `"auto"` for one made here: this device, the context `target.generation_config` asks for,
+            else 8,192 tokens or what the target was trained for, one row.
         target: loaded.
         drafter: folder, Hub id or configuration.
 
     Raises:
         MemoryPlanError: it was made for another target or card, or has no room for a drafter, or not enough is free.
     """
-    if wish != "auto" and not isinstance(wish, MemoryPlan):
-        raise MemoryPlanError(f"got memory={wish!r}; wanted 'auto' or a plan of plan_memory(...)")
+    if requested != "auto" and not isinstance(requested, MemoryPlan):
+        raise MemoryPlanError(f"got memory={requested!r}; wanted 'auto' or a plan of plan_memory(...)")
     card = measure_card(_device_of(target))
-    if isinstance(wish, MemoryPlan):
-        wish.check_target(target)
-        wish.check_card(card)
-        plan = wish
+    if isinstance(requested, MemoryPlan):
+        requested.check_target(target)
+        requested.check_card(card)
+        plan = requested
     else:
         plan = plan_memory(target, drafter=drafter, card=card, context=_context_of(target))
     require_room(plan, card)
