@@ -149,7 +149,7 @@ def _measure(
     )
     console.print()
     if shown.compiled:
-        console.print("Compiling: a minute or two the first time, then inductor's cache on disk has most of it.")
+        console.print("Compiling: a minute or two the first time, then inductor's cache on disk has part of it.")
     with progress_bar(console) as (progress, bar):
 
         def show(share: float) -> None:  # between measurements only: drawing while one runs would slow it
