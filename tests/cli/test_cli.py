@@ -387,6 +387,12 @@ def test_train_refuses_a_missing_prompt_file_in_one_line(tmp_path):
     assert str(missing.name) in result.output
 
 
+@pytest.mark.parametrize("option", [("--schedule", "pid"), ("--tree-width", 2), ("--acceleration", "compile")])
+def test_serve_refuses_what_a_running_batch_cannot_draft(option):
+    told = run("serve", "--target", "nowhere", *option, code=1)
+    assert f"serve cannot do {option[0]} {option[1]}" in told.output
+
+
 def test_serve_says_that_a_port_is_taken_before_it_loads_anything():
     with socket.create_server(("127.0.0.1", 0)) as other:
         told = run("serve", "--target", "nowhere", "--port", other.getsockname()[1], code=1)

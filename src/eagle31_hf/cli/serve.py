@@ -38,6 +38,7 @@ def serve(
     """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch."""
     uvicorn = _import_uvicorn()
     _check_reach(host, api_key)
+    _check_drafting(source, drafting)
     console = make_console()
     listening = _listen(host, port)  # before loading: a port that is taken should not cost a model
     pair = load_pair(source, drafting, batch=max_batch, on_plan=lambda plan: print_decision(console, plan))
@@ -87,6 +88,22 @@ def _check_reach(host: str, api_key: str | None) -> None:
         raise ConfigurationError(
             f"--host {host} can be reached from other machines; give a key that clients have to show (--api-key, or "
             f"EAGLE31_API_KEY in the environment), or listen on 127.0.0.1"
+        )
+
+
+def _check_drafting(source: PairSource, drafting: Drafting) -> None:
+    """The running batch drafts eager chains of one length; what else is asked for is not silently left out."""
+    asked = {
+        f"--schedule {drafting.schedule}": drafting.schedule != "constant",
+        f"--tree-width {drafting.tree_width}": drafting.tree_width > 1,
+        f"--tree-size {drafting.tree_size}": drafting.tree_size is not None,
+        f"--acceleration {source.acceleration}": source.acceleration != "eager",
+    }
+    refused = [option for option, is_asked in asked.items() if is_asked]
+    if refused:
+        raise ConfigurationError(
+            f"serve cannot do {', '.join(refused)}: texts that join and leave a running batch are drafted as chains, "
+            "without graphs; leave it out (--draft-tokens sets a chain's length), or use it with generate and chat"
         )
 
 
