@@ -23,6 +23,7 @@ from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.errors import MemoryPlanError
 from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
+from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import MOMENTS
 from eagle31_hf.memory.report import (
     decision_rows,
@@ -32,6 +33,7 @@ from eagle31_hf.memory.report import (
     ledger_rows,
     plot_ledger,
 )
+from eagle31_hf.memory.target_facts import read_target, target_fingerprint
 from eagle31_hf.memory.weight_bytes import storage_bytes
 
 LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -231,11 +233,22 @@ def test_card_names_are_forgiving_and_sizes_are_cards() -> None:
     assert find_card("24GiB").total_bytes == 24 * GIB
     assert find_card("24 GB").total_bytes == 24 * 10**9
     assert find_card("Apple M3 Max 64GB").usable_bytes == 48 * GIB
+    assert find_card("M3 Ultra") is CARDS["Apple M3 Ultra 96GB"]  # the smallest sold
+    assert find_card("M3") is CARDS["Apple M3 16GB"]
+
+
+def test_a_target_of_the_table_is_planned_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)  # neither disk nor network is asked
+    for name, known in known_targets().items():
+        facts = read_target(name)
+        assert (facts.name, facts.fingerprint) == (name, target_fingerprint(known.config))
+    assert read_target("llama-3.1-8b").fingerprint == read_target("Llama 3.1 8B").fingerprint
 
 
 def test_this_machine_is_measured() -> None:
     card = measure_card()
     assert card.measured
+    assert find_card("this machine").measured
     assert 0 < card.usable_bytes <= card.total_bytes
     assert plan_memory(TINY, context=64).card.kind == card.kind
 
@@ -257,6 +270,7 @@ def test_a_plan_is_kept_to_its_card() -> None:
     ("arguments", "message"),
     [
         ({"card": "RTX 4900"}, r"RTX 4090.*known"),
+        ({"card": "4060 Ti"}, "did you mean"),  # sold with 8 GB, too: no guessing
         ({"card": 12}, "12 bytes"),
         ({"quantization": "int3"}, "known: bf16"),
         ({"context": 0}, "context=0"),
@@ -319,6 +333,21 @@ def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_ledger(BASE, tmp_path / "ledger.png")
     assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
+    for unwritable in (tmp_path / "ledger.foo", tmp_path / "nowhere" / "ledger.png"):
+        with pytest.raises(MemoryPlanError, match=r"ledger\..*cannot be written"):
+            plot_ledger(BASE, unwritable)
+
+
+def test_a_plot_shows_every_byte_in_colours_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **more: drawn.append(figure))
+    plot_ledger(BASE, tmp_path / "ledger.png")
+    bars = drawn[0].axes[0].containers
+    assert len({bar.patches[0].get_facecolor() for bar in bars}) == len(bars) > 5
+    tops = [sum(bar.patches[i].get_height() for bar in bars) * GIB for i in range(len(bars[0].patches))]
+    assert max(tops) == pytest.approx(BASE.peak_bytes)
+    assert not any(bar.get_label().startswith("_") for bar in bars)  # all in the legend
 
 
 def test_home_lab_table_has_a_cell_per_card_and_scheme() -> None:

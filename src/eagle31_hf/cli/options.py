@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..errors import Eagle31Error
+from ..errors import ConfigurationError, Eagle31Error
 from . import terminal
 
 
@@ -54,5 +54,12 @@ def make_console(*, stderr: bool = False) -> Console:
 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
     """Write the figures if a path was given."""
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"got --json {str(path)!r}, which cannot be written ({error.strerror}); wanted a file in a folder that is "
+            "there"
+        ) from error

@@ -16,10 +16,15 @@ from .options import JsonOption, TracebackOption, make_console, readable_errors,
 
 @readable_errors
 def plan(
-    target: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a target.", show_default=False)],
+    target: Annotated[
+        str,
+        typer.Argument(help="Hub id, folder or .gguf file of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
+    ],
     drafter: Annotated[str | None, typer.Option(help="Folder or Hub id; default: one shaped like the target.")] = None,
     quantization: Annotated[str | None, typer.Option("--quant", help="E.g. bf16, bnb-nf4-dq, bnb-int8.")] = None,
-    card: Annotated[str | None, typer.Option(help="E.g. 'RTX 4090' or 24GiB; default: this machine.")] = None,
+    card: Annotated[
+        str | None, typer.Option(help="E.g. 'RTX 4090', 'M3 Ultra' or 24GiB; default: this machine.")
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of the longest row, prompt and answer; default: 8192, or as trained.")
     ] = None,

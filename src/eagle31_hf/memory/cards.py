@@ -115,12 +115,14 @@ CARDS: dict[str, Card] = {
 
 
 def find_card(card: str | int | Card | None) -> Card:
-    """A card by name (`"RTX 4090"`), by size (`24_000_000_000`, `"24GiB"`), or this machine's (`None`).
+    """A card by name (`"RTX 4090"`), by size (`24_000_000_000`, `"24GiB"`), or this one (`None`, `"this machine"`).
+
+    An Apple chip without its memory (`"M3 Ultra"`) is the smallest one sold: what fits there fits on all of them.
 
     Raises:
         MemoryPlanError: no such card (the known ones are listed), or a size that makes no sense.
     """
-    if card is None:
+    if card is None or (isinstance(card, str) and _key(card) == "thismachine"):
         return measure_card()
     if isinstance(card, Card):
         return card
@@ -132,11 +134,14 @@ def find_card(card: str | int | Card | None) -> Card:
     by_key = {_key(name): entry for name, entry in CARDS.items()}
     if _key(card) in by_key:
         return by_key[_key(card)]
+    chips = [entry for key, entry in by_key.items() if entry.kind == "mps" and re.fullmatch(_key(card) + r"\d+gb", key)]
+    if chips:
+        return min(chips, key=lambda entry: entry.total_bytes)
     close = difflib.get_close_matches(_key(card), by_key, n=3)
     hint = f"did you mean {', '.join(by_key[key].name for key in close)}? " if close else ""
     raise MemoryPlanError(
         f"got card {card!r}, which is not in the table; {hint}known: {', '.join(CARDS)}; or give its memory, "
-        "e.g. '24GiB', or nothing to measure this machine"
+        "e.g. '24GiB', or 'this machine' to measure it"
     )
 
 

@@ -5,6 +5,7 @@ Sizes are those of each model's published `config.json`; parameter totals those 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from transformers import (
@@ -74,3 +75,13 @@ def known_targets() -> dict[str, KnownTarget]:
             tie_word_embeddings=True,
         ),
     }
+
+
+def find_known_target(name: str) -> KnownTarget | None:
+    """The target people call so (`"Llama 3.1 8B"`, `"llama-3.1-8b"`), or `None`. Hub ids have an owner and are none."""
+    by_key = {_key(known): target for known, target in known_targets().items()}
+    return None if "/" in name else by_key.get(_key(name))
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

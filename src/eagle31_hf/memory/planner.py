@@ -69,11 +69,12 @@ def plan_memory(
     """Plan a run's memory. Needs no GPU and no weights.
 
     Args:
-        target: Hub id, folder, `.gguf` file, configuration, or loaded model (its storages are then measured).
+        target: Hub id, folder, `.gguf` file, name (`known_targets`), configuration, or loaded model (its storages are
+            then measured).
         quantization: name (`SCHEMES`) or `quantization_config`; `None`: what the target's config says, else its dtype.
         drafter: folder, Hub id, `Eagle31Config` or drafter; `None`: one shaped like a layer of the target, with a
             draft vocabulary of 32,000.
-        card: name (`CARDS`), bytes or e.g. `"24GiB"`; `None` measures this machine.
+        card: name (`CARDS`), bytes or e.g. `"24GiB"`; `None` and `"this machine"` measure this one.
         context: tokens of the longest row, prompt and new ones; `None`: 8,192, or what the target was trained for if
             that is less.
         batch: rows.

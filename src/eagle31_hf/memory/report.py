@@ -127,11 +127,31 @@ def _thousands(tokens: int) -> str:
     return "no" if tokens < 1024 else f"{tokens // 1024}k"
 
 
+def _bars(plan: MemoryPlan, moments: Sequence[str]) -> list[tuple[str, list[float]]]:
+    """Name and GiB at each moment, what lives longest first. Slivers nobody could find in a picture are one bar."""
+    bars, slivers = [], [0.0] * len(moments)
+    for term in sorted(plan.ledger, key=lambda term: (-len(term.moments), -term.num_bytes)):
+        heights = [term.num_bytes / GIB if moment in term.moments else 0.0 for moment in moments]
+        if term.num_bytes * 100 > plan.peak_bytes:
+            bars.append((term.name, heights))
+        else:
+            slivers = [low + height for low, height in zip(slivers, heights, strict=True)]
+    return [*bars, ("all else, each below 1 %", slivers)] if any(slivers) else bars
+
+
+def _colours(count: int) -> list[tuple[float, float, float, float]]:
+    """So many colours, no two alike."""
+    from matplotlib import colormaps
+
+    few = colormaps["tab20"]
+    return [few(i) for i in range(count)] if count <= few.N else [*colormaps["turbo"].resampled(count)(range(count))]
+
+
 def plot_ledger(plan: MemoryPlan, path: str | Path) -> None:
     """Draw the ledger as one stacked bar per moment against what the card gives. Needs matplotlib.
 
     Raises:
-        MemoryPlanError: matplotlib is not installed.
+        MemoryPlanError: matplotlib is not installed, or the picture cannot be written there or in that format.
     """
     try:
         from matplotlib.figure import Figure
@@ -141,14 +161,17 @@ def plot_ledger(plan: MemoryPlan, path: str | Path) -> None:
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     floor = [0.0] * len(moments)
-    for term in sorted(plan.ledger, key=lambda term: -len(term.moments) * 2**50 - term.num_bytes):
-        heights = [term.num_bytes / GIB if moment in term.moments else 0.0 for moment in moments]
-        # Slivers would fill the legend with names nobody can find in the picture.
-        visible = term.num_bytes * 100 > plan.peak_bytes
-        axes.bar(moments, heights, bottom=floor, label=term.name if visible else None)
+    for (name, heights), colour in zip(bars := _bars(plan, moments), _colours(len(bars)), strict=True):
+        axes.bar(moments, heights, bottom=floor, label=name, color=colour)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     axes.axhline(plan.budget_bytes / GIB, color="black", linestyle="--", label=f"{plan.card.name}, less margin")
     axes.set_ylabel("GiB")
     axes.set_title(f"{plan.target.name}, {plan.target.quantization.name}, context {plan.settings.context:,}")
     figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(str(path), dpi=150)
+    try:
+        figure.savefig(str(path), dpi=150)
+    except (OSError, ValueError) as error:
+        raise MemoryPlanError(
+            f"got {str(path)!r} for the plot, which cannot be written ({error}); wanted a name such as plan.png or "
+            "plan.svg in a folder that is there"
+        ) from error

@@ -17,6 +17,7 @@ from ..cache.spans import windows_from_config
 from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
 from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
+from .known_targets import find_known_target, known_targets
 from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import SCHEMES, Quantization, scheme
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
@@ -52,7 +53,7 @@ class TargetFacts:
 
 
 def read_target(target: Any, quantization: Any = None, *, attention: str | None = None) -> TargetFacts:
-    """Facts of a Hub id, a folder, a `.gguf` file, a configuration or a loaded model.
+    """Facts of a Hub id, a folder, a `.gguf` file, a name of `known_targets`, a configuration or a loaded model.
 
     Args:
         quantization: scheme name or `quantization_config`; `None` takes what the config says, else its own dtype.
@@ -91,12 +92,16 @@ def _load_config(target: Any) -> PreTrainedConfig:
         raise MemoryPlanError(
             f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a .gguf file, a config or a model"
         )
+    known = None if Path(target).exists() else find_known_target(str(target))
+    if known is not None:
+        return known.config
     try:
         return AutoConfig.from_pretrained(target, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise MemoryPlanError(
             f"got target {str(target)!r}, whose config cannot be read ({str(error).splitlines()[0][:160]}); wanted a "
-            "folder with config.json, or the id of a model on the Hub that transformers knows without remote code"
+            "folder with config.json, the id of a model on the Hub that transformers knows without remote code, or one "
+            f"of {', '.join(known_targets())}"
         ) from error
 
 
