@@ -240,6 +240,23 @@ def test_own_loop_is_the_first_choice() -> None:
     assert (stats_of().loop, stats_of().reason) == ("own", "")
 
 
+@pytest.mark.parametrize("loop", ["plain", "stock", "own"])
+def test_new_tokens_are_those_that_were_written(loop: str) -> None:
+    """What fills up an ended row was not written, and neither was what the stock loop accepts behind the end."""
+    rows = 1 if loop == "stock" else 3
+    inputs = left_padded(prompts_for("llama", rows))
+    length = inputs["input_ids"].shape[1]
+    free = greedy("llama", inputs, max_new_tokens=20)
+    end = int(free[0, length + 6])
+    text = greedy("llama", inputs, max_new_tokens=20, eos_token_id=end)[:, length:]
+    written = sum(row.index(end) + 1 if end in row else len(row) for row in text.tolist())
+    with configured(drafter_of("llama"), speculation_loop=loop) as drafter, oracle_drafts(free, length):
+        for kwargs in ({}, {"return_dict_in_generate": True}):
+            greedy("llama", inputs, max_new_tokens=20, eos_token_id=end, assistant_model=drafter, **kwargs)
+            assert (stats_of().loop, stats_of().new_tokens) == (loop, written)
+    assert written < 20 * rows, "or no row has ended early"
+
+
 def test_plain_can_be_asked_for() -> None:
     with configured(drafter_of("llama"), speculation_loop="plain") as drafter:
         out = greedy("llama", one(), assistant_model=drafter)

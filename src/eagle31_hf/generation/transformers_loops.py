@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
 from ..decoding.memory_ladder import is_out_of_memory
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def write_plain(call: Call, stats: SpeculationStats) -> Any:
     """What `generate` writes without a drafter."""
-    output = GenerationMixin._sample(
+    output: Any = GenerationMixin._sample(
         call.model,
         call.input_ids,  # type: ignore[arg-type]
         logits_processor=call.logits_processor,
@@ -29,7 +31,23 @@ def write_plain(call: Call, stats: SpeculationStats) -> Any:
         streamer=call.streamer,
         **call.model_inputs,
     )
+    stats.new_tokens = count_written(call, getattr(output, "sequences", output))
     return with_stats(output, stats)
+
+
+def count_written(call: Call, ids: Tensor) -> int:
+    """New tokens of `ids` `(B, L + n)`, summed over rows: what fills up an ended row was not written."""
+    ends = torch.tensor(sorted(call.rules.eos_ids), device=ids.device)
+    new = ids[:, call.input_ids.shape[1] :]
+    if ends.numel() == 0 or new.numel() == 0:  # without an end-of-sequence token no row waits for the others
+        return new.numel()
+    is_end = torch.isin(new, ends)
+    first_end = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, new.shape[1])
+    pad = getattr(call.generation_config, "_pad_token_tensor", None)
+    if pad is None:
+        return int(first_end.sum())
+    written = (new != pad).int().cumsum(1).argmax(1) + 1  # up to the last token that is no padding
+    return int(torch.where(is_end.any(1), first_end, written).sum())
 
 
 def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable) -> Any:
@@ -46,6 +64,7 @@ def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable
             assistant_model=call.drafter,
             **call.model_inputs,
         )
+    stats.new_tokens = count_written(call, getattr(output, "sequences", output))
     return with_stats(output, stats)
 
 
