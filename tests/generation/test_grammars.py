@@ -94,6 +94,15 @@ class LLGuidance(hf.LogitsProcessor):
         return scores
 
 
+class ForkedLLGuidance(LLGuidance):
+    """The same, and it says how it is copied."""
+
+    def fork_for_drafts(self) -> LLGuidance:
+        forked = LLGuidance(self.matcher.deep_copy())
+        forked.is_first = self.is_first
+        return forked
+
+
 def of_xgrammar(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
     xgrammar = pytest.importorskip("xgrammar")
     compiler = xgrammar.GrammarCompiler(
@@ -115,7 +124,7 @@ def of_llguidance(schema: dict[str, Any] | None, words: str) -> Callable[[], Any
         grammar = matcher.grammar_from_regex(words)
     else:
         grammar = matcher.grammar_from_json_schema(json.dumps({"x-guidance": {"whitespace_flexible": False}, **schema}))
-    return lambda: LLGuidance(matcher(tokenizer, grammar))
+    return lambda: ForkedLLGuidance(matcher(tokenizer, grammar))
 
 
 def of_outlines(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
@@ -201,6 +210,24 @@ def test_json_of_fifty_prompts_is_plains(library: str, shape: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_json_by_graphs_is_plains(library: str) -> None:
     assert_texts_are_plains(library, SHAPES["dynamic"] | {"acceleration": "compile"}, count=3)
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"acceleration": "compile"}])
+@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+def test_drafts_are_drawn_inside_the_grammar(library: str, how: dict[str, Any]) -> None:
+    """The drafter is random and knows half of the vocabulary: what is accepted is the grammar's doing."""
+    make, accepted = processors(library, is_json=True), 0
+    with configured(drafter(), **SHAPES["chain"], acceleration=how.get("acceleration", "eager")) as eagle:
+        for seed, (inputs, plain) in enumerate(plain_texts(library, 3)):
+            with seeded(seed):
+                ours = write(
+                    inputs, logits_processor=[make()], assistant_model=eagle, do_sample=how.get("do_sample", False)
+                )
+            assert eagle.stats is not None
+            accepted += eagle.stats.accepted
+            assert_parses(text_of(ours, inputs))
+            assert how.get("do_sample") or torch.equal(ours, plain)
+    assert accepted >= 3 * 5, "every text has tokens that alone may come"
 
 
 @pytest.mark.parametrize("library", ["xgrammar", "outlines"])  # llguidance follows one text at a time

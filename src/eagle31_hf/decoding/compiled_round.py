@@ -72,7 +72,8 @@ class CompiledRound:
         if shape.is_dynamic_tree:
             return self.drafting.tree(roots, shape, depth)
         processing, sample = self.request.processing, drafts_are_drawn(self.request, is_dynamic=False)
-        scores_alone = processing.fits_draft_vocabulary or processing.in_order  # those in order are not asked
+        is_never_asked = processing.in_order and not processing.can_fork
+        scores_alone = processing.fits_draft_vocabulary or is_never_asked
         if shape.static is not None or shape.min_confidence or not scores_alone:
             return None
         warping = processing.draft_warping if sample and not processing.is_empty else None

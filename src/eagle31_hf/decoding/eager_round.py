@@ -95,7 +95,8 @@ def propose(session: DraftStepper, batch: RoundBatch, request: DecodingRequest, 
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
 
-    scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample)
+    eos_ids = batch.sequences.rules.eos_ids
+    scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample, eos_ids=eos_ids)
     if shape.static is not None:
         kept = scores if processing.fits_draft_vocabulary else None
         return propose_static_tree(session, roots, shape.cut_to(depth), sample=sample, scores=kept)

@@ -23,6 +23,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..errors import blame_caller
+from .processor_forks import can_fork, fork_all
 
 SCORES_ONLY = (
     stock.TemperatureLogitsWarper,
@@ -122,6 +123,22 @@ class ScoreProcessing:
         """Class names of processors that must be shown the prefixes of the text alone, each once and in order."""
         asked = [type(p).__name__ for p in self.processors if isinstance(p, CALLS_THE_USERS_CODE)]
         return self.bound_to_the_batch + asked
+
+    @cached_property
+    def can_fork(self) -> bool:
+        """Whether some are `in_order`, and drafts may be shown to copies of all of those."""
+        return bool(self.in_order) and all(can_fork(processor) for processor in self._moving)
+
+    def fork(self) -> ScoreProcessing:
+        """The same processors, copies of those `in_order`: what these are shown the originals never see."""
+        assert self.can_fork, "somebody keeps state that cannot be copied"
+        return ScoreProcessing(LogitsProcessorList(fork_all(self.processors, self._moving)))
+
+    @property
+    def _moving(self) -> list[Any]:
+        """Processors that are `in_order`."""
+        kinds = (*STATEFUL, *CALLS_THE_USERS_CODE)
+        return [p for p in self.processors if isinstance(p, kinds) or not _is_stock(p)]
 
     def node_scores(self, logits: Tensor, prefix: Callable[[int, int], Tensor], rows: Sequence[int]) -> Tensor:
         """Processed scores of every node.
