@@ -32,7 +32,7 @@ from engines.engine_process import EngineProcess, engine_python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.benchmark.prompts import read_conversations
+from eagle31_hf.benchmark.prompts import read_prompts
 from eagle31_hf.checkpoints import inspect_checkpoint
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.errors import ConfigurationError, Eagle31Error
@@ -138,8 +138,8 @@ def by_vllm(engine: EngineProcess, new_tokens: int) -> Way:
 
 
 def load_prompts(tokenizer: Any, files: Sequence[str], limit: int) -> list[list[int]]:
-    """Token ids of the first `limit` conversations of each file; without a file, of the embedded ones."""
-    chats = [chat for file in files for chat in read_conversations(file, limit)] or list(CONVERSATIONS[:limit])
+    """Token ids of `limit` conversations of each file, spread over it; without a file, of the embedded ones."""
+    chats = [prompt.opening for prompt in read_prompts(files, limit)] or list(CONVERSATIONS[:limit])
     options = {"add_generation_prompt": True, "return_dict": True}
     return [list(tokenizer.apply_chat_template(chat, **options)["input_ids"]) for chat in chats]
 

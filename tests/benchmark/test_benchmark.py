@@ -18,7 +18,7 @@ from eagle31_hf.benchmark.bare import drafted_depths, requested_shape
 from eagle31_hf.benchmark.growth import AttentionClock, GrowthRecord, measure_growth
 from eagle31_hf.benchmark.loop import LoopBenchmark, PassCounter, Tally, ends_off, typical_context
 from eagle31_hf.benchmark.methods import LoopSettings, Output, all_methods, early_exit_refusal
-from eagle31_hf.benchmark.prompts import batches_of, read_conversations
+from eagle31_hf.benchmark.prompt_batches import batches_of
 from eagle31_hf.benchmark.records import LoopRecord, LoopReport, RoundSplit, Sample
 from eagle31_hf.benchmark.storages import count_storages
 from eagle31_hf.benchmark.synthetic import (
@@ -38,7 +38,7 @@ from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.target.verify import Verification
 from eagle31_hf.trees.shape import DraftShape
-from helpers import SHARED, configured, drafter_of, random_drafter, random_prompts, target_of, use_fixed_shapes_only
+from helpers import configured, drafter_of, random_drafter, random_prompts, target_of, use_fixed_shapes_only
 
 SPEC = "hidden=32,layers=4,heads=2,kv=1,intermediate=48,vocab=96"
 CHAIN, TREE = DraftShape(4), DraftShape(4, top_k=3, size=14)
@@ -165,38 +165,6 @@ def test_bare_costs_of_compiled_loops_are_those_of_compiled_forwards(drafter, sh
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
-
-
-def test_every_form_of_prompt_is_read(tmp_path):
-    turns = [{"role": "assistant" if i % 2 else "user", "content": str(i)} for i in range(8)]
-    rows = [
-        {"conversations": turns},
-        {"conversations": turns[:2]},
-        {"prompt": "p"},
-        {"question": "q"},
-        {"turns": ["t", "u"]},
-    ]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    contents = [[message["content"] for message in chat] for chat in read_conversations(path, 9)]
-    assert contents == [["0", "1", "2", "3", "4"], ["0"], ["p"], ["q"], ["t"]]
-    assert len(read_conversations(path, 2)) == 2
-
-
-@pytest.mark.parametrize("name", ["chat/gsm8k_heldout", "prompts/spec_bench_question", "prompts/HumanEval"])
-def test_published_sets_are_read(name):
-    chats = read_conversations(SHARED / "data" / f"{name}.jsonl", 40)
-    assert len(chats) == 40
-    assert all(chat[-1]["role"] == "user" and chat[-1]["content"] for chat in chats)
-
-
-@pytest.mark.parametrize("row", ["{}", "[1]", "no json", '{"conversations": []}', '{"turns": []}', '{"prompt": 3}',
-                                 '{"conversations": [{"role": "assistant", "content": "x"}]}'])  # fmt: skip
-def test_a_row_without_a_prompt_is_named_by_its_line(tmp_path, row):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + row)
-    with pytest.raises(ConfigurationError, match="line 2: no prompt"):
-        read_conversations(path, 9)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=9), st.integers(1, 5))

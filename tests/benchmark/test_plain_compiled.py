@@ -11,7 +11,7 @@ from eagle31_hf.benchmark.calls import PLAIN, PLAIN_COMPILED
 from eagle31_hf.benchmark.loop import LoopBenchmark
 from eagle31_hf.benchmark.methods import LoopSettings
 from eagle31_hf.benchmark.plain_compiled import write_plain_compiled
-from eagle31_hf.benchmark.prompts import batches_of
+from eagle31_hf.benchmark.prompt_batches import batches_of
 from eagle31_hf.compiled.graphs import Graphs
 from helpers import FAMILIES, configured, drafter_of, random_prompts, target_of, use_fixed_shapes_only
 

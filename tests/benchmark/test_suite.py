@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from eagle31_hf.benchmark import gauges
 from eagle31_hf.benchmark.calls import DIFFERENT, SAME, SAMPLED, TIE
-from eagle31_hf.benchmark.datasets import Prompt
 from eagle31_hf.benchmark.exactness import judge_greedy
 from eagle31_hf.benchmark.gauges import EnergyGauge, PeakGauge, RaplPackage
+from eagle31_hf.benchmark.prompts import Prompt
 from eagle31_hf.benchmark.record_file import read_records
 from eagle31_hf.benchmark.run_settings import RunSettings
 from eagle31_hf.benchmark.suite import BenchmarkRun, Task

@@ -25,7 +25,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..target.device_clock import now
 from ..trees.shape import DraftShape
-from .prompts import PromptBatch
+from .prompt_batches import PromptBatch
 from .storages import count_storages
 from .synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 

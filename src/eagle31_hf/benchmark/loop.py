@@ -24,7 +24,7 @@ from ..target.device_clock import now
 from .bare import drafted_depths
 from .calls import PLAIN, PLAIN_COMPILED
 from .methods import LoopSettings, Method, Output, all_methods, early_exit_refusal
-from .prompts import PromptBatch, batches_of
+from .prompt_batches import PromptBatch, batches_of
 from .records import LoopRecord, LoopReport, RoundSplit, Sample, add_up
 
 Key = tuple[str, int]  # a method's name, a batch size

@@ -28,7 +28,7 @@ from ..memory.ledger import RUNNING
 from ..memory.quantization_schemes import SCHEMES
 from ..memory.weight_bytes import storage_bytes
 from .bare import requested_shape
-from .prompts import PromptBatch, batches_of
+from .prompt_batches import PromptBatch, batches_of
 from .storages import StorageCounter
 from .synthetic import SyntheticRequest, random_target, target_config, write_synthetic
 

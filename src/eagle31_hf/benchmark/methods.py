@@ -23,7 +23,7 @@ from ..trees.shape import DraftShape
 from .bare import requested_shape
 from .calls import PLAIN, PLAIN_COMPILED
 from .plain_compiled import write_plain_compiled
-from .prompts import PromptBatch
+from .prompt_batches import PromptBatch
 from .synthetic import SyntheticRequest, check_acceptance, write_synthetic
 
 LOOKUP_TOKENS = 10  # the proposal of prompt lookup's author

@@ -27,7 +27,7 @@ from ..stats import SpeculationStats
 from ..target.binding import TargetBinding, TargetOutput
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .prompts import PromptBatch
+from .prompt_batches import PromptBatch
 
 
 def write_plain_compiled(

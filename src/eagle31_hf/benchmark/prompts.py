@@ -1,92 +1,197 @@
-"""Prompts of a benchmark: from a file or built in, and in batches of one size."""
+"""Prompts with an id and a category, from files and Hub data sets that people measure drafters by.
+
+Read as they are published: Spec-Bench and MT-bench (`question_id, category, turns`), HumanEval (`task_id, prompt`),
+GSM8K (`question`), SPEED-Bench as its own preparation writes it, and any JSON lines of chats, prompts or questions.
+Prompts stay where they are: records name them by id.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..demo import Messages
+from ..demo import CONVERSATIONS, Messages
 from ..errors import ConfigurationError
 
-LAST_TURN = 4
-"""Index of the last message a chat prompt may end with: longer contexts would make the rows of a batch too unlike."""
+MT_BENCH_ROWS = 80
+"""MT-bench is the first so many rows of Spec-Bench."""
+
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+SPEED_BENCH_ROUTE = (
+    "its texts may not be passed on, so they are put in on your machine: run NeMo-Skills' "
+    "nemo_skills/dataset/speed-bench/prepare.py --output_dir DIR, then pass speed-bench=DIR/qualitative.jsonl"
+)
+LAST_OPENING_MESSAGE = 4
+"""Index of the last message an opening may end with."""
+
+MESSAGE_FIELDS = ("messages", "conversations")
+TEXT_FIELDS = ("prompt", "question", "instruction")
+ID_FIELDS = ("question_id", "task_id", "id")
 
 
 @dataclass(frozen=True)
-class PromptBatch:
-    """Left-padded prompts as `generate` takes them: `input_ids` and `attention_mask` `(B, T)`."""
+class Prompt:
+    """One thing to answer.
 
-    input_ids: Tensor
-    attention_mask: Tensor
+    Attributes:
+        id: `suite/id`, unique within a run.
+        suite: the data set's name.
+        category: as the row says, else the suite.
+        messages: up to the user's first unanswered one.
+        later_turns: what the user says after each answer.
+    """
+
+    id: str
+    suite: str
+    category: str
+    messages: tuple[dict[str, str], ...]
+    later_turns: tuple[str, ...] = ()
 
     @property
-    def padding(self) -> list[int]:
-        """Pads in front of each row."""
-        return (self.input_ids.shape[1] - self.attention_mask.sum(1)).tolist()
-
-    def to_generate(self) -> dict[str, Tensor]:
-        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+    def opening(self) -> Messages:
+        """The first five messages at most: rows of a batch would be too unlike if chats were asked at full length."""
+        return list(self.messages[: LAST_OPENING_MESSAGE + 1])
 
 
-def read_conversations(path: str | Path, limit: int) -> list[Messages]:
-    """The first `limit` prompts of a JSON-lines file.
+def embedded_prompts() -> list[Prompt]:
+    """The package's own, two kinds: bookings and sums."""
+    return [
+        Prompt(f"embedded/{number}", "embedded", _kind(chat), tuple(chat))
+        for number, chat in enumerate(CONVERSATIONS, 1)
+    ]
 
-    A row is a chat, `{"conversations": [{"role", "content"}, ...]}`, asked up to its last user message (the fifth
-    message at most), or one question: `{"prompt": ...}`, `{"question": ...}`, or the first of `{"turns": [...]}`.
+
+def _kind(chat: Messages) -> str:
+    return "sums" if any(word in chat[-1]["content"] for word in ("How much", "How many")) else "bookings"
+
+
+def read_prompts(sources: Sequence[str], limit: int | None = None) -> list[Prompt]:
+    """Prompts of all sources, those of one source together.
+
+    Args:
+        sources: `[NAME=]FILE` or `[NAME=]ORG/DATASET[:CONFIG[:SPLIT]]`. The name is the suite; `mt-bench` takes the
+            first 80 rows. Without one, the file's or data set's name.
+        limit: most prompts of each source, taken evenly over its rows so that every category is met.
 
     Raises:
-        ConfigurationError: there is no such file, it holds no prompt, or a row is of another kind (with its line).
+        ConfigurationError: a file cannot be read, a row holds no prompt, an id stands twice, or a row is one of
+            SPEED-Bench's placeholders.
     """
+    prompts = [prompt for source in sources for prompt in _read_source(source, limit)]
+    twice = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if twice:
+        raise ConfigurationError(
+            f"{len(twice)} prompt ids stand more than once ({', '.join(twice[:5])}); records tell prompts by their "
+            "ids: give every row its own, or name two files apart (a=FILE b=FILE)"
+        )
+    return prompts
+
+
+def _read_source(source: str, limit: int | None) -> list[Prompt]:
+    name, separator, place = source.partition("=")
+    if not separator:
+        name, place = "", source
+    if Path(place).exists() or place.endswith((".jsonl", ".json")):
+        rows, suite = list(_file_rows(Path(place))), name or Path(place).stem
+    elif place.count("/") == 1:
+        rows, suite = list(_hub_rows(place)), name or place.partition(":")[0]
+    else:
+        raise ConfigurationError(f"the prompts {place!r} are neither a file nor a Hub data set (ORG/NAME)")
+    if name == "mt-bench":
+        rows = rows[:MT_BENCH_ROWS]
+    if not rows:
+        raise ConfigurationError(f"the prompts {place!r} are empty; wanted one JSON object per line")
+    return [_prompt(row, suite, where) for where, row in evenly(rows, limit)]
+
+
+def evenly(rows: Sequence[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of them, evenly spaced, the first among them."""
+    if limit is None or limit >= len(rows):
+        return list(rows)
+    return [rows[index * len(rows) // limit] for index in range(limit)]
+
+
+def _file_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"the prompts {str(path)!r} cannot be read ({error}); pass a JSON-lines file"
+            f"the prompts {str(path)!r} cannot be read ({error}); pass a JSON-lines file or a Hub data set (ORG/NAME)"
         ) from error
-    rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
-    if not rows:
-        raise ConfigurationError(f"the prompts file {str(path)!r} is empty; wanted one JSON object per line")
-    return [_conversation(line, f"{path}, line {number}") for number, line in rows]
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path.name}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ConfigurationError(f"{where}: {line[:60]!r} is no JSON object; wanted one object per line")
+            yield where, row
 
 
-def _conversation(line: str, where: str) -> Messages:
+def _hub_rows(place: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    repository, config, split = (*place.split(":"), "", "")[:3]
     try:
-        row = json.loads(line)
-        chat = _chat(row)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        chat = []
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigurationError(f"{place!r} is on the Hub, which needs: pip install datasets") from error
+    try:
+        found: Any = load_dataset(repository, config or None)
+    except Exception as error:  # the Hub, the network, a loading script that is refused
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"the data set {repository!r} was not to be had ({reason}); check its name, your access and the network"
+        ) from error
+    splits = list(found)
+    wanted = split or next((name for name in ("test", "validation", "train") if name in splits), splits[0])
+    if wanted not in splits:
+        raise ConfigurationError(f"the data set {repository!r} has no split {wanted!r}; it has {', '.join(splits)}")
+    for number, row in enumerate(found[wanted], 1):
+        yield f"{repository}, row {number}", dict(row)
+
+
+def _prompt(row: Mapping[str, Any], suite: str, where: str) -> Prompt:
+    number = where.rpartition(" ")[2]
+    name = next((str(row[field]) for field in ID_FIELDS if row.get(field) not in (None, "")), number)
+    category = row.get("category")
+    prompt = Prompt(f"{suite}/{name}", suite, str(category) if category else suite, ())
+    messages = next((row[field] for field in MESSAGE_FIELDS if row.get(field)), None)
+    chat: Messages = []
+    later: list[str] = []
+    try:
+        if messages is None:
+            first, *later = _turns(row)
+            chat = [{"role": "user", "content": first}]
+        else:
+            chat = _chat(messages)
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        later = []
     if not chat:
         raise ConfigurationError(
-            f'{where}: no prompt in {line[:60]!r}; wanted a JSON object with "conversations" (messages with "role" and '
-            '"content", one of them the user\'s), "prompt", "question" or "turns"'
+            f'{where}: no prompt in {json.dumps(row, default=str)[:80]}; wanted "turns" with the user\'s words, or '
+            '"messages" with one of the user\'s, or "prompt" or "question"'
         )
-    return chat
+    if any(PLACEHOLDER in str(text) for text in (*(message["content"] for message in chat), *later)):
+        raise ConfigurationError(f"{where} is one of SPEED-Bench's placeholders: {SPEED_BENCH_ROUTE}")
+    return replace(prompt, messages=tuple(chat), later_turns=tuple(later))
 
 
-def _chat(row: dict[str, Any]) -> Messages:
-    if "conversations" in row:
-        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["conversations"]]
-        last_user = max(index for index, message in enumerate(messages) if message["role"] == "user")
-        return messages[: min(last_user, LAST_TURN) + 1]
-    text = row.get("prompt") or row.get("question") or row["turns"][0]
-    return [{"role": "user", "content": text}] if isinstance(text, str) else []
+def _turns(row: Mapping[str, Any]) -> list[str]:
+    turns = row.get("turns")
+    if turns is None:
+        turns = next(row[field] for field in TEXT_FIELDS if row.get(field))
+    turns = [turns] if isinstance(turns, str) else list(turns)
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError("no words")
+    return turns
 
 
-def batches_of(prompts: Sequence[Tensor], size: int, pad_id: int) -> list[PromptBatch]:
-    """Batches of exactly `size` rows over all prompts `(T,)`; the last one is filled up from the first prompts."""
-    count = -(-len(prompts) // size)
-    rows = [prompts[index % len(prompts)] for index in range(count * size)]
-    return [_left_padded(rows[start : start + size], pad_id) for start in range(0, len(rows), size)]
-
-
-def _left_padded(rows: Sequence[Tensor], pad_id: int) -> PromptBatch:
-    longest = max(len(row) for row in rows)
-    ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=pad_id) for row in rows])
-    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
-    return PromptBatch(ids, mask)
+def _chat(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Messages up to the last one of the user's."""
+    last = max(index for index, message in enumerate(messages) if message["role"] == "user")
+    return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages[: last + 1]]

@@ -27,12 +27,12 @@ from ..target.binding import TargetBinding
 from ..target.device_clock import now
 from .bare import drafted_depths
 from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, windows
-from .datasets import Prompt
 from .exactness import judge_greedy
 from .gauges import EnergyGauge, PeakGauge, TokenClock
 from .loop import PassCounter, ends_off, typical_context
 from .methods import Method, Output, all_methods, early_exit_refusal
-from .prompts import PromptBatch, batches_of
+from .prompt_batches import PromptBatch, batches_of
+from .prompts import Prompt
 from .run_settings import RunSettings
 from .thinking import ThinkMarks, split_rounds
 

@@ -39,7 +39,7 @@ from ..stats import SpeculationStats
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from ..trees.shape import DraftShape
-from .prompts import PromptBatch
+from .prompt_batches import PromptBatch
 
 SIZE_NAMES = ("hidden", "layers", "heads", "kv", "intermediate", "vocab")
 

@@ -17,7 +17,7 @@ from ..benchmark.growth import CONTEXTS, check_growth, measure_growth, small_dra
 from ..benchmark.loop import LoopBenchmark
 from ..benchmark.memory_peaks import RUNS, measure_peaks, runs_on
 from ..benchmark.methods import LoopSettings
-from ..benchmark.prompts import read_conversations
+from ..benchmark.prompts import read_prompts
 from ..benchmark.synthetic import random_target, target_config
 from ..demo import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
@@ -61,9 +61,9 @@ def _numbers(text: str | None) -> str | None:
 def loop(
     source: PairSource,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines: chats, prompts or questions; default: the embedded ones.")
+        str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET, chats cut short; default: the embedded ones.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most prompts to take.")] = 40,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts to take, spread over the rows.")] = 40,
     new_tokens: Annotated[int, typer.Option(min=3, help="Tokens written to each prompt, no more and no fewer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     batch: Annotated[str, typer.Option(callback=_whole_numbers, help="Batch sizes.")] = "1,4,16",
@@ -123,7 +123,7 @@ def _acceptance(synthetic: str | None, text: str | None) -> tuple[float, ...] | 
     return DEFAULT_ACCEPTANCE if text is None else tuple(float(part) for part in text.split(","))
 
 
-def _refuse_with_synthetic(source: PairSource, prompts: Path | None) -> None:
+def _refuse_with_synthetic(source: PairSource, prompts: str | None) -> None:
     told = {"prompts": prompts, **vars(source)}
     usual = {
         "prompts": None,
@@ -134,11 +134,11 @@ def _refuse_with_synthetic(source: PairSource, prompts: Path | None) -> None:
         raise ConfigurationError(f"--synthetic makes target, drafter and prompts; drop {', '.join(spare)}")
 
 
-def _real(source: PairSource, prompts: Path | None, limit: int, batch: int) -> Subject:
+def _real(source: PairSource, prompts: str | None, limit: int, batch: int) -> Subject:
     # The prompts first: a wrong path should not cost loading a model.
-    conversations = CONVERSATIONS[:limit] if prompts is None else read_conversations(prompts, limit)
+    chats = CONVERSATIONS[:limit] if prompts is None else [one.opening for one in read_prompts([prompts], limit)]
     pair = load_pair(source, batch=batch, on_plan=lambda plan: print_decision(make_console(), plan))
-    return Subject(pair.name, pair.drafter, [encode(pair, chat)["input_ids"][0] for chat in conversations])
+    return Subject(pair.name, pair.drafter, [encode(pair, chat)["input_ids"][0] for chat in chats])
 
 
 def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> Subject:

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from ..benchmark import run_tables
 from ..benchmark.comparing import compare_runs
-from ..benchmark.datasets import Prompt, embedded_prompts, read_prompts
 from ..benchmark.exports import write_acceptance_csv, write_profile
 from ..benchmark.gauges import gauge_names
+from ..benchmark.prompts import Prompt, embedded_prompts, read_prompts
 from ..benchmark.provenance import run_facts
 from ..benchmark.record_file import RecordWriter, read_records
 from ..benchmark.run_settings import RunSettings, settings_facts

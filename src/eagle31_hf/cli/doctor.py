@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..benchmark.prompts import read_conversations
+from ..benchmark.prompts import read_prompts
 from ..benchmark.provenance import origin
 from ..decoding.adaptive.costs import RoundCosts
 from ..decoding.calibration.calibration import ContextSeconds
@@ -32,9 +32,9 @@ def doctor(
     target: Annotated[str | None, typer.Option(help="Folder, Hub id or .gguf file; default: the embedded one.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(exists=True, help="JSONL of chats to examine with; default: 20 of many kinds.")
+        str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET to examine with; default: 20 of many kinds.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Use at most so many prompts.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Most prompts to take, spread over the rows.")] = 20,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens written after each prompt.")] = 48,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Only measure what rounds take here, and keep it for later runs.")
@@ -51,6 +51,8 @@ def doctor(
 ) -> None:
     """Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?"""
     console = make_console()
+    # The prompts first: a wrong path should not cost loading a model.
+    given = [prompt.opening for prompt in read_prompts([prompts], limit)] if prompts else []
     pair = load_pair(PairSource(target, drafter, dtype, device, acceleration=acceleration))
     if calibrate:
         _calibrate(console, pair, json_path)
@@ -58,7 +60,7 @@ def doctor(
     patient = Patient(
         drafter=pair.drafter,
         tokenizer=pair.tokenizer,
-        conversations=_conversations(pair, prompts, limit),
+        conversations=given or _own_conversations(pair)[:limit],
         encode=lambda conversation: encode(pair, conversation),
         folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
     )
@@ -93,10 +95,8 @@ def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
     return table
 
 
-def _conversations(pair: Pair, prompts: Path | None, limit: int) -> list[Messages]:
-    if prompts is not None:
-        return read_conversations(prompts, limit)
-    return list(DEMO_CONVERSATIONS if pair.uses_embedded_target else CONVERSATIONS)[:limit]
+def _own_conversations(pair: Pair) -> list[Messages]:
+    return list(DEMO_CONVERSATIONS if pair.uses_embedded_target else CONVERSATIONS)
 
 
 def _show(console: Console, seen: Examination) -> None:

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from ..benchmark.calls import DIFFERENT
-from ..benchmark.datasets import Prompt, embedded_prompts
 from ..benchmark.pair import measure_pair, pair_settings
+from ..benchmark.prompts import Prompt, embedded_prompts
 from ..benchmark.provenance import origin
 from ..benchmark.suite import Task
 from ..errors import ConfigurationError

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.benchmark import datasets
-from eagle31_hf.benchmark.datasets import PLACEHOLDER, embedded_prompts, evenly, read_prompts
+from eagle31_hf.benchmark.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
+from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
 from helpers import SHARED
 
@@ -32,6 +32,18 @@ def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, word
     assert (prompt.id, prompt.suite, prompt.category) == (f"file/{name}", "file", category)
     assert prompt.messages[-1] == {"role": "user", "content": words}
     assert prompt.later_turns == later
+
+
+def test_an_opening_ends_with_the_users_third_turn_at_most(tmp_path):
+    turns = [{"role": "assistant" if i % 2 else "user", "content": str(i)} for i in range(8)]
+    rows = {"conversations": turns}, {"conversations": turns[:2]}, {"turns": ["t", "u"]}
+    prompts = read_prompts([write(tmp_path / "file.jsonl", *rows)])
+    assert [[turn["content"] for turn in prompt.opening] for prompt in prompts] == [
+        ["0", "1", "2", "3", "4"],
+        ["0"],
+        ["t"],
+    ]
+    assert [turn["content"] for turn in prompts[0].messages] == [str(i) for i in range(7)]
 
 
 def test_the_published_files():
@@ -78,6 +90,8 @@ def test_a_hub_data_set_that_is_not_to_be_had(monkeypatch):
         ([{"turns": ["  "]}], "line 1: no prompt"),
         ([{"question_id": 1}], "line 1: no prompt"),
         ([{"messages": [{"role": "assistant", "content": "A"}]}], "line 1: no prompt"),
+        ([{"conversations": []}], "line 1: no prompt"),
+        ([{"prompt": 3}], "line 1: no prompt"),
         (["a string"], "line 1: .* is no JSON object"),
         ([{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}], r"1 prompt ids stand more than once \(file/7\)"),
         ([{"turns": [f"{PLACEHOLDER}: x"], "category": "rag"}], "placeholders: .*prepare.py"),
@@ -109,4 +123,4 @@ def test_rows_are_taken_evenly(rows, limit):
 
 def test_the_embedded_prompts_are_of_two_kinds():
     assert {prompt.category for prompt in embedded_prompts()} == {"bookings", "sums"}
-    assert len({prompt.id for prompt in embedded_prompts()}) == len(datasets.CONVERSATIONS)
+    assert len({prompt.id for prompt in embedded_prompts()}) == len(CONVERSATIONS)
