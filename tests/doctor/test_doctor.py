@@ -16,10 +16,12 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.doctor import examination
-from eagle31_hf.doctor.drift import CONDITIONS, plot_drift, summarise
-from eagle31_hf.doctor.examination import DEPTH, Patient, examine, preflight, probe_drift
+from eagle31_hf.doctor import drift_probe, examination
+from eagle31_hf.doctor.drift import CONDITIONS, DriftCurve, plot_drift, summarise
+from eagle31_hf.doctor.drift_probe import drift_finding, probe_both_forms, probe_drift
+from eagle31_hf.doctor.examination import DEPTH, examine, preflight
 from eagle31_hf.doctor.losslessness import Difference, GreedyComparison, _chi_square, compare_greedy, compare_sampling
+from eagle31_hf.doctor.patient import Patient
 from eagle31_hf.doctor.replay import SINK_TOKENS, TargetText, read_text, replay
 from eagle31_hf.doctor.variants import other_readings, score_readings, score_vocabulary
 from helpers import CONFIGS, demo_tokenizer, prompts_for, random_drafter, random_target, seeded
@@ -293,16 +295,45 @@ def test_conditions_change_the_prompt_as_they_say() -> None:
     assert CONDITIONS["as it is"](chat) == chat
 
 
-@pytest.mark.slow
-def test_drift_shows_both_forms_side_by_side(target: Any, tokenizer: Any, tmp_path: Path) -> None:
-    drafter = attached(target)
+@pytest.fixture(scope="module")
+def patient(target: Any, tokenizer: Any) -> Patient:
+    return Patient(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+
+
+def test_drift_shows_both_forms_side_by_side(patient: Patient, target: Any, tmp_path: Path) -> None:
+    """Another drafter beside it, under every condition, in a table's figures and in a plot."""
     other = attached(target, norm_output=False)  # the weights of one form in the other: it must drift
-    patient = Patient(drafter, tokenizer, CONVERSATIONS[:2], lambda c: encode(tokenizer, c))
-    curves = probe_drift(patient, new_tokens=16, depth=4, other=other)
-    assert {curve.form for curve in curves} == {"EAGLE 3.1", "EAGLE-3"}
-    assert {"as it is", "system prompt added", "long context"} <= {curve.condition for curve in curves}
+    curves = probe_drift(patient, new_tokens=12, depth=4, other=other)
+    assert [curve.form for curve in curves] == ["EAGLE 3.1", "EAGLE-3"] * (len(curves) // 2)
+    assert {curve.condition for curve in curves} == {
+        "as it is", "system prompt added", "long context", "another template",
+    }  # fmt: skip
+    grown = {curve.form: curve.feedback_norm[-1] for curve in curves if curve.condition == "as it is"}
+    assert grown["EAGLE-3"] > 1.1 > grown["EAGLE 3.1"]
     plot_drift(curves, tmp_path / "drift.png")
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_another_drafter_the_same_weights_are_read_in_the_other_form(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drift_probe, "CONDITIONS", {"as it is": CONDITIONS["as it is"]})
+    curves = probe_both_forms(patient, new_tokens=12, beside=None)
+    assert [(curve.form, curve.condition) for curve in curves] == [
+        ("EAGLE 3.1", "as it is"), ("EAGLE-3 by the same weights", "as it is"),
+        ("EAGLE 3.1", "another template"), ("EAGLE-3 by the same weights", "another template"),
+    ]  # fmt: skip
+    assert drift_finding(curves[:1]).level == "ok"
+
+
+def test_what_counts_as_drift() -> None:
+    def curve(sink: list[float], norm: list[float]) -> DriftCurve:
+        return DriftCurve("form", "condition", sink, [0.0] * 2, [0.0] * 2, norm, [1.0] * 2, starts=1)
+
+    assert curve([0.4, 0.4], [1.0, 1.6]).drifts, "the state grows"
+    assert curve([0.4, 0.1], [1.0, 1.0]).drifts, "the sink is left"
+    assert not curve([0.4, 0.3], [1.0, 1.1]).drifts
+    assert not curve([0.009, 0.003], [1.0, 1.0]).drifts, "there was no sink to leave"
 
 
 def test_preflight_reads_configurations_alone(target: Any) -> None:

@@ -18,9 +18,11 @@ from ..decoding.pair_history import PairHistory
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
 from ..demo import Messages
 from ..doctor.drift import DriftCurve, plot_drift
-from ..doctor.examination import Examination, Patient, examine
+from ..doctor.examination import Examination, examine
 from ..doctor.findings import Finding
+from ..doctor.patient import Patient
 from ..doctor.prompts import CONVERSATIONS
+from ..drafter.drafter import Eagle31Drafter
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, Pair, PairSource, encode, load_pair
 
@@ -43,6 +45,10 @@ def doctor(
         Literal["eager", "compile"], typer.Option(help="With --calibrate: which steps; compiling takes minutes.")
     ] = "eager",
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
+    beside: Annotated[
+        str | None,
+        typer.Option(help="With --drift: a drafter of the other form; default: the same weights, read in it."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
     device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
@@ -64,7 +70,12 @@ def doctor(
         encode=lambda conversation: encode(pair, conversation),
         folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
     )
-    seen = examine(patient, new_tokens=new_tokens, drift=drift or plot is not None)
+    seen = examine(
+        patient,
+        new_tokens=new_tokens,
+        drift=drift or plot is not None or beside is not None,
+        beside=None if beside is None else Eagle31Drafter.from_pretrained(beside, target=pair.target),
+    )
     write_json(json_path, {**origin(), "target": pair.name, **seen.to_dict()})
     _show(console, seen)
     if plot is not None and seen.drift:

@@ -24,6 +24,8 @@ Messages = list[dict[str, str]]
 SYSTEM_PROMPT = "You are a helpful assistant. Answer briefly."
 LONG_CONTEXT_TURN = "Before we begin, here are some notes of mine; you need not answer them. "
 LONG_CONTEXT_CHARACTERS = 4000
+SINK_SHARE = 0.05
+"""Of the attention at the first depth; a drafter that looks at the prompt's beginning less than this has no sink."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,17 @@ class DriftCurve:
 
     @property
     def drifts(self) -> bool:
-        """Whether the fed-back state grows by half and more, or the sink loses half of its share."""
-        later_sink = self.sink[-1] / self.sink[0] if self.sink[0] else 1.0
-        return self.feedback_norm[-1] > 1.5 or later_sink < 0.5
+        """Whether the fed-back state grows by half and more, or a sink that had a share loses half of it."""
+        loses_sink = self.sink[0] >= SINK_SHARE and self.sink[-1] < 0.5 * self.sink[0]
+        return self.feedback_norm[-1] > 1.5 or loses_sink
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {**asdict(self), "drifts": self.drifts}
 
+
+OTHER_TEMPLATE = "another template"
+"""Beside the conditions below, which change the messages: the same messages by `in_plain_words`."""
 
 CONDITIONS: dict[str, Callable[[Messages], Messages]] = {
     "as it is": lambda messages: messages,
@@ -72,6 +77,12 @@ CONDITIONS: dict[str, Callable[[Messages], Messages]] = {
         *(message for message in messages if message["role"] != "system"),
     ],
 }
+
+
+def in_plain_words(messages: Messages) -> str:
+    """A chat without its template's marks: what a client sends that knows another template, or none."""
+    told = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    return "\n\n".join([*told, "Assistant:"])
 
 
 def _filler(messages: Messages) -> str:
@@ -138,14 +149,15 @@ def plot_drift(curves: Sequence[DriftCurve], path: Any) -> None:
     conditions = list(dict.fromkeys(curve.condition for curve in curves))
     for axis, (title, values) in zip(axes.flat, panels, strict=True):
         for curve in curves:
-            style = "-" if forms.index(curve.form) == 0 else "--"
+            style = "-o" if forms.index(curve.form) == 0 else "--s"
             colour = f"C{conditions.index(curve.condition)}"
             depths = range(1, len(curve.sink) + 1)
-            axis.plot(depths, values(curve), style, color=colour, marker="o", markersize=3,
+            axis.plot(depths, values(curve), style, color=colour, markersize=3,
                       label=f"{curve.form}, {curve.condition}")  # fmt: skip
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("draft depth")
-        axis.set_ylim(bottom=0)
+        highest = max(max(values(curve)) for curve in curves)
+        axis.set_ylim(0, 1.08 * highest or 1.0)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

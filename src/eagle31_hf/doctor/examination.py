@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..drafter.drafter import Eagle31Drafter
 from ..target.quantized import holds_packed_weights
-from .drift import CONDITIONS, DriftCurve, Messages, drift_curve, form_of
+from .drift import DriftCurve, form_of
+from .drift_probe import drift_finding, probe_both_forms
 from .findings import Finding
 from .losslessness import GreedyComparison, SamplingComparison, compare_greedy, compare_sampling
+from .patient import Patient
 from .replay import TargetText, read_text, replay
 from .variants import ReadingScore, layers_to_keep, other_readings, score_readings, score_vocabulary
 
@@ -79,31 +79,15 @@ class Examination:
         }
 
 
-@dataclass(frozen=True)
-class Patient:
-    """A pair and what it is examined with.
-
-    Attributes:
-        drafter: attached.
-        tokenizer: the target's.
-        conversations: chats that end with a user's message.
-        encode: a conversation to `input_ids` and `attention_mask` `(1, L)` on the target's device.
-        folder: of the drafter's files, where its evidence may lie; `None` if it is not a folder.
-    """
-
-    drafter: Eagle31Drafter
-    tokenizer: Any
-    conversations: Sequence[Messages]
-    encode: Callable[[Messages], dict[str, Tensor]]
-    folder: Path | None = None
-
-
-def examine(patient: Patient, *, new_tokens: int = 48, drift: bool = False) -> Examination:
+def examine(
+    patient: Patient, *, new_tokens: int = 48, drift: bool = False, beside: Eagle31Drafter | None = None
+) -> Examination:
     """Look at everything. Takes a minute on a small pair, a few on a large one.
 
     Args:
         new_tokens: written after each prompt.
         drift: also probe for attention drift.
+        beside: an attached drafter of the other form to show drift beside; without one, the same weights read so.
     """
     seen = Examination()
     seen.findings += preflight(patient)
@@ -118,8 +102,9 @@ def examine(patient: Patient, *, new_tokens: int = 48, drift: bool = False) -> E
         seen.readings, findings = _readings(patient.drafter, texts)
         seen.findings += findings
     if drift:
-        seen.drift = probe_drift(patient, new_tokens=new_tokens)
-        seen.findings.append(_drift_finding(seen.drift))
+        seen.drift = probe_both_forms(patient, new_tokens, beside)
+        own = [curve for curve in seen.drift if curve.form == seen.drift[0].form]
+        seen.findings.append(drift_finding(own))
     return seen
 
 
@@ -324,53 +309,3 @@ def _readings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[lis
 
 def _as_fields(score: ReadingScore) -> str:
     return ", ".join(f"{name}={value}" for name, value in score.reading.fields.items())
-
-
-# --- drift ------------------------------------------------------------------------------------------------------------
-
-
-def probe_drift(
-    patient: Patient, *, new_tokens: int = 48, depth: int = 8, other: Eagle31Drafter | None = None
-) -> list[DriftCurve]:
-    """Curves of the drafter, and of another form beside it, under every condition.
-
-    Args:
-        depth: draft tokens; longer than served drafts, for drift shows late.
-        other: a drafter of the other form for the same target, attached.
-    """
-    curves = []
-    drafters = [patient.drafter, *([] if other is None else [other])]
-    for condition, change in CONDITIONS.items():
-        changed = [change(list(conversation)) for conversation in patient.conversations]
-        if condition != "as it is" and all(a == list(b) for a, b in zip(changed, patient.conversations, strict=True)):
-            continue
-        texts = [_written(patient, conversation, drafters, new_tokens, depth) for conversation in changed]
-        usable = [text for text in texts if len(text.starts(depth)) > 0]
-        for drafter in drafters if usable else []:
-            curves.append(drift_curve(drafter, usable, depth=depth, form=form_of(drafter), condition=condition))
-    return curves
-
-
-def _written(
-    patient: Patient, conversation: Messages, drafters: Sequence[Eagle31Drafter], new_tokens: int, depth: int
-) -> TargetText:
-    prompt = patient.encode(conversation)
-    binding = patient.drafter.require_binding()
-    model: Any = binding.model
-    out = model.generate(**prompt, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
-    keep = {layer for drafter in drafters for layer in drafter.require_binding().aux_layers}
-    return read_text(binding, out, prompt["input_ids"].shape[1], sorted(keep))
-
-
-def _drift_finding(curves: Sequence[DriftCurve]) -> Finding:
-    drifting = [f"{curve.form}, {curve.condition}" for curve in curves if curve.drifts]
-    if not curves:
-        return Finding("drift", "note", "the texts were too short to look at", "give longer prompts with --prompts")
-    if drifting:
-        return Finding(
-            "drift",
-            "note",
-            f"attention leaves the prompt, or the fed-back state grows: {'; '.join(drifting)}",
-            "keep drafts short, or train an EAGLE 3.1 form from it: `eagle31 train --drafter`",
-        )
-    return Finding("drift", "ok", f"none under {len(curves)} conditions")

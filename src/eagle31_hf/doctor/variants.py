@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +89,8 @@ def score_readings(
     """Replay every reading over `texts`; best first."""
     before = [replay(drafter, text, depth=depth) for text in texts]
     scores = []
-    for reading, other in _drafters(drafter, readings):
+    for reading in readings:
+        other = read_as(drafter, reading.fields)
         try:
             scores.append(_score(reading, before, [replay(other, text, depth=depth) for text in texts]))
         finally:
@@ -111,15 +112,14 @@ def _acceptance_length(replays: Sequence[Replay]) -> float:
     return float(torch.cat([one.accepted for one in replays]).double().mean()) + 1
 
 
-def _drafters(drafter: Eagle31Drafter, readings: Sequence[Reading]) -> Iterator[tuple[Reading, Eagle31Drafter]]:
+def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafter:
+    """The same weights under a configuration with these fields, attached to the same target."""
     checkpoint = drafter.to_checkpoint()
-    model = drafter.require_binding().model
-    for reading in readings:
-        config = copy.deepcopy(checkpoint.config)
-        for name, value in reading.fields.items():
-            setattr(config, name, value)
-        other = Eagle31Drafter.from_checkpoint(replace(checkpoint, config=config)).eval()
-        yield reading, other.attach(model)
+    config = copy.deepcopy(checkpoint.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    other = Eagle31Drafter.from_checkpoint(replace(checkpoint, config=config)).eval()
+    return other.attach(drafter.require_binding().model)
 
 
 @dataclass(frozen=True)
