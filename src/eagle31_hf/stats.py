@@ -119,6 +119,11 @@ class SpeculationStats:
                 self.reached_at[position] += position <= count
                 self.accepted_at[position] += position < count
 
+    def fall_back(self, reason: str) -> None:
+        """Note a step down, once."""
+        if reason and reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, derived figures included, as JSON-ready values."""
         return {

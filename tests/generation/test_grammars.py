@@ -213,7 +213,7 @@ def test_json_by_graphs_is_plains(library: str) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"acceleration": "compile"}])
-@pytest.mark.parametrize("library", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_drafts_are_drawn_inside_the_grammar(library: str, how: dict[str, Any]) -> None:
     """The drafter is random and knows half of the vocabulary: what is accepted is the grammar's doing."""
     make, accepted = processors(library, is_json=True), 0
@@ -228,6 +228,72 @@ def test_drafts_are_drawn_inside_the_grammar(library: str, how: dict[str, Any]) 
             assert_parses(text_of(ours, inputs))
             assert how.get("do_sample") or torch.equal(ours, plain)
     assert accepted >= 3 * 5, "every text has tokens that alone may come"
+
+
+class Alphabet:
+    """A `prefix_allowed_tokens_fn` without state, that says so: of each row's tokens every second one is given."""
+
+    def __call__(self, row: int, ids: Tensor) -> list[int]:
+        return [3000 + row] if len(ids) % 2 else list(range(3000, 8000, 3))
+
+    def fork_for_drafts(self) -> Alphabet:
+        return self
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_function_that_says_how_it_is_copied_is_drafted_for(rows: int) -> None:
+    inputs = left_padded(random_prompts(rows, len(demo_tokenizer()), seed=4))
+    how = {"prefix_allowed_tokens_fn": Alphabet(), "max_new_tokens": 16}
+    plain, accepted = write(inputs, **how), []
+    for function in (how["prefix_allowed_tokens_fn"], lambda row, ids: Alphabet()(row, ids)):
+        with configured(drafter(), **SHAPES["chain"]) as eagle:
+            ours = write(inputs, **how | {"prefix_allowed_tokens_fn": function}, assistant_model=eagle)
+        assert torch.equal(ours, plain)
+        assert eagle.stats is not None
+        accepted.append(eagle.stats.accepted)
+    assert accepted[0] >= rows * 4 > accepted[1]
+
+
+class Breaking(hf.LogitsProcessor):
+    """Another's processor, which counts its copies: one that cannot be made, or that breaks when it is asked."""
+
+    def __init__(self, inner: Any, *, copies: int = 10**6, calls: int = 10**6):
+        self.inner, self.copies, self.calls = inner, copies, calls
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.inner(input_ids, scores)
+
+    def fork_for_drafts(self) -> Any:
+        self.copies -= 1
+        if self.copies < 0:
+            raise RuntimeError("no more copies\nof it")
+        forked = self.inner.fork_for_drafts()
+
+        def call(input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.calls -= 1
+            if self.calls < 0:
+                raise torch.OutOfMemoryError("its own")
+            return forked(input_ids, scores)
+
+        return call
+
+
+@pytest.mark.parametrize("limit", [{"copies": 3}, {"calls": 13}, {"copies": 0}])
+@pytest.mark.parametrize("acceleration", ["eager", "compile"])
+def test_a_copy_that_breaks_ends_drafting_inside_and_nothing_else(limit: dict[str, int], acceleration: str) -> None:
+    inputs, plain = plain_texts("llguidance", 3)[0]
+    breaking = Breaking(processors("llguidance", is_json=True)(), **limit)
+    with configured(drafter(), **SHAPES["chain"], acceleration=acceleration) as eagle:
+        ours = write(inputs, logits_processor=[breaking], assistant_model=eagle)
+    assert torch.equal(ours, plain)
+    assert eagle.stats is not None
+    assert eagle.stats.loop == "own"
+    (reason,) = [why for why in eagle.stats.fallbacks if "grammar" in why]
+    assert "a copy of Breaking raised" in reason
+    assert "of it" not in reason, "one line"
+    assert min(breaking.copies, breaking.calls) == -1, "it is not tried again"
+    assert not eagle.stats.memory_steps
+    assert (eagle.stats.accepted > 0) == (limit != {"copies": 0})
 
 
 @pytest.mark.parametrize("library", ["xgrammar", "outlines"])  # llguidance follows one text at a time

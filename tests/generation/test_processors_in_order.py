@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +10,19 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of, use_fixed_shapes_only
+from eagle31_hf.decoding import accept, out_of_memory
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.eager_round import EagerRound
+from helpers import (
+    configured,
+    drafter_of,
+    left_padded,
+    oracle_drafts,
+    prompts_for,
+    seeded,
+    target_of,
+    use_fixed_shapes_only,
+)
 
 pytestmark = pytest.mark.contract
 
@@ -150,3 +163,46 @@ def test_the_stock_loop_would_show_drafts(processor: Any) -> None:
     stats = drafter_of("llama").stats
     assert stats is not None
     assert stats.loop == "plain"
+
+
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nothing_is_shown_twice_where_memory_runs_out(
+    shape: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round is judged again with fewer drafts, and what was said of its prefixes the first time holds."""
+    inputs = left_padded(prompts_for("llama", 1))
+    length = inputs["input_ids"].shape[1]
+    plain = write(inputs, logits_processor=[Strict(), hf.TopKLogitsWarper(2)])
+    chooses = "draw" if do_sample else "argmax"
+    faults = (
+        (EagerRound, "accept"),
+        (SpeculativeDecoder, "choose_first"),
+        (accept, chooses),
+        (hf.TopKLogitsWarper, "__call__"),
+    )
+    for (owner, name), seed in product(faults, range(4 if do_sample else 1)):
+        shown, calls, function = Strict(), 0, getattr(owner, name)
+
+        def failing(*args: Any, _function: Any = function) -> Any:
+            nonlocal calls
+            calls += 1
+            result = _function(*args)
+            if calls in (1, 4, 5):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return result
+
+        with (
+            configured(drafter_of("llama"), num_assistant_tokens=5, **SHAPES[shape]) as eagle,
+            oracle_drafts(plain, length, right=5),
+            seeded(seed),
+            monkeypatch.context() as patched,
+        ):
+            patched.setattr(owner, name, failing)
+            patched.setattr(out_of_memory, "give_back_memory", lambda _device: None)  # collects garbage, for long
+            how = {"logits_processor": [shown, hf.TopKLogitsWarper(2)], "do_sample": do_sample, "top_k": None}
+            text = write(inputs, assistant_model=eagle, **how)
+        assert eagle.stats is not None
+        assert eagle.stats.memory_steps, name
+        assert shown.seen == text[0, :-1].tolist(), name
+        assert do_sample or torch.equal(text, plain), name

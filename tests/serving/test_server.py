@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.serving.grammar import GrammarProcessor
 from eagle31_hf.serving.prompts import encode_chat
 from loopback import MODEL, SIZES, TOOL_TEMPLATE, serving
 
@@ -143,6 +144,7 @@ def test_the_next_turn_is_not_read_again(client, pair):
 
 # --- JSON and tools ---------------------------------------------------------------------------------------------------
 
+FREE = "Tell me of a river."
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "day": {"enum": ["Saturday", "Sunday"]}},
@@ -173,6 +175,35 @@ def test_an_answer_follows_its_json_schema(client):
         model=MODEL, messages=MESSAGES, temperature=1.5, seed=1, n=3, response_format=wanted
     )
     assert all(json.loads(choice.message.content)["day"] for choice in drawn.choices)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5, "logit_bias": {"300": 2}}])
+def test_json_is_drafted_inside_its_grammar(client, monkeypatch, how):
+    """The same texts as without, alone and beside others, by more accepted drafts: where one token alone may come."""
+    pytest.importorskip("llguidance")
+    wanted = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": SCHEMA}}
+
+    def ask(content):
+        settings = (
+            {"temperature": 0, "max_tokens": 128} | how | ({} if content == FREE else {"response_format": wanted})
+        )
+        messages = [{"role": "user", "content": content}]
+        return client.chat.completions.create(model=MODEL, messages=messages, **settings)
+
+    questions = ["How will the weather be?", "Where shall we go on Sunday?", FREE]
+    alone = [ask(each) for each in questions]
+    with ThreadPoolExecutor(len(questions)) as pool:
+        together = list(pool.map(ask, questions))
+    monkeypatch.setattr(GrammarProcessor, "fork_for_drafts", None)
+    outside = [ask(each) for each in questions]
+    texts = [[told.choices[0].message.content for told in way] for way in (alone, together, outside)]
+    assert texts[0] == texts[1] == texts[2]
+    inside, without = (
+        [told.usage.completion_tokens_details.accepted_prediction_tokens for told in way[:2]]
+        for way in (alone, outside)
+    )
+    assert all(json.loads(text)["day"] for text in texts[0][:2])
+    assert all(more >= less + 5 for more, less in zip(inside, without, strict=True)), (inside, without)
 
 
 @pytest.fixture(scope="module")

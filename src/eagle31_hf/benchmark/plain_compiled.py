@@ -108,9 +108,7 @@ class PlainCompiledRound(RoundWrapper):
                 lambda: self._filled(tree),
                 lambda: self._eager(tree),
             )
-        reason = self.graphs.disabled_reason
-        if reason and reason not in self.stats.fallbacks:
-            self.stats.fallbacks.append(reason)
+        self.stats.fall_back(self.graphs.disabled_reason)
         return TargetOutput(output.logits, None)
 
     def _filled(self, tree: DraftTree) -> tuple:

@@ -44,6 +44,8 @@ class Acceptor:
     def _accept_by_level(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Accepted:
         request, tokens, rows = self.request, tree.tokens, batch.rows
         decided: dict[tuple[int, int], Tensor] = {}
+        for row in rows:
+            request.asked.forget_before(row, request.sequences.length(row))
 
         def choose(walking: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
             nodes, batch_rows = [path[-1] for path in paths], [rows[b] for b in walking]
@@ -51,9 +53,13 @@ class Acceptor:
             def prefix(i: int) -> Tensor:
                 return request.sequences.prefix(batch_rows[i], tokens[walking[i], paths[i][1:]])
 
-            scores = self.processing.row_scores(prefix, logits[walking, nodes], batch_rows)  # (R, V)
+            scores = self.processing.row_scores(prefix, logits[walking, nodes], batch_rows, request.asked)  # (R, V)
             decided.update(zip(zip(walking, nodes, strict=True), scores, strict=True))
-            return (draw(scores.softmax(-1)) if request.do_sample else argmax(scores)).tolist()
+            chosen = (draw(scores.softmax(-1)) if request.do_sample else argmax(scores)).tolist()
+            lengths = [
+                request.sequences.length(row) + len(path) - 1 for row, path in zip(batch_rows, paths, strict=True)
+            ]
+            return request.keep_choice(batch_rows, lengths, chosen)
 
         def ends(b: int, nodes: int, token: int) -> bool:
             return request.sequences.ends_with(rows[b], token, after=nodes - 1)

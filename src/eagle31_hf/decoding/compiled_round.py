@@ -47,10 +47,10 @@ class CompiledRound:
             most = request.shape.nodes
             self.verification = CompiledVerification(self.eager.binding, caches.target, self.graphs, most_nodes=most)
         else:
-            self._note("verification is not compiled over a cache in 8 bits")
+            self.request.stats.fall_back("verification is not compiled over a cache in 8 bits")
         self._round_graphs: dict[DraftShape, RoundGraph] = {}
         self._next: NextDraft | None = None
-        self._note(self.graphs.disabled_reason)
+        self.request.stats.fall_back(self.graphs.disabled_reason)
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         made, self._next = self._next, None
@@ -83,10 +83,10 @@ class CompiledRound:
     def verify(self, tree: DraftTree) -> TargetOutput:
         if self.verification is None:
             return self.eager.verify(tree)
-        self._note(self.graphs.disabled_reason)  # a draft step may have failed
+        self.request.stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
         with self.clock.phase("verify"), self.eager.binding.capturing():
             output = self.verification(tree)
-        self._note(self.graphs.disabled_reason)
+        self.request.stats.fall_back(self.graphs.disabled_reason)
         return output
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
@@ -137,11 +137,6 @@ class CompiledRound:
     def keeps_ended_rows(self, num_live: int) -> bool:
         compiled = self.verification is not None and not self.graphs.disabled_reason
         return compiled and num_live >= LIVE_SHARE * self.caches.batch_size
-
-    def _note(self, reason: str) -> None:
-        """Tell the stats why steps stay eager, once."""
-        if reason and reason not in self.request.stats.fallbacks:
-            self.request.stats.fallbacks.append(reason)
 
 
 def _serves(made: DraftShape, planned: DraftShape) -> bool:

@@ -163,11 +163,12 @@ class SpeculativeDecoder:
 
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
         """First token of each row from `(B, V)`."""
-        request = self.request
-        scores = request.processing.row_scores(lambda b: self.sequences.prefix(self.rows[b]), logits, self.rows)
+        request, rows = self.request, self.rows
+        scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.asked)
         choice = draw(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)
+        chosen = request.keep_choice(rows, [self.sequences.length(row) for row in rows], choice.tolist())
         self._collect({b: [(scores[b], logits[b])] for b in batch.live})
-        return choice.tolist()
+        return chosen
 
     # --- one round -----------------------------------------------------------------------------------------------
 

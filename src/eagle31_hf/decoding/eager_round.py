@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..drafter.draft_scores import draft_scores
+from ..drafter.draft_scores import GrammarDrafts, draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import DraftStepper, propose_chain, propose_dynamic_tree, propose_static_tree
 from ..generation_config import DraftLength
@@ -95,8 +95,8 @@ def propose(session: DraftStepper, batch: RoundBatch, request: DecodingRequest, 
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
 
-    eos_ids = batch.sequences.rules.eos_ids
-    scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample, eos_ids=eos_ids)
+    grammar = GrammarDrafts(batch.live, batch.sequences.rules.eos_ids, request.stats.fall_back)
+    scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample, grammar=grammar)
     if shape.static is not None:
         kept = scores if processing.fits_draft_vocabulary else None
         return propose_static_tree(session, roots, shape.cut_to(depth), sample=sample, scores=kept)

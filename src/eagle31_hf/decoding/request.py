@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..sampling.asked_once import AskedOnce
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
 from ..trees.shape import DraftShape
@@ -29,6 +30,7 @@ class DecodingRequest:
         keep_scores, keep_logits: collect processed / raw scores of every written token.
         start: what the caches hold already.
         end: takes the caches of rows that have ended; `None` if nobody wants them.
+        asked: what was said of prefixes, in case that a round is repeated.
     """
 
     sequences: Sequences
@@ -43,3 +45,10 @@ class DecodingRequest:
     start: CacheResume = field(default_factory=CacheResume)
     end: CacheExport | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    asked: AskedOnce = field(default_factory=AskedOnce)
+
+    def keep_choice(self, rows: Sequence[int], lengths: Sequence[int], tokens: list[int]) -> list[int]:
+        """`tokens` chosen after prefixes of these lengths; those chosen before where somebody may have seen them."""
+        if not self.processing.in_order:
+            return tokens
+        return [self.asked.choose(*each) for each in zip(rows, lengths, tokens, strict=True)]

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..errors import is_callers
 from ..sampling.logits_processing import ScoreProcessing
 from .drafter import Eagle31Drafter
 from .propose import DraftScores
-
-logger = logging.getLogger(__name__)
 
 UNKNOWN = -1e4
 """Score of a token that cannot be drafted: below all others, and still above what a grammar forbids."""
 
 
+Prefix = Callable[[int, Tensor], Tensor]
+"""Token ids `(1, t)` of the `b`-th row with its drafts `(n,)` behind them."""
+
+
 def draft_scores(
     drafter: Eagle31Drafter,
     processing: ScoreProcessing,
-    prefix: Callable[[int, Tensor], Tensor],
+    prefix: Prefix,
     rows: Sequence[int],
     *,
     do_sample: bool,
-    eos_ids: frozenset[int] = frozenset(),
+    grammar: GrammarDrafts | None = None,
 ) -> DraftScores | None:
     """Draft logits to processed scores, step by step; `None` where logits decide as they are.
 
     Args:
         drafter: attached.
         processing: the target's processors.
-        prefix: token ids `(1, t)` of the `b`-th row with its drafts `(n,)` behind them.
+        prefix: of the `b`-th row.
         rows: the row of the whole batch each row is.
         do_sample: tokens are drawn; for an arg-max, scores that keep their order are as good as processed ones.
-        eos_ids: tokens that end a text: a grammar is not asked what comes behind.
+        grammar: wanted where processors that keep state may be copied; `None`: drafts know nothing of them.
     """
-    if processing.can_fork:
-        return _ScoresInGrammar(drafter, processing, prefix, rows, eos_ids)
+    if processing.can_fork and grammar is not None:
+        scorers = {b: InGrammar(processing, partial(prefix, b), rows[b], grammar) for b in grammar.live}
+        return ScoresByRow(drafter, scorers)
     if processing.is_empty or processing.in_order:  # those are never shown drafts
         return None
     if processing.fits_draft_vocabulary:
@@ -51,49 +56,88 @@ def draft_scores(
     return scores
 
 
-class _ScoresInGrammar:
-    """One draft's scores by copies of processors that keep state, which see root and drafts as plain decoding would.
+@dataclass(frozen=True)
+class GrammarDrafts:
+    """What drafting inside a grammar needs to know beside the processors.
 
-    A token the drafter does not know is drafted where the grammar allows nothing better, above all where it alone may
-    come. Drafts that go astray cost time and never a token, so copies are not asked again once they have nothing to
-    say: the text has ended, nothing is allowed, or they raise, which only the originals may do to a caller.
+    Attributes:
+        live: rows that are drafted for.
+        eos_ids: tokens that end a text: a grammar is not asked what comes behind.
+        report: told in words why drafts of a text are made outside the grammar.
+    """
+
+    live: Sequence[int]
+    eos_ids: frozenset[int]
+    report: Callable[[str], None]
+
+
+class InGrammar:
+    """One row's draft scores by copies of processors that keep state, shown root and drafts as plain decoding would.
+
+    Drafts that go astray cost time and never a token, so copies are not asked again once they have nothing to say: the
+    text has ended or nothing is allowed. Where copying or a copy raises, which only the originals may do to a caller,
+    the rest of the text is drafted without.
+
+    Args:
+        processing: `can_fork`.
+        prefix: token ids `(1, t)` of the row with its drafts `(n,)` behind them.
+        row: which of the whole batch it is.
+        grammar: what else there is to know.
     """
 
     def __init__(
-        self,
-        drafter: Eagle31Drafter,
-        processing: ScoreProcessing,
-        prefix: Callable[[int, Tensor], Tensor],
-        rows: Sequence[int],
-        eos_ids: frozenset[int],
+        self, processing: ScoreProcessing, prefix: Callable[[Tensor], Tensor], row: int, grammar: GrammarDrafts
     ):
-        self._drafter, self._prefix, self._rows, self._eos_ids = drafter, prefix, rows, eos_ids
-        self._fork = _forked(processing)
+        self._processing, self._prefix, self._row, self._grammar = processing, prefix, row, grammar
+        self._forked: ScoreProcessing | None = None
+        self._is_silent = False
+
+    def __call__(self, scores: Tensor, drafted: Tensor) -> Tensor:
+        """Processed draft scores `(1, V)` after drafts `(n,)`, or the scores as they are where nobody is asked."""
+        has_ended = len(drafted) > 0 and int(drafted[-1]) in self._grammar.eos_ids
+        asked = None if has_ended or self._is_silent else self._ask(scores, drafted)
+        self._is_silent = asked is None or not bool(asked.isfinite().any())
+        return scores if asked is None or self._is_silent else asked
+
+    def _ask(self, scores: Tensor, drafted: Tensor) -> Tensor | None:
+        try:
+            if self._forked is None:
+                self._forked = self._processing.fork()
+            return self._forked.row_scores(lambda _b: self._prefix(drafted), scores, [self._row])
+        except Exception as error:
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not is_callers(error):
+                raise  # whoever drives the rounds gives something up, and tries again
+            self._processing.forks_no_more = True
+            names, said = ", ".join(self._processing.in_order), (str(error).splitlines() or [""])[0]
+            self._grammar.report(
+                f"the rest is drafted outside the grammar: a copy of {names} raised {type(error).__name__}: {said}"
+            )
+            return None
+
+
+class ScoresByRow:
+    """Scores of a batch of which some rows keep to a grammar.
+
+    A token the drafter does not know is drafted where the grammar allows nothing better, above all where it alone may
+    come.
+
+    Args:
+        drafter: attached.
+        scorers: of these rows; the others' logits decide as they are.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, scorers: Mapping[int, InGrammar]):
+        self._drafter, self._scorers = drafter, scorers
 
     def __call__(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Scores `(B, V)` of draft logits `(B, Vd)`; the logits over `V` where no copy is asked any more."""
-        full = over_vocabulary(self._drafter, logits.float(), unknown=UNKNOWN)
-        if self._fork is None or (drafted and not self._eos_ids.isdisjoint(drafted[-1].tolist())):
-            return full
-        taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(self._rows), 0, dtype=torch.long)
-        try:
-            scores = self._fork.row_scores(lambda b: self._prefix(b, taken[b]), full, self._rows)
-        except Exception as error:
-            logger.debug("eagle31: drafting goes on outside the grammar: %r", error)
-            self._fork = None
-            return full
-        if not bool(scores.isfinite().any(-1).all()):
-            self._fork = None
-            return full
-        return scores
-
-
-def _forked(processing: ScoreProcessing) -> ScoreProcessing | None:
-    try:
-        return processing.fork()
-    except Exception as error:  # a caller's `fork_for_drafts`; plain decoding would not have asked for it
-        logger.debug("eagle31: drafting goes on outside the grammar: %r", error)
-        return None
+        """Scores `(B, V)` of draft logits `(B, Vd)` after drafts, each `(B,)`."""
+        scores = over_vocabulary(self._drafter, logits.float(), unknown=UNKNOWN)
+        taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(logits), 0, dtype=torch.long)
+        rows = [
+            self._scorers[b](scores[b : b + 1], taken[b]) if b in self._scorers else scores[b : b + 1]
+            for b in range(len(scores))
+        ]
+        return torch.cat(rows)
 
 
 def over_vocabulary(drafter: Eagle31Drafter, scores: Tensor, unknown: float = float("-inf")) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..errors import blame_caller
+from .asked_once import AskedOnce
 from .processor_forks import can_fork, fork_all
 
 SCORES_ONLY = (
@@ -105,48 +106,61 @@ class ScoreProcessing:
 
     Args:
         processors: as `generate` prepared them.
+
+    Attributes:
+        forks_no_more: set where copying has failed.
     """
 
     def __init__(self, processors: LogitsProcessorList):
         self.processors = list(processors)
         self.is_empty = not self.processors
+        self.forks_no_more = False
         self.scores_only = all(type(p) in SCORES_ONLY for p in self.processors)
         self.fits_draft_vocabulary = all(type(p) in RANKED_BY_SCORE for p in self.processors)
 
     @cached_property
-    def bound_to_the_batch(self) -> list[str]:
-        """Class names of processors that may keep state of all rows together: none of them can be asked about one."""
-        return [type(p).__name__ for p in self.processors if isinstance(p, STATEFUL) or not _is_stock(p)]
+    def _moving(self) -> list[Any]:
+        """Processors that must be shown the prefixes of the text alone, each once and in order."""
+        return [p for p in self.processors if isinstance(p, (*STATEFUL, *CALLS_THE_USERS_CODE)) or not _is_stock(p)]
 
-    @cached_property
+    @property
     def in_order(self) -> list[str]:
         """Class names of processors that must be shown the prefixes of the text alone, each once and in order."""
-        asked = [type(p).__name__ for p in self.processors if isinstance(p, CALLS_THE_USERS_CODE)]
-        return self.bound_to_the_batch + asked
+        return [type(p).__name__ for p in self._moving]
 
-    @cached_property
+    @property
+    def bound_to_the_batch(self) -> list[str]:
+        """Those of them that may keep state of all rows together: they cannot be asked about one."""
+        return [type(p).__name__ for p in self._moving if not isinstance(p, CALLS_THE_USERS_CODE)]
+
+    @property
     def can_fork(self) -> bool:
         """Whether some are `in_order`, and drafts may be shown to copies of all of those."""
-        return bool(self.in_order) and all(can_fork(processor) for processor in self._moving)
+        return not self.forks_no_more and self._has_forks
+
+    @cached_property
+    def _has_forks(self) -> bool:
+        return bool(self._moving) and all(can_fork(processor) for processor in self._moving)
 
     def fork(self) -> ScoreProcessing:
         """The same processors, copies of those `in_order`: what these are shown the originals never see."""
         assert self.can_fork, "somebody keeps state that cannot be copied"
         return ScoreProcessing(LogitsProcessorList(fork_all(self.processors, self._moving)))
 
-    @property
-    def _moving(self) -> list[Any]:
-        """Processors that are `in_order`."""
-        kinds = (*STATEFUL, *CALLS_THE_USERS_CODE)
-        return [p for p in self.processors if isinstance(p, kinds) or not _is_stock(p)]
-
-    def node_scores(self, logits: Tensor, prefix: Callable[[int, int], Tensor], rows: Sequence[int]) -> Tensor:
+    def node_scores(
+        self,
+        logits: Tensor,
+        prefix: Callable[[int, int], Tensor],
+        rows: Sequence[int],
+        asked: AskedOnce | None = None,
+    ) -> Tensor:
         """Processed scores of every node.
 
         Args:
             logits: `(B, N, V)` raw, any float dtype.
             prefix: `prefix(b, node)` gives the token ids `(1, t)` of node `node` of row `b`, that node included.
             rows: the row of the whole batch each of the `B` rows is.
+            asked: what processors that are `in_order` have said before of prefixes of these lengths; kept up to date.
 
         Returns:
             Tensor: `(B, N, V)` float32.
@@ -162,7 +176,10 @@ class ScoreProcessing:
         for b, row in enumerate(rows):
             views = self._row_views(row)
             for node in range(nodes):
-                result[b, node] = self._run(views, prefix(b, node), scores[b, node : node + 1].clone())[0]
+                ids, raw = prefix(b, node), scores[b, node : node + 1].clone()
+                result[b, node] = (
+                    self._run(views, ids, raw) if asked is None else self._run_once(row, views, ids, raw, asked)
+                )[0]
         return result
 
     @cached_property
@@ -171,12 +188,22 @@ class ScoreProcessing:
         assert self.fits_draft_vocabulary, "these processors need the full vocabulary"
         return DraftWarping(self.processors)
 
-    def row_scores(self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int]) -> Tensor:
+    def row_scores(
+        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], asked: AskedOnce | None = None
+    ) -> Tensor:
         """Processed scores `(B, V)` of one token per row; `prefix(b)` gives the token ids `(1, t)` before it."""
-        return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows)[:, 0]
+        return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows, asked)[:, 0]
 
     def _row_views(self, row: int) -> list[Any]:
         return [_view_of_row(processor, row) for processor in self.processors]
+
+    def _run_once(self, row: int, views: Sequence[Any], input_ids: Tensor, scores: Tensor, asked: AskedOnce) -> Tensor:
+        """`_run`, and those that are `in_order` are asked nothing they have answered before."""
+        for place, view in enumerate(views):
+            ask = partial(self._run, [view], input_ids)
+            is_moving = any(self.processors[place] is each for each in self._moving)
+            scores = asked.answer((row, input_ids.shape[1], place), ask, scores) if is_moving else ask(scores)
+        return scores
 
     @staticmethod
     def _run(processors: Sequence[Any], input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..cache.row_pool import RowPool, resume_row
 from ..cache.speculative import SpeculativeCache
 from ..decoding.prefill import ChunkedPrefill, PrefillState
+from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import propose_chain
 from ..drafter.session import SLAB, DraftSession, DraftState
@@ -235,7 +237,21 @@ class TextBatch:
         depth = min(length.depth, self.depth, max(text.writer.remaining for text in self.texts) - 1)
         if depth < 1:
             return DraftTree.chain(roots[:, None])
-        return propose_chain(self.session, roots, DraftLength(depth, length.min_confidence), sample=False)
+        length = DraftLength(depth, length.min_confidence)
+        return propose_chain(self.session, roots, length, sample=False, scores=self._draft_scores())
+
+    def _draft_scores(self) -> ScoresByRow | None:
+        """Drafts keep to their text's grammar, and to what else it was asked that looks at the text."""
+        grammar = GrammarDrafts(range(len(self.texts)), frozenset(), self.stats.fall_back)
+        scorers = {
+            b: InGrammar(text.chooser.processing, partial(self._drafted_prefix, b), 0, grammar)
+            for b, text in enumerate(self.texts)
+            if text.chooser.processing.can_fork
+        }
+        return ScoresByRow(self.drafter, scorers) if scorers else None
+
+    def _drafted_prefix(self, place: int, drafted: Tensor) -> Tensor:
+        return self._prefix(place, drafted.tolist())
 
     def _prefix(self, place: int, drafted: Sequence[int]) -> Tensor:
         return torch.tensor([[*self.texts[place].tokens, *drafted]], device=self.binding.input_device)

@@ -109,6 +109,9 @@ class OccurrencePenalty(stock.LogitsProcessor):
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
+    def fork_for_drafts(self) -> OccurrencePenalty:
+        return self  # keeps no state
+
 
 class TokenBias(stock.LogitsProcessor):
     """Adds to the scores of some tokens; -100 forbids one and 100 forces it."""
@@ -121,6 +124,9 @@ class TokenBias(stock.LogitsProcessor):
         changed = scores.clone()
         changed[:, self.ids] += torch.tensor(self.amounts, dtype=scores.dtype, device=scores.device)
         return changed
+
+    def fork_for_drafts(self) -> TokenBias:
+        return self  # keeps no state
 
 
 # --- a batch ----------------------------------------------------------------------------------------------------------

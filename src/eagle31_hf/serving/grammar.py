@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,6 +123,12 @@ class GrammarProcessor(stock.LogitsProcessor):
         self._follow(input_ids[0, self._prompt_length :].tolist())
         allowed = self._allowed().to(scores.device)
         return scores.masked_fill(~allowed[: scores.shape[-1]], float("-inf"))
+
+    def fork_for_drafts(self) -> GrammarProcessor:
+        """One in the same state, to be shown drafts."""
+        forked = copy.copy(self)
+        forked._matcher, forked._bits = self._matcher.deep_copy(), self._bits.clone()
+        return forked
 
     def _follow(self, written: Sequence[int]) -> None:
         shared = 0
