@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
 from ..decoding.memory_ladder import is_out_of_memory
@@ -21,33 +22,48 @@ logger = logging.getLogger(__name__)
 
 def write_plain(call: Call, stats: SpeculationStats) -> Any:
     """What `generate` writes without a drafter."""
+    counting = CountingCriteria(call.stopping_criteria, rows_wait=bool(call.rules.eos_ids))
     output: Any = GenerationMixin._sample(
         call.model,
         call.input_ids,  # type: ignore[arg-type]
         logits_processor=call.logits_processor,
-        stopping_criteria=call.stopping_criteria,
+        stopping_criteria=counting,
         generation_config=call.generation_config,
         synced_gpus=call.synced_gpus,
         streamer=call.streamer,
         **call.model_inputs,
     )
-    stats.new_tokens = count_written(call, getattr(output, "sequences", output))
+    stats.new_tokens = counting.new_tokens
     return with_stats(output, stats)
 
 
-def count_written(call: Call, ids: Tensor) -> int:
-    """New tokens of `ids` `(B, L + n)`, summed over rows: what fills up an ended row was not written."""
-    ends = torch.tensor(sorted(call.rules.eos_ids), device=ids.device)
-    new = ids[:, call.input_ids.shape[1] :]
-    if ends.numel() == 0 or new.numel() == 0:  # without an end-of-sequence token no row waits for the others
-        return new.numel()
-    is_end = torch.isin(new, ends)
-    first_end = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, new.shape[1])
-    pad = getattr(call.generation_config, "_pad_token_tensor", None)
-    if pad is None:
-        return int(first_end.sum())
-    written = (new != pad).int().cumsum(1).argmax(1) + 1  # up to the last token that is no padding
-    return int(torch.where(is_end.any(1), first_end, written).sum())
+class CountingCriteria(StoppingCriteriaList):
+    """The same criteria, which count what is written on the way: a row that waits, filled up with pads, gets nothing.
+
+    Args:
+        criteria: as the loop would ask them, once per token.
+        rows_wait: whether a row that has ended waits for the others; without an end-of-sequence token all write on.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, *, rows_wait: bool):
+        super().__init__(criteria)
+        self._rows_wait = rows_wait
+        self._ended: Tensor | None = None
+        self._new_tokens = torch.zeros((), dtype=torch.long)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Which rows `(B,)` end with their last token."""
+        ends: Tensor = super().__call__(input_ids, scores, **kwargs)  # type: ignore[arg-type]
+        ended = torch.zeros_like(ends) if self._ended is None else self._ended
+        waiting = ended if self._rows_wait else ended.all().expand_as(ended)
+        self._new_tokens = self._new_tokens.to(ends.device) + (~waiting).sum()
+        self._ended = ended | ends
+        return ends
+
+    @property
+    def new_tokens(self) -> int:
+        """Written so far, summed over rows; waits for the device."""
+        return int(self._new_tokens)
 
 
 def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable) -> Any:
@@ -64,7 +80,9 @@ def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable
             assistant_model=call.drafter,
             **call.model_inputs,
         )
-    stats.new_tokens = count_written(call, getattr(output, "sequences", output))
+    new = getattr(output, "sequences", output)[0, call.input_ids.shape[1] :].tolist()
+    ends = [place + 1 for place, token in enumerate(new) if token in call.rules.eos_ids]
+    stats.new_tokens = min(ends, default=len(new))  # it may accept drafts behind the end
     return with_stats(output, stats)
 
 
