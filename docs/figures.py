@@ -51,15 +51,26 @@ class Marked:
 
     def value(self) -> float:
         """What the record says, in the unit that is shown."""
+        scale = next((by for unit, by in SCALES.items() if self.shown.endswith(unit)), 1.0)
         try:
-            found = look_up(json.loads(self.record.read_text(encoding="utf-8")), self.place)
-            scale = next((by for unit, by in SCALES.items() if self.shown.endswith(unit)), 1.0)
-            return float(found) * scale
+            return float(self._found()) * scale
+        except (TypeError, ValueError) as error:
+            raise self._error() from error
+
+    def _found(self) -> Any:
+        try:
+            return look_up(json.loads(self.record.read_text(encoding="utf-8")), self.place)
         except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise FigureError(f"{self.page.name}: {self.shown} is not at {self.place} of {self.record.name}") from error
+            raise self._error() from error
+
+    def _error(self) -> FigureError:
+        return FigureError(f"{self.page.name}: {self.shown} is not at {self.place} of {self.record.name}")
 
     def as_recorded(self) -> str:
-        """The text on the page with the record's value in it, rounded to the digits that stand there."""
+        """The text on the page with the record's value in it, rounded to the digits that stand there; words as is."""
+        words = self._found()
+        if isinstance(words, str):
+            return words
         number = re.search(NUMBER, self.shown)
         if number is None:
             raise FigureError(f"{self.page.name}: {self.shown!r} holds no number")
@@ -69,10 +80,10 @@ class Marked:
 
 
 def look_up(record: Any, place: str) -> Any:
-    """`a.b[0].c`, or `a[name=x,size=2].c`: the one row whose fields are these."""
+    """`a.b[0].c`, or `a[name=x,size=2].c`: the one row whose fields are these; `a.count` of a list is its length."""
     for name, chosen in STEP.findall(place):
         if name:
-            record = record[name]
+            record = len(record) if name == "count" and isinstance(record, list) else record[name]
         elif chosen.isdecimal():
             record = record[int(chosen)]
         else:
@@ -90,6 +101,13 @@ def marked_figures(page: Path) -> list[Marked]:
         Marked(page, shown, (page.parent / record).resolve(), place)
         for shown, record, place in MARKED.findall(page.read_text(encoding="utf-8"))
     ]
+
+
+def unmarked_in_tables(page: Path) -> list[str]:
+    """Figures in a page's tables that are not marked, whatever their lines link to."""
+    lines = CODE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    bare = [NOT_MEASURED.sub("", LINK.sub("]", MARKED.sub("", line))) for line in lines if line.startswith("|")]
+    return [figure for line in bare for figure in IN_TABLES.findall(line)]
 
 
 def unmarked_figures(page: Path) -> Iterator[tuple[str, list[Path]]]:

@@ -72,6 +72,22 @@ def test_figures_take_digits_and_unit_from_the_page(page, shown, place, recorded
     assert figure.as_recorded() == recorded
 
 
+@pytest.mark.parametrize(("place", "recorded"), [("of", "an Apple"), ("rows.count", "2"), ("rows[1].name", "chain")])
+def test_words_and_counts_are_looked_up_too(page, place, recorded):
+    record = page.parent / "records" / "r.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "of": "an Apple"}))
+    page.write_text(f'[9](records/r.json "{place}")')
+    (figure,) = figures.marked_figures(page)
+    assert figure.as_recorded() == recorded
+
+
+def test_a_link_to_a_page_is_not_enough_in_a_readmes_table(page):
+    page.write_text(
+        '| [2.69×](records/r.json "rows[0].speed") | 2.70× | [3.1 %](history/a.md) | Llama 3.1 8B | `1.5` | 128k |\n'
+    )
+    assert figures.unmarked_in_tables(page) == ["2.70", "3.1"]
+
+
 @pytest.mark.parametrize(
     "place", ["rows[name=tree].speed", "rows[name=chain].speed", "rows[9].speed", "nothing", "rows"]
 )
