@@ -27,7 +27,8 @@ DEFAULT_COUNT = 2000
 FRUITLESS_BATCHES = 4
 """After so many batches without a new prompt the target has no more to say."""
 MOST_ENDED = 0.75
-TOP_P = 0.9
+MIN_P = 0.05
+"""Draws from tokens at least so likely beside the likeliest: unlike top-p that needs no sorted vocabulary."""
 
 SYSTEM_PROMPTS = (
     None,
@@ -41,7 +42,16 @@ SYSTEM_PROMPTS = (
     "You give advice for work, health, travel and the household.",
     "You play the roles you are given.",
 )
-FIRST_WORDS = ("", "", "", "", "Write a", "Write a Python function", "How", "What", "Explain", "Can you")
+FIRST_WORDS = (
+    *[""] * 5,
+    "Write a",
+    "Write a Python function",
+    "Complete this Python function:\n\ndef",
+    "How",
+    "What",
+    "Explain",
+    "Can you",
+)
 USERS_WORDS = "\u2063user\u2063"
 """Stands where the user's words would: invisible separators, which no template trims."""
 
@@ -181,7 +191,7 @@ class _PromptWriter:
                 do_sample=True,
                 temperature=chance.choice(self.settings.temperatures),
                 top_k=0,
-                top_p=TOP_P,
+                min_p=MIN_P,
                 max_new_tokens=self.settings.max_new_tokens,
                 eos_token_id=sorted(self.ends),
                 pad_token_id=pad_token_id(self.target),
