@@ -22,8 +22,9 @@ from eagle31_hf.doctor.drift_probe import drift_finding, probe_both_forms, probe
 from eagle31_hf.doctor.examination import DEPTH, examine, preflight
 from eagle31_hf.doctor.losslessness import Difference, GreedyComparison, _chi_square, compare_greedy, compare_sampling
 from eagle31_hf.doctor.patient import Patient
-from eagle31_hf.doctor.replay import SINK_TOKENS, TargetText, read_text, replay
+from eagle31_hf.doctor.replay import SINK_TOKENS, replay
 from eagle31_hf.doctor.variants import other_readings, score_readings, score_vocabulary
+from eagle31_hf.drafter.replay import TargetText, read_text
 from helpers import CONFIGS, demo_tokenizer, prompts_for, random_drafter, random_target, seeded
 
 NEW_TOKENS = 40

@@ -26,6 +26,7 @@ from ..errors import ConfigurationError
 from ..generation_config import FIXED_DEPTH
 from ..target.precision import quick_dtype
 from ..trees.shape import DraftShape
+from .bench_acceptance import acceptance as acceptance_command
 from .bench_run import run
 from .measuring import DeviceOption, DTypeOption, finish, progress_bar
 from .option_groups import expand_options
@@ -35,6 +36,7 @@ from .plan import print_decision
 
 app = typer.Typer(name="bench", help="Measure what the loops are worth, and what they cost.", no_args_is_help=True)
 app.command()(run)
+app.command(name="acceptance")(acceptance_command)
 
 SYNTHETIC_PROMPT_TOKENS = 128
 DEFAULT_ACCEPTANCE = (0.8, 0.75, 0.7, 0.65, 0.6)

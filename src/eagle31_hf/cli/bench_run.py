@@ -30,13 +30,15 @@ from .pairs import Pair, PairSource, encode, load_pair, write_plain
 from .plan import print_decision
 
 
-def _list_of(kind: Callable[[str], Any], wanted: str) -> Callable[[str], str]:
+def list_of(kind: Callable[[str], Any], wanted: str, at_least: int = 0) -> Callable[[str], str]:
+    """A check of an option that holds numbers with commas between them."""
+
     def check(text: str) -> str:
         try:
             values = [kind(part) for part in text.split(",")]
         except ValueError:
             values = [-1]
-        if any(not value >= 0 for value in values):
+        if any(not value >= at_least for value in values):
             raise typer.BadParameter(f"got {text!r}; wanted {wanted}")
         return text
 
@@ -66,10 +68,10 @@ class MethodOptions:
     ignore_eos: bool = field(default=False, metadata=option("Answers of exactly that length.", "--ignore-eos"))
     temperature: str = field(
         default="0",
-        metadata=option("One or several; 0 is greedy.", callback=_list_of(float, "temperatures, e.g. 0,1")),
+        metadata=option("One or several; 0 is greedy.", callback=list_of(float, "temperatures, e.g. 0,1")),
     )
     batch: str = field(
-        default="1", metadata=option("Batch sizes.", callback=_list_of(int, "whole numbers, e.g. 1,8,32"))
+        default="1", metadata=option("Batch sizes.", callback=list_of(int, "whole numbers, e.g. 1,8,32"))
     )
     repeats: int = field(default=3, metadata=option("Passes over the prompts.", min=1))
     seed: int = field(default=0, metadata=option("Of the first repeat; every call's follows from it.", min=0))

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
-from .replay import Replay, TargetText, replay
+from ..drafter.replay import TargetText
+from .replay import Replay, replay
 
 Messages = list[dict[str, str]]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..configuration_eagle31 import Eagle31Config
 from ..drafter.drafter import Eagle31Drafter
-from .replay import Replay, TargetText, replay
+from ..drafter.replay import TargetText
+from .replay import Replay, replay
 
 STANDARD_ERRORS = 3.0
 """A reading is named if its gain is this many standard errors from none."""

@@ -94,6 +94,11 @@ def regenerate(
     ]
 
 
+def sampling_options(temperature: float) -> dict[str, Any]:
+    """What `generate` is told to write at this temperature; 0 is greedy."""
+    return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+
+
 def disk_bytes(conversations: Sequence[Conversation], settings: RegenerationSettings) -> int:
     """Most disk the regenerated conversations will take."""
     kept = sum(len(message["content"]) for conversation in conversations for message in conversation.messages)
@@ -210,7 +215,7 @@ class _Writer:
         options: dict[str, Any] = {}
         temperature = _temperature(first, self.settings)
         if temperature is not None:
-            options = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+            options = sampling_options(temperature)
         as_they_end.prompt_length = ids.shape[1]
         with torch.random.fork_rng():
             torch.manual_seed(random.Random(f"{self.settings.seed} {first.id} {len(prompts[0])}").getrandbits(63))

@@ -16,6 +16,7 @@ from ...errors import TrainingError
 from ...stats import SpeculationStats
 from ..data.conversations import Conversation, Message
 from ..data.padding import left_padded, pad_token_id
+from ..data.regeneration import sampling_options
 from ..data.rendering import prompt_ids
 
 LAST_MESSAGE = 4
@@ -170,9 +171,6 @@ def measure_acceptance(
 
 def _generate(drafter: Eagle31Drafter, prompts: list[list[int]], settings: EvaluationSettings) -> SpeculationStats:
     binding = drafter.require_binding()
-    sampling: dict[str, Any] = {"do_sample": False}
-    if settings.temperature > 0:
-        sampling = {"do_sample": True, "temperature": settings.temperature}
     ids, mask = left_padded(prompts, binding.input_device)
     model: Any = binding.model
     model.generate(
@@ -181,7 +179,7 @@ def _generate(drafter: Eagle31Drafter, prompts: list[list[int]], settings: Evalu
         assistant_model=drafter,
         max_new_tokens=settings.max_new_tokens,
         pad_token_id=pad_token_id(model),
-        **sampling,
+        **sampling_options(settings.temperature),
     )
     assert drafter.stats is not None, "generate with our drafter leaves stats"
     return drafter.stats

@@ -1,0 +1,82 @@
+"""Drafters against each other on the same texts: acceptance lengths, and how sure their differences are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..training.distillation.known_texts import TextRounds, acceptance_length
+from .ratios import RESAMPLES, interval_of
+
+
+@dataclass(frozen=True)
+class DrafterAcceptance:
+    """One drafter in one setting.
+
+    Attributes:
+        name: as it was given.
+        temperature, draft_tokens: of serving, and of the chain.
+        length: acceptance length, its middle 95 % over prompts in `interval`.
+        by_category: acceptance length of each kind of prompt.
+        accepted_at: per draft position, the share of the rounds that draft it in which it is accepted.
+        ratio, ratio_interval: to the first drafter on the same texts; `None` for the first.
+        seconds: its passes over the texts took.
+    """
+
+    name: str
+    temperature: float
+    draft_tokens: int
+    length: float
+    interval: tuple[float, float]
+    by_category: dict[str, float]
+    accepted_at: tuple[float, ...]
+    ratio: float | None
+    ratio_interval: tuple[float, float] | None
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def acceptance_of(
+    name: str,
+    temperature: float,
+    depth: int,
+    rounds: Sequence[TextRounds],
+    first: Sequence[TextRounds] | None,
+    seconds: float,
+) -> DrafterAcceptance:
+    """Figures of a drafter's `rounds`, beside those of the `first` drafter on the same texts.
+
+    Args:
+        first: `None` if it is the first itself.
+    """
+    length, draws = acceptance_length(rounds), _draws(rounds)
+    categories = dict.fromkeys(text.category for text in rounds)
+    drafted, accepted = (
+        np.array([getattr(text, at) for text in rounds]).sum(0) for at in ("drafted_at", "accepted_at")
+    )
+    return DrafterAcceptance(
+        name=name,
+        temperature=temperature,
+        draft_tokens=depth,
+        length=length,
+        interval=interval_of(draws),
+        by_category={kind: acceptance_length([t for t in rounds if t.category == kind]) for kind in categories},
+        accepted_at=tuple((accepted / np.maximum(drafted, 1e-12)).tolist()),
+        ratio=None if first is None else length / acceptance_length(first),
+        ratio_interval=None if first is None else interval_of(draws / _draws(first)),
+        seconds=seconds,
+    )
+
+
+def _draws(rounds: Sequence[TextRounds]) -> np.ndarray:
+    """`(R,)` acceptance lengths of prompts drawn anew, the same ones in every call."""
+    table = np.array([(text.tokens, text.rounds) for text in rounds])  # (P, 2)
+    picks = np.random.default_rng(0).integers(len(table), size=(RESAMPLES, len(table)))
+    tokens, taken = table[picks].sum(1).T
+    return tokens / taken

@@ -1,0 +1,103 @@
+"""`eagle31 bench acceptance`: drafters against each other on the same texts of one target."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ..benchmark.known_texts import DrafterAcceptance, acceptance_of
+from ..benchmark.prompts import embedded_prompts, read_prompts
+from ..drafter.drafter import Eagle31Drafter
+from ..training.distillation.evaluation import EvaluationPrompt
+from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts
+from .bench_run import list_of
+from .measuring import finish, progress_bar
+from .options import JsonOption, TracebackOption, make_console, readable_errors
+from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
+
+TemperaturesOption = Annotated[
+    str, typer.Option(callback=list_of(float, "temperatures, e.g. 0,1"), help="One or several; 0 is greedy.")
+]
+LengthsOption = Annotated[
+    str, typer.Option(callback=list_of(int, "whole numbers, e.g. 5,8", at_least=1), help="Lengths of chains.")
+]
+
+
+@readable_errors
+def acceptance(
+    drafters: Annotated[list[str], typer.Argument(help="Folders or Hub ids; the others are compared with the first.")],
+    target: Annotated[str | None, typer.Option(help="Folder, Hub id or .gguf file; default: the embedded one.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET, several times; default: the embedded ones."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each, spread over its rows.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens the target writes to each prompt.")] = 128,
+    temperature: TemperaturesOption = "0,1",
+    draft_tokens: LengthsOption = "5,8",
+    seed: Annotated[int, typer.Option(min=0, help="Of the texts that are drawn.")] = 0,
+    dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
+    device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Acceptance of drafters on the same texts, exactly: no draft is drawn, and the target writes each text once."""
+    asked = read_prompts(prompts, limit) if prompts else embedded_prompts()[:limit]
+    pair = load_pair(PairSource(target, drafters[0], dtype, device))
+    loaded = [pair.drafter, *(Eagle31Drafter.from_pretrained(name, target=pair.target) for name in drafters[1:])]
+    layers = {layer for drafter in loaded for layer in drafter.require_binding().aux_layers}
+    openings = [EvaluationPrompt(encode(pair, p.opening)["input_ids"][0].tolist(), p.category) for p in asked]
+    console = make_console()
+    found: list[DrafterAcceptance] = []
+    for served_at in map(float, temperature.split(",")):
+        with progress_bar(console) as (progress, task):
+
+            def show(count: int) -> None:
+                progress.advance(task, count / len(openings))
+                progress.refresh()
+
+            binding = pair.drafter.require_binding()
+            texts = write_texts(
+                binding, openings, served_at, max_new_tokens=new_tokens, layers=layers, seed=seed, on_prompts=show
+            )
+        for depth in map(int, draft_tokens.split(",")):
+            measured = _compare(drafters, loaded, texts, depth)
+            console.print(_table(measured))
+            found += measured
+    record = {"bench": "acceptance", "target": pair.name, "prompts": len(openings), "new_tokens": new_tokens}
+    finish(json_path, {**record, "seed": seed, "drafters": [each.to_dict() for each in found]})
+
+
+def _compare(
+    names: list[str], drafters: list[Eagle31Drafter], texts: KnownTexts, depth: int
+) -> list[DrafterAcceptance]:
+    first: list[TextRounds] | None = None
+    found = []
+    for name, drafter in zip(names, drafters, strict=True):
+        started = time.perf_counter()
+        rounds = rounds_of(drafter, texts, depth)
+        seconds = time.perf_counter() - started
+        found.append(acceptance_of(name, texts.temperature, depth, rounds, first, seconds))
+        first = first or rounds
+    return found
+
+
+def _table(found: list[DrafterAcceptance]) -> Table:
+    """Of one setting."""
+    title = f"temperature {found[0].temperature:g}, chains of {found[0].draft_tokens}"
+    table = Table(box=SIMPLE_HEAD, show_edge=False, title=title, title_justify="left")
+    table.add_column("drafter", overflow="fold")
+    for column in ("accepted", "95 %", "to the first", "95 %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in found:
+        ratio = "" if each.ratio is None else f"{each.ratio:.3f}×"
+        table.add_row(each.name, f"{each.length:.3f}", _span(each.interval), ratio, _span(each.ratio_interval))
+    return table
+
+
+def _span(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.3f}–{interval[1]:.3f}"

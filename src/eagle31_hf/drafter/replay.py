@@ -1,0 +1,185 @@
+"""Drafts of a text that is known already, from many of its positions at once.
+
+A text the target has written says what it would have accepted, so nothing has to be generated to judge a drafter: one
+pass over the text and one pass per draft depth serve all positions at once. Position `t` of a text `x_0, x_1, ...`
+joins the target's hidden states at `t` with token `x_{t+1}`, as in generation, and its first draft answers for
+`x_{t+2}`. Deeper drafts are made behind the text's own tokens, as behind accepted ones, so that every depth is judged
+at every position.
+
+`S` starts (positions drafted from), `T` tokens, `n` heads, `d` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from .drafter import Eagle31Drafter
+from .modeling_eagle31 import AttendingCache
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """A prompt with what the target wrote after it.
+
+    Attributes:
+        ids: `(T,)` the whole text.
+        prompt_length: tokens of it that were the prompt.
+        states: `hs` index to hidden states `(T, Ht)` of the target.
+        logits: `(n, V)` of the target at the last `n` positions, where they were asked for.
+    """
+
+    ids: Tensor
+    prompt_length: int
+    states: dict[int, Tensor]
+    logits: Tensor | None = None
+
+    def starts(self, depth: int) -> Tensor:
+        """`(S,)` positions a draft of `depth` tokens could have begun at, with all of it known."""
+        return torch.arange(self.prompt_length - 1, max(self.prompt_length - 1, len(self.ids) - 1 - depth))
+
+
+@dataclass(frozen=True)
+class KnownDraft:
+    """One depth of the drafts from all starts.
+
+    Attributes:
+        logits: `(S, Vd)` of the drafter.
+        truth: `(S,)` the text's token they answer for; the last one where the text is over.
+        feedback: `(S, H)` hidden state that is fed back.
+    """
+
+    logits: Tensor
+    truth: Tensor
+    feedback: Tensor
+
+
+@torch.no_grad()
+def read_text(
+    target: Any, ids: Tensor, prompt_length: int, indices: Sequence[int], *, logits_to_keep: int = 0
+) -> TargetText:
+    """Run `target` once over a text `(T,)` and keep the hidden states with these `hs` indices.
+
+    Args:
+        target: a `TargetBinding`, for its model and decoder layers.
+        logits_to_keep: keep the logits of so many positions, too, from the last one back.
+    """
+    states: dict[int, Tensor] = {}
+
+    def entering(index: int) -> Any:
+        def keep(_module: Any, args: tuple, kwargs: dict) -> None:
+            states[index] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+
+        return keep
+
+    def leaving(_module: Any, _args: tuple, output: Any) -> None:
+        states[len(target.layers)] = (output[0] if isinstance(output, tuple) else output)[0].clone()
+
+    handles = []
+    for index in set(indices):
+        if index < len(target.layers):
+            handles.append(target.layers[index].register_forward_pre_hook(entering(index), with_kwargs=True))
+        else:
+            handles.append(target.layers[-1].register_forward_hook(leaving))
+    try:
+        out = target.model(
+            input_ids=ids[None].to(target.input_device), logits_to_keep=max(1, logits_to_keep), use_cache=False
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return TargetText(ids, prompt_length, states, out.logits[0] if logits_to_keep else None)
+
+
+def drafts_along(
+    drafter: Eagle31Drafter, text: TargetText, starts: Tensor, depth: int, cache: StartsCache | None = None
+) -> Iterator[KnownDraft]:
+    """`depth` tokens drafted from every start `(S,)` of `text` by an attached `drafter`, one depth after the other.
+
+    Args:
+        cache: of those starts; default: a new one.
+    """
+    device = drafter.fc.weight.device
+    layers = drafter.require_binding().aux_layers
+    aux = torch.cat([text.states[layer].to(device, drafter.fc.weight.dtype) for layer in layers], dim=-1)
+    ids, starts = text.ids.to(device), starts.to(device)
+    cache = StartsCache(starts) if cache is None else cache
+    length = len(ids) - 1
+    positions = torch.arange(length, device=device)[None]
+    out = drafter.decode(
+        drafter.embed(ids[None, 1:]), drafter.fuse_aux(aux[None, :length]), drafter.rotary(positions), None, cache
+    )
+    normed, feedback = out.normed[0, starts, None], out.feedback[0, starts, None]  # (S, 1, H)
+    for level in range(depth):
+        truth = ids[(starts + 2 + level).clamp(max=length)]  # (S,)
+        yield KnownDraft(drafter.draft_logits(normed).squeeze(1), truth, feedback.squeeze(1))
+        if level + 1 < depth:
+            rotary = drafter.rotary((starts + 1 + level)[:, None])
+            out = drafter.decode(drafter.embed(truth[:, None]), feedback, rotary, None, cache)
+            normed, feedback = out.normed, out.feedback
+
+
+def rows_of_ids(drafter: Eagle31Drafter) -> Tensor | None:
+    """`(V,)` row of the draft head of each target id, -1 where there is none; `None` if the vocabularies are one."""
+    if drafter.draft_ids is None:
+        return None
+    rows = drafter.draft_ids.new_full((drafter.config.vocab_size,), -1)
+    rows[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=rows.device)
+    return rows
+
+
+class StartsCache(AttendingCache):
+    """Keys of one text, and of the drafts begun at many of its positions.
+
+    The first pass is over the text. Later ones hold one query per start, which sees the text up to its start and the
+    draft's own tokens.
+    """
+
+    def __init__(self, starts: Tensor):
+        self._starts = starts
+        self._keys: dict[int, Tensor] = {}  # per layer, of the text (1, n, T, d)
+        self._values: dict[int, Tensor] = {}
+        self._own_keys: dict[int, Tensor] = {}  # (S, n, k, d)
+        self._own_values: dict[int, Tensor] = {}
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layer_idx: int
+    ) -> Tensor:
+        """See `AttendingCache`."""
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        if layer_idx not in self._keys:
+            self._keys[layer_idx], self._values[layer_idx] = key, value
+            self.see_text(layer_idx, query)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if layer_idx in self._own_keys:
+            key = torch.cat((self._own_keys[layer_idx], key), dim=2)
+            value = torch.cat((self._own_values[layer_idx], value), dim=2)
+        self._own_keys[layer_idx], self._own_values[layer_idx] = key, value
+        weights = self.weights(layer_idx, query)
+        self.see_drafts(layer_idx, weights)
+        length = self._keys[layer_idx].shape[2]
+        of_text = torch.einsum("snqt,ntd->snqd", weights[..., :length], self._values[layer_idx][0])
+        return of_text + weights[..., length:] @ value
+
+    def see_text(self, layer_idx: int, query: Tensor) -> None:
+        """For who wants to look: the queries `(1, n, T, d)` of the pass over the text."""
+
+    def see_drafts(self, layer_idx: int, weights: Tensor) -> None:
+        """For who wants to look: the attention `(S, n, 1, T + k)` of a pass over drafts."""
+
+    def weights(self, layer_idx: int, query: Tensor) -> Tensor:
+        """Attention `(S, n, 1, T + k)` of one query per start over the text up to it and its own tokens."""
+        keys = self._keys[layer_idx]
+        scores = torch.einsum("snqd,ntd->snqt", query, keys[0])
+        later = torch.arange(keys.shape[2], device=keys.device) > self._starts[:, None]  # (S, T)
+        scores = scores.masked_fill(later[:, None, None], -torch.inf)
+        if layer_idx in self._own_keys:
+            scores = torch.cat((scores, query @ self._own_keys[layer_idx].transpose(2, 3)), dim=-1)
+        return (scores.float() * query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)

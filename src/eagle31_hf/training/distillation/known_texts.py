@@ -1,0 +1,245 @@
+"""Served acceptance on texts that are known: exact, paired, and without a pass of the target.
+
+The target writes its texts once, as it is served (temperature, top-k, top-p as its generation config has them). What a
+drafter would have got accepted along them follows from passes of the drafter alone: at temperature 0 draft by draft, at
+others in expectation over what it might have drawn (`sampling.expected_rounds`). So no draw is left in the figure but
+the texts', and those are the same for every drafter: differences of two drafters are far better known than either.
+
+`n` written tokens `y_0, y_1, ...` behind a prompt; the target's first pass writes `y_0`, rounds the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.replay import TargetText, drafts_along, read_text, rows_of_ids
+from ...errors import ConfigurationError
+from ...sampling.draw import argmax
+from ...sampling.expected_rounds import chance_kept, expected_visits
+from ...sampling.logits_processing import DraftWarping, ScoreProcessing
+from ...target.binding import TargetBinding
+from ..data.padding import left_padded, pad_token_id
+from ..data.regeneration import sampling_options
+from .evaluation import EvaluationPrompt
+
+
+@dataclass(frozen=True)
+class KnownText:
+    """A text the target wrote, as it is served.
+
+    Attributes:
+        text: with the hidden states of the layers that drafters read.
+        category: of its prompt.
+        log_probs: `(n - 1,)` log-probability the target gave to `y_1, y_2, ...`; zeros at temperature 0.
+    """
+
+    text: TargetText
+    category: str
+    log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class KnownTexts:
+    """Texts of one temperature.
+
+    Attributes:
+        temperature: 0 is greedy.
+        warping: what turns scores into the distribution that is served.
+        texts: of at least two written tokens each.
+    """
+
+    temperature: float
+    warping: DraftWarping
+    texts: tuple[KnownText, ...]
+
+
+@dataclass(frozen=True)
+class TextRounds:
+    """What one text takes with chains of `K` drafts.
+
+    Attributes:
+        category: of its prompt.
+        tokens: written in rounds.
+        rounds: expected number.
+        drafted_at, accepted_at: per draft position, expected rounds that draft and accept it.
+    """
+
+    category: str
+    tokens: int
+    rounds: float
+    drafted_at: tuple[float, ...]
+    accepted_at: tuple[float, ...]
+
+
+def served_processing(model: Any, temperature: float) -> ScoreProcessing:
+    """The processors that `model.generate` would apply at this temperature.
+
+    Raises:
+        ConfigurationError: the target's generation config asks for some that look at more than scores.
+    """
+    seen: list[Any] = []
+
+    def note(_model: Any, input_ids: Tensor, logits_processor: Any, **_others: Any) -> Tensor:
+        seen.append(logits_processor)
+        return input_ids
+
+    ids = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1,
+        pad_token_id=pad_token_id(model),
+        custom_generate=note,
+        **sampling_options(temperature),
+    )
+    processing = ScoreProcessing(seen[0])
+    if not processing.fits_draft_vocabulary:
+        names = ", ".join(type(processor).__name__ for processor in processing.processors)
+        raise ConfigurationError(
+            f"the target is served with {names}; acceptance on known texts can be told under temperature, top-k, top-p "
+            "and min-p alone: take the others out of its generation config, or measure with generate"
+        )
+    return processing
+
+
+@torch.no_grad()
+def write_texts(
+    binding: TargetBinding,
+    prompts: Sequence[EvaluationPrompt],
+    temperature: float,
+    *,
+    max_new_tokens: int,
+    layers: Iterable[int] | None = None,
+    seed: int = 0,
+    batch_size: int = 16,
+    on_prompts: Callable[[int], None] = lambda count: None,
+) -> KnownTexts:
+    """Let the target answer `prompts` without a drafter, and read its answers once.
+
+    Args:
+        binding: of the target.
+        layers: `hs` indices to keep; default: those the binding's drafter reads.
+        seed: of what is drawn.
+        on_prompts: called with the number of prompts done since the last call.
+
+    Raises:
+        ConfigurationError: see `served_processing`; or nothing was written behind any prompt.
+    """
+    model: Any = binding.model
+    warping = served_processing(model, temperature).draft_warping
+    kept = tuple(layers or binding.aux_layers)
+    found: list[KnownText] = []
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for first in range(0, len(ordered), batch_size):
+            batch = ordered[first : first + batch_size]
+            ids, mask = left_padded([prompt.input_ids for prompt in batch], binding.input_device)
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=pad_token_id(model),
+                **sampling_options(temperature),
+            )
+            for prompt, answer in zip(batch, out[:, ids.shape[1] :], strict=True):
+                answer = _until_end(answer, model)
+                if len(answer) > 1:
+                    whole = torch.cat((torch.tensor(prompt.input_ids, device=answer.device), answer))
+                    text = read_text(binding, whole, len(prompt.input_ids), kept, logits_to_keep=len(answer))
+                    found.append(_known(text, prompt.category, temperature, warping))
+            on_prompts(len(batch))
+    if not found:
+        raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
+    return KnownTexts(temperature, warping, tuple(found))
+
+
+def _until_end(answer: Tensor, model: Any) -> Tensor:
+    ends = model.generation_config.eos_token_id
+    ended = torch.isin(answer, answer.new_tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends]))
+    return answer[: int(ended.int().argmax()) + 1] if bool(ended.any()) else answer
+
+
+def _known(text: TargetText, category: str, temperature: float, warping: DraftWarping) -> KnownText:
+    assert text.logits is not None, "they were asked for"
+    written = text.ids[text.prompt_length + 1 :]  # y_1, y_2, ...
+    log_probs = torch.zeros(len(written))
+    if temperature > 0:
+        scores = warping(text.logits[:-1]).log_softmax(-1)  # the last position says what would follow the text
+        log_probs = scores.gather(1, written.to(scores.device)[:, None]).squeeze(1).cpu()
+    return KnownText(replace(text, logits=None), category, log_probs)
+
+
+@torch.no_grad()
+def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, depth: int) -> list[TextRounds]:
+    """What each text takes with an attached drafter and chains of `depth` drafts."""
+    was_training = drafter.training
+    drafter.eval()
+    try:
+        return [_rounds_of_text(drafter, known, texts, depth) for known in texts.texts]
+    finally:
+        drafter.train(was_training)
+
+
+def _rounds_of_text(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
+    text = known.text
+    count = len(known.log_probs)  # roots y_0 .. y_{n-2}
+    starts = torch.arange(text.prompt_length - 1, text.prompt_length - 1 + count)
+    row_of = rows_of_ids(drafter)
+    given = []
+    for draft in drafts_along(drafter, text, starts, depth):
+        wanted = draft.truth if row_of is None else row_of[draft.truth]
+        given.append(_log_probs(draft.logits, wanted, texts).cpu())
+    place = torch.arange(count)[:, None] + torch.arange(depth)  # which of y_1, y_2, ... each draft answers for
+    inside = place < count
+    draft_log_probs = torch.stack(given, 1).masked_fill(~inside, -math.inf)
+    kept = chance_kept(draft_log_probs, known.log_probs[place.clamp(max=count - 1)])
+    visits = expected_visits(kept)
+    return TextRounds(
+        category=known.category,
+        tokens=count,
+        rounds=float(visits.sum()),
+        drafted_at=tuple((visits[:, None] * inside).sum(0).tolist()),
+        accepted_at=tuple((visits[:, None] * kept).sum(0).tolist()),
+    )
+
+
+def _log_probs(logits: Tensor, wanted: Tensor, texts: KnownTexts) -> Tensor:
+    """`(S,)` log-probability that rows `wanted (S,)` of the draft head are drafted; -1 cannot be."""
+    if texts.temperature == 0:
+        drafted = argmax(logits) == wanted
+        return torch.zeros(len(wanted), device=logits.device).masked_fill(~drafted, -math.inf)
+    scores = texts.warping(logits).log_softmax(-1)
+    found = scores.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
+    return found.masked_fill(wanted < 0, -math.inf)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def acceptance_length(rounds: Sequence[TextRounds]) -> float:
+    """Tokens per round over all texts."""
+    return sum(text.tokens for text in rounds) / sum(text.rounds for text in rounds)
+
+
+def paired_error(rounds: Sequence[TextRounds], other: Sequence[TextRounds] | None = None) -> float:
+    """Standard error of an acceptance length over prompts, or of its difference from another drafter's on them.
+
+    By linearisation: what each text contributes to the quotient of sums.
+    """
+    parts = _contributions(rounds)
+    if other is not None:
+        parts = parts - _contributions(other)
+    return float(parts.std()) / math.sqrt(len(parts)) if len(parts) > 1 else math.inf
+
+
+def _contributions(rounds: Sequence[TextRounds]) -> Tensor:
+    tokens, taken = torch.tensor([(text.tokens, text.rounds) for text in rounds], dtype=torch.float64).T
+    return (tokens - acceptance_length(rounds) * taken) / taken.mean()

@@ -1,0 +1,122 @@
+"""Acceptance told from known texts is what `generate` accepts while writing them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import CONVERSATIONS, drafter_path
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.training.distillation import known_texts
+from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
+from eagle31_hf.training.distillation.known_texts import (
+    TextRounds,
+    acceptance_length,
+    paired_error,
+    rounds_of,
+    served_processing,
+    write_texts,
+)
+from helpers import configured, demo_tokenizer, seeded, target_of
+
+NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Eagle31Drafter:
+    return Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32, target=target_of("demo-target"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[EvaluationPrompt]:
+    encoded = [
+        demo_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for chat in CONVERSATIONS
+    ]
+    return [EvaluationPrompt(ids, "chat") for ids in sorted(encoded, key=len)]
+
+
+@pytest.mark.parametrize("depth", [3, 8])
+def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: list, depth: int) -> None:
+    texts = write_texts(drafter.require_binding(), prompts, 0.0, max_new_tokens=NEW_TOKENS)
+    found = rounds_of(drafter, texts, depth)
+    model: Any = drafter.require_binding().model
+    with configured(drafter, num_assistant_tokens=depth):
+        for known, rounds in zip(texts.texts, found, strict=True):
+            prompt = known.text.ids[None, : known.text.prompt_length]
+            out = model.generate(prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter)
+            assert torch.equal(out[0], known.text.ids)
+            assert rounds.rounds == pytest.approx(drafter.stats.rounds)
+            assert rounds.tokens == drafter.stats.new_tokens - 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampled_rounds_are_those_of_generate_in_expectation(
+    drafter: Eagle31Drafter, prompts: list, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Served texts are evaluated again: given the text, rounds differ from their expectation by chance alone."""
+    model: Any = drafter.require_binding().model
+    plain, served, depth, rows = model.generate, [], 4, 16
+
+    def with_drafter(**options: Any) -> Any:
+        if "custom_generate" in options:
+            return plain(**options)
+        out = plain(**options, assistant_model=drafter)
+        served.append(drafter.stats.rounds)
+        return out
+
+    monkeypatch.setattr(model, "generate", with_drafter)
+    with configured(drafter, num_assistant_tokens=depth):
+        texts = write_texts(
+            drafter.require_binding(), 8 * rows * prompts[:1], temperature, max_new_tokens=20, batch_size=rows
+        )
+    monkeypatch.undo()
+    found = torch.tensor([text.rounds for text in rounds_of(drafter, texts, depth)]).view(-1, rows).sum(1)
+    differences = torch.tensor(served) - found
+    error = float(differences.std()) / math.sqrt(len(differences))
+    assert abs(differences.mean()) < 4 * error
+    assert error < 0.04 * found.mean()  # a wrong rule would be seen
+
+
+def test_the_processors_are_those_that_generate_applies() -> None:
+    model = target_of("demo-target")
+    warped = served_processing(model, 0.5)
+    names = [type(processor).__name__ for processor in warped.processors]
+    assert names[0] == "TemperatureLogitsWarper"
+    assert served_processing(model, 0.0).is_empty
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model.generation_config, "repetition_penalty", 1.2)
+        with pytest.raises(ConfigurationError, match="RepetitionPenalty"):
+            served_processing(model, 1.0)
+
+
+def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: list) -> None:
+    binding = drafter.require_binding()
+    texts = write_texts(binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
+    third = int(texts.texts[0].text.ids[texts.texts[0].text.prompt_length + 2])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(binding.model.generation_config, "eos_token_id", [2, third])
+        shorter = write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
+        patched.setattr(known_texts, "_until_end", lambda answer, model: answer[:1])
+        with pytest.raises(ConfigurationError, match="ends its text at once"):
+            write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
+    assert int(shorter.texts[0].text.ids[-1]) == third
+    assert len(shorter.texts[0].log_probs) <= 2
+
+
+def test_the_error_of_a_difference_leaves_out_what_both_share() -> None:
+    with seeded(0):
+        hard = 1 + torch.rand(40, dtype=torch.float64)  # of prompts: both need more rounds for the same ones
+        ours, theirs = (
+            [TextRounds("a", 30, float(30 / 3 * h * f), (), ()) for h in hard] for f in (1.0, 1.1)
+        )  # fmt: skip
+    assert acceptance_length(ours) / acceptance_length(theirs) == pytest.approx(1.1)
+    assert paired_error(ours, theirs) < 0.2 * paired_error(ours)
+    assert paired_error(ours, ours) == 0
+    picks = torch.randint(40, (2000, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    resampled = torch.tensor([acceptance_length([ours[i] for i in pick]) for pick in picks])
+    assert paired_error(ours) == pytest.approx(float(resampled.std()), rel=0.1)
