@@ -12,14 +12,19 @@ def scheduler(**sizes):
 
 
 def read_to_the_end(made, tokens):
-    """Take the first that waits up to where it writes; how many steps its reading took."""
-    assert made.next_step().begin is not None
+    """Take the first that waits up to where it writes. Sizes of the pieces its prompt was read in; 0 for a round."""
+    begun = made.next_step()
+    if begun.round:
+        begun = made.next_step()
+    assert begun.begin is not None
     made.begun(tokens)
-    steps = 0
+    turns = []
     while made.reading is not None:
-        made.has_read(made.next_step().read)
-        steps += 1
-    return steps
+        step = made.next_step()
+        turns.append(step.read)
+        if not step.round:
+            made.has_read(step.read)
+    return turns
 
 
 def test_first_come_first_served_and_no_more_than_there_are_rows():
@@ -37,11 +42,28 @@ def test_first_come_first_served_and_no_more_than_there_are_rows():
 def test_a_long_prompt_is_read_in_pieces_while_others_write_and_at_once_while_nobody_does():
     made = scheduler()
     made.submit(100)
-    assert read_to_the_end(made, 30) == 1
+    assert read_to_the_end(made, 30) == [30]
     made.submit(100)
-    assert read_to_the_end(made, 30) == 4  # 8 + 8 + 8 + 6
-    made.submit(100)
-    assert made.next_step().round, "the others write between the pieces"
+    assert read_to_the_end(made, 30) == [8, 0, 8, 0, 8, 0, 6], "the others write between the pieces"
+
+
+def test_short_prompts_join_together_between_two_rounds():
+    """One a round would leave rows empty: a text here takes fewer rounds than there are rows."""
+    made = scheduler(max_rows=16, max_waiting=16, read_budget=80)
+    for _ in range(12):
+        made.submit(100)
+    read_to_the_end(made, 5)
+    begun_between_rounds = []
+    for _ in range(3):
+        begun = 0
+        while not (step := made.next_step()).round:
+            if step.begin is not None:
+                begun += 1
+                made.begun(5)
+            else:
+                made.has_read(step.read)
+        begun_between_rounds.append(begun)
+    assert begun_between_rounds == [4, 4, 3]
 
 
 def test_a_full_queue_refuses_and_a_place_that_is_free_again_is_given_away():

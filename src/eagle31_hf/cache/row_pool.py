@@ -61,10 +61,7 @@ class RowPool(SpeculativeCache):
             raise UnsupportedGenerationError(f"got place {place} to leave; wanted one of the {last + 1} live rows")
         if place != last:
             for layer in self._layers_in_use():
-                for storage in layer.storages:
-                    parked = storage[place].clone()
-                    storage[place].copy_(storage[last])
-                    storage[last].copy_(parked)
+                exchange_rows(layer, place, last, max(self.lengths[place], self.lengths[last]))
         lengths, ends = self.lengths, list(self._ring_end)
         self._parked_lengths[last], self._parked_ring_ends[last] = lengths[place], ends[place]
         lengths[place], ends[place] = lengths[last], ends[last]
@@ -117,6 +114,21 @@ def copy_row(source: SlotLayer, row: int, target: SlotLayer, place: int, length:
     if not target.is_initialized:
         target.adopt_layout(source)
     target.make_room()
-    slots = source.ring if isinstance(source, WindowLayer) else length
+    slots = _slots_held(source, length)
     for own, other in zip(target.storages, source.storages, strict=True):
         own[place, :, :slots].copy_(other[row, :, :slots])
+
+
+def exchange_rows(layer: SlotLayer, one: int, other: int, length: int) -> None:
+    """Let two rows of at most `length` tokens change places; slots that neither fills stay as they are."""
+    slots = _slots_held(layer, length)
+    for storage in layer.storages:
+        first, second = storage[one, :, :slots], storage[other, :, :slots]
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+
+
+def _slots_held(layer: SlotLayer, length: int) -> int:
+    """First slots in which rows of at most `length` tokens lie."""
+    return layer.ring if isinstance(layer, WindowLayer) else length

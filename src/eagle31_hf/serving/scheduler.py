@@ -3,7 +3,8 @@
     submit ──► waiting ──► reading (one at a time, at most `read_budget` tokens between two rounds) ──► writing ──► gone
 
 First come, first served. A round is a pass of all that write; nobody's stream waits longer than a round and one budget
-of reading.
+of reading. Several short prompts are read between two rounds, so that rows do not stand empty; each of them takes a
+share of the budget even if there is little to read, since a forward is not free.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..errors import Eagle31Error
+
+PROMPTS_IN_A_BUDGET = 4
+"""Most prompts begun between two rounds."""
 
 
 class QueueFullError(Eagle31Error):
@@ -77,6 +81,7 @@ class Scheduler:
     reading: Ticket | None = None
     writing: list[Ticket] = field(default_factory=list)
     _count: int = 0
+    _spent: int = 0  # of the budget, since the last round
 
     def submit(self, slots: int) -> Ticket:
         """Line up.
@@ -96,18 +101,30 @@ class Scheduler:
     def next_step(self) -> Step:
         """Decide. Tickets change hands here and in `begun`, `finished_reading` and `leave`, nowhere else."""
         dropped = tuple(self._drop_cancelled())
-        if self.reading is None and self.waiting and self._fits(self.waiting[0]):
+        left = self.read_budget - self._spent
+        if self.writing and left <= 0:
+            return self._round(dropped)
+        if self.reading is not None:
+            read = self.reading.to_read
+            if self.writing:
+                read = min(read, left)
+                self._spent += read
+            return Step(dropped, read=read)
+        if self.waiting and self._fits(self.waiting[0]):
             self.reading = self.waiting.popleft()
             return Step(dropped, begin=self.reading)
-        read = 0
-        if self.reading is not None:
-            read = self.reading.to_read if not self.writing else min(self.reading.to_read, self.read_budget)
-        return Step(dropped, read=read, round=bool(self.writing))
+        return self._round(dropped)
+
+    def _round(self, dropped: tuple[Ticket, ...]) -> Step:
+        self._spent = 0
+        return Step(dropped, round=bool(self.writing))
 
     def begun(self, to_read: int) -> None:
         """The one that reads has so many tokens ahead of it."""
         assert self.reading is not None
         self.reading.to_read = to_read
+        if self.writing:  # what reading itself does not take of a prompt's share
+            self._spent += max(0, self.read_budget // PROMPTS_IN_A_BUDGET - to_read)
 
     def has_read(self, tokens: int) -> bool:
         """So many tokens were read. Returns whether the prompt is done; its text is then being written."""
