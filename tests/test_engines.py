@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.training.data.packing import PackedBatch
+from eagle31_hf.training.data.packing import NOT_WRITTEN, PackedBatch
 from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.distillation.unroll import unroll
 
@@ -96,6 +96,7 @@ def our_logits(drafter: Eagle31Drafter, ids: torch.Tensor, aux: torch.Tensor) ->
         position_ids=torch.arange(len(ids))[None],
         document_ids=torch.zeros_like(ids)[None],
         loss_mask=torch.ones_like(ids, dtype=torch.bool)[None],
+        written_at=torch.full(ids.shape, NOT_WRITTEN)[None],
     )
     return [drafter.draft_logits(normed)[0] for normed in unroll(drafter, batch, aux[None], STEPS)]
 

@@ -1,10 +1,17 @@
-"""Does stage 2 pay? Stage 1 and then stage 2 against stage 1 alone for the same total time, by served acceptance.
+"""Does stage 2 pay? Branches of equal processor time from one drafter, judged on the same held-out texts.
 
-    python stage_two_pays.py TARGET --prompts chats.jsonl --held-out other.jsonl --steps 1200 --out study
+    python stage_two_pays.py TARGET --drafter DIR --prompts chats.jsonl --held-out other.jsonl --seconds 600 --out study
 
-Stage 1 takes a share of the steps and stage 2 the rest; the seconds both took are then given to a fresh stage 1, with
-its own cosine schedule to the end. Measured at temperature 0 and 1. Run it on a machine that does nothing else: what
-is compared is time.
+Every branch begins with the same weights, sees the same rows in the same order and gets the same processor seconds,
+over which its learning rate falls to nothing in a line. What differs is the objective:
+
+    token       cross-entropy on all tokens: more of stage 1
+    written     cross-entropy on the tokens the target wrote: tells the objective from the choice of tokens
+    text        expected acceptance along written texts, in closed form (`eagle31 train --reward text`)
+    chain, tree the policy gradient (`--reward chain`, `--reward tree`)
+
+Measured without a draw (`bench acceptance`): acceptance length of a chain at temperature 0 and 1, its ratio to that of
+the drafter all began with, and the same of each branch's weights averaged over the second half of its steps.
 """
 
 from __future__ import annotations
@@ -12,99 +19,161 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch.utils.data import DataLoader
 
-from eagle31_hf import Eagle31Drafter
+from eagle31_hf.benchmark.known_texts import DrafterAcceptance, acceptance_of
+from eagle31_hf.benchmark.provenance import origin
+from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.training.data.conversations import read_conversations
-from eagle31_hf.training.distillation.evaluation import (
-    EvaluationSettings,
-    evaluation_prompts,
-    measure_acceptance,
-    total,
-)
+from eagle31_hf.training.data.packing import collate
+from eagle31_hf.training.distillation.evaluation import evaluation_prompts
+from eagle31_hf.training.distillation.known_texts import KnownTexts, rounds_of, write_texts
+from eagle31_hf.training.distillation.optimizers import make_optimizer
+from eagle31_hf.training.distillation.trainer import DistillationModel, packed
+from eagle31_hf.training.policy.policy_model import make_policy_model
 from eagle31_hf.training.preparation import Preparation
-from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.setup import load_target, resolve
-from eagle31_hf.training.train import train_drafter
+from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
+from eagle31_hf.training.setup import load_target, multiplies_bfloat16, resolve
+
+BRANCHES = ("token", "written", "text", "chain", "tree")
 
 
-def timed(told: TrainingSettings) -> float:
-    """Seconds a run took; its folder holds the drafter."""
-    started = time.perf_counter()
-    train_drafter(told)
-    return time.perf_counter() - started
+def model_of(branch: str, drafter: Eagle31Drafter, told: ResolvedSettings) -> DistillationModel:
+    token_loss = told.to_distillation()
+    if branch == "token":
+        return DistillationModel(drafter, token_loss)
+    if branch == "written":
+        return DistillationModel(drafter, replace(token_loss, given_weight=0.0))
+    return make_policy_model(drafter, token_loss, replace(told, reward=branch).to_policy())
 
 
-def acceptance(folder: Path, target: Any, prompts: Any, depth: int, seed: int) -> dict[str, Any]:
-    drafter = Eagle31Drafter.from_pretrained(folder, target=target)
-    record: dict[str, Any] = {}
-    for temperature in (0.0, 1.0):
-        torch.manual_seed(seed)
-        found = measure_acceptance(drafter, prompts, EvaluationSettings(depth=depth, temperature=temperature))
-        lengths = {category: counts.acceptance_length for category, counts in found.items()}
-        summed = total(found, depth)
-        record[f"temperature {temperature:g}"] = {
-            **lengths, "all": summed.acceptance_length, "by_position": summed.cumulative_acceptance
-        }  # fmt: skip
-    return record
+def batches(dataset: Any, rows: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Without end, each pass over the rows in another order."""
+    order = torch.Generator().manual_seed(seed)
+    while True:
+        yield from DataLoader(dataset, rows, shuffle=True, generator=order, collate_fn=collate, drop_last=True)
 
 
-def study(told: TrainingSettings, steps: int, share: float) -> dict[str, Any]:
+def train(model: DistillationModel, dataset: Any, told: ResolvedSettings, seconds: float) -> tuple[int, dict[str, Any]]:
+    """Steps done, and the mean of the weights over the second half of the time."""
+    torch.manual_seed(told.seed)
+    rate = 0.1 * told.learning_rate  # stage 2's
+    optimizer = make_optimizer(model, told.optimizer, lr=rate, muon_lr=10 * rate)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    bf16 = multiplies_bfloat16(model.drafter.device)
+    mean: dict[str, torch.Tensor] = {}
+    steps = averaged = 0
+    started = time.process_time()
+    for batch in batches(dataset, told.batch_rows, told.seed):
+        done = (time.process_time() - started) / seconds
+        if done >= 1:
+            break
+        for group, highest in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = highest * (1 - done)
+        with torch.autocast(model.drafter.device.type, torch.bfloat16, enabled=bf16):
+            output = model(**batch)
+        (output.loss / model.counted(packed(batch)).sum().clamp(min=1)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), told.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        steps += 1
+        if done >= 0.5:
+            averaged += 1
+            for name, tensor in model.drafter.state_dict().items():
+                if tensor.is_floating_point():
+                    before = mean.get(name, torch.zeros_like(tensor))
+                    mean[name] = before + (tensor.detach() - before) / averaged
+    return steps, mean
+
+
+def measure(name: str, drafter: Eagle31Drafter, texts: list[KnownTexts], depth: int, first: list) -> list[Any]:
+    """Figures at each temperature; `first` holds the rounds of the drafter all began with, and is filled by it."""
+    found: list[DrafterAcceptance] = []
+    begins = not first
+    for place, each in enumerate(texts):
+        started = time.process_time()
+        rounds = rounds_of(drafter, each, depth)
+        seconds = time.process_time() - started
+        compared = None if begins else first[place]
+        found.append(acceptance_of(name, each.temperature, depth, rounds, compared, seconds))
+        if begins:
+            first.append(rounds)
+        last = found[-1]
+        print(name, f"T={each.temperature:g} {last.length:.3f}", last.ratio, last.ratio_interval, flush=True)
+    return found
+
+
+def study(
+    told: TrainingSettings, branches: list[str], seconds: float, seeds: int, held_out_rows: int | None
+) -> dict[str, Any]:
     target, tokenizer = load_target(told)
-    told = resolve(told, target)
-    preparation = Preparation(told, target, tokenizer, Console(stderr=True))
-    preparation.read_texts()
-    told = preparation.settings_of_further_runs()  # every run reads what was written once
-    first, second, alone = (told.out / name for name in ("stage1", "stage2", "stage1-as-long"))
-    first_steps = round(steps * (1 - share))
-    prompts = evaluation_prompts(read_conversations(told.held_out), tokenizer)
-    # Stopping early would spoil the comparison: every run takes the steps it is given. The best checkpoint is chosen
-    # on rows of the prompts: those that are held out only judge.
-    told = replace(told, patience=steps, held_out=())
-    first_s = timed(replace(told, out=first, stage="1", max_steps=first_steps))
-    second_s = timed(replace(told, out=second, stage="2", drafter=str(first), max_steps=steps - first_steps))
-    as_many = round(first_steps * (first_s + second_s) / first_s)
-    alone_s = timed(replace(told, out=alone, stage="1", max_steps=as_many))
-    measured = {
-        folder.name: acceptance(folder, target, prompts, told.draft_tokens, told.seed)
-        for folder in (first, second, alone)
+    resolved = resolve(told, target)
+    preparation = Preparation(resolved, target, tokenizer, Console(stderr=True))
+    documents = preparation.read_texts().documents.documents
+    drafter, _ = preparation.make_drafter(documents)
+    dataset = preparation.make_dataset(drafter, documents)
+    prompts = evaluation_prompts(read_conversations(told.held_out, limit=held_out_rows), tokenizer)
+    texts = [
+        write_texts(drafter.require_binding(), prompts, temperature, max_new_tokens=told.eval_new_tokens)
+        for temperature in (0.0, 1.0)
+    ]
+    start = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    first: list[Any] = []
+    figures = measure("start", drafter, texts, told.draft_tokens, first)
+    steps = {}
+    for seed in range(seeds):
+        for branch in branches:
+            drafter.load_state_dict(start)
+            name = f"{branch}, seed {seed}"
+            steps[name], mean = train(
+                model_of(branch, drafter.train(), resolved), dataset, replace(resolved, seed=seed), seconds
+            )
+            figures += measure(name, drafter, texts, told.draft_tokens, first)
+            if mean:
+                drafter.load_state_dict(mean, strict=False)
+                figures += measure(f"{name}, averaged", drafter, texts, told.draft_tokens, first)
+    return {
+        **origin(),
+        "prompts": len(prompts),
+        "seconds": seconds,
+        "steps": steps,
+        "drafters": [figure.to_dict() for figure in figures],
     }
-    seconds = {"stage1": first_s, "stage2": second_s, "stage1-as-long": alone_s}
-    return {"seconds": seconds, "steps": {"stage1": first_steps, "stage1-as-long": as_many}, "acceptance": measured}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
+    parser.add_argument("--drafter", required=True, help="what every branch begins with")
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--held-out", nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="of stage 1 and stage 2 together")
-    parser.add_argument("--stage2-share", type=float, default=0.25)
-    parser.add_argument("--reward", default="chain", help="chain or tree")
-    parser.add_argument("--max-rows", type=int)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, required=True, help="of the processor, for each branch")
+    parser.add_argument("--branches", nargs="+", default=["token", "written", "text"], choices=BRANCHES)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--max-rows", type=int, help="of each source")
+    parser.add_argument("--held-out-rows", type=int, help="of each source")
+    parser.add_argument("--new-tokens", type=int, default=128, help="most tokens the target writes to a prompt")
     given = parser.parse_args()
     told = TrainingSettings(
         target=given.target,
+        drafter=given.drafter,
         prompts=tuple(given.prompts),
         held_out=tuple(given.held_out),
         out=given.out,
         max_rows=given.max_rows,
-        reward=given.reward,
-        seed=given.seed,
+        max_new_tokens=given.new_tokens,
+        eval_new_tokens=given.new_tokens,
     )
-    result = study(told, given.steps, given.stage2_share)
+    result = study(told, given.branches, given.seconds, given.seeds, given.held_out_rows)
     (given.out / "stage_two_pays.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print("| drafter | seconds | temperature | acceptance length |\n|---|---|---|---|")
-    for name, by_temperature in result["acceptance"].items():
-        for temperature, figures in by_temperature.items():
-            print(f"| {name} | {result['seconds'][name]:.0f} | {temperature} | {figures['all']:.3f} |")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ from eagle31_hf.training.data.rendering import Document
 from eagle31_hf.training.distillation import unroll as unrolling
 from eagle31_hf.training.distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
 from eagle31_hf.training.distillation.features import compute_features
+from eagle31_hf.training.distillation.known_texts import (
+    KnownTexts,
+    TextRounds,
+    served_error,
+    served_length,
+    served_processing,
+    write_texts,
+)
 from eagle31_hf.training.distillation.losses import LOSSES, acceptance
 from eagle31_hf.training.distillation.trainer import (
     DistillationModel,
@@ -441,6 +450,49 @@ def test_the_last_drafter_is_kept_if_it_measures_within_an_error_of_the_best(tmp
     trainer._load_best_model()
     assert torch.equal(drafter.fc.weight, best) == (kept == "best")
     assert state.best_global_step == (4 if kept == "last" else 2)
+
+
+def test_checkpoints_are_chosen_by_known_texts_at_every_temperature(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, steps=4, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="served_length",
+    )  # fmt: skip
+    binding = trainer.model.drafter.require_binding()
+    trainer.known = [write_texts(binding, trainer.prompts, warmth, max_new_tokens=8) for warmth in (0.0, 1.0)]
+    trainer.train()
+    measured = [entry for entry in trainer.state.log_history if "eval_served_length" in entry]
+    assert [entry["step"] for entry in measured] == [2, 4]
+    for entry in measured:
+        lengths = [entry["eval_served_length_at_0"], entry["eval_served_length_at_1"]]
+        assert entry["eval_served_length"] == pytest.approx((lengths[0] * lengths[1]) ** 0.5)
+        assert entry["eval_acceptance_length"] > 0  # what generate accepts is measured, too
+    assert trainer.state.best_metric == max(entry["eval_served_length"] for entry in measured)
+
+
+@pytest.mark.parametrize(("last", "kept"), [(19.99, "last"), (20.2, "best")])
+def test_the_difference_to_the_best_is_judged_text_by_text(tmp_path: Path, last: float, kept: str) -> None:
+    """Texts differ by far more than the drafters do: the error of either figure alone would let both pass."""
+    trainer = make_trainer(tmp_path, steps=1)
+    trainer.known = [KnownTexts(0.0, served_processing(make_target(), 0.0).draft_warping, ())]
+    trainer.save_model(str(tmp_path / "best"))
+    state = trainer.state
+    state.best_model_checkpoint, state.best_global_step, state.global_step = str(tmp_path / "best"), 2, 4
+    best = [TextRounds("a", 40, rounds, (), ()) for rounds in (10.0, 20.0, 30.0, 20.0)]
+    # One text in ten rounds fewer or more tells nothing; all of them in a hundredth more do.
+    worse = [replace(text, rounds=text.rounds * last / 20) for text in best]
+    worse[0] = replace(worse[0], rounds=worse[0].rounds + 0.05)
+    trainer._rounds = {2: [best], 4: [worse]}
+    state.best_metric = served_length([best])
+    state.log_history = [
+        {"step": 4, "eval_served_length": served_length([worse]), "eval_served_error": served_error([worse])}
+    ]
+    assert served_error([worse]) > state.best_metric - served_length([worse])
+    trainer._load_best_model()
+    assert state.best_global_step == (4 if kept == "last" else 2)
+    trainer._rounds = {4: [worse]}  # a resumed run knows no more of the best than its figure
+    state.best_global_step = 2
+    trainer._load_best_model()
+    assert state.best_global_step == 4
 
 
 def test_standard_error_of_acceptance() -> None:

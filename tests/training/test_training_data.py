@@ -469,7 +469,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(tmp_path: Path, 
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
         max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
-        dtype="float32", stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit",
+        dtype="float32", stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit", reward="text",
     )  # fmt: skip
     report = train_drafter(told)
     assert [stage.name for stage in report.stages] == ["stage1", "stage2"]

@@ -12,6 +12,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..target.device_clock import now
 from .data.packing import collate
 from .distillation.evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
+from .distillation.known_texts import KnownTexts, rounds_of
 from .distillation.trainer import DistillationModel, packed
 from .distillation.unroll import supervised_positions
 
@@ -148,6 +149,16 @@ def time_measurement(
     few, more = seconds_of(1), seconds_of(1 + PROBE_TOKENS)
     rounds = settings.max_new_tokens / LEARNED_ACCEPTANCE
     return (few + max(0.0, more - few) / PROBE_TOKENS * rounds) * len(prompts) / len(first)
+
+
+def time_known_texts(drafter: Eagle31Drafter, known: Sequence[KnownTexts], depth: int) -> float:
+    """Seconds that acceptance on known texts will take: of the first text of each temperature, times the others."""
+    seconds = 0.0
+    for texts in known:
+        started = now(drafter.device)
+        rounds_of(drafter, replace(texts, texts=texts.texts[:1]), depth)
+        seconds += (now(drafter.device) - started) * len(texts.texts)
+    return seconds
 
 
 def _step_of(model: DistillationModel) -> Work:

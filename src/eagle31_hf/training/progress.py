@@ -126,6 +126,9 @@ class LiveProgress(TrainerCallback):
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
             length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
+            prefix = "eval_served_length_at_"
+            served = [f"{v:.3f} at {n.removeprefix(prefix)}" for n, v in logs.items() if n.startswith(prefix)]
+            length += f"; on known texts {', '.join(served)}" if served else ""
             say(self._console, f"{self._title}, step {state.global_step:,}: {length}")
 
     def measuring(self, done: int, total: int) -> None:

@@ -82,7 +82,12 @@ class TrainingSettings:
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
     step_decay: float = _option(0.8, DRAFTER, "weight of each step relative to the one before")
     loss: str = _option("cross_entropy", DRAFTER, "cross_entropy, kl, lk_alpha, lk_hybrid or total_variation")
-    reward: str = _option("chain", ACCEPTANCE, "chain (sampled serving) or tree (greedy serving)")
+    given_weight: float = _option(
+        1.0, DRAFTER, "weight of tokens the target did not write itself; 1 for those it wrote"
+    )
+    reward: str = _option(
+        "chain", ACCEPTANCE, "text (along what the target wrote), or rollouts: chain (sampled) or tree (greedy serving)"
+    )
     reward_temperature: float | None = _option(None, ACCEPTANCE, "temperature served; default 1 for chain, 0 for tree")
     stage2_share: float = _option(0.25, ACCEPTANCE, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
@@ -146,12 +151,14 @@ class TrainingSettings:
             raise ConfigurationError("stage 2 improves a trained drafter; name it with drafter, or use stage='both'")
         if not 0 < self.stage2_share < 1:
             raise ConfigurationError(f"stage2_share is {self.stage2_share}; wanted a share between 0 and 1")
+        if self.given_weight < 0:
+            raise ConfigurationError(f"given_weight is {self.given_weight}; wanted 0 (not learned from) or more")
         find_loss(self.loss)
         self.to_policy().check()
 
     def to_distillation(self) -> DistillationSettings:
         """The token loss."""
-        return DistillationSettings(self.ttt_steps, self.step_decay, self.loss)
+        return DistillationSettings(self.ttt_steps, self.step_decay, self.loss, self.given_weight)
 
     def to_policy(self) -> PolicySettings:
         """The acceptance objective."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from rich.console import Console
 from transformers import (
     EarlyStoppingCallback,
@@ -23,24 +24,28 @@ from transformers import (
 
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import TrainingError
+from ..errors import ConfigurationError, TrainingError
 from .data.disk import require_disk
+from .data.regeneration import own_temperature
 from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
+from .distillation.known_texts import KnownTexts, served_processing, write_texts
 from .distillation.optimizers import OptimizerSettings
 from .distillation.trainer import DistillationModel, DistillationTrainer, copy_weights, last_checkpoint
 from .plan import (
     StagePlan,
     TrainingPlan,
     checkpoint_bytes,
+    time_known_texts,
     time_measurement,
     time_step,
     time_token_loss,
     training_bytes,
 )
-from .policy.policy_model import PolicyModel
+from .policy.policy_model import make_policy_model
+from .policy.text_model import require_written
 from .preparation import Preparation, Texts
 from .processes import is_first_process, leave_process_group
-from .progress import LiveProgress, say
+from .progress import Counting, LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
 from .setup import load_target, multiplies_bfloat16, resolve
@@ -155,6 +160,8 @@ class _Run:
         data = preparation.read_texts()
         drafter, coverage = preparation.make_drafter(data.documents.documents)
         dataset = preparation.make_dataset(drafter, data.documents.documents)
+        self._require_what_is_learned(data)
+        self.known = self._known_texts(drafter, data.prompts)
         model = DistillationModel(drafter, settings.to_distillation())
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -172,11 +179,42 @@ class _Run:
         self._write(drafter, report, prompts=len(data.prompts))
         return report
 
+    def _require_what_is_learned(self, data: Texts) -> None:
+        settings = self.settings
+        if settings.stage != "1" and settings.reward == "text":
+            require_written(data.documents.documents, f"reward is {settings.reward!r}")
+        if settings.stage != "2" and settings.given_weight == 0:
+            require_written(data.documents.documents, "given_weight is 0")
+
+    def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> list[KnownTexts]:
+        """This process's share of the texts by which checkpoints are chosen, of each temperature that is served.
+
+        None where the target is served with processors that look at the text: `generate` has to tell then.
+        """
+        settings, rank = self.settings, PartialState().process_index
+        mine = prompts[rank :: self.processes]
+        temperatures = dict.fromkeys(settings.temperature or (own_temperature(self.target),))
+        known: list[KnownTexts] = []
+        with Counting(self.console, "the target writes texts to choose by", len(temperatures) * len(mine)) as counting:
+            for temperature in temperatures:
+                try:
+                    served_processing(self.target, temperature)
+                except ConfigurationError as error:
+                    say(self.console, f"checkpoints are chosen by greedy acceptance alone: {error}")
+                    return []
+                known.append(
+                    write_texts(
+                        drafter.require_binding(), mine, temperature, max_new_tokens=settings.eval_new_tokens,
+                        seed=settings.seed + rank, on_prompts=counting.advance,
+                    )
+                )  # fmt: skip
+        return known
+
     # --- training ------------------------------------------------------------------------------------------------
 
-    def _policy(self, drafter: Eagle31Drafter) -> PolicyModel:
-        """The model of stage 2, held to the drafter as it is now."""
-        model = PolicyModel(drafter, self.settings.to_distillation(), self.settings.to_policy())
+    def _policy(self, drafter: Eagle31Drafter) -> DistillationModel:
+        """The model of stage 2, which begins with the drafter as it is now."""
+        model = make_policy_model(drafter, self.settings.to_distillation(), self.settings.to_policy())
         model.gradient_checkpointing = self.settings.gradient_checkpointing
         return model
 
@@ -209,7 +247,10 @@ class _Run:
             stages=tuple(
                 StagePlan(name, n, step_s[name], self._measurements(n)) for name, n in self._stage_steps(steps).items()
             ),
-            measurement_s=time_measurement(model.drafter, data.prompts[:: self.processes], self.evaluation),
+            measurement_s=(
+                time_measurement(model.drafter, data.prompts[:: self.processes], self.evaluation)
+                + time_known_texts(model.drafter, self.known, settings.draft_tokens)
+            ),
             prompts=len(data.prompts),
             disk_bytes=disk,
             training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
@@ -241,7 +282,7 @@ class _Run:
             save_steps=eval_steps,
             save_total_limit=KEPT_CHECKPOINTS - 1,
             load_best_model_at_end=True,
-            metric_for_best_model="acceptance_length",
+            metric_for_best_model="served_length" if self.known else "acceptance_length",
             greater_is_better=True,
             logging_steps=min(10, eval_steps),
             report_to=settings.report_to,
@@ -268,6 +309,7 @@ class _Run:
             optimizer_settings=self._optimizer(stage),
             callbacks=[progress, EarlyStoppingCallback(early_stopping_patience=self.settings.patience)],
             on_measured=progress.measuring,
+            known=self.known,
         )
         for callback in list(trainer.callback_handler.callbacks):  # its lines would tear ours apart
             if type(callback).__name__ == "PrinterCallback":

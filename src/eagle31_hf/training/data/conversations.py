@@ -40,6 +40,7 @@ class Conversation:
         category: what acceptance is reported by: the row's `category`, else the name of its file.
         messages: chat messages; one message of role `"text"` for a row that is no chat.
         answer_ids: token ids with which the target itself ended the last message (`regeneration`); empty otherwise.
+        answer_temperature: what it wrote them with; `None` if that is not known.
         tools: JSON schemas of functions the assistant may call.
         template_kwargs: passed on to the chat template, e.g. `enable_thinking`.
     """
@@ -48,6 +49,7 @@ class Conversation:
     category: str
     messages: tuple[Message, ...]
     answer_ids: tuple[int, ...] = ()
+    answer_temperature: float | None = None
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -159,12 +161,16 @@ def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: s
     answer = row.get("answer_ids") or ()
     if not all(isinstance(token, int) and token >= 0 for token in answer):
         raise TrainingError(f"{where}: answer_ids holds something else than token ids; regenerate the row")
+    temperature = row.get("answer_temperature")
+    if temperature is not None and not isinstance(temperature, (int, float)):
+        raise TrainingError(f"{where}: answer_temperature is {temperature!r}; wanted a number")
     identity = row.get("id", row.get("question_id", row.get("task_id")))
     return Conversation(
         id=fallback_id if identity is None else str(identity),
         category=str(row.get("category") or category),
         messages=messages,
         answer_ids=tuple(answer),
+        answer_temperature=temperature,
         tools=_tools_of(row, where),
         template_kwargs=_object(row.get("chat_template_kwargs") or {}, f"{where}, chat_template_kwargs"),
     )

@@ -22,12 +22,18 @@ class PackedBatch:
         loss_mask: `(B, T)` bool: the token is supervised; never true on padding.
         document_ids: `(B, T)`: equal numbers in a row are one document; padding is a document of its own.
         position_ids: `(B, T)` position within the document.
+        written_at: `(B, T)` temperature at which the target wrote the token itself; `NOT_WRITTEN` where it did not, or
+            at a temperature that is not known.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     document_ids: Tensor
     position_ids: Tensor
+    written_at: Tensor
+
+
+NOT_WRITTEN = -1.0
 
 
 def pack(lengths: Sequence[int], row_length: int, *, seed: int) -> list[list[int]]:
@@ -78,18 +84,23 @@ def pack_row(documents: Sequence[Document], row_length: int) -> dict[str, Tensor
     mask: list[bool] = []
     owners: list[int] = []
     positions: list[int] = []
+    written_at: list[float] = []
     for number, document in enumerate(documents):
         length = len(document.input_ids)
         ids += document.input_ids
         mask += document.loss_mask
         owners += [number] * length
         positions += range(length)
+        known = document.written_from is not None and document.temperature is not None
+        given = min(length, document.written_from) if known else length  # type: ignore[type-var]
+        written_at += [NOT_WRITTEN] * given + [document.temperature] * (length - given)  # type: ignore[operator, list-item]
     padding = row_length - len(ids)
     return {
         "input_ids": torch.tensor(ids + [0] * padding),
         "loss_mask": torch.tensor(mask + [False] * padding),
         "document_ids": torch.tensor(owners + [-1] * padding),
         "position_ids": torch.tensor([*positions, *range(padding)]),
+        "written_at": torch.tensor(written_at + [NOT_WRITTEN] * padding),
     }
 
 

@@ -99,6 +99,14 @@ def sampling_options(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
 
+def own_temperature(target: Any) -> float:
+    """What the target's generation config writes with; 0 is greedy."""
+    config = target.generation_config
+    if not getattr(config, "do_sample", False):
+        return 0.0
+    return 1.0 if config.temperature is None else float(config.temperature)
+
+
 def disk_bytes(conversations: Sequence[Conversation], settings: RegenerationSettings) -> int:
     """Most disk the regenerated conversations will take."""
     kept = sum(len(message["content"]) for conversation in conversations for message in conversation.messages)
@@ -175,7 +183,9 @@ class _Writer:
 
         A row's `answer_ids` are empty where nothing could be written.
         """
-        rows = [_Row(conversation, _answered(conversation, self.settings)) for conversation in batch]
+        written_at = _temperature(batch[0], self.settings)  # one of all rows
+        temperature = own_temperature(self.target) if written_at is None else written_at
+        rows = [_Row(conversation, _answered(conversation, self.settings), temperature) for conversation in batch]
         told: set[str] = set()
 
         def tell() -> None:
@@ -265,8 +275,9 @@ class _AsTheyEnd(StoppingCriteria):
 class _Row:
     """A conversation being written."""
 
-    def __init__(self, conversation: Conversation, answered: list[int]):
+    def __init__(self, conversation: Conversation, answered: list[int], temperature: float):
         self.conversation = conversation
+        self._temperature = temperature
         self._answered = answered  # user messages whose answer the target writes
         self._written: dict[int, str] = {}
         self._answer_ids: list[int] = []
@@ -302,6 +313,7 @@ class _Row:
             "category": self.conversation.category,
             "conversations": messages or list(self.conversation.messages),
             "answer_ids": self._answer_ids,
+            "answer_temperature": self._temperature,
             **({"tools": list(self.conversation.tools)} if self.conversation.tools else {}),
             **({"chat_template_kwargs": kwargs} if (kwargs := self.conversation.template_kwargs) else {}),
         }

@@ -19,11 +19,21 @@ MOST_OPENING_TOKENS = 256
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one conversation; `loss_mask[t]` says whether the drafter learns to predict token `t`."""
+    """Token ids of one conversation.
+
+    Attributes:
+        id: of the conversation.
+        input_ids: tokens.
+        loss_mask: whether the drafter learns to predict each of them.
+        written_from: the first token the target wrote itself, and nothing else follows; `None`: it wrote none.
+        temperature: what it wrote with; `None` if that is not known.
+    """
 
     id: str
     input_ids: list[int]
     loss_mask: list[bool]
+    written_from: int | None = None
+    temperature: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ def render_documents(
     truncated = dropped = unsupervised = 0
     for conversation in conversations:
         ids, mask = render(tokenizer, conversation)
+        written_from = len(ids) - len(conversation.answer_ids) if conversation.answer_ids else None
         if supervise == "all":
             mask = [True] * len(ids)
         if len(ids) > max_length:
@@ -94,7 +105,7 @@ def render_documents(
         if not any(mask[2:]):  # the first two tokens of a document cannot be drafted
             unsupervised += 1
             continue
-        kept.append(Document(conversation.id, ids, mask))
+        kept.append(Document(conversation.id, ids, mask, written_from, conversation.answer_temperature))
     if not kept:
         raise TrainingError(
             f"no document is left to train on ({dropped} too long and dropped, {unsupervised} without a supervised "

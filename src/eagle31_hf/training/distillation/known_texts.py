@@ -240,6 +240,22 @@ def paired_error(rounds: Sequence[TextRounds], other: Sequence[TextRounds] | Non
     return float(parts.std()) / math.sqrt(len(parts)) if len(parts) > 1 else math.inf
 
 
+def served_length(by_temperature: Sequence[Sequence[TextRounds]]) -> float:
+    """Geometric mean of the acceptance lengths at several temperatures: each counts by its own scale."""
+    return math.exp(sum(math.log(acceptance_length(rounds)) for rounds in by_temperature) / len(by_temperature))
+
+
+def served_error(
+    by_temperature: Sequence[Sequence[TextRounds]], others: Sequence[Sequence[TextRounds]] | None = None
+) -> float:
+    """Standard error of `served_length`, or of its difference from another drafter's on the same texts."""
+    relative = [
+        paired_error(rounds, others[place] if others else None) / acceptance_length(rounds)
+        for place, rounds in enumerate(by_temperature)
+    ]
+    return served_length(by_temperature) * math.hypot(*relative) / len(by_temperature)
+
+
 def _contributions(rounds: Sequence[TextRounds]) -> Tensor:
     tokens, taken = torch.tensor([(text.tokens, text.rounds) for text in rounds], dtype=torch.float64).T
     return (tokens - acceptance_length(rounds) * taken) / taken.mean()

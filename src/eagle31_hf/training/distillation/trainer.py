@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -28,10 +29,11 @@ from ...errors import CheckpointError, TrainingError
 from ..data.packing import PackedBatch, collate
 from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings, measure_acceptance, total
 from .features import compute_features
+from .known_texts import KnownTexts, TextRounds, acceptance_length, rounds_of, served_error, served_length
 from .losses import find_loss
 from .objective import DistillationSettings
 from .optimizers import OptimizerSettings, make_optimizer
-from .unroll import StepLosses, Teacher, make_teacher, step_losses, supervised_positions, weighted_sum
+from .unroll import StepLosses, Teacher, make_teacher, position_weights, step_losses, weighted_sum
 
 
 @dataclass
@@ -74,6 +76,7 @@ class DistillationModel(nn.Module):
         loss_mask: Tensor,
         document_ids: Tensor,
         position_ids: Tensor,
+        written_at: Tensor,
         aux: Tensor | None = None,
         head_input: Tensor | None = None,
     ) -> LossOutput:
@@ -82,7 +85,7 @@ class DistillationModel(nn.Module):
         Args:
             aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; computed by the target if absent.
         """
-        batch = PackedBatch(input_ids, loss_mask, document_ids, position_ids)
+        batch = PackedBatch(input_ids, loss_mask, document_ids, position_ids, written_at)
         aux, teacher = self.teacher_inputs(batch, aux, head_input)
         losses = step_losses(
             self.drafter,
@@ -100,16 +103,27 @@ class DistillationModel(nn.Module):
         self, batch: PackedBatch, aux: Tensor | None, head_input: Tensor | None
     ) -> tuple[Tensor, Teacher]:
         """The aux states `(B, T, A*Ht)` and the teacher of a batch, both on the drafter's device."""
+        weights = self.counted(batch).flatten()
+        rows = weights.nonzero().squeeze(1)
+        aux, logits = self.read_target(batch, aux, head_input, rows)
+        return aux, make_teacher(logits, rows, self.drafter.draft_ids, weights[rows])
+
+    def read_target(
+        self, batch: PackedBatch, aux: Tensor | None, head_input: Tensor | None, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The aux states `(B, T, A*Ht)` and the target's logits: of all positions `(B*T, V)` where it is run for them,
+        of flat positions `rows (M,)` alone, `(M, V)`, where its states are stored.
+        """
         drafter = self.drafter
-        rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
         if aux is None or head_input is None:
             features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
-            return features.aux.to(drafter.device), make_teacher(
-                features.logits.flatten(0, 1).to(drafter.device), rows, drafter.draft_ids
-            )
+            return features.aux.to(drafter.device), features.logits.flatten(0, 1).to(drafter.device)
         head: Any = drafter.require_binding().lm_head
-        logits = head(head_input.flatten(0, 1)[rows])
-        return aux, make_teacher(logits, rows, drafter.draft_ids)
+        return aux, head(head_input.flatten(0, 1)[rows])
+
+    def counted(self, batch: PackedBatch) -> Tensor:
+        """`(B, T)` what each position counts for in the loss, and in what it is divided by."""
+        return position_weights(batch, self.settings.given_weight)
 
 
 class DistillationTrainer(Trainer):
@@ -123,6 +137,7 @@ class DistillationTrainer(Trainer):
         evaluation: how acceptance is measured.
         optimizer_settings: which optimiser and its learning rates.
         on_measured: called with (prompts done, prompts in all) while acceptance is measured.
+        known: texts of the held-out prompts by which checkpoints are chosen, those of this process.
     """
 
     model: DistillationModel
@@ -138,7 +153,10 @@ class DistillationTrainer(Trainer):
         optimizer_settings: OptimizerSettings | None = None,
         callbacks: list[Any] | None = None,
         on_measured: Callable[[int, int], None] = lambda done, total: None,
+        known: Sequence[KnownTexts] = (),
     ):
+        self.known = list(known)
+        self._rounds: dict[int, list[list[TextRounds]]] = {}  # on known texts, by step
         self.on_measured = on_measured
         self.prompts = list(prompts)
         self.evaluation = evaluation or EvaluationSettings()
@@ -157,12 +175,12 @@ class DistillationTrainer(Trainer):
     # --- loss ----------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The batches of one optimiser step, and how many supervised tokens they hold on all processes together."""
+        """The batches of one optimiser step, and how much their positions count for on all processes together."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        count = sum((supervised_positions(packed(batch)).sum() for batch in batches), torch.tensor(0)).to(device)
+        count = sum((self.model.counted(packed(batch)).sum() for batch in batches), torch.tensor(0.0)).to(device)
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
-        return batches, count.clamp(min=1)
+        return batches, count.clamp(min=1.0)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -174,7 +192,7 @@ class DistillationTrainer(Trainer):
         """
         output: LossOutput = model(**inputs)
         if num_items_in_batch is None:
-            num_items_in_batch = max(1, output.steps.supervised)
+            num_items_in_batch = max(1.0, output.steps.supervised)
         # DDP averages gradients over processes; the divisor already counts all of them.
         loss = output.loss * self.accelerator.num_processes / num_items_in_batch
         if not bool(loss.isfinite()):
@@ -236,9 +254,24 @@ class DistillationTrainer(Trainer):
             metrics[f"{metric_key_prefix}_acceptance_at_{position + 1}"] = value
         for category, counts in measured.items():
             metrics[f"{metric_key_prefix}_acceptance_length_{category}"] = counts.acceptance_length
+        if self.known:
+            rounds = self._rounds[self.state.global_step] = self._rounds_on_known_texts()
+            metrics[f"{metric_key_prefix}_served_length"] = served_length(rounds)
+            metrics[f"{metric_key_prefix}_served_error"] = served_error(rounds)
+            for texts, each in zip(self.known, rounds, strict=True):
+                metrics[f"{metric_key_prefix}_served_length_at_{texts.temperature:g}"] = acceptance_length(each)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _rounds_on_known_texts(self) -> list[list[TextRounds]]:
+        """By temperature, of the texts of all processes."""
+        drafter = self.accelerator.unwrap_model(self.model).drafter
+        mine = [rounds_of(drafter, texts, self.evaluation.depth) for texts in self.known]
+        if self.args.world_size == 1:
+            return mine
+        everybodys = gather_object([mine])
+        return [[text for rounds in of_one for text in rounds] for of_one in zip(*everybodys, strict=True)]
 
     def measure_best(self) -> dict[str, AcceptanceCounts]:
         """Acceptance of the drafter that training ended with: the last one, or a better one that was loaded."""
@@ -296,7 +329,7 @@ class DistillationTrainer(Trainer):
         copy_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(model or self.model).drafter)
 
     def _load_best_model(self) -> None:
-        """The best drafter measured, unless the last one is within the measurement's standard error of it.
+        """The best drafter measured, unless the last one is within the standard error of the difference.
 
         Few prompts are measured on, and the last steps, at the lowest learning rates, are worth more than their luck.
         """
@@ -308,15 +341,19 @@ class DistillationTrainer(Trainer):
 
     def _last_is_as_good_as_best(self) -> bool:
         assert self.state.best_metric is not None, "there is a best checkpoint"
+        figure = "served" if self.known else "acceptance"
         for entry in reversed(self.state.log_history):
-            if entry["step"] == self.state.global_step and "eval_acceptance_error" in entry:
-                return self.state.best_metric - entry["eval_acceptance_length"] <= entry["eval_acceptance_error"]
+            if entry["step"] == self.state.global_step and f"eval_{figure}_error" in entry:
+                best, last = (self._rounds.get(int(step or 0)) for step in (self.state.best_global_step, entry["step"]))
+                # What an earlier run measured is not known text by text.
+                error = served_error(last, best) if last and best else entry[f"eval_{figure}_error"]
+                return self.state.best_metric - entry[f"eval_{figure}_length"] <= error
         return False
 
 
 def packed(inputs: dict[str, Tensor]) -> PackedBatch:
     """The fields of a batch as `collate` gives them, without stored features."""
-    return PackedBatch(*(inputs[name] for name in ("input_ids", "loss_mask", "document_ids", "position_ids")))
+    return PackedBatch(**{field.name: inputs[field.name] for field in fields(PackedBatch)})
 
 
 def _drafter_of_state(drafter: Eagle31Drafter, state_dict: dict[str, Tensor]) -> Eagle31Drafter:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.draw import argmax
-from ..data.packing import PackedBatch
+from ..data.packing import NOT_WRITTEN, PackedBatch
 from .losses import LossFunction
 from .step_attention import DocumentCache, GrowingCache, attention_masks, document_lengths, holds_scores
 
@@ -38,13 +38,15 @@ class Teacher:
         rows: `(M,)` flat positions in the batch (`b * T + t`) they were taken at, ascending: the positions whose
             *next* token is supervised and whose arg-max can be drafted (EAGLE-3 drops the others).
         best: `(M,)` which draft id is the arg-max.
-        supervised: positions whose next token is supervised, those dropped included.
+        weights: `(M,)` of their losses.
+        supervised: sum of the weights of all positions whose next token is supervised, those dropped included.
     """
 
     log_probs: Tensor
     rows: Tensor
     best: Tensor
-    supervised: int
+    weights: Tensor
+    supervised: float
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class StepLosses:
         sums: `(S,)` loss summed over positions, per step.
         correct: `(S,)` positions where the drafter's likeliest token is the target's.
         counts: `(S,)` positions.
-        supervised: what sums are divided by: supervised tokens, whether they can be drafted or not.
+        supervised: what sums are divided by: supervised tokens by their weights, whether they can be drafted or not.
     """
 
     sums: Tensor
     correct: Tensor
     counts: Tensor
-    supervised: int
+    supervised: float
 
 
 def supervised_positions(batch: PackedBatch) -> Tensor:
@@ -75,36 +77,61 @@ def supervised_positions(batch: PackedBatch) -> Tensor:
     return here
 
 
-def make_teacher(target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None) -> Teacher:
+def position_weights(batch: PackedBatch, given_weight: float) -> Tensor:
+    """`(B, T)` float32 weight of each position's loss: 0 where `supervised_positions` says no.
+
+    Args:
+        given_weight: of positions whose next token the target did not write itself; 1 for the others.
+    """
+    weights = supervised_positions(batch).float()
+    if given_weight != 1.0:
+        written = batch.written_at.roll(-1, dims=1) != NOT_WRITTEN
+        weights = torch.where(written, weights, given_weight * weights)
+    return weights
+
+
+def make_teacher(
+    target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None, weights: Tensor | None = None
+) -> Teacher:
     """Teacher for `rows (M,)` of flat target logits `(B*T, V)` or of logits `(M, V)` already gathered.
 
     Args:
         draft_ids: `(Vd,)` target ids of the draft vocabulary; `None` if it is the target's.
+        weights: `(M,)` of the rows' losses; default: 1 each.
     """
+    if weights is None:
+        weights = torch.ones_like(rows, dtype=torch.float32)
     gathered = target_logits.shape[0] == len(rows)
-    blocks: list[tuple[Tensor, Tensor, Tensor]] = []
+    blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for block in torch.arange(len(rows), device=rows.device).split(rows_at_once(target_logits)):
         logits = target_logits[block if gathered else rows[block]].float()  # (m, V)
-        blocks.append(_teach(logits, rows[block], draft_ids))
+        blocks.append(_teach(logits, rows[block], weights[block], draft_ids))
     if not blocks:
         width = target_logits.shape[-1] if draft_ids is None else len(draft_ids)
-        return Teacher(target_logits.new_zeros((0, width), dtype=torch.float32), rows, rows, 0)
-    log_probs, kept, best = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return Teacher(log_probs, kept, best, len(rows))
+        return Teacher(target_logits.new_zeros((0, width), dtype=torch.float32), rows, rows, weights, 0.0)
+    log_probs, kept, best, weighted = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return Teacher(log_probs, kept, best, weighted, float(weights.sum()))
 
 
-def _teach(logits: Tensor, rows: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`log_probs`, `rows` and `best` of those among `logits (m, V)` whose arg-max can be drafted."""
+def _teach(
+    logits: Tensor, rows: Tensor, weights: Tensor, draft_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`log_probs`, `rows`, `best` and `weights` of those among `logits (m, V)` whose arg-max can be drafted."""
     best = argmax(logits)
     if draft_ids is None:
-        return logits.log_softmax(-1), rows, best
-    row_of = draft_ids.new_full((logits.shape[-1],), -1)
-    row_of[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
-    best = row_of[best]
+        return logits.log_softmax(-1), rows, best, weights
+    best = draft_rows(best, draft_ids, logits.shape[-1])
     keep = best >= 0
     if not bool(keep.all()):  # what is not selected is not copied
-        logits, rows, best = logits[keep], rows[keep], best[keep]
-    return logits.log_softmax(-1).index_select(1, draft_ids), rows, best
+        logits, rows, best, weights = logits[keep], rows[keep], best[keep], weights[keep]
+    return logits.log_softmax(-1).index_select(1, draft_ids), rows, best, weights
+
+
+def draft_rows(tokens: Tensor, draft_ids: Tensor, vocabulary: int) -> Tensor:
+    """Rows of the draft head of target ids `tokens`, -1 where there is none."""
+    row_of = draft_ids.new_full((vocabulary,), -1)
+    row_of[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    return row_of[tokens]
 
 
 def unroll(drafter: Eagle31Drafter, batch: PackedBatch, aux: Tensor, steps: int) -> Iterator[Tensor]:
@@ -174,7 +201,7 @@ def _head_loss(
         best = logits.gather(-1, teacher.best[:, None]).squeeze(-1) == logits.amax(-1)
     blocks = zip(*(whole.split(rows_at_once(logits)) for whole in (logits, teacher.log_probs)), strict=True)
     losses = torch.cat([loss(*block) for block in blocks])  # (M,)
-    return torch.where(inside, losses, 0.0).sum(), (best & inside).sum()
+    return torch.where(inside, teacher.weights * losses, 0.0).sum(), (best & inside).sum()
 
 
 def rows_at_once(logits: Tensor) -> int:

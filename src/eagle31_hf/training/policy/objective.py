@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...errors import ConfigurationError
 
-REWARDS = ("chain", "tree")
+REWARDS = ("text", "chain", "tree")
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class PolicySettings:
     """What stage 2 adds to the token loss.
 
     Attributes:
-        reward: `"chain"` (sampled serving) or `"tree"` (greedy serving).
+        reward: `"text"` (in closed form along what the target wrote), `"chain"` (rollouts, sampled serving) or `"tree"`
+            (rollouts, greedy serving). What follows is of the last two, but for `token_weight`.
         depth: drafted tokens per chain, levels per tree.
         contexts: places drafted from per batch (chain), or groups of neighbouring places (tree).
         group: samples per place (chain), or neighbouring places per group (tree).
@@ -23,6 +24,7 @@ class PolicySettings:
         policy_weight: of the policy loss beside the token loss (GTO: 0.5).
         anchor_weight: of the divergence from the stage-1 drafter.
         top_k, tree_size: of trees.
+        token_weight: of the token loss beside expected acceptance along texts.
     """
 
     reward: str = "chain"
@@ -35,6 +37,7 @@ class PolicySettings:
     anchor_weight: float = 0.05
     top_k: int = 4
     tree_size: int = 24
+    token_weight: float = 0.2
 
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""

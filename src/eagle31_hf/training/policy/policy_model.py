@@ -37,9 +37,8 @@ from torch import Tensor
 from ...checkpoints import Checkpoint
 from ...drafter.drafter import Eagle31Drafter
 from ...trees.draft_tree import DraftTree
-from ..data.packing import PackedBatch
 from ..distillation.objective import DistillationSettings
-from ..distillation.trainer import DistillationModel, LossOutput
+from ..distillation.trainer import DistillationModel, LossOutput, packed
 from .objective import PolicySettings
 from .rollouts import (
     ChainRollout,
@@ -50,6 +49,7 @@ from .rollouts import (
     roll_out_chains,
     roll_out_trees,
 )
+from .text_model import TextModel
 
 # --- chain form -------------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class PolicyModel(DistillationModel):
     def forward(self, *args: Any, **inputs: Any) -> LossOutput:
         """As `DistillationModel.forward`, with the acceptance objective added."""
         output = super().forward(*args, **inputs)
-        batch = PackedBatch(*(inputs[name] for name in ("input_ids", "loss_mask", "document_ids", "position_ids")))
+        batch = packed(inputs)
         policy = self.policy
         adjacent = policy.group if policy.reward == "tree" else 1
         contexts = choose_contexts(batch, policy.contexts, adjacent, depth=policy.depth)
@@ -246,6 +246,15 @@ class PolicyModel(DistillationModel):
         with torch.no_grad():
             anchor = self._log_probs(self.anchor, contexts, tokens)
         return (anchor.exp() * (anchor - log_probs)).sum(-1)
+
+
+def make_policy_model(
+    drafter: Eagle31Drafter, settings: DistillationSettings, policy: PolicySettings
+) -> DistillationModel:
+    """The model of stage 2 for `policy.reward`."""
+    policy.check()
+    kind = TextModel if policy.reward == "text" else PolicyModel
+    return kind(drafter, settings, policy)
 
 
 def frozen_copy(drafter: Eagle31Drafter) -> Eagle31Drafter:

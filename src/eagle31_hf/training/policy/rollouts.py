@@ -74,7 +74,7 @@ def choose_contexts(batch: PackedBatch, groups: int, adjacent: int, *, depth: in
     Returns:
         `None` if the batch has no such place.
     """
-    lengths = _tokens_left(batch)
+    lengths = tokens_left(batch)
     allowed = supervised_positions(batch) & (lengths >= depth + adjacent) & (batch.position_ids >= 1)
     places = allowed.flatten().nonzero().squeeze(1)
     if len(places) == 0:
@@ -96,7 +96,7 @@ def choose_contexts(batch: PackedBatch, groups: int, adjacent: int, *, depth: in
     )
 
 
-def _tokens_left(batch: PackedBatch) -> Tensor:
+def tokens_left(batch: PackedBatch) -> Tensor:
     """`(B, T)` tokens of the same document from here on."""
     left = torch.ones_like(batch.position_ids)
     for column in range(left.shape[1] - 2, -1, -1):

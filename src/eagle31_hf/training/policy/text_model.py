@@ -1,0 +1,182 @@
+"""Stage 2 in closed form: expected acceptance along the texts that the target wrote, as they are served.
+
+A text drawn from the target shows what a drafter would have got accepted (`sampling.expected_rounds`), so no draft need
+be drawn and no score function be estimated: the training-time test's own pass gives the objective and its gradient.
+With `p`, `q` the served distributions (temperature, top-k, top-p as the target's generation config has them),
+
+    temperature above 0   J = sum_j prod_{s<=j} alpha_s,  alpha_s = sum_x min(p_s(x), q_s(x))
+    temperature 0         J = sum_j prod_{s<=j} q_s(x*_s),  x*_s what the target says next
+
+from every token the target wrote, each text by the temperature it was written at. The first is what token by token
+verification accepts along the text, its factors taken in expectation (arXiv 2606.12370 trains on such a product); that
+the draft's own tokens would lead to other distributions behind them is left out, which biases it a little and takes
+most of the noise out. The second is smooth where counting matches is not; its gradient is that of cross-entropy with
+weights that fall where the drafts before are unlikely.
+
+    loss = sum over starts of (-J / S + token_weight * sum_s decay^s * cross-entropy_s)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...drafter.drafter import Eagle31Drafter
+from ...errors import ConfigurationError
+from ...sampling.draw import argmax
+from ...sampling.logits_processing import DraftWarping
+from ..data.packing import NOT_WRITTEN, PackedBatch
+from ..data.rendering import Document
+from ..distillation.known_texts import served_processing
+from ..distillation.objective import DistillationSettings
+from ..distillation.trainer import DistillationModel, LossOutput
+from ..distillation.unroll import StepLosses, draft_rows, unroll, weighted_sum
+from .objective import PolicySettings
+from .rollouts import tokens_left
+
+
+@dataclass(frozen=True)
+class WrittenTargets:
+    """What the target says at the positions that drafts answer for.
+
+    Attributes:
+        place: `(B*T,)` row of each flat position in what follows, -1 where nothing is asked.
+        log_probs: `(M, Vd)` log-probability of the draft ids under the whole vocabulary, as it is.
+        served: `(M, Vd)` their probability as they are served; of greedy texts not read.
+        best: `(M,)` row of the draft head of the arg-max, -1 where it cannot be drafted.
+    """
+
+    place: Tensor
+    log_probs: Tensor
+    served: Tensor
+    best: Tensor
+
+
+def written_starts(batch: PackedBatch) -> Tensor:
+    """`(B, T)` bool: rows whose root, the next token, the target wrote at a known temperature, and one behind it."""
+    here = torch.zeros_like(batch.loss_mask)
+    same = batch.document_ids[:, 2:] == batch.document_ids[:, :-2]
+    here[:, :-2] = (batch.written_at[:, 1:-1] != NOT_WRITTEN) & same
+    return here
+
+
+def expected_accepted(chances: Tensor) -> Tensor:
+    """`sum_j prod_{s<=j}` of the chances `(N, S)` that drafts are accepted, `(N,)`."""
+    return chances.cumprod(1).sum(1)
+
+
+class TextModel(DistillationModel):
+    """Expected acceptance along written texts, and a little of the token loss on the same tokens.
+
+    Args:
+        drafter: attached.
+        settings: of the token loss; `steps` is also the longest chain that acceptance is expected of.
+        policy: its `token_weight`.
+
+    Raises:
+        ConfigurationError: the target is served with processors that look at more than scores.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter, settings: DistillationSettings, policy: PolicySettings):
+        super().__init__(drafter, settings)
+        self.policy = policy
+        self._warping: dict[float, DraftWarping] = {}
+
+    def counted(self, batch: PackedBatch) -> Tensor:
+        """`(B, T)`: starts, not positions that answer."""
+        return written_starts(batch).float()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        written_at: Tensor,
+        aux: Tensor | None = None,
+        head_input: Tensor | None = None,
+    ) -> LossOutput:
+        """As `DistillationModel.forward`."""
+        batch = PackedBatch(input_ids, loss_mask, document_ids, position_ids, written_at)
+        steps = self.settings.steps
+        starts = written_starts(batch).flatten().nonzero().squeeze(1)  # (N,)
+        behind = tokens_left(batch).flatten()[starts] - 1
+        temperature = written_at.flatten()[starts + 1]
+        aux, targets = self._targets(batch, starts, behind, aux, head_input)
+        chances, sums, correct, counts = [], [], [], []
+        for step, normed in enumerate(unroll(self.drafter, batch, aux, steps)):
+            inside = behind >= 2 + step
+            place = targets.place[(starts + 1 + step).clamp(max=len(targets.place) - 1)].clamp(min=0)
+            logits = self.drafter.draft_logits(normed.flatten(0, 1)[starts]).float()  # (N, Vd)
+            chance = self._chance(logits, targets, place, temperature)
+            chances.append(torch.where(inside, chance, 0.0))
+            best = targets.best[place]
+            loss = torch.where(inside & (best >= 0), self.loss_function(logits, targets.log_probs[place]), 0.0)
+            sums.append(loss.sum())
+            correct.append(((logits.argmax(-1) == best) & inside).sum())
+            counts.append(inside.sum())
+        losses = StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts), float(len(starts)))
+        expected = expected_accepted(torch.stack(chances, 1))
+        token_loss = weighted_sum(losses, self.settings.step_decay)
+        loss = self.policy.token_weight * token_loss - expected.sum() / steps
+        figures = {"expected_accepted": expected.detach().mean().item()} if len(starts) else {}
+        return LossOutput(loss, losses, figures)
+
+    @torch.no_grad()
+    def _targets(
+        self, batch: PackedBatch, starts: Tensor, behind: Tensor, aux: Tensor | None, head_input: Tensor | None
+    ) -> tuple[Tensor, WrittenTargets]:
+        """The aux states, and what the target says at each position that some draft answers for."""
+        asked = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=starts.device)
+        for step in range(self.settings.steps):
+            asked[(starts + 1 + step)[behind >= 2 + step]] = True
+        rows = asked.nonzero().squeeze(1)  # (M,)
+        place = torch.full_like(asked, -1, dtype=torch.long)
+        place[rows] = torch.arange(len(rows), device=rows.device)
+        aux, logits = self.read_target(batch, aux, head_input, rows)
+        logits = (logits if logits.shape[0] == len(rows) else logits[rows]).float()  # (M, V)
+        ids = self.drafter.draft_ids
+        served = torch.zeros_like(logits)
+        written_at = batch.written_at.flatten()[rows]
+        for temperature in self._temperatures(written_at):
+            these = written_at == temperature
+            served[these] = self._warping_of(temperature)(logits[these]).softmax(-1)
+        best, log_probs = argmax(logits), logits.log_softmax(-1)
+        if ids is not None:
+            best = draft_rows(best, ids, logits.shape[-1])
+            log_probs, served = log_probs.index_select(1, ids), served.index_select(1, ids)
+        return aux, WrittenTargets(place, log_probs, served, best)
+
+    def _chance(self, logits: Tensor, targets: WrittenTargets, place: Tensor, temperature: Tensor) -> Tensor:
+        """`(N,)` chance that each draft is accepted, by drafter logits `(N, Vd)`."""
+        best = targets.best[place]
+        greedy = logits.log_softmax(-1).gather(1, best.clamp(min=0)[:, None]).squeeze(1).exp()
+        chance = torch.where(best >= 0, greedy, 0.0)
+        for each in self._temperatures(temperature):
+            these = (temperature == each).nonzero().squeeze(1)
+            drafted = self._warping_of(each)(logits[these]).softmax(-1)
+            overlap = torch.minimum(drafted, targets.served[place[these]]).sum(-1)
+            chance = chance.index_put((these,), overlap)
+        return chance
+
+    def _temperatures(self, found: Tensor) -> list[float]:
+        """Those above 0 among `found`."""
+        return [value for value in found.unique().tolist() if value > 0]
+
+    def _warping_of(self, temperature: float) -> DraftWarping:
+        if temperature not in self._warping:
+            model = self.drafter.require_binding().model
+            self._warping[temperature] = served_processing(model, temperature).draft_warping
+        return self._warping[temperature]
+
+
+def require_written(documents: Sequence[Document], why: str) -> None:
+    """Raise a `ConfigurationError` if no document was written by the target at a known temperature."""
+    if not any(document.written_from is not None and document.temperature is not None for document in documents):
+        raise ConfigurationError(
+            f"{why}, and of the texts that are learned from the target wrote none at a temperature that is known; use "
+            "--regenerate last or each"
+        )

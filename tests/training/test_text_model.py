@@ -1,0 +1,198 @@
+"""Stage 2 in closed form: starts, served distributions, the objective by hand and by enumeration, weights of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.training.data.conversations import Conversation, conversation_from_row
+from eagle31_hf.training.data.packing import NOT_WRITTEN, PackedBatch, PackedDocuments, collate, pack_row
+from eagle31_hf.training.data.regeneration import RegenerationSettings, own_temperature, regenerate
+from eagle31_hf.training.data.rendering import Document, render_documents
+from eagle31_hf.training.distillation.features import compute_features
+from eagle31_hf.training.distillation.losses import cross_entropy
+from eagle31_hf.training.distillation.objective import DistillationSettings
+from eagle31_hf.training.distillation.trainer import DistillationModel
+from eagle31_hf.training.distillation.unroll import position_weights
+from eagle31_hf.training.policy.objective import PolicySettings
+from eagle31_hf.training.policy.policy_model import make_policy_model
+from eagle31_hf.training.policy.text_model import TextModel, expected_accepted, require_written, written_starts
+from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
+
+STEPS, TOP_K = 3, 7
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    model = random_target(CONFIGS["qwen3"]())
+    model.generation_config.top_k = TOP_K
+    return model
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Any) -> Eagle31Drafter:
+    return random_drafter(target, aux_layers=[1, 2, 4], draft_vocab_size=40)
+
+
+def document(name: str, length: int, written_from: int | None, temperature: float | None) -> Document:
+    with seeded(len(name) + length):
+        ids = torch.randint(3, 96, (length,)).tolist()
+    return Document(name, ids, [True] * length, written_from, temperature)
+
+
+def a_batch() -> PackedBatch:
+    documents = [document("sampled", 12, 5, 1.0), document("greedy", 9, 4, 0.0), document("given", 6, None, None)]
+    return PackedBatch(**collate([pack_row(documents, 30)]))
+
+
+# --- what is known of a document --------------------------------------------------------------------------------------
+
+
+def test_rows_say_which_tokens_the_target_wrote_and_how_warmly() -> None:
+    batch = a_batch()
+    expected = [NOT_WRITTEN] * 5 + [1.0] * 7 + [NOT_WRITTEN] * 4 + [0.0] * 5 + [NOT_WRITTEN] * (6 + 3)
+    assert batch.written_at[0].tolist() == expected
+    # A root must have been written, and a token must follow that a draft could be.
+    assert written_starts(batch)[0].nonzero().squeeze(1).tolist() == [4, 5, 6, 7, 8, 9, 15, 16, 17, 18]
+
+
+def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> None:
+    target, tokenizer = target_of("demo-target"), demo_tokenizer()
+    chats = [Conversation(str(i), "a", ({"role": "user", "content": f"Hello {i}"},)) for i in range(6)]
+    how = RegenerationSettings(turns="last", temperatures=(0.0, 0.8), max_new_tokens=4)
+    written = regenerate(chats, target, tokenizer, tmp_path / "answers.jsonl", how)
+    assert {row.answer_temperature for row in written} == {0.0, 0.8}
+    for row, found in zip(written, render_documents(written, tokenizer, max_length=64).documents, strict=True):
+        assert found.temperature == row.answer_temperature
+        assert found.input_ids[found.written_from :] == list(row.answer_ids)
+    assert own_temperature(target) == 0.0
+    with pytest.raises(TrainingError, match="answer_temperature is 'warm'"):
+        conversation_from_row({"prompt": "x", "answer_temperature": "warm"}, where="a", fallback_id="a", category="a")
+
+
+def test_given_tokens_weigh_what_they_are_told_to() -> None:
+    batch = a_batch()
+    full, none, some = (position_weights(batch, weight) for weight in (1.0, 0.0, 0.25))
+    written = batch.written_at[0, 1:] != NOT_WRITTEN
+    assert torch.equal(none[0, :-1] > 0, (full[0, :-1] > 0) & written)
+    assert torch.equal(some, none + 0.25 * (full - none))
+    assert 0 < none.sum() < full.sum()
+
+
+def test_weights_reach_the_loss(drafter: Eagle31Drafter) -> None:
+    """Half the weight on given tokens: half way between all of them and none."""
+    inputs = vars(a_batch())
+    all_of_them, half, none = (
+        DistillationModel(drafter, DistillationSettings(steps=2, given_weight=weight))(**inputs)
+        for weight in (1.0, 0.5, 0.0)
+    )
+    assert half.loss.item() == pytest.approx((all_of_them.loss + none.loss).item() / 2, rel=1e-5)
+    assert half.steps.supervised == pytest.approx((all_of_them.steps.supervised + none.steps.supervised) / 2)
+    assert none.loss < 0.8 * all_of_them.loss
+
+
+# --- the objective ----------------------------------------------------------------------------------------------------
+
+
+def by_hand(drafter: Eagle31Drafter, found: Document) -> tuple[float, list[float]]:
+    """Expected drafts over all starts of one document, and cross-entropy by step, each chain by `DraftSession`."""
+    ids, binding = torch.tensor([found.input_ids]), drafter.require_binding()
+    features = compute_features(binding, ids, torch.arange(ids.shape[1])[None])
+    expected, losses = 0.0, [0.0] * STEPS
+    for root in range(found.written_from, ids.shape[1] - 1):
+        session = DraftSession(drafter, batch_size=1, capacity=32, block=16)
+        session.absorb(ids[:, 1 : root + 1], features.aux[:, :root], [root])
+        state, reached = session.root, 1.0
+        for step in range(STEPS):
+            at = root + 1 + step
+            if at >= ids.shape[1]:
+                break
+            target_logits, logits = features.logits[0, at - 1], state.logits[0, 0]
+            reached *= chance(drafter, target_logits, logits, found.temperature)
+            expected += reached
+            if int(target_logits.argmax()) in drafter.draft_ids.tolist():
+                log_p = target_logits.log_softmax(-1)[drafter.draft_ids]
+                losses[step] += cross_entropy(logits[None], log_p[None]).item()
+            if step + 1 < STEPS:
+                state = session.step(ids[:, at : at + 1], state.feedback, after=step, depth=step)
+    return expected, losses
+
+
+def chance(drafter: Eagle31Drafter, target_logits: Tensor, logits: Tensor, temperature: float) -> float:
+    """That the first draft is accepted."""
+    if temperature == 0:
+        best = (drafter.draft_ids == target_logits.argmax()).nonzero()
+        return float(logits.softmax(-1)[best[0, 0]]) if len(best) else 0.0
+    p, q = (top_k_softmax(each / temperature) for each in (target_logits, logits))
+    return float(torch.minimum(p[drafter.draft_ids], q).sum())
+
+
+def top_k_softmax(scores: Tensor) -> Tensor:
+    kept = scores.topk(TOP_K)
+    return torch.zeros_like(scores).scatter(0, kept.indices, kept.values.softmax(0))
+
+
+def test_the_objective_is_that_of_drafting_from_every_written_token(drafter: Eagle31Drafter) -> None:
+    settings, policy = DistillationSettings(steps=STEPS), PolicySettings(reward="text", token_weight=0.3)
+    model = make_policy_model(drafter, settings, policy)
+    assert isinstance(model, TextModel)
+    with torch.no_grad():
+        found = model(**vars(a_batch()))
+        documents = [document("sampled", 12, 5, 1.0), document("greedy", 9, 4, 0.0)]
+        expected, losses = zip(*(by_hand(drafter, each) for each in documents), strict=True)
+    token_loss = sum(0.8**step * sum(each[step] for each in losses) for step in range(STEPS))
+    assert found.loss.item() == pytest.approx(0.3 * token_loss - sum(expected) / STEPS, rel=1e-4)
+    assert found.steps.supervised == 10 == model.counted(a_batch()).sum()
+    assert found.figures["expected_accepted"] == pytest.approx(sum(expected) / 10, rel=1e-4)
+
+
+def test_stored_features_give_the_same_objective(drafter: Eagle31Drafter) -> None:
+    batch = a_batch()
+    features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
+    model = TextModel(drafter, DistillationSettings(steps=STEPS), PolicySettings(reward="text"))
+    stored = model(**vars(batch), aux=features.aux, head_input=features.head_input)
+    assert stored.loss.item() == pytest.approx(model(**vars(batch)).loss.item(), rel=1e-5)
+    stored.loss.backward()
+    assert drafter.fc.weight.grad.abs().max() > 0
+    drafter.zero_grad()
+
+
+def test_ascent_along_the_texts_raises_what_all_drafts_get_accepted() -> None:
+    """A drafter that does not look at its drafts: there the product is the expected length, so its gradient is."""
+    with seeded(0):
+        logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)  # of three steps
+        p = torch.randn(3, 4, dtype=torch.float64).softmax(-1)
+    q = logits.softmax(-1)
+    exact = torch.zeros((), dtype=torch.float64)
+    for chain in itertools.product(range(4), repeat=3):
+        drafted = q[range(3), chain].prod()
+        kept = (p[range(3), chain] / q[range(3), chain]).clamp(max=1)
+        exact = exact + drafted * kept.cumprod(0).sum()
+    ours = expected_accepted(torch.minimum(p, q).sum(-1)[None]).sum()
+    assert ours.item() == pytest.approx(exact.item())
+    assert torch.allclose(*(torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (ours, exact)))
+
+
+def test_texts_that_nobody_wrote_are_told() -> None:
+    given = [document("given", 6, None, None), replace(document("unknown", 6, 2, 1.0), temperature=None)]
+    with pytest.raises(ConfigurationError, match="the target wrote none"):
+        require_written(given, "text")
+    require_written([*given, document("greedy", 6, 2, 0.0)], "text")
+
+
+def test_a_batch_without_a_written_token_gives_no_gradient(drafter: Eagle31Drafter) -> None:
+    rows = PackedDocuments([document("given", 9, None, None)], 12, seed=0)
+    output = TextModel(drafter, DistillationSettings(steps=2), PolicySettings(reward="text"))(**collate([rows[0]]))
+    output.loss.backward()
+    assert output.loss.item() == 0
+    assert output.figures == {}
+    assert float(drafter.fc.weight.grad.abs().max()) == 0
+    drafter.zero_grad()
