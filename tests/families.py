@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +45,19 @@ TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
 
 # --- decoders that see ------------------------------------------------------------------------------------------------
 
-IMAGE, START, END = 90, 88, 89  # token ids
+IMAGE, VIDEO, AUDIO, START, END = 90, 87, 86, 88, 89  # token ids
 TOWER = {"hidden_size": 32, "intermediate_size": 48}
 SIGLIP = {**TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 QWEN_TOWER = {
     **TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 8, "spatial_merge_size": 2,
     "temporal_patch_size": 1,
 }  # fmt: skip
-QWEN_IDS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 87}
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "video_token_id": VIDEO,
+}
 WITHOUT_HEAD_DIM = {name: value for name, value in GROUPED.items() if name != "head_dim"}
 
 
@@ -124,13 +129,23 @@ class SeeingFamily:
         with seeded(0):
             return self.make().float().eval()
 
-    def inputs(self, picture: int, rows: int = 1) -> dict[str, Tensor]:
+    def inputs(self, picture: int, rows: int = 1, padding: Sequence[int] = ()) -> dict[str, Tensor]:
+        """Arguments of `generate`, with so many pads in front of each row, and so many more tokens in the others."""
         marks = ([START], [END]) if self.is_marked else ([], [])
-        ids = torch.tensor([[5, *marks[0], *[IMAGE] * 4, *marks[1], 17, 23, 8]]).expand(rows, -1)
+        pads = list(padding) or [0] * rows
+        before = [[0] * n + list(range(30, 30 + max(pads) - n)) for n in pads]
+        ids = torch.tensor([[*first, 5, *marks[0], *[IMAGE] * 4, *marks[1], 17, 23, 8] for first in before])
+        mask = torch.ones_like(ids)
+        for row, n in enumerate(pads):
+            mask[row, :n] = 0
         shape = (16 * rows, 3 * 8 * 8) if self.is_in_patches else (rows, 3, 16, 16)
-        with seeded(picture):
-            pixels = 3 * torch.randn(shape)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, **self.extra(ids)}
+        given = {"input_ids": ids, "attention_mask": mask, "pixel_values": picture_of(picture, shape)}
+        return {**given, **self.extra(ids)}
+
+
+def picture_of(seed: int, shape: tuple[int, ...]) -> Tensor:
+    with seeded(seed):
+        return 3 * torch.randn(shape)
 
 
 def _grid(ids: Tensor) -> dict[str, Tensor]:
@@ -144,6 +159,29 @@ SEEING_FAMILIES: dict[str, SeeingFamily] = {
     "qwen2.5_vl": SeeingFamily(qwen_2_5_vl, is_marked=True, is_in_patches=True, extra=_grid),
     "qwen3_vl": SeeingFamily(qwen_3_vl, is_marked=True, is_in_patches=True, extra=_grid),
 }
+
+# --- one that hears ---------------------------------------------------------------------------------------------------
+
+
+def hearing_model() -> Any:
+    tower = {
+        "num_mel_bins": 8, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "d_model": 32,
+        "max_source_positions": 8,
+    }  # fmt: skip
+    config = hf.Qwen2AudioConfig(
+        audio_config={**tower, "model_type": "qwen2_audio_encoder"},
+        text_config={**WITHOUT_HEAD_DIM, "model_type": "qwen2"}, audio_token_index=AUDIO,
+    )  # fmt: skip
+    with seeded(0):
+        return hf.Qwen2AudioForConditionalGeneration(config).float().eval()
+
+
+def hearing_inputs(sound: int) -> dict[str, Tensor]:
+    """Sixteen frames of sound, of which four tokens are left."""
+    ids = torch.tensor([[5, *[AUDIO] * 4, 17, 23, 8]])
+    heard = {"input_features": picture_of(sound, (1, 8, 16)), "feature_attention_mask": torch.ones(1, 16).long()}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **heard}
+
 
 # --- hybrids ----------------------------------------------------------------------------------------------------------
 

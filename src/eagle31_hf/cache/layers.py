@@ -135,10 +135,16 @@ class SlotLayer(CacheLayerMixin):
             index = torch.tensor(rows, device=self.device)
             self._replace_buffers(buffer.index_select(0, index) for buffer in self.buffers)
 
-    def load(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Take over rows of `length` tokens of which `keys`, `values` hold the newest, oldest first."""
+    def load(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
+        """Take over rows of so many tokens of which `keys`, `values` hold the newest, oldest first."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        if min(lengths) == max(lengths):
+            return self._load_rows(slice(None), keys, values, lengths[0])
+        for row, length in enumerate(lengths):
+            self._load_rows(slice(row, row + 1), keys, values, length)
+
+    def _load_rows(self, rows: slice, keys: Tensor, values: Tensor, length: int) -> None:
         slots = torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device)
         if keys.shape[2] < len(slots):
             raise UnsupportedGenerationError(
@@ -146,9 +152,9 @@ class SlotLayer(CacheLayerMixin):
                 "start with an empty cache"
             )
         first = keys.shape[2] - len(slots)
-        parts = self.pack(*(states[:, :, first:].to(self.dtype) for states in (keys, values)))
+        parts = self.pack(*(states[rows, :, first:].to(self.dtype) for states in (keys, values)))
         for buffer, part in zip(self.buffers, parts, strict=True):
-            buffer.index_copy_(2, slots, part)
+            buffer[rows].index_copy_(2, slots, part.to(self.device))
 
     def held(self, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the newest tokens of rows of `length`, oldest first, as copies."""

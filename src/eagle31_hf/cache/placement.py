@@ -24,6 +24,7 @@ class Placement:
         self.block, self.device = block, device
         self.reserved_slots = 0  # slots a full layer must own
         self.reserved_rows: int | None = None  # rows its buffers have; `None`: as many as there are rows
+        self.position_offsets: Tensor | None = None  # (A, B): what a row's slots are short of its positions, by axis
         self.set_batch(batch_size)
 
     def set_batch(self, batch_size: int) -> None:
@@ -60,11 +61,18 @@ class Placement:
         """Nodes of the block so far, the placed ones included."""
         return self.after + self.num_tokens
 
+    @property
+    def chain_slots(self) -> Tensor:
+        """Slots `(B, T)` of the placed tokens."""
+        return self.lengths_tensor[:, None] + torch.arange(self.after, self.block_end, device=self.device)
+
     def position_ids(self, depths: Tensor | None = None) -> Tensor:
         """See `SpeculativeCache.position_ids`."""
         if depths is None:
-            depths = torch.arange(self.after, self.block_end, device=self.device)
-        return self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - self.num_tokens :]
+            positions = self.chain_slots
+        else:
+            positions = self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - self.num_tokens :]
+        return positions if self.position_offsets is None else positions + self.position_offsets[:, :, None]
 
     def check(self, key_states: Tensor) -> None:
         """Raise an `UnsupportedGenerationError` unless keys `(B, heads, T, D)` are those of the placed tokens."""

@@ -165,7 +165,7 @@ class SpeculativeCache(Cache):
         placement.start = placement.longest + after if placement.rows_alike else None
         if not placement.rows_alike and None in (span.window for span in self._spans.spans):
             rows = torch.arange(self.batch_size, device=self.device)[:, None]
-            placement.slots = DeviceCopies(rows, self.position_ids())  # a chain's positions are its slots
+            placement.slots = DeviceCopies(rows, placement.chain_slots)
 
     def _reserve(self, num_slots: int) -> None:
         step = self.slab or self.capacity
@@ -219,13 +219,22 @@ class SpeculativeCache(Cache):
         return bool(self._spans.rings)
 
     def position_ids(self, depths: Tensor | None = None) -> Tensor:
-        """Positions of the placed tokens, `(B, T)`.
+        """Positions of the placed tokens, `(B, T)`; `(A, B, T)` where the model counts along several axes.
 
         Args:
             depths: depth of the placed nodes, `(T,)` or `(B, T)`, or of the whole block, `(M,)` or `(B, M)`; the root
                 of a tree has depth 0. `None` means a chain.
         """
         return self._placement.position_ids(depths)
+
+    @property
+    def position_offsets(self) -> Tensor | None:
+        """How far positions run ahead of slots, `(A, B)`: along each axis, of each row; `None`: they are the same."""
+        return self._placement.position_offsets
+
+    def offset_positions(self, offsets: Tensor | None) -> None:
+        """Count from here on along several axes, as a model does behind pictures; see `position_offsets`."""
+        self._placement.position_offsets = None if offsets is None else offsets.to(self.device)
 
     def attention_mask(
         self,
@@ -325,6 +334,8 @@ class SpeculativeCache(Cache):
             layer.select_rows(rows)
         before = self.lengths
         self._ring_end = [self._ring_end[row] for row in rows]
+        offsets = self.position_offsets
+        self.offset_positions(None if offsets is None else offsets[:, rows])
         self._placement.set_batch(len(rows))
         self._placement.set_lengths([before[row] for row in rows])
 
@@ -349,8 +360,12 @@ class SpeculativeCache(Cache):
 
     # Exchange with stock caches --------------------------------------------------------------------------------------
 
-    def load_dynamic(self, dynamic: DynamicCache) -> None:
-        """Take over what a plain `generate` left in its cache. Rows must be of equal length, without left padding.
+    def load_dynamic(self, dynamic: DynamicCache, padding: Sequence[int] | None = None) -> None:
+        """Take over what a plain `generate` left in its cache.
+
+        Args:
+            dynamic: that cache.
+            padding: pads in front of each row, which are left there; default: none.
 
         Raises:
             UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
@@ -363,10 +378,11 @@ class SpeculativeCache(Cache):
             raise MemoryPlanError(f"got a cache of {length} tokens; this one was made for capacity={self.capacity}")
         states = read_stock_layers(dynamic, self.batch_size)
         self._reserve(length)
+        lengths = [length - pads for pads in padding or [0] * self.batch_size]
         for index, (keys, values) in states.items():
-            self.layers[index].load(keys, values, length)
-        self._ring_end = [length] * self.batch_size
-        self._placement.set_lengths([length] * self.batch_size)
+            self.layers[index].load(keys, values, lengths)
+        self._ring_end = lengths.copy()
+        self._placement.set_lengths(lengths)
 
     def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
         """The committed tokens as a stock cache, for a plain `generate` to go on with. Rows must be of equal length.

@@ -54,8 +54,10 @@ class CompiledVerification:
         attention = self.binding.model.config._attn_implementation
         # A batch that loses rows is not worth a graph for each number, nor is the last token of a text one of its own.
         pays = rows == self.first_rows and size > 1
+        offsets = self.cache.position_offsets
+        axes = 0 if offsets is None else len(offsets)
         output = self.graphs.run_or_eager(
-            GraphKey("verify", rows, nodes, (masks_trees, *self.cache.mask_widths.items(), attention)),
+            GraphKey("verify", rows, nodes, (masks_trees, axes, *self.cache.mask_widths.items(), attention)),
             partial(_verify_step, self.binding) if pays else None,
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self.eager(tree),
@@ -64,12 +66,14 @@ class CompiledVerification:
 
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""
-        inputs, rows = self.inputs, len(tree.tokens)
+        inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.position_offsets
         inputs.fixed.block.slots = inputs.slots(nodes)
         positions = F.pad(tree.positions, (0, nodes - tree.size))  # padding has the root's, which is a valid one
+        if offsets is not None:
+            positions = positions + offsets[:, :, None]  # (A, B, N)
         return (
             inputs.fill("tokens", tree.tokens, (rows, nodes)),
-            inputs.fill("positions", positions, (rows, nodes)),
+            inputs.fill("positions", positions, (rows, nodes) if offsets is None else (len(offsets), rows, nodes)),
             inputs.fill("ancestors", tree.ancestors, (rows, nodes, nodes)) if masks_trees else None,
             self._masks(tree, rows, nodes) if self.cache.has_windows else None,
             inputs.fixed,

@@ -147,9 +147,17 @@ class SpeculativeDecoder:
 
     def read(self, texts: Sequence[Sequence[int]], *, unread: int) -> PrefillState:
         """Target and drafter read what lies behind their caches, in chunks; see `PrefillState`."""
-        self.reading = reading = PrefillState(texts, unread=unread, device=self.sequences.prompts.device)
-        ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter).read(reading, self.chunk)
-        return reading
+        prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter)
+        prompts, device = self.request.prompts, self.sequences.prompts.device
+        if prompts is not None and not any(self.caches.target.lengths):
+            self.reading = PrefillState(texts, unread=0, device=device)
+            prefill.read_prompts(prompts, self.rows, self.reading, self.chunk)
+            if not unread:
+                return self.reading
+            texts = [text[n:] for text, n in zip(texts, prompts.lengths(self.rows), strict=True)]
+        self.reading = PrefillState(texts, unread=unread, device=device)
+        prefill.read(self.reading, self.chunk)
+        return self.reading
 
     def first_token(self, prompts: PrefillState) -> None:
         """Write the token after each prompt, which no draft was made for."""

@@ -200,7 +200,9 @@ class RecoveringDecoder:
         spare = 2 if caches.drafter is not None and self._has_begun else 1
         lengths = [len(self.sequences.text(row, self.request.start.skip)) for row in decoder.rows]
         held = [min(n, length - spare) for n, length in zip(read, lengths, strict=True)]
-        if min(held) < 0:
+        # A prompt with pictures is read whole or not at all.
+        least = [0] * len(held) if self.request.prompts is None else self.request.prompts.lengths(decoder.rows)
+        if any(n < wanted for n, wanted in zip(held, least, strict=True)):
             return False
         try:
             caches.rollback([of_target + n for n in held], [of_drafter + n for n in held])

@@ -1,6 +1,7 @@
 """Target and drafter read text that is there already, in the same chunks: the prompt, or what a failure has cost.
 
-Only each row's last logits and hidden states outlive a chunk.
+Only each row's last logits and hidden states outlive a chunk. Prompts that are more than tokens (pictures) the target
+reads in one forward of its own (`target.prompt_forward`); the drafter reads its hidden states as always.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..cache import SpeculativeCache
 from ..drafter.session import DraftSession
 from ..target.binding import TargetBinding, TargetOutput
+from ..target.prompt_forward import PromptForward
 
 
 class PrefillState:
@@ -34,6 +36,15 @@ class PrefillState:
         self.tokens = torch.tensor(padded, device=device)  # (B, longest) right-padded
         self.last_logits: list[Tensor | None] = [None] * len(texts)  # (V,) after the last token read
         self.last_aux: list[Tensor | None] = [None] * len(texts)  # (A*Ht,)
+
+    def keep(self, row: int, logits: Tensor, aux: Tensor | None) -> None:
+        """What follows the last token read: logits `(V,)` and hidden states `(A*Ht,)`.
+
+        Copies: a view would keep a whole chunk's hidden states alive.
+        """
+        self.last_logits[row] = logits.clone()
+        if aux is not None:
+            self.last_aux[row] = aux.clone()
 
 
 class ChunkedPrefill:
@@ -64,17 +75,43 @@ class ChunkedPrefill:
         out = self._forward(reading.tokens[:, start:end], ends or [0])
         self.cache.commit(counts)
         for row in ending:
-            # Copies: a view would keep the whole chunk's hidden states alive.
-            reading.last_logits[row] = out.logits[row, ends.index(counts[row] - 1)].clone()
-            if out.aux is not None:
-                reading.last_aux[row] = out.aux[row, counts[row] - 1].clone()
-        if self.session is not None:
-            assert out.aux is not None
-            # Position t pairs with token t+1; one that does not exist yet is waited for.
-            paired = [min(n, max(known - start - 1, 0)) for n, known in zip(counts, reading.known, strict=True)]
-            width = max(paired)
-            if width > 0:
-                self.session.absorb(reading.tokens[:, start + 1 : start + 1 + width], out.aux[:, :width], paired)
+            last = counts[row] - 1
+            reading.keep(row, out.logits[row, ends.index(last)], None if out.aux is None else out.aux[row, last])
+        self._join(reading, start, counts, out.aux)
+
+    def _join(self, reading: PrefillState, start: int, counts: Sequence[int], aux: Tensor | None) -> None:
+        """The drafter reads `counts` positions of each row from `start` on, whose hidden states are `(B, C, A*Ht)`."""
+        if self.session is None:
+            return
+        assert aux is not None
+        # Position t pairs with token t+1; one that does not exist yet is waited for.
+        paired = [min(n, max(known - start - 1, 0)) for n, known in zip(counts, reading.known, strict=True)]
+        width = max(paired)
+        if width > 0:
+            self.session.absorb(reading.tokens[:, start + 1 : start + 1 + width], aux[:, :width], paired)
+
+    def read_prompts(self, prompts: PromptForward, rows: Sequence[int], reading: PrefillState, chunk: int) -> None:
+        """Read prompts in the model's own first forward, into empty caches; the drafter in chunks.
+
+        Args:
+            prompts: of all texts.
+            rows: which of them the caches' rows are.
+            reading: texts of these rows, of which the prompts are the beginning.
+        """
+        with self.binding.capturing() if self.session is not None else nullcontext():
+            out = prompts(self.binding)
+        lengths, padding = prompts.lengths(rows), [prompts.padding[row] for row in rows]
+        if list(rows) != list(range(len(prompts.input_ids))):
+            out.cache.batch_select_indices(torch.tensor(rows, device=out.logits.device))
+        self.cache.load_dynamic(out.cache, padding)
+        self.cache.offset_positions(None if out.offsets is None else out.offsets[:, rows])
+        out.cache.layers.clear()  # copied
+        aux = None if out.aux is None else _shifted_left(out.aux, rows, padding)
+        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            reading.keep(b, out.logits[row], None if aux is None else aux[b, length - 1])
+        for start in range(0, max(lengths), chunk):
+            counts = [min(max(length - start, 0), chunk) for length in lengths]
+            self._join(reading, start, counts, None if aux is None else aux[:, start : start + chunk])
 
     def _forward(self, columns: Tensor, keep: list[int]) -> TargetOutput:
         """One chunk `(B, C)`: logits of the columns to keep, hidden states `(B, C, A*Ht)` if there is a drafter."""
@@ -87,3 +124,10 @@ class ChunkedPrefill:
                 self.cache,
                 logits_to_keep=torch.tensor(keep, device=columns.device),
             )
+
+
+def _shifted_left(states: Tensor, rows: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """These rows of `(B, L, *)` without the pads in front of each; as many columns of no meaning come behind."""
+    if not any(padding) and len(rows) == len(states):
+        return states
+    return torch.stack([states[row].roll(-pads, 0) for row, pads in zip(rows, padding, strict=True)])

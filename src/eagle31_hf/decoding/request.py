@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ..sampling.asked_once import AskedOnce
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
+from ..target.prompt_forward import PromptForward
 from ..trees.shape import DraftShape
 from .carried_cache import CacheExport, CacheResume
 from .draft_backoff import DraftBackoff
@@ -21,6 +22,7 @@ class DecodingRequest:
 
     Attributes:
         sequences: prompts and stopping rules.
+        prompts: the same as the model's own first forward reads them; `None` where they are tokens and nothing else.
         processing: logits processors.
         shape: the largest draft of a round; caches are made for it.
         policy: decides what to draft in each round.
@@ -37,6 +39,7 @@ class DecodingRequest:
     processing: ScoreProcessing
     shape: DraftShape
     policy: DraftPolicy = field(default_factory=DraftBackoff)
+    prompts: PromptForward | None = None
     do_sample: bool = False
     prefill_chunk: int | None = None
     on_tokens: Callable[[int, list[int]], None] | None = None

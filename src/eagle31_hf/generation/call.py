@@ -89,4 +89,8 @@ class Call:
         if self.attention_mask is not None:
             return self.attention_mask.shape[1]
         # transformers 5.23 drops a mask of ones (5.17 does not); the positions it made from it are still there.
-        return self.input_ids.shape[1] if self.position_ids is None else int(self.position_ids[..., -1].max()) + 1
+        if self.position_ids is None:
+            return self.input_ids.shape[1]
+        # Along several axes, as behind pictures, they are not the tokens counted.
+        several = self.position_ids.dim() > 2
+        return self.position_ids.shape[-1] if several else int(self.position_ids[..., -1].max()) + 1

@@ -1,7 +1,8 @@
 """What a `generate` call hands to the model itself, and which loop would let it arrive.
 
-Our loop places tokens, masks and positions on its own; whatever else the model is to be given (an image, an adapter for
-each row, positions of one's own) has to go by another loop, or the text would silently be another one.
+Our loop places tokens, masks and positions on its own. What else belongs to the prompt (a picture) the model reads in
+its own first forward (`PromptForward`), and whether our rounds go on from there is tried (`continuation_test`). What
+our loop knows nothing of has to go by another one, or the text would silently be another one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedGenerationError
+from ..target.prompt_forward import PromptForward
 from .call import Call
 
 PLACED_BY_OUR_LOOP = {
@@ -24,16 +27,48 @@ PLACED_BY_OUR_LOOP = {
     "position_ids",
     "use_cache",
 }
+READ_WITH_THE_PROMPT = {
+    "feature_attention_mask",
+    "image_grid_thw",
+    "image_sizes",
+    "input_features",
+    "mm_encoder_outputs",
+    "mm_token_type_ids",
+    "pixel_values",
+    "pixel_values_videos",
+    "second_per_grid_ts",
+    "token_type_ids",
+    "video_grid_thw",
+}
+"""What models want in their first forward only. Each is in a test; a name that is not here goes by another loop."""
+
+
+def beside_tokens(call: Call) -> list[str]:
+    """Names of what the model is given with the prompt that our loop does not place itself."""
+    given = {name for name, value in call.model_inputs.items() if not _is_nothing(value)} - PLACED_BY_OUR_LOOP
+    if _has_axes_of_its_own(call):
+        given.add("position_ids")
+    return sorted(given)
 
 
 def why_not_our_loop(call: Call) -> str | None:
     """Inputs that our loop would not hand on."""
-    given = {name for name, value in call.model_inputs.items() if not _is_nothing(value)}
-    if others := sorted(given - PLACED_BY_OUR_LOOP):
+    given = beside_tokens(call)
+    if others := [name for name in given if name not in {*READ_WITH_THE_PROMPT, "position_ids"}]:
         return f"the model is given {', '.join(others)}, which our loop does not hand on"
-    if call.position_ids is not None and call.position_ids.dim() != 2:
-        return "the model counts positions along several axes"
+    cached = 0 if call.cache is None else call.cache.get_seq_length()
+    if given and cached:
+        return f"the model is given {', '.join(given)} behind a cache that holds text already"
+    if given and call.generation_config.prefill_chunk_size is not None:
+        return f"the model is given {', '.join(given)}, which our loop does not read in chunks"
+    if cached and _has_placeholders(call):
+        return "the prompt's pictures are in the cache that was passed, and our loop might have to read them again"
     return None
+
+
+def prompt_forward(call: Call, padding: list[int]) -> PromptForward | None:
+    """How the model reads the prompts itself; `None` where they are tokens and nothing else."""
+    return PromptForward(call.input_ids, padding, call.model_inputs) if beside_tokens(call) else None
 
 
 def why_no_draft(call: Call) -> str | None:
@@ -49,9 +84,46 @@ def why_no_draft(call: Call) -> str | None:
     return None
 
 
+def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
+    """Pads in front of each row.
+
+    Raises:
+        UnsupportedGenerationError: a mask has holes or pads on the right.
+    """
+    rows, length = input_ids.shape
+    if attention_mask is None:
+        return [0] * rows
+    mask = attention_mask[:, -length:].bool()
+    padding = length - mask.sum(dim=1)
+    columns = torch.arange(length, device=mask.device)
+    if not torch.equal(mask, columns >= padding[:, None]) or int(padding.max()) >= length:
+        raise UnsupportedGenerationError(
+            "the attention mask has pads behind or between tokens (or a row without any token); pad prompts on the "
+            "left: tokenizer.padding_side = 'left'"
+        )
+    return padding.tolist()
+
+
 def _is_nothing(value: Any) -> bool:
     """`None`, or outputs of encoders (`mm_encoder_outputs`) none of which had anything to read."""
     return value is None or (isinstance(value, Mapping) and all(_is_nothing(part) for part in value.values()))
+
+
+def _has_axes_of_its_own(call: Call) -> bool:
+    """Whether positions run along several axes, and along one of them otherwise than the text."""
+    positions = call.position_ids
+    if positions is None or positions.dim() != 3:
+        return False
+    rows = call.batch_size
+    return any(_has_positions_of_its_own(axis.expand(rows, -1), call.attention_mask) for axis in positions)
+
+
+def _has_placeholders(call: Call) -> bool:
+    """Whether the prompts hold tokens that stand for pictures, films or sounds."""
+    config = call.model.config
+    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
+    ids = {token for name in names if isinstance(token := getattr(config, name, None), int)}
+    return bool(ids) and bool(torch.isin(call.input_ids, call.input_ids.new_tensor(sorted(ids))).any())
 
 
 def _has_positions_of_its_own(positions: Tensor | None, mask: Tensor | None) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
@@ -20,6 +19,7 @@ from ..errors import UnsupportedGenerationError
 from ..stats import SpeculationStats
 from .call import Call
 from .draft_length import draft_length
+from .model_inputs import left_padding, prompt_forward
 from .output import SpeculativeOutput
 
 
@@ -69,6 +69,7 @@ def _request(
         processing=call.processing,
         shape=requested.shape,
         policy=choose_policy(call.drafter, requested, stats),
+        prompts=prompt_forward(call, padding),
         do_sample=requested.sampled,
         prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,
         on_tokens=None if call.streamer is None else _streaming(call.streamer),
@@ -93,26 +94,6 @@ def requested_draft(call: Call) -> RequestedDraft:
         sampled=bool(call.generation_config.do_sample),
         compiled=settings.acceleration == "compile",
     )
-
-
-def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    """Pads in front of each row.
-
-    Raises:
-        UnsupportedGenerationError: a mask has holes or pads on the right.
-    """
-    rows, length = input_ids.shape
-    if attention_mask is None:
-        return [0] * rows
-    mask = attention_mask[:, -length:].bool()
-    padding = length - mask.sum(dim=1)
-    columns = torch.arange(length, device=mask.device)
-    if not torch.equal(mask, columns >= padding[:, None]) or int(padding.max()) >= length:
-        raise UnsupportedGenerationError(
-            "the attention mask has pads behind or between tokens (or a row without any token); pad prompts on the "
-            "left: tokenizer.padding_side = 'left'"
-        )
-    return padding.tolist()
 
 
 def _streaming(streamer: Any) -> Callable[[int, list[int]], None]:

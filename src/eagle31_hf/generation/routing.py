@@ -18,6 +18,7 @@ from transformers.cache_utils import QuantizedCache
 
 from ..errors import UnsupportedGenerationError
 from .call import Call
+from .continuation_test import why_not_continued
 from .model_inputs import why_no_draft, why_not_our_loop
 
 Loop = Literal["own", "stock", "plain"]
@@ -112,6 +113,7 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _foreign_cache,
     why_not_our_loop,
     _processors_of_a_batch,
+    why_not_continued,
 )
 
 

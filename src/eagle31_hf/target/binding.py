@@ -57,6 +57,7 @@ class TargetBinding:
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
+        self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
         self.history: Any = None  # what the process has learnt of this pair (`decoding.pair_history`)
         refuse_corrupt_saving(self.model)

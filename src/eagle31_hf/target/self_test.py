@@ -31,7 +31,7 @@ def probe_tree_verification(binding: TargetBinding) -> None:
             except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
                 reasons.append(f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}")
                 continue
-            if error <= _tolerance(binding):
+            if error <= tolerance(binding):
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
                 return
             reasons.append(f"logits differ by {error:.2g} of their range")
@@ -42,7 +42,7 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
     """Largest difference between tree and path logits, as a share of the logits' range."""
     windows = [w for w in (getattr(binding.text_config, "sliding_window", None),) if w]
     length = min(windows[0] + 3, LONGEST_PROBE) if windows else 6
-    tokens = _probe_tokens(binding, length + 4)
+    tokens = probe_tokens(binding, length + 4)
     prefix, nodes = tokens[:, :length], tokens[:, length:]  # (1, length), (1, 4): root, its children a and b, c below a
     parents = torch.tensor([[0, 0, 0, 1]], device=tokens.device)
     ancestors = ancestors_from_parents(parents, max_depth=2)
@@ -61,6 +61,12 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
     long_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 1, 3]]), 1))[-3:]
     short_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 2]]), 1))[-1:]
     wanted = torch.cat((long_path[:2], short_path, long_path[2:]))  # (4, V) in node order
+    return logits_error(found, wanted)
+
+
+def logits_error(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference between logits, as a share of the range of those that are wanted."""
+    found, wanted = found.float(), wanted.float()
     return ((found - wanted).abs().max() / (wanted.max() - wanted.min())).item()
 
 
@@ -68,14 +74,14 @@ def _plain_logits(binding: TargetBinding, tokens: Tensor) -> Tensor:
     return binding.model(input_ids=tokens, use_cache=False).logits[0].float()
 
 
-def _probe_tokens(binding: TargetBinding, count: int) -> Tensor:
+def probe_tokens(binding: TargetBinding, count: int) -> Tensor:
     """Unlike ids without touching a random generator."""
     vocabulary = binding.text_config.vocab_size
     ids = (torch.arange(1, count + 1, device=binding.input_device) * 7919) % vocabulary
     return ids[None]
 
 
-def _tolerance(binding: TargetBinding) -> float:
+def tolerance(binding: TargetBinding) -> float:
     """A wrong mask changes logits by tenths of their range; rounding by far less, that of packed weights too."""
     exact = binding.compute_dtype in (torch.float32, torch.float64) and not holds_packed_weights(binding.model)
     return 1e-3 if exact else 5e-2
