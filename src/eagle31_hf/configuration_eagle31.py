@@ -44,6 +44,7 @@ class Eagle31Config(LlamaConfig):
         kv_lora_rank: width of the latent that keys and values are made of (DeepSeek's MLA); `None`: attention with keys
             and values of their own. With it come `q_lora_rank` (`None`: queries are made in one go),
             `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim`, and `head_dim` is the rotated width.
+        sliding_window: positions each layer sees back, its own included; `None`: all of them.
         own_embedding: the checkpoint holds its own `embed_tokens`; otherwise the target's is shared.
         own_lm_head: the checkpoint holds its own draft head; otherwise the target's head (or its draft rows) is used.
 
@@ -68,6 +69,7 @@ class Eagle31Config(LlamaConfig):
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
+    sliding_window: int | None = None
     own_embedding: bool = False
     own_lm_head: bool = True
 
@@ -113,6 +115,8 @@ class Eagle31Config(LlamaConfig):
             f"target_hidden_size={self.target_hidden_size} differs from hidden_size={self.hidden_size}, so the "
             "target's LM head cannot be shared: own_lm_head must be true",
         )
+        window = self.sliding_window
+        self._require(window is None or window >= 1, f"sliding_window is {window}; wanted at least 1, or None")
         if self.aux_layers is not None:
             self._require(
                 len(self.aux_layers) == self.num_aux_hidden_states and min(self.aux_layers) >= 0,

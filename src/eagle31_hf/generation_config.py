@@ -24,7 +24,7 @@ CACHE_TYPES = ("auto", "full", "int8", "fp8")
 FIRST_CHILD_CHANCE, NEXT_CHILD_SHARE = 0.7, 0.25
 """Chance that a node's first child is the accepted one, and what each next child has of the one before: what a static
 tree is shaped by. Rough on purpose; the shape changes little with them."""
-SCHEDULES = ("constant", "calibrated", "pid", "heuristic")
+SCHEDULES = ("calibrated", "constant", "pid", "heuristic")
 LONGEST_STEERED = 12
 """Longest draft of the schedules that steer its length, unless told otherwise."""
 
@@ -47,17 +47,19 @@ class Eagle31GenerationConfig(GenerationConfig):
         draft_min_confidence: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
-        num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/adaptive.md). `"constant"`
-            (default) keeps it, and pauses where drafts are in vain; `"calibrated"` takes the length that writes fastest
-            by what was measured on this machine, up to `num_assistant_tokens`; `"pid"` and `"heuristic"` (transformers'
-            own: two more or one less) start from it. All but the first rest below break-even, and draft from the text
-            itself where it repeats. Our own loop only.
+        num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/adaptive.md). `"calibrated"`
+            (default) takes the length that writes fastest by what was measured on this machine, up to
+            `num_assistant_tokens`, and is `"constant"` until something was; `"pid"` and `"heuristic"` (transformers'
+            own: two more or one less) start from it; `"constant"` keeps it, and pauses where drafts are in vain. All
+            but the last rest below break-even, and draft from the text itself where it repeats. Our own loop only.
         draft_length_bounds: shortest and longest draft of a schedule that steers; `None` (default): 1 and
             `num_assistant_tokens` (`"calibrated"`), or 12 if that is more.
         draft_top_k: children per tree node; 1 drafts a chain.
         draft_tree_size: nodes verified per round, root included; `None` means `num_assistant_tokens + 1` for a chain
             and `2 * draft_top_k * num_assistant_tokens` for a tree.
         draft_tree: `"dynamic"` (EAGLE-2: the nodes the drafter is surest of) or `"static"` (same shape every round).
+        draft_window: positions the drafter sees back, which bounds its cache whatever the text's length; `None`
+            (default): as far as it was trained to (`config.sliding_window`), mostly everything. The text is the same.
         speculation_loop: `"auto"` (our loop where the target allows it, else a fallback whose reason is logged),
             or exactly one of `"own"`, `"stock"`, `"plain"`.
         acceleration: `"eager"` or `"compile"` (`torch.compile` by shape bucket; the first rounds are slow: see
@@ -74,11 +76,12 @@ class Eagle31GenerationConfig(GenerationConfig):
             self.draft_confidence_floor = earlier
         self.draft_length_bounds: tuple[int, int] | None = kwargs.pop("draft_length_bounds", None)
         self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
+        self.draft_window: int | None = kwargs.pop("draft_window", None)
         self.draft_tree: str = kwargs.pop("draft_tree", "dynamic")
         self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
         self.acceleration: str = kwargs.pop("acceleration", "eager")
         self.cache_type: str = kwargs.pop("cache_type", "auto")
-        kwargs.setdefault("num_assistant_tokens_schedule", "constant")
+        kwargs.setdefault("num_assistant_tokens_schedule", "calibrated")
         super().__init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -161,7 +164,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         if least is not None and not (_is_number(least) and 0.0 <= least < 1.0):
             raise ConfigurationError(f"draft_min_confidence is {least!r}; wanted a probability below 1, or None")
         require_count("draft_top_k", self.draft_top_k)
-        for name in ("num_assistant_tokens", "prefill_chunk_size"):
+        for name in ("num_assistant_tokens", "prefill_chunk_size", "draft_window"):
             if (value := getattr(self, name)) is not None:
                 require_count(name, value)
         self._check_bounds()
@@ -219,6 +222,7 @@ OWN_FIELDS = (
     "draft_length_bounds",
     "draft_tree_size",
     "draft_tree",
+    "draft_window",
     "speculation_loop",
     "acceleration",
     "cache_type",

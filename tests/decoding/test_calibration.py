@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from eagle31_hf.decoding import pair_history
-from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding.calibration import bare_meter, store
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
-from eagle31_hf.decoding.calibration.measure import CONTEXTS, WIDTHS, measure
+from eagle31_hf.decoding.calibration.measure import CONTEXTS, PIECES, WIDTHS, measure, measure_by_pieces
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.errors import ConfigurationError
-from helpers import CHEAP_DRAFTS, configured, drafter_of, left_padded, prompts_for, target_of, use_fixed_shapes_only
+from helpers import (
+    CHEAP_DRAFTS,
+    configured,
+    drafter_of,
+    left_padded,
+    prompts_for,
+    seeded,
+    target_of,
+    use_fixed_shapes_only,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -102,30 +115,108 @@ def test_a_folder_that_takes_nothing_is_no_error(tmp_path: Path, caplog: pytest.
     assert "could not be kept" in caplog.text
 
 
-def test_a_pair_is_measured_once_it_has_written_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[bool] = []
-    monkeypatch.setattr(pair_history, "PASSES_BEFORE_CALIBRATION", 20)
-    monkeypatch.setattr(pair_history, "measure", lambda *_, compiled: measured.append(compiled) or CHEAP_DRAFTS)
+def by_pieces(measured: list[str], pieces: int = PIECES):
+    """Stands in for measuring: notes each piece."""
+
+    def stand_in(_drafter):
+        for number in range(1, pieces):
+            measured.append(f"piece {number}")
+            yield
+        measured.append("last piece")
+        return CHEAP_DRAFTS
+
+    return stand_in
+
+
+@pytest.fixture
+def soon_due(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A pair without history of which a piece is measured after each twenty rounds. Lists them."""
+    measured: list[str] = []
+    monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 20)
+    monkeypatch.setattr(pair_history, "measure_by_pieces", by_pieces(measured))
+    monkeypatch.setattr(drafter_of("llama").require_binding(), "history", None)
+    return measured
+
+
+def write(*, sampled: bool = False, seed: int = 0) -> Tensor:
     inputs = left_padded(prompts_for("llama", 1))
-    settings = {"max_new_tokens": 40, "pad_token_id": 0}
-    with configured(drafter_of("llama"), num_assistant_tokens_schedule="calibrated") as eagle:
-        monkeypatch.setattr(eagle.require_binding(), "history", None)
-        counts = []
-        for sampled in (False, True, False, False):
-            target_of("llama").generate(**inputs, **settings, do_sample=sampled, assistant_model=eagle)
-            counts.append(len(measured))
-    assert counts == [0, 0, 1, 1], "not at first, not where tokens are drawn, and once"
+    settings = {"max_new_tokens": 40, "pad_token_id": 0, "do_sample": sampled}
+    with seeded(seed):
+        return target_of("llama").generate(**inputs, **settings, assistant_model=drafter_of("llama"))
+
+
+def test_a_pair_is_measured_piece_by_piece_once_it_has_written_enough(soon_due: list[str]) -> None:
+    counts = []
+    for sampled in (False, True, False, False):
+        write(sampled=sampled)
+        counts.append(len(soon_due))
+    assert counts == [1, 2, 3, 3], "a piece after each call that was long enough, and once"
     assert store.load(key_of()) == CHEAP_DRAFTS, "later processes know it"
 
 
-def test_measuring_that_fails_stops_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("the clock jumped")
+def test_short_texts_are_never_kept_waiting(soon_due: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 8192 // PIECES)
+    for _ in range(3):
+        write()
+    assert soon_due == []
+    with configured(drafter_of("llama"), num_assistant_tokens_schedule="constant"):
+        monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 1)
+        write()
+    assert soon_due == [], "nor is measured what nobody would use"
 
-    monkeypatch.setattr(pair_history, "PASSES_BEFORE_CALIBRATION", 0)
-    monkeypatch.setattr(pair_history, "measure", fail)
-    history = PairHistory()
+
+def test_a_calibration_changes_no_drawn_text_of_its_process(soon_due: list[str]) -> None:
+    texts = [write(sampled=True, seed=5)]
+    while len(soon_due) < PIECES:
+        write()
+    history = PairHistory.of(drafter_of("llama"))
+    assert history.calibration(drafter_of("llama"), compiled=False) == CHEAP_DRAFTS, "greedy texts go by it at once"
+    assert history.calibration(drafter_of("llama"), compiled=False, sampled=True) is None
+    texts.append(write(sampled=True, seed=5))
+    assert torch.equal(*texts)
+
+
+def test_a_calibration_that_was_asked_for_holds_for_all(monkeypatch: pytest.MonkeyPatch, soon_due: list[str]) -> None:
+    monkeypatch.setattr(pair_history, "measure", lambda *_, compiled: CHEAP_DRAFTS)
+    eagle, history = drafter_of("llama"), PairHistory.of(drafter_of("llama"))
+    assert history.calibration(eagle, compiled=False, sampled=True) is None
+    history.calibrate(eagle, compiled=False)
+    assert history.calibration(eagle, compiled=False, sampled=True) == CHEAP_DRAFTS
+
+
+def test_measuring_that_fails_stops_nothing(
+    soon_due: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_drafter: object) -> Generator[None, None, None]:
+        raise RuntimeError("the clock jumped")
+        yield
+
+    monkeypatch.setattr(pair_history, "measure_by_pieces", fail)
     with caplog.at_level(logging.WARNING):
-        history.calibrate_if_due(drafter_of("llama"), compiled=False)
-        history.calibrate_if_due(drafter_of("llama"), compiled=False)
+        texts = [write() for _ in range(3)]
     assert caplog.text.count("the clock jumped") == 1
+    assert torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.parametrize("step_s", [0.0, -3600.0, float("nan")], ids=["stands still", "jumps back", "is broken"])
+def test_a_clock_that_jumps_makes_no_calibration(
+    step_s: float, soon_due: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it shows is refused as no seconds can be that, and the text goes on."""
+    ticks = itertools.count()
+    monkeypatch.setattr(bare_meter, "now", lambda _device: next(ticks) * step_s)
+    monkeypatch.setattr(pair_history, "measure_by_pieces", measure_by_pieces)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            write()
+    assert "could not be calibrated" in caplog.text
+    assert store.load(key_of()) is None
+
+
+def test_a_text_of_no_tokens_is_learnt_nothing_from(soon_due: list[str]) -> None:
+    inputs = left_padded(prompts_for("llama", 1))
+    eagle = drafter_of("llama")
+    out = target_of("llama").generate(**inputs, max_new_tokens=1, pad_token_id=0, assistant_model=eagle)
+    assert out.shape[1] == inputs["input_ids"].shape[1] + 1
+    history = PairHistory.of(eagle)
+    assert (history.passes, history.prior) == (0, None)

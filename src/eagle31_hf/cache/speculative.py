@@ -125,6 +125,11 @@ class SpeculativeCache(Cache):
         return self._placement.lengths_tensor
 
     @property
+    def longest(self) -> int:
+        """Committed tokens of the longest row."""
+        return self._placement.longest
+
+    @property
     def batch_size(self) -> int:
         return self._placement.batch_size
 

@@ -90,6 +90,7 @@ def read_config_fields(table: Format, config: Mapping[str, Any]) -> StoredConfig
         raise CheckpointFormatError("config.json sets both fc_norm and norm_before_fc; a drafter has one or none")
     fields["aux_norm"] = "per_slot" if per_slot else "concatenated" if concatenated else "none"
     fields["rope_parameters"] = _read_rope(config, table.layer_config)
+    fields["sliding_window"] = read_window(config, table.layer_config)
     fields["aux_layers"], stored_ids = _read_layer_ids(table, config)
     return StoredConfig(fields, stored_ids, _read_metadata(table, config))
 
@@ -115,6 +116,33 @@ def _check_layer_ids(config: Mapping[str, Any]) -> None:
             raise CheckpointFormatError(
                 f"config.json: {path} is {shown(ids)}; wanted a list of layer ids, none negative"
             )
+
+
+def read_window(config: Mapping[str, Any], prefix: str) -> int | None:
+    """Positions the drafter's layers see back; `None`: all of them.
+
+    As transformers and vLLM read it: where layers are named by type, only "sliding_attention" has the window, and where
+    `use_sliding_window` is false none has. Types beyond the drafter's own layers are its target's.
+
+    Raises:
+        CheckpointFormatError: a window that is no number of positions, or layers that see differently far.
+    """
+    window = get_path(config, f"{prefix}sliding_window")
+    layers, types = (get_path(config, f"{prefix}{name}") for name in ("num_hidden_layers", "layer_types"))
+    types = types[: layers if type(layers) is int else 1] if isinstance(types, list) else []
+    if window is None or get_path(config, f"{prefix}use_sliding_window") is False:
+        window = None
+    elif type(window) is not int or window < 1:
+        raise CheckpointFormatError(f"config.json: sliding_window is {shown(window)}; wanted a whole number above 0")
+    kinds = set(map(str, types))
+    if not kinds <= {"full_attention", "sliding_attention"} or len(kinds) > 1:
+        raise CheckpointFormatError(
+            f"config.json: layer_types is {shown(types)}; wanted all full_attention or all sliding_attention: the "
+            "drafter's layers share one mask"
+        )
+    if "sliding_attention" in kinds and window is None:
+        raise CheckpointFormatError("config.json names sliding_attention layers, and no sliding_window they could have")
+    return None if "full_attention" in kinds else window
 
 
 def _read_layer_ids(table: Format, config: Mapping[str, Any]) -> tuple[list[int] | None, dict[str, list[int]]]:
@@ -194,6 +222,10 @@ def write_config_fields(
     for row in table.fields:
         _set_path(written, row.stored, values[row.name])
     _write_rope(written, config, table.layer_config)
+    if config.sliding_window is not None:
+        _set_path(written, f"{table.layer_config}sliding_window", config.sliding_window)
+        if source != table.name:  # where layers are not named by type, not every engine takes the window
+            _set_path(written, f"{table.layer_config}layer_types", ["sliding_attention"] * config.num_hidden_layers)
     if table.layer_config:
         _set_path(written, f"{table.layer_config}model_type", "qwen3" if config.qk_norm else "llama")
     _write_layer_ids(table, config, written)

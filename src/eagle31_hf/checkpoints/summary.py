@@ -113,8 +113,8 @@ def caution_notes(format_name: str, config: Eagle31Config, stored: Mapping[str, 
             f"stored layer ids are read as SGLang does ({SGLANG_RULE}): hidden states {config.aux_layers}; if "
             "acceptance is near chance, try their neighbours"
         )
-    if get_path(stored, "sliding_window") or get_path(stored, "transformer_layer_config.sliding_window"):
-        notes.append("config.json names a sliding window; it is not applied here, long contexts may accept less")
+    if config.sliding_window is not None:
+        notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
     return tuple(notes)
 
 

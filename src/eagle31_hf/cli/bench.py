@@ -31,7 +31,7 @@ from .bench_run import run
 from .measuring import DeviceOption, DTypeOption, finish, progress_bar
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json
-from .pairs import PairSource, device_named, encode, load_pair
+from .pairs import Drafting, PairSource, device_named, encode, load_pair
 from .plan import print_decision
 
 app = typer.Typer(name="bench", help="Measure what the loops are worth, and what they cost.", no_args_is_help=True)
@@ -139,7 +139,8 @@ def _refuse_with_synthetic(source: PairSource, prompts: str | None) -> None:
 def _real(source: PairSource, prompts: str | None, limit: int, batch: int) -> Subject:
     # The prompts first: a wrong path should not cost loading a model.
     chats = CONVERSATIONS[:limit] if prompts is None else [one.opening for one in read_prompts([prompts], limit)]
-    pair = load_pair(source, batch=batch, on_plan=lambda plan: print_decision(make_console(), plan))
+    drafting = Drafting(schedule="constant")  # methods of one length: what is compared is the loop
+    pair = load_pair(source, drafting, batch=batch, on_plan=lambda plan: print_decision(make_console(), plan))
     return Subject(pair.name, pair.drafter, [encode(pair, chat)["input_ids"][0] for chat in chats])
 
 

@@ -26,7 +26,7 @@ from ..errors import ConfigurationError
 from .measuring import finish, progress_bar
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors
-from .pairs import Pair, PairSource, encode, load_pair, write_plain
+from .pairs import Drafting, Pair, PairSource, encode, load_pair, write_plain
 from .plan import print_decision
 
 
@@ -154,7 +154,9 @@ def run(
     settings = how.to_settings(compiled=source.acceleration == "compile")
     # The prompts first: a wrong path should not cost loading a model.
     prompts = chosen.read()
-    pair = load_pair(source, batch=max(settings.batch_sizes), on_plan=lambda plan: print_decision(console, plan))
+    drafting = Drafting(schedule="constant")  # whoever compares two runs compares the same lengths
+    rows = max(settings.batch_sizes)
+    pair = load_pair(source, drafting, batch=rows, on_plan=lambda plan: print_decision(console, plan))
     subject = Subject(pair, prompts, (source.target, source.drafter), chosen.all_turns)
     _measure(console, subject, settings, out, resume=resume, price_per_hour=price_per_hour)
     summary = summarise(read_records(out))

@@ -118,8 +118,8 @@ class Drafting:
     draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
     tree_width: int = field(default=1, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
     tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree.", min=2))
-    schedule: Literal["constant", "calibrated", "pid", "heuristic"] = field(
-        default="constant", metadata=option("How the draft length follows what is accepted; serve refuses it.")
+    schedule: Literal["calibrated", "constant", "pid", "heuristic"] = field(
+        default="calibrated", metadata=option("How the draft length follows what is accepted; serve drafts one length.")
     )
 
     def apply_to(self, drafter: Eagle31Drafter) -> None:

@@ -272,8 +272,17 @@ class CacheExport:
             self.rows[live_rows[place]] = EndedRow(
                 length=cache.lengths[place],
                 target=_row_states(cache, place, copied=others_go_on),
-                drafter={} if drafter is None else _row_states(drafter, place, copied=others_go_on),
+                drafter=_states_of_drafter(drafter, place, copied=others_go_on),
             )
+
+
+def _states_of_drafter(drafter: SpeculativeCache | None, row: int, *, copied: bool) -> LayerStates:
+    """`_row_states`; nothing where its window has slid: the next turn counts its positions from what it is given."""
+    if drafter is None:
+        return {}
+    states = _row_states(drafter, row, copied=copied)
+    is_whole = all(keys.shape[2] == drafter.lengths[row] for keys, _ in states.values())
+    return states if is_whole else {}
 
 
 def _row_states(cache: SpeculativeCache, row: int, *, copied: bool) -> LayerStates:

@@ -39,8 +39,12 @@ def make_round(
     drafter: Eagle31Drafter, caches: PairCaches, request: DecodingRequest, clock: PhaseClock, *, compiled: bool
 ) -> Round:
     """Rounds over these caches, by graphs where they can be had or by eager code."""
-    kind = CompiledRound if compiled and caches.drafter is not None else EagerRound
-    return kind(drafter, caches, request, clock)
+    if not compiled or caches.drafter is None:
+        return EagerRound(drafter, caches, request, clock)
+    if caches.drafter.cache.has_windows:
+        request.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
+        return EagerRound(drafter, caches, request, clock)
+    return CompiledRound(drafter, caches, request, clock)
 
 
 class SpeculativeDecoder:

@@ -10,7 +10,7 @@ import torch
 from ..cache import SpeculativeCache
 from ..compiled import shapes
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.session import SLAB, DraftSession
+from ..drafter.session import SLAB, DraftSession, positions_read_at_once
 from ..trees.shape import DraftShape
 
 
@@ -53,7 +53,8 @@ class PairCaches:
         binding = drafter.require_binding()
         sizes = shapes.cache_size if for_graphs else eager_size
         target = sizes(shape.target_capacity(length), shape.block(chunk))
-        own = sizes(shape.drafter_capacity(length), shape.drafter_block(chunk))
+        read_at_once = positions_read_at_once(drafter, chunk)
+        own = sizes(shape.drafter_capacity(length), shape.drafter_block(read_at_once))
         cache = SpeculativeCache.from_config(
             binding.text_config,
             batch_size=batch_size,

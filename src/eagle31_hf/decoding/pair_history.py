@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,14 +12,14 @@ from ..drafter.drafter import Eagle31Drafter
 from ..stats import SpeculationStats
 from .adaptive.acceptance_rates import Prior
 from .calibration.calibration import Calibration
-from .calibration.measure import measure
+from .calibration.measure import PIECES, measure, measure_by_pieces
 from .calibration.store import calibration_key, load, save
 
 logger = logging.getLogger(__name__)
 
-PASSES_BEFORE_CALIBRATION = 8192
-"""Rounds after which a pair is measured unasked. Measuring takes about as long as 230 plain rounds: under 3 % of these,
-and a short script never waits for it."""
+PASSES_BEFORE_PIECE = 8192 // PIECES
+"""Rounds after which one piece of a calibration is measured unasked, at the end of a call. All pieces together take
+about as long as 230 plain rounds: under 3 % of the rounds before them, and a short script never waits for one."""
 
 PRIOR_TOKENS = 4.0
 """Draft tokens that the experience of earlier texts is worth at most: a new text may be of another kind."""
@@ -30,14 +30,16 @@ class PairHistory:
     """One pair's, kept with its binding.
 
     Attributes:
-        passes: rounds of all its generations.
+        passes: rounds of all its generations since something was last measured.
         prior: how often greedy drafts were right; `None` before the first.
     """
 
     passes: int = 0
     prior: Prior | None = None
     _calibrations: dict[Hashable, Calibration | None] = field(default_factory=dict)
-    _attempted: bool = False
+    _of_drawn_texts: dict[Hashable, Calibration | None] = field(default_factory=dict)
+    _measuring: tuple[Hashable, Generator[None, None, Calibration]] | None = None
+    _failed: bool = False
 
     @classmethod
     def of(cls, drafter: Eagle31Drafter) -> PairHistory:
@@ -47,31 +49,53 @@ class PairHistory:
             binding.history = cls()
         return binding.history
 
-    def calibration(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration | None:
-        """What was measured of the pair as it is now, by this process or an earlier one; `None` if nothing was."""
+    def calibration(self, drafter: Eagle31Drafter, *, compiled: bool, sampled: bool = False) -> Calibration | None:
+        """What was measured of the pair as it is now, by this process or an earlier one; `None` if nothing was.
+
+        Args:
+            sampled: for a text that is drawn. All of a process go by what was known before its first one, since a
+                draft's length decides which random numbers a text gets: a seed writes the same one twice.
+        """
         setting = _setting(drafter, compiled)
         if setting not in self._calibrations:
             self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled))
-        return self._calibrations[setting]
+        known = self._calibrations[setting]
+        return self._of_drawn_texts.setdefault(setting, known) if sampled else known
 
     def calibrate(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration:
-        """Measure now, and keep it for later processes, too."""
+        """Measure now, for all texts to come, and keep it for later processes, too."""
         measured = measure(drafter, compiled=compiled)
-        save(calibration_key(drafter, compiled=compiled), measured)
-        self._calibrations[_setting(drafter, compiled)] = measured
+        self._keep(drafter, measured, compiled=compiled)
+        self._of_drawn_texts.pop(_setting(drafter, compiled), None)
         return measured
 
-    def calibrate_if_due(self, drafter: Eagle31Drafter, *, compiled: bool) -> None:
-        """Measure once enough was written for that to cost little. Failing is logged, and not tried again."""
-        if self._attempted or self.passes < PASSES_BEFORE_CALIBRATION:
+    def calibrate_if_due(self, drafter: Eagle31Drafter) -> None:
+        """Measure one more piece of an eager calibration once enough was written for that to cost little.
+
+        Graphs are not measured unasked: those of a size not met yet would be compiled for it. Failing is logged, and
+        not tried again.
+        """
+        setting = _setting(drafter, compiled=False)
+        if self._failed or self.passes < PASSES_BEFORE_PIECE:
             return
-        if self.calibration(drafter, compiled=compiled) is not None:
+        if self.calibration(drafter, compiled=False) is not None:
             return
-        self._attempted = True
+        self.passes = 0
+        if self._measuring is None or self._measuring[0] != setting:
+            self._measuring = setting, measure_by_pieces(drafter)
         try:
-            self.calibrate(drafter, compiled=compiled)
+            next(self._measuring[1])
+        except StopIteration as end:
+            self._measuring = None
+            self._keep(drafter, end.value, compiled=False)
+            logger.info("eagle31: calibrated; texts that are drawn go by it from the next process on")
         except Exception as error:  # whatever measuring stumbles over, the text must go on
+            self._failed = True
             logger.warning("eagle31: could not be calibrated, drafts stay as they are: %s", error)
+
+    def _keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
+        save(calibration_key(drafter, compiled=compiled), measured)
+        self._calibrations[_setting(drafter, compiled)] = measured
 
     def record(self, stats: SpeculationStats, *, sampled: bool) -> None:
         """Learn from a generation. Drawn texts teach nothing: the next of the same seed is to be the same."""

@@ -57,9 +57,7 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
     schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
     if schedule == "constant":
         return DraftBackoff()
-    if not requested.sampled:
-        history.calibrate_if_due(drafter, compiled=requested.compiled)
-    calibration = history.calibration(drafter, compiled=requested.compiled)
+    calibration = history.calibration(drafter, compiled=requested.compiled, sampled=requested.sampled)
     if calibration is None and schedule == "calibrated":
         return DraftBackoff()
     costs = NOMINAL_COSTS if calibration is None else calibration.costs(requested.context)

@@ -7,6 +7,7 @@ token before the root (the last token, whose hidden state the target has not com
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..cache import SpeculativeCache
 from .drafter import Eagle31Drafter
+from .reach import attention_window, layer_windows, warn_of_length
 
 
 class NextTokenProbs(NamedTuple):
@@ -72,7 +74,7 @@ class DraftSession:
         # Attributes of a module cost 10 to 100 us each: asked once.
         self.device, self.dtype, self.draft_ids = drafter.device, drafter.dtype, drafter.draft_ids
         self.cache = SpeculativeCache(
-            [None] * drafter.config.num_hidden_layers,
+            layer_windows(drafter),
             batch_size=batch_size,
             capacity=capacity,
             block=block,
@@ -82,6 +84,8 @@ class DraftSession:
         self._root: DraftState | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None  # (B, depths, d) from the present lengths on
         self._unread: list[tuple[Tensor, Tensor]] = []  # arguments of `absorb` that were put off
+        self._depths: list[int] = []  # of the draft's positions that were stepped over
+        self._trained_length = drafter.config.max_position_embeddings
 
     @property
     def has_root(self) -> bool:
@@ -128,11 +132,17 @@ class DraftSession:
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
 
     def _absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
+        """Read at once what the cache takes at once."""
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
-        width = tokens.shape[1]
-        cos, sin = self.rotary_ahead(width)
-        state = (read or self.read)(tokens, aux, (cos[:, :width], sin[:, :width]), counts)
-        self.commit(state, (cos, sin), counts, width)
+        for start in range(0, tokens.shape[1], self.cache.block):
+            end = min(start + self.cache.block, tokens.shape[1])
+            valid = [min(max(count - start, 0), end - start) for count in counts]
+            if start and not any(valid):
+                break
+            cos, sin = self.rotary_ahead(end - start)
+            rotary = cos[:, : end - start], sin[:, : end - start]
+            state = (read or self.read)(tokens[:, start:end], aux[:, start:end], rotary, valid)
+            self.commit(state, (cos, sin), valid, end - start)
 
     def commit(self, state: DraftState, rotary: tuple[Tensor, Tensor], counts: Sequence[int], width: int) -> None:
         """Keep what was read of each row's `width` positions.
@@ -152,6 +162,9 @@ class DraftSession:
             committed = self.cache.lengths_tensor - before  # `counts` again, without bringing them to the device
             self._rotary = _columns_from(cos, committed), _columns_from(sin, committed)
         self._root = self._merged(state, counts)
+        if self.cache.longest > self._trained_length:
+            warn_of_length(self.drafter)
+            self._trained_length = sys.maxsize  # said
 
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
         """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
@@ -186,6 +199,7 @@ class DraftSession:
             depth: of `tokens`; the root's children have 0.
             ancestors: which of the round's positions each may see, `(B, T, after + T)`; `None` for a chain.
         """
+        self._depths = [*self._depths[:after], *[depth] * tokens.shape[1]]
         normed, feedback = self._decode(tokens, feedback, self.rotary_at(depth), after=after, ancestors=ancestors)
         return DraftState(self.drafter.draft_logits(normed), feedback)
 
@@ -212,7 +226,10 @@ class DraftSession:
     ) -> tuple[Tensor, Tensor]:
         drafter, cache = self.drafter, self.cache
         cache.place(tokens.shape[1], after=after)
-        mask: Tensor | None = cache.attention_mask(ancestors, dtype=self.dtype)  # type: ignore[assignment]
+        depths = None  # of a tree's nodes; where no window hides any, masks do not ask for them
+        if ancestors is not None and cache.has_windows:
+            depths = torch.tensor(self._depths, device=self.device)
+        mask: Tensor | None = cache.attention_mask(ancestors, depths, self.dtype)  # type: ignore[assignment]
         out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
         return out.normed, out.feedback
 
@@ -255,6 +272,11 @@ class DraftSession:
             self._root = DraftState(self._root.logits[index], self._root.feedback[index])
 
 
+def positions_read_at_once(drafter: Eagle31Drafter, chunk: int) -> int:
+    """Of a prompt's chunk of so many tokens."""
+    return chunk if attention_window(drafter) is None else min(chunk, WINDOWED_READ)
+
+
 def _may_view(counts: Sequence[int], width: int) -> bool:
     """Whether one row's last position is kept as a view; of a prompt's chunk that would keep all of it alive."""
     return len(counts) == 1 and width <= ROTARY_DEPTHS
@@ -275,6 +297,9 @@ ROTARY_AHEAD = 64
 
 SLAB = 4096
 """Caches longer than this grow by it, so that a generous `max_new_tokens` costs no memory before it is used."""
+
+WINDOWED_READ = 512
+"""Prompt positions that a drafter reads at once which sees a window only: its cache has room for so many beside it."""
 
 MOST_UNREAD = 64
 """Positions that may be put off: as many as a long rest passes over."""

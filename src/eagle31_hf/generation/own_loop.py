@@ -43,9 +43,12 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     with torch.no_grad(), call.drafter.require_binding().masked_attention():
         ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request)).run()
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
-    PairHistory.of(call.drafter).record(stats, sampled=requested.sampled)
     if call.streamer is not None:
         call.streamer.end()
+    history = PairHistory.of(call.drafter)
+    history.record(stats, sampled=requested.sampled)
+    if call.drafter.generation_config.num_assistant_tokens_schedule != "constant":
+        history.calibrate_if_due(call.drafter)
     if not call.generation_config.return_dict_in_generate:
         return ids
     sequences = request.sequences

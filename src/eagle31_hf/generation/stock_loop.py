@@ -17,7 +17,7 @@ from ..decoding.memory_ladder import FallbackStep, give_back_memory, is_out_of_m
 from ..drafter.draft_scores import draft_scores, over_vocabulary
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import DraftScores, propose_chain
-from ..drafter.session import DraftSession
+from ..drafter.session import DraftSession, positions_read_at_once
 from ..generation_config import DraftLength
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import NOT_A_NUMBER, DraftEvent, SpeculationStats
@@ -109,9 +109,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         if self._session is None:
             kept = input_ids.shape[1] - 1
             capacity = self.generation_config.max_length + self.length.depth
-            self._session = DraftSession(
-                self.drafter, batch_size=1, capacity=capacity, block=kept + self.length.depth + 1
-            )
+            block = positions_read_at_once(self.drafter, kept) + self.length.depth + 1
+            self._session = DraftSession(self.drafter, batch_size=1, capacity=capacity, block=block)
         else:
             kept = accepted + 1
         self._session.absorb(input_ids[:, -kept:], aux[:, :kept], [kept])

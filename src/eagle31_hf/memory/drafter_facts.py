@@ -127,7 +127,7 @@ def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
         value_dim=_known(config.kv_lora_rank) if latent else head_dim,
         mlp_units=4 * inner,
         vocab_size=config.vocab_size,
-        windows=(None,) * config.num_hidden_layers,
+        windows=(config.sliding_window,) * config.num_hidden_layers,
         element_bytes=element_bytes,
     )
     return DrafterFacts(

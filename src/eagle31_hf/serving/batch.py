@@ -22,6 +22,7 @@ from ..decoding.prefill import ChunkedPrefill, PrefillState
 from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import propose_chain
+from ..drafter.reach import layer_windows
 from ..drafter.session import SLAB, DraftSession, DraftState
 from ..generation_config import DraftLength
 from ..sampling.acceptance import Acceptance
@@ -78,7 +79,7 @@ class PooledDraftSession(DraftSession):
     def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int):
         super().__init__(drafter, batch_size=batch_size, capacity=capacity, block=block)
         self.cache: RowPool = RowPool(
-            [None] * drafter.config.num_hidden_layers,
+            layer_windows(drafter),
             batch_size=batch_size,
             capacity=capacity,
             block=block,
@@ -186,7 +187,7 @@ class TextBatch:
         for place, tokens in rows.items():
             length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
             if length > best[1]:
-                if not self.cache.can_resume(place, length):
+                if not (self.cache.can_resume(place, length) and self.session.cache.can_resume(place, length)):
                     continue
                 best = (place, length)
         return best

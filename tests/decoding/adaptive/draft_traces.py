@@ -6,10 +6,13 @@ Seconds are modelled ones: the same costs that the policy is given.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from eagle31_hf.decoding.adaptive.controller import DraftController, Source
@@ -31,13 +34,26 @@ COSTS = {
 
 @dataclass(frozen=True)
 class Trace:
-    """`right[t]`: draft tokens that are right if a draft begins after token `t`; `phases`: where the text changes."""
+    """`right[t]`: draft tokens that are right if a draft begins after token `t`; `phases`: where the text changes.
+
+    `sure[t]`: the drafter's largest probability of each of them, in percent; empty for a drafter that says nothing.
+    """
 
     right: tuple[int, ...]
     phases: tuple[int, ...] = ()
+    sure: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.right)
+
+    def drafted(self, at: int, depth: int, min_confidence: float) -> int:
+        """Tokens of a draft behind token `at` that ends where the drafter doubts it; as `propose_chain` ends it."""
+        confidence = 1.0
+        for length, percent in enumerate(self.sure[at] if min_confidence else (), 1):
+            confidence *= percent / 100
+            if length == depth or confidence < min_confidence:
+                return length
+        return depth
 
 
 def bernoulli(rates: Callable[[int], float], length: int, seed: int, phases: Sequence[int] = ()) -> Trace:
@@ -53,6 +69,21 @@ def from_hits(hits: Sequence[bool], phases: Sequence[int] = ()) -> Trace:
         right.append(run)
         run = min(run + 1, 64) if hit else 0
     return Trace(tuple(reversed(right)), tuple(phases))
+
+
+@cache
+def recorded(kind: str) -> Trace:
+    """What the embedded drafter drafts on texts of a kind (`record_traces.py`); "switching" goes through them all."""
+    stored = json.loads(Path(__file__).with_name("recorded_traces.json").read_text(encoding="utf-8"))
+    if kind != "switching":
+        return Trace(tuple(stored[kind]["right"]), (), tuple(map(tuple, stored[kind]["sure"])))
+    parts = [recorded(each) for each in stored]
+    bounds = list(accumulate(map(len, parts)))
+    right, sure = (sum((getattr(part, name) for part in parts), ()) for name in ("right", "sure"))
+    return Trace(right, tuple(bounds[:-1]), sure)
+
+
+RECORDED = ("in domain", "out of domain", "copy-heavy", "code", "switching")
 
 
 def synthetic(kind: str, length: int = 2000, seed: int = 0) -> Trace:
@@ -126,6 +157,7 @@ def write(
             unread = 0
         decision = controller.decide()
         depth = decision.depth if decision.source is Source.DRAFTER else 0
+        depth = trace.drafted(at, depth, decision.min_confidence) if depth else 0
         accepted = min(trace.right[at], depth)
         rounds.append((at, depth))
         seconds += table.speculative_s[depth]

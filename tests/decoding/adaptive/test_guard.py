@@ -26,8 +26,8 @@ def rest_lengths(guard: CollapseGuard, rounds: int) -> list[int]:
 
 
 def test_rests_double_up_to_a_bound() -> None:
-    assert rest_lengths(CollapseGuard(0.7), 400)[:6] == [4, 8, 16, 32, REST_BOUNDS[1], REST_BOUNDS[1]]
-    assert rest_lengths(CollapseGuard(0.1), 400)[:5] == [4, 8, 10, 10, 10], "cheap trials are made more often"
+    assert rest_lengths(CollapseGuard(0.7), 400)[:6] == [8, 16, 32, REST_BOUNDS[1], REST_BOUNDS[1], REST_BOUNDS[1]]
+    assert rest_lengths(CollapseGuard(0.1), 400)[:4] == [8, 10, 10, 10], "cheap trials are made more often"
 
 
 def test_a_loss_alone_is_no_reason_to_rest() -> None:
@@ -78,7 +78,7 @@ def test_reading_without_a_draft_makes_a_rest_go_on() -> None:
             rested += 1
         lengths.append(rested)
         assert guard.give_up_trial() is GuardState.RESTING
-    assert lengths == [4, 4, 8, 10, 10]
+    assert lengths == [8, 8, 10, 10, 10]
 
 
 @given(st.lists(st.tuples(st.floats(-3, 12), st.floats(0.1, 5)), max_size=200), st.floats(0.01, 5))

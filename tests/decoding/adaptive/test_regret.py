@@ -7,17 +7,21 @@ from draft_traces import (
     COSTS,
     KINDS,
     LONGEST,
+    RECORDED,
+    Trace,
     bernoulli,
     best_fixed_s,
     fixed_s,
     from_hits,
     oracle_s,
+    recorded,
     synthetic,
     write,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle31_hf.decoding.adaptive.acceptance_rates import Prior
 from eagle31_hf.decoding.adaptive.schedules import ConstantSchedule, HeuristicSchedule, PidSchedule
 
 MACHINES = tuple(COSTS)
@@ -37,6 +41,38 @@ def test_close_to_the_best_in_hindsight(machine: str, kind: str, reads: bool) ->
         oracle += oracle_s(trace, costs)
     assert spent <= 1.05 * best
     assert spent <= 1.15 * oracle
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["one length a round", "ends by doubt"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_close_to_the_best_on_recorded_drafts(machine: str, asks: bool) -> None:
+    """`ends by doubt` is what the default does on a CPU, where no graph makes all drafts equally long."""
+    if asks and COSTS[machine].in_buckets:
+        pytest.skip("a graph does not ask for doubt")
+    costs, spent, best = COSTS[machine], [], []
+    for kind in RECORDED:
+        spent.append(write(recorded(kind), costs, asks_confidence=asks).seconds)
+        best.append(best_fixed_s(recorded(kind), costs))
+        assert spent[-1] <= 1.15 * oracle_s(recorded(kind), costs), kind
+    assert sum(spent) <= 1.05 * sum(best), "each text's own best length, known beforehand"
+    assert spent[-1] <= 1.05 * best[-1], "from one kind of text to another"
+
+
+def test_doubt_that_is_never_right_is_overcome() -> None:
+    """A drafter that doubts all and is always right is soon let draft on; one that is sure and wrong, no more."""
+    humble = Trace((LONGEST,) * 600, (), ((55,) * LONGEST,) * 600)
+    costs = COSTS["gpu"]
+    assert write(humble, costs, asks_confidence=True).seconds <= 1.25 * best_fixed_s(humble, costs)
+    boaster = Trace((0,) * 600, (), ((99,) * LONGEST,) * 600)
+    assert write(boaster, costs, asks_confidence=True).seconds <= 1.05 * fixed_s(boaster, costs, 0)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_random_drafter_costs_three_percent_at_most(machine: str) -> None:
+    costs, long, short = COSTS[machine], from_hits([False] * 512), from_hits([False] * 128)
+    assert fixed_s(long, costs, 0) >= 0.97 * write(long, costs).seconds, "the first text"
+    known = Prior(rate=0.02, weight=4.0)  # by texts before it
+    assert fixed_s(short, costs, 0) >= 0.97 * write(short, costs, prior=known).seconds
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -11,6 +11,7 @@ from operator import mul
 
 from .acceptance_rates import AcceptanceRates, Prior
 from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
+from .doubt import DoubtThreshold
 from .guard import CollapseGuard, GuardState
 from .lookup_rates import LookupRates
 from .prompt_lookup import NOTHING, Lookup
@@ -18,6 +19,9 @@ from .schedules import LengthSchedule
 
 SPEED_KEEP = exp(-1.0 / 12.0)
 PRIOR_ROUNDS = 2.0
+
+LONGEST_TRIAL = 2
+"""Tokens that a drafter in doubt gets to draft: a right second one shows as much as a right fifth, and costs less."""
 
 
 class Source(Enum):
@@ -84,6 +88,7 @@ class DraftController:
         self._on_event = on_event or (lambda _what, _why: None)
         expected = self._expected()
         self._realised = RealisedSpeed(max(expected.speedup, 1.0))
+        self.doubt = DoubtThreshold(self._further_token_s())
         self.guard = CollapseGuard(
             trial_loss=table.break_even_tokens(expected.depth) - 1.0,
             reading_loss=None if reading_s is None else reading_s / table.plain_s,
@@ -136,18 +141,17 @@ class DraftController:
     def _drafter_decision(self) -> Decision:
         if self.guard.rests:
             return Decision(Source.NOTHING)
+        longest = min(LONGEST_TRIAL, self.longest) if self.guard.is_unsure else self.longest
         if not self.asks_confidence:
-            return Decision(Source.DRAFTER, self.schedule.length(self.rates.reach()))
-        return Decision(Source.DRAFTER, self.longest, self._least_confidence())
+            return Decision(Source.DRAFTER, min(self.schedule.length(self.rates.reach()), longest))
+        return Decision(Source.DRAFTER, longest, self.doubt.least_confidence)
 
-    def _least_confidence(self) -> float:
-        """A further token is right with the chance that all before it are, times the usual one: below this, too rarely
-        to pay for its step."""
+    def _further_token_s(self) -> float:
+        """What one more draft token costs, in plain tokens at the present speed."""
         if self.longest < 2:
-            return 0.0
+            return 1.0
         shortest_s, *_, longest_s = self.table.speculative_s[1:]
-        step = (longest_s - shortest_s) / (self.longest - 1) / self.table.plain_s  # in plain tokens
-        return min(max(step * self._speedup() / self.rates.overall(), 0.0), 0.9)
+        return (longest_s - shortest_s) / (self.longest - 1) / self.table.plain_s * self._speedup()
 
     def _speedup(self) -> float:
         """Of writing now, over plain decoding."""
@@ -164,6 +168,8 @@ class DraftController:
         before = self._expected().depth
         self.rates.record(drafted, accepted)
         self.schedule.record(drafted, accepted, self.rates.reach())
+        if self.asks_confidence and drafted < self.longest:
+            self.doubt.record(max(accepted) >= drafted, self._further_token_s())
         expected = self._expected()
         if expected.depth != before and not self.asks_confidence:
             self._tell("length", f"{before} to {expected.depth} tokens")

@@ -16,7 +16,7 @@ lose, since near break-even chance alone loses some."""
 TRIAL_LOSS, TRIAL_GAIN = 0.3, 0.8
 """Tokens lost at which a trial has failed, and won at which it has succeeded."""
 
-SHORTEST_REST = 4
+SHORTEST_REST = 8
 """Tokens (of a row) before the first trial."""
 
 TRIAL_SHARE = 0.01
@@ -55,6 +55,11 @@ class CollapseGuard:
     def rests(self) -> bool:
         """Whether the next round had better draft nothing."""
         return self.state is GuardState.RESTING
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether a trial has won nothing yet."""
+        return self.state is GuardState.TRYING and self._balance <= 0.0
 
     def record_drafts(self, won: float, expected_speedup: float) -> GuardState | None:
         """After a round with drafts. Returns the new state if it changed.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -35,8 +36,10 @@ ABSORBED = 3
 LOOP_ROUNDS, LOOP_DEPTH = 10, 5
 """Rounds of the real loop, with a chain and without."""
 
+PIECES = len(CONTEXTS) + 1
+"""What is measured at once: forwards behind each context, and the loop."""
 
-@torch.no_grad()
+
 def measure(drafter: Eagle31Drafter, *, compiled: bool = False) -> Calibration:
     """Measure the pair on the machine it is on: one row, eager forwards or compiled ones.
 
@@ -46,15 +49,35 @@ def measure(drafter: Eagle31Drafter, *, compiled: bool = False) -> Calibration:
         drafter: attached.
         compiled: measure the steps of `acceleration="compile"`.
     """
+    pieces = measure_by_pieces(drafter, compiled=compiled)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
+def measure_by_pieces(drafter: Eagle31Drafter, *, compiled: bool = False) -> Generator[None, None, Calibration]:
+    """`measure` with a pause after each of its `PIECES`, through which no memory is held."""
     binding = drafter.require_binding()
     longest = getattr(binding.text_config, "max_position_embeddings", None) or max(CONTEXTS) + max(WIDTHS)
     room = max(longest - max(WIDTHS), 2)
     contexts = CONTEXTS[:1] if compiled else CONTEXTS
-    lengths = sorted({min(length, room) for length in contexts})
-    with torch.random.fork_rng():  # whoever draws afterwards draws the same as without us
-        measured = tuple(_behind(drafter, length, compiled=compiled) for length in lengths)
+    measured: list[ContextSeconds] = []
+    for length in sorted({min(length, room) for length in contexts}):
+        with _undisturbed():
+            measured.append(_behind(drafter, length, compiled=compiled))
+        yield
+    with _undisturbed():
         round_s, plain_round_s = _around(drafter, measured[0], compiled=compiled)
-    return Calibration(measured, round_s, plain_round_s, in_buckets=compiled)
+    return Calibration(tuple(measured), round_s, plain_round_s, in_buckets=compiled)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whoever draws afterwards draws the same as without us."""
+    with torch.no_grad(), torch.random.fork_rng():
+        yield
 
 
 def _behind(drafter: Eagle31Drafter, length: int, *, compiled: bool) -> ContextSeconds:

@@ -1,0 +1,47 @@
+"""When a draft ends because the drafter doubts it: the least confidence at which one more token pays, found by trying.
+
+How sure a drafter is says which drafts are better, not how good they are: one that is sure of all its tokens by a
+twentieth may be right every other time. So the threshold follows what becomes of the drafts it ends. If more of them
+are accepted whole than one more token would have to be, it ended them too early.
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+
+START_POWER = 0.4
+"""Chance of a draft to be right as a power of the drafter's own, before anything is known of it."""
+
+LAST_OVER_NEXT = 1.3
+"""How much likelier a draft that doubt has ended is to be accepted whole than with the next token, which nobody saw."""
+
+STEP = 0.35
+BOUNDS = (1e-6, 0.9)
+
+
+class DoubtThreshold:
+    """The confidence below which a draft ends.
+
+    Args:
+        cost: of one more draft token, in tokens that could be written instead.
+    """
+
+    def __init__(self, cost: float):
+        self._log = log(_bounded(_wanted(cost) ** (1.0 / START_POWER)))
+
+    @property
+    def least_confidence(self) -> float:
+        return exp(self._log)
+
+    def record(self, accepted_whole: bool, cost: float) -> None:
+        """Learn what became of a draft that doubt has ended."""
+        self._log = log(_bounded(exp(self._log + STEP * (_wanted(cost) - accepted_whole))))
+
+
+def _wanted(cost: float) -> float:
+    """Share of the drafts ended by doubt that should be accepted whole."""
+    return min(max(cost * LAST_OVER_NEXT, 0.02), 0.98)
+
+
+def _bounded(confidence: float) -> float:
+    return min(max(confidence, BOUNDS[0]), BOUNDS[1])
