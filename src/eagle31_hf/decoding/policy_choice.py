@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..drafter.drafter import Eagle31Drafter
 from ..stats import DraftEvent, SpeculationStats
 from ..trees.shape import DraftShape
-from .adaptive.controller import DraftController
+from .adaptive.controller import LONGEST_TRIAL, DraftController
 from .adaptive.costs import RoundCosts, RoundTable
 from .adaptive.schedules import (
     CalibratedSchedule,
@@ -65,10 +65,13 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
         requested.shape.depth, rows=requested.rows, nodes=requested.shape.nodes if requested.shape.is_tree else None
     )
     tell = _teller(stats)
+    shortest, _ = drafter.generation_config.steered_bounds(requested.start)
+    has_one_size = requested.compiled or requested.shape.is_tree
     controller = DraftController(
         table,
         _schedule(drafter, schedule, table, requested),
         prior=None if requested.sampled else history.prior,
+        longest_trial=None if has_one_size else max(LONGEST_TRIAL, shortest),
         asks_confidence=schedule == "calibrated" and requested.shape.min_confidence > 0,
         on_event=tell,
     )

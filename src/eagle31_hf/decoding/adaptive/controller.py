@@ -68,6 +68,8 @@ class DraftController:
             ends where the drafter is less sure of it than pays.
         reading_s: what the drafter takes to read what a rest has passed over, if a trial may depend on what it makes of
             that (`record_reading`); `None`: a trial drafts at once.
+        longest_trial: what a drafter in doubt gets to draft at most; `None`: what the schedule says (drafts of other
+            lengths cannot be had).
         on_event: told what changed and why.
     """
 
@@ -79,10 +81,12 @@ class DraftController:
         prior: Prior | None = None,
         asks_confidence: bool = False,
         reading_s: float | None = None,
+        longest_trial: int | None = LONGEST_TRIAL,
         on_event: Callable[[str, str], None] | None = None,
     ):
         self.table, self.schedule, self.asks_confidence = table, schedule, asks_confidence
         self.longest = len(table.speculative_s) - 1
+        self._longest_trial = min(longest_trial or self.longest, self.longest)
         self.rates = AcceptanceRates(self.longest, prior)
         self.lookup_rates = LookupRates()
         self._on_event = on_event or (lambda _what, _why: None)
@@ -141,7 +145,7 @@ class DraftController:
     def _drafter_decision(self) -> Decision:
         if self.guard.rests:
             return Decision(Source.NOTHING)
-        longest = min(LONGEST_TRIAL, self.longest) if self.guard.is_unsure else self.longest
+        longest = self._longest_trial if self.guard.is_unsure else self.longest
         if not self.asks_confidence:
             return Decision(Source.DRAFTER, min(self.schedule.length(self.rates.reach()), longest))
         return Decision(Source.DRAFTER, longest, self.doubt.least_confidence)
