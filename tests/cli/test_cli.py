@@ -22,6 +22,7 @@ from eagle31_hf.benchmark.records import add_up
 from eagle31_hf.benchmark.summary import summarise
 from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.cli import app, generate, pairs, terminal
+from eagle31_hf.cli.wrapped_writer import WrappedWriter
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts
 from eagle31_hf.demo import drafter_path, target_path
 from eagle31_hf.errors import CheckpointNotFoundError
@@ -315,6 +316,26 @@ def test_lines_break_between_words_and_lose_nothing(tokenizer):
     assert max(map(len, plain.splitlines())) <= 20
     assert plain.split() == text.split()
     assert not any(line.endswith(" ") for line in plain.splitlines())
+
+
+def test_lines_behind_the_first_are_indented_and_a_label_waits_for_a_word():
+    console = Console(file=StringIO(), width=20, record=True)
+    writer = WrappedWriter(console, 20, "  > ", 4)
+    assert not console.export_text(clear=False), "what is logged before the text has a line of its own"
+    writer.add("The number of pencils\n\nis 24.")
+    writer.end()
+    assert console.export_text() == "  > The number of\n    pencils\n\n    is 24.\n"
+
+
+def test_a_base_model_goes_on_with_its_prompt_and_no_roles_are_shown(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer.chat_template = None
+    AutoModelForCausalLM.from_pretrained(TARGET).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    out = run("generate", "--target", tmp_path, "--drafter", DRAFTER, "--prompt", "The weather in Portland",
+              "--no-compare", "--max-new-tokens", 4).stdout  # fmt: skip
+    assert "The weather in Portland" in out
+    assert not {"user:", "assistant:"} & set(out.split())
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

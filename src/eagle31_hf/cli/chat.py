@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error
@@ -130,7 +131,7 @@ class Chat:
                 told = answer(shown.add)
             finally:
                 shown.end()
-        self.console.print(answer_line(told))
+        self.console.print(Padding(answer_line(told), (0, 0, 1, len(LABEL))))
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class _AnswerView:
             if not text:
                 return
             self._end_thought()
-            self._writer = WrappedWriter(self._console, terminal.WIDTH, LABEL)
+            self._writer = WrappedWriter(self._console, terminal.WIDTH, LABEL, len(LABEL))
             piece = Piece(text, piece.drafted, piece.thought)
         self._writer.add(piece.text, terminal.ACCEPTED_STYLE if self._colour and piece.drafted else "")
 
@@ -234,7 +235,7 @@ class _AnswerView:
 
     def _add_thought(self, text: str) -> None:
         if self._thoughts:
-            self._thinking = self._thinking or WrappedWriter(self._console, terminal.WIDTH, LABEL)
+            self._thinking = self._thinking or WrappedWriter(self._console, terminal.WIDTH, LABEL, len(LABEL))
             self._thinking.add(text, THOUGHT_STYLE)
             return
         self._folded += len(text.split())
@@ -266,7 +267,7 @@ def answer_line(answer: Answer) -> Text:
     else:
         parts.append(f"acceptance length {stats.acceptance_length:.2f}")
         parts.append(f"read {stats.prefilled_tokens} of {answer.prompt_tokens}")
-    return Text("    " + " · ".join(parts), style="dim")
+    return Text(" · ".join(parts), style="dim")
 
 
 @contextmanager

@@ -129,9 +129,10 @@ def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | No
 
 def _stream(console: Console, pair: Pair, task: Task, answer: AnswerSettings) -> None:
     console.print()
+    has_roles = bool(pair.tokenizer.chat_template)  # a base model goes on with the text as it is
     for message in task.prompt.messages:
-        console.print(f"{message['role']}: {message['content']}", style="dim", markup=False)
-    streamer = terminal.AcceptanceStreamer(pair.tokenizer, console, label="assistant: ")
+        console.print((f"{message['role']}: " if has_roles else "") + message["content"], style="dim", markup=False)
+    streamer = terminal.AcceptanceStreamer(pair.tokenizer, console, label="assistant: " if has_roles else "… ")
     ids = task.ids[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     write(pair, inputs, answer, with_drafter=True, streamer=streamer)

@@ -14,16 +14,15 @@ class WrappedWriter:
     Args:
         console: where to write.
         width: most columns, if the console has more.
-        label: written before the text.
+        label: written before the text, with its first word: what is logged until then has lines of its own.
+        indent: of all lines but the first.
     """
 
-    def __init__(self, console: Console, width: int, label: str = ""):
+    def __init__(self, console: Console, width: int, label: str = "", indent: int = 0):
         self._console, self._width = console, min(width, console.width)
         self._word = Text()
         self._gap = ""  # spaces before it, dropped where a line ends
-        self._column = len(label)
-        if label:
-            console.print(label, end="", style="dim", markup=False)
+        self._start, self._indent, self._column = label, indent, len(label)
 
     def add(self, text: str, style: str = "") -> None:
         """Write on."""
@@ -37,13 +36,14 @@ class WrappedWriter:
     def end(self) -> None:
         """Write what is left and end the line."""
         self._write_word()
-        self._console.print()
+        self._break_line()
 
     def _write_word(self) -> None:
         if not self._word:
             return
-        if self._column and self._column + len(self._gap) + self._word.cell_len > self._width:
+        if self._column > self._indent and self._column + len(self._gap) + self._word.cell_len > self._width:
             self._break_line()
+        self._write_start()
         self._console.print(self._gap, self._word, sep="", end="", soft_wrap=True)
         self._column += len(self._gap) + self._word.cell_len
         self._word, self._gap = Text(), ""
@@ -54,6 +54,14 @@ class WrappedWriter:
         else:
             self._gap += " "
 
+    def _write_start(self) -> None:
+        """What a line begins with, before its first word."""
+        if self._start:
+            self._console.print(self._start, end="", style="dim", markup=False)
+            self._start = ""
+
     def _break_line(self) -> None:
+        if self._start.strip():
+            self._write_start()
         self._console.print()
-        self._column, self._gap = 0, ""
+        self._start, self._column, self._gap = " " * self._indent, self._indent, ""
