@@ -57,3 +57,14 @@ def test_thoughts_are_folded_unless_they_are_asked_for(shows):
     assert ("Let me see." in out) == shows
     assert ("thought 3 words" in out) != shows
     assert out.rstrip().endswith("Yes, it is.")
+
+
+def test_the_count_of_folded_thoughts_is_one_line_in_a_terminal():
+    written = StringIO()
+    view = _AnswerView(Console(file=written, width=80, force_terminal=True), colour=False, thoughts=False)
+    for word in ("Let ", "me ", "see."):
+        view.add(Piece(word, drafted=False, thought=True))
+    view.end()
+    counts = [part for part in written.getvalue().split("\r") if "thinking" in part]
+    assert len(counts) == 3, "each begins at the line's start"
+    assert all(part.startswith("\x1b[2K") for part in counts), "and takes the place of the one before"

@@ -278,6 +278,8 @@ def error_of(client, status, **settings):
         ({"tool_choice": "required"}, 400, "without tools"),
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        ({"modalities": ["audio"]}, 400, "modalities"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}},
             400,

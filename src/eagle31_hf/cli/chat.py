@@ -12,7 +12,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.control import Control
 from rich.padding import Padding
+from rich.segment import ControlType
+from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error
@@ -27,6 +30,7 @@ from .wrapped_writer import WrappedWriter
 HISTORY = "chat_history"
 PROMPT, LABEL = "you › ", "  ‹ "
 THOUGHT_STYLE = "dim italic"
+ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 @expand_options
@@ -126,7 +130,7 @@ class Chat:
 
     def _show(self, answer: Callable[[Callable[[Piece], None]], Answer]) -> None:
         shown = _AnswerView(self.console, colour=self.colour, thoughts=self.thoughts)
-        with _interrupt_stops(self.session):
+        with _interrupt_stops(self.session), _keys_unseen():
             try:
                 told = answer(shown.add)
             finally:
@@ -137,8 +141,10 @@ class Chat:
 
     def help(self, _rest: str) -> None:
         """this list"""
+        table = Table.grid(padding=(0, 2))
         for name, command in self.commands.items():
-            self.console.print(f"  {name:<13} {command.__doc__}", style="dim", highlight=False)
+            table.add_row(f"  {name}", command.__doc__, style="dim")
+        self.console.print(table)
 
     def system(self, rest: str) -> None:
         """TEXT: set the system prompt (nothing: show it); the conversation goes on under it"""
@@ -162,7 +168,7 @@ class Chat:
         """figures of the last answer"""
         if not self.session.answers:
             raise ConfigurationError("nothing has been answered yet")
-        self.console.print(str(self.session.answers[-1].stats), style="dim", soft_wrap=True)
+        self.console.print(str(self.session.answers[-1].stats), style="dim", markup=False)
 
     def plan(self, _rest: str) -> None:
         """the memory plan this chat keeps to"""
@@ -240,17 +246,16 @@ class _AnswerView:
             return
         self._folded += len(text.split())
         if self._console.is_terminal:
-            self._console.print(f"\r{LABEL}thinking … {self._folded} words", end="", style=THOUGHT_STYLE)
+            self._console.control(ERASE_LINE)
+            self._console.print(f"{LABEL}thinking … {self._folded} words", end="", style=THOUGHT_STYLE)
 
     def _end_thought(self) -> None:
         if self._thinking is not None:
             self._thinking.end()
             self._thinking = None
         elif self._folded:
-            start = "\r" if self._console.is_terminal else ""
-            self._console.print(
-                f"{start}{LABEL}thought {self._folded} words (/thoughts shows them)", style=THOUGHT_STYLE
-            )  # fmt: skip
+            self._console.control(ERASE_LINE)
+            self._console.print(f"{LABEL}thought {self._folded} words (/thoughts shows them)", style=THOUGHT_STYLE)
             self._folded = 0
 
 
@@ -287,6 +292,26 @@ def _interrupt_stops(session: ChatSession) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _keys_unseen() -> Iterator[None]:
+    """What is typed during an answer, Ctrl-C too, is not written into it."""
+    try:
+        import termios  # not on Windows
+
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+    except (ImportError, OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 def _path_in(rest: str) -> Path:

@@ -53,9 +53,15 @@ def from_validation(error: ValidationError, *, within: str = "", role: str | Non
     if role is not None:
         own = [each for each in found if any(role in str(part).lower() for part in each["loc"])]
         found = own or found
-    first = max(found, key=lambda each: len(each["loc"]))
+    first = max(_of_the_type_meant(found), key=lambda each: len(each["loc"]))
     names = [str(part) for part in first["loc"] if str(part) not in _TYPE_NAMES]
     path = ".".join([*([within] if within else []), *(name for name in names if name[:1].islower() or name.isdigit())])
     got = repr(first.get("input"))
     shown = got if len(got) <= 80 else f"{got[:77]}..."
     return ApiError(f"{path or 'body'}: {first['msg']}, got {shown}", param=path or None, code="invalid_type")
+
+
+def _of_the_type_meant(found: list[Any]) -> list[Any]:
+    """Of several kinds told apart by a field `type`, only the complaints of the kind whose type was given."""
+    others = {each["loc"][:-1] for each in found if each["type"] == "literal_error" and each["loc"][-1] == "type"}
+    return [each for each in found if not any(each["loc"][: len(other)] == other for other in others)] or found

@@ -117,6 +117,8 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
     """
     options = _call_options(told, _chat_types())
     _refuse(told, functions="pass tools instead", function_call="pass tool_choice instead", audio="only text is served")
+    if told.get("modalities") not in (None, ["text"]):
+        raise ApiError(f"modalities is {told['modalities']}; only text is served", param="modalities")
     messages = [_message(message, i) for i, message in enumerate(told["messages"])]
     if not messages:
         raise ApiError("messages is empty; wanted at least one", param="messages")
