@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle31_hf.decoding import pair_history
 from eagle31_hf.decoding.calibration import bare_meter, store
+from eagle31_hf.decoding.calibration import measure as measuring
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.calibration.measure import CONTEXTS, PIECES, WIDTHS, measure, measure_by_pieces
 from eagle31_hf.decoding.pair_history import PairHistory
@@ -49,7 +50,15 @@ def test_measures_what_it_says() -> None:
         seconds = [s for _, s in each.forward_s]
         assert seconds == sorted(seconds)
         assert min(seconds[0], each.absorb_s, each.drafter_step_s) > 0
-    assert measured.round_s >= 0
+    assert measured.round_s >= measured.plain_round_s >= 0
+
+
+def test_a_disturbed_plain_round_makes_drafts_no_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else ran while the loop wrote without drafts: that is not what plain decoding takes."""
+    bare = ContextSeconds(64, ((1, 1.0), (8, 1.2)), drafter_step_s=0.1, absorb_s=0.1)
+    chain_s = 1.2 + 0.1 + 4 * 0.1
+    monkeypatch.setattr(measuring, "_round_s", lambda *told, **_: 9.0 if told[2].skips else chain_s + 0.05)
+    assert measuring._around(drafter_of("llama"), bare, compiled=False) == pytest.approx((0.05, 0.05))
 
 
 def test_measures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 import pytest
 from draft_traces import (
     COSTS,
@@ -22,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.decoding.adaptive.acceptance_rates import Prior
+from eagle31_hf.decoding.adaptive.costs import choose_length
 from eagle31_hf.decoding.adaptive.schedules import ConstantSchedule, HeuristicSchedule, PidSchedule
 
 MACHINES = tuple(COSTS)
@@ -112,6 +116,28 @@ def test_comes_back_within_64_tokens(machine: str, reads: bool) -> None:
         after += speed(written, costs, back + 64, end)
         assert any(what == "resume" for what, _ in written.events)
     assert after >= 0.9 * before
+
+
+@given(
+    rate=st.floats(0.3, 0.99),
+    machine=st.sampled_from(MACHINES),
+    first=st.integers(1, LONGEST - 1),
+    more=st.integers(1, LONGEST - 1),
+)
+def test_verifying_a_draft_in_two_parts_never_pays(rate: float, machine: str, first: int, more: int) -> None:
+    """Why a chain is verified whole: a shorter one is always faster than the first part alone and then the rest.
+
+    Both verify the same widths one after the other; but of the short one's rounds the second drafts anew only if the
+    first was accepted, where a long draft has been made in vain.
+    """
+    costs, depth = COSTS[machine], min(first + more, LONGEST)
+    if depth <= first:
+        return
+    reach = list(accumulate([rate] * LONGEST, mul))
+    drafted_s = costs.absorb_s + (depth - 1) * costs.drafter_step_s
+    in_parts_s = drafted_s + costs.round_s + costs.target_s(first + 1) + reach[first] * costs.target_s(depth - first)
+    whole = choose_length(costs.rounds(LONGEST), reach, range(1, LONGEST + 1))
+    assert (1.0 + sum(reach[:depth])) / in_parts_s <= whole.speedup / costs.rounds(LONGEST).plain_s
 
 
 def speed(written, costs, start: int, end: int) -> float:

@@ -122,7 +122,9 @@ def _around(drafter: Eagle31Drafter, bare: ContextSeconds, *, compiled: bool) ->
     chain_s = drafted + forward_s.get(depth + 1, max(s for width, s in bare.forward_s if width <= depth + 3))
     drafting = _round_s(drafter, bare.context, DraftPlan(DraftShape(depth=depth)), compiled=compiled)
     plain = _round_s(drafter, bare.context, DraftPlan.skip(), compiled=compiled)
-    return max(drafting - chain_s, 0.0), max(plain - forward_s[1], 0.0)
+    round_s = max(drafting - chain_s, 0.0)
+    # A round without drafts does nothing that one with them does not do: what says otherwise was disturbed.
+    return round_s, min(max(plain - forward_s[1], 0.0), round_s)
 
 
 def _round_s(drafter: Eagle31Drafter, context: int, plan: DraftPlan, *, compiled: bool) -> float:
