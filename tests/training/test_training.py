@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.training import setup
-from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate
+from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate, pack_row
 from eagle31_hf.training.data.rendering import Document
 from eagle31_hf.training.distillation import unroll as unrolling
 from eagle31_hf.training.distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
@@ -49,8 +49,9 @@ from eagle31_hf.training.policy.policy_model import (
     PolicyModel,
     PolicySettings,
     best_branch,
-    branch_values,
     chain_policy_loss,
+    node_chances,
+    standardised,
     tree_reward,
 )
 from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains, roll_out_trees
@@ -309,17 +310,43 @@ def test_tree_values_and_reward_by_hand() -> None:
     tree = DraftTree(torch.tensor([[9, 1, 2, 2]]), parents, ancestors.sum(2) - 1, ancestors, 2, 2)
     probs = torch.zeros(1, 4, 10)
     probs[0, 0, 1], probs[0, 0, 2], probs[0, 1, 2] = 0.5, 0.3, 0.4
-    values = branch_values(tree, probs)
-    assert values[0].tolist() == pytest.approx([0.0, 0.5, 0.3, 0.5 + 0.5 * 0.4])
-    assert tree_reward(tree, values).item() == pytest.approx(torch.tensor([0.3, 0.7]).logsumexp(0).item())
-    nodes, valid = best_branch(tree, values)
+    chances = node_chances(tree, probs)
+    assert chances[0].tolist() == pytest.approx([1.0, 0.5, 0.3, 0.5 * 0.4])
+    assert tree_reward(chances).item() == pytest.approx(0.5 + 0.3 + 0.2)
+    nodes, valid = best_branch(tree, chances)
     assert nodes[0][valid[0]].tolist() == [1, 3]
+    # A branch carries a gradient down to where it may be accepted; where nothing may, nothing does.
+    probs[0, 1, 2] = 0
+    nodes, valid = best_branch(tree, node_chances(tree, probs))
+    assert nodes[0][valid[0]].tolist() == [1]
+    probs[:] = 0
+    assert not best_branch(tree, node_chances(tree, probs))[1].any()
+    assert tree_reward(node_chances(tree, probs)).item() == 0
+    cut = dataclasses.replace(tree, valid=torch.tensor([[True, True, False, True]]))
+    assert node_chances(cut, torch.ones_like(probs))[0].tolist() == [1, 1, 0, 1]
+
+
+def test_rewards_that_hardly_differ_are_called_equal() -> None:
+    assert standardised(torch.tensor([0.0, 0.0, 0.0, 1e-4]), 4).abs().max() < 1e-3
+    assert standardised(torch.tensor([0.0, 2.0]), 2).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+def test_contexts_end_in_what_the_target_wrote() -> None:
+    documents = [Document("a", list(range(3, 20)), [True] * 17, 9, 1.0), Document("b", list(range(30, 36)), [True] * 6)]
+    batch = PackedBatch(**collate([pack_row(documents, ROW)]))
+    roots = set(choose_contexts(batch, 200, 1).roots.tolist())
+    assert roots == set(range(12, 19))  # tokens 9 to 15 of the first; nothing stands behind the 16th
+    given = PackedBatch(**collate([pack_row([Document("b", list(range(30, 36)), [True] * 6)], ROW)]))
+    assert set(choose_contexts(given, 200, 1).roots.tolist()) == {31, 32, 33, 34}
+    runs = choose_contexts(batch, 50, 4).roots.view(50, 4)
+    assert runs[:, -1].max() <= 18
+    assert torch.equal(runs - runs[:, :1], torch.arange(4).expand(50, -1))
 
 
 def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
     drafter = make_drafter(target)
     batch = batch_of(make_documents())
-    contexts = choose_contexts(batch, 3, 1, depth=3)
+    contexts = choose_contexts(batch, 3, 1)
     assert contexts is not None
     rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=0.7)
     again = (chain_logits(drafter, rollout.contexts, rollout.tokens) / 0.7).log_softmax(-1)
@@ -333,13 +360,13 @@ def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
 def test_greedy_tree_reward_is_the_accepted_length(target) -> None:
     """One-hot probabilities: the best branch's value is how many of its tokens the target takes."""
     drafter = make_drafter(target)
-    contexts = choose_contexts(batch_of(make_documents()), 4, 1, depth=3)
+    contexts = choose_contexts(batch_of(make_documents()), 4, 1)
     assert contexts is not None
     rollout = roll_out_trees(drafter, contexts, depth=3, top_k=4, size=12, temperature=0)
     from eagle31_hf.sampling.acceptance import accept_greedy
 
     accepted = accept_greedy(rollout.tree, rollout.target_probs.argmax(-1)).length - 1
-    assert branch_values(rollout.tree, rollout.target_probs).amax(1).tolist() == accepted.tolist()
+    assert tree_reward(node_chances(rollout.tree, rollout.target_probs)).tolist() == accepted.tolist()
 
 
 @pytest.mark.parametrize("reward", ["chain", "tree"])
@@ -479,8 +506,8 @@ def test_the_difference_to_the_best_is_judged_text_by_text(tmp_path: Path, last:
     state.best_model_checkpoint, state.best_global_step, state.global_step = str(tmp_path / "best"), 2, 4
     best = [TextRounds("a", 40, rounds, (), ()) for rounds in (10.0, 20.0, 30.0, 20.0)]
     # One text in ten rounds fewer or more tells nothing; all of them in a hundredth more do.
-    worse = [replace(text, rounds=text.rounds * last / 20) for text in best]
-    worse[0] = replace(worse[0], rounds=worse[0].rounds + 0.05)
+    worse = [dataclasses.replace(text, rounds=text.rounds * last / 20) for text in best]
+    worse[0] = dataclasses.replace(worse[0], rounds=worse[0].rounds + 0.05)
     trainer._rounds = {2: [best], 4: [worse]}
     state.best_metric = served_length([best])
     state.log_history = [

@@ -8,13 +8,16 @@ Two forms, by how the drafter will be served:
             which is E[accepted tokens] with the last factor of each product taken in expectation (lower variance, same
             mean). Its gradient has a pathwise part and a score part; the score part of token s weighs only what comes
             after it, minus the mean of the other samples of the same context (leave-one-out, so it stays unbiased).
-    tree    trees as greedy serving drafts them (GTO, arXiv 2509.22134): branch value L_b = sum_j prod_{k<=j} p(x_k),
-            reward of a tree log sum_b exp(L_b), minus the reward of the stage-1 drafter's tree at the same place, and
-            standardised over neighbouring places; the branch of largest value carries the gradient.
+    tree    trees as greedy serving drafts them (GTO, arXiv 2509.22134): reward of a tree sum_v prod_{k<=v} p(x_k) over
+            its nodes, which is what it gets accepted on average, minus the reward of the stage-1 drafter's tree at the
+            same place, and standardised over neighbouring places; the branch of largest value carries the gradient,
+            down to where it may be accepted.
 
 Both: ratio clip (PPO), `KL(stage-1 drafter || drafter)` on the drafted rows, and the token loss of stage 1 stays on.
 
 Left out, and why:
+- GTO's log sum_b exp(L_b) over branches: it counts them, so a tree of three branches of which none is accepted is worth
+  log 3, and rewards of trees of other shapes do not compare.
 - GTO's ratio against the stage-1 drafter: here the ratio is against the drafter that made the drafts, so that clipping
   bounds one step instead of the whole training; the anchor to stage 1 is the KL term.
 - Dividing by the group's standard deviation in the chain form: it overweights contexts whose samples hardly differ, and
@@ -23,8 +26,8 @@ Left out, and why:
   bound: other engines judge token by token.
 - VSD's EM over oracle-filtered samples (arXiv 2602.05774) and PPOW's cost-aware windows (arXiv 2605.14978): both need a
   model of the serving cost; draft length is chosen at run time here, by calibration.
-- Draft-OPD's replay from rejection points (arXiv 2605.29343): contexts are positions of texts the target wrote itself,
-  which is what a drafter meets after every rejection.
+- Draft-OPD's replay from rejection points (arXiv 2605.29343): contexts are positions of texts the target wrote itself
+  (where it is known which it wrote), which is what a drafter meets after every rejection.
 """
 
 from __future__ import annotations
@@ -106,41 +109,45 @@ def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
 # --- tree form --------------------------------------------------------------------------------------------------------
 
 
-def branch_values(tree: DraftTree, target_probs: Tensor) -> Tensor:
-    """`(B, N)` expected accepted tokens on the path to each node: `sum_j prod_{k<=j} p(x_k | x_{<k})`.
+def node_chances(tree: DraftTree, target_probs: Tensor) -> Tensor:
+    """`(B, N)` chance that each node is accepted, `prod_{k<=j} p(x_k | x_{<k})` down its path; 0 where it may not be.
 
     Args:
         target_probs: `(B, N, V)` the target's distribution after each node.
     """
     batch = torch.arange(tree.tokens.shape[0], device=tree.tokens.device)
     kept = target_probs[batch[:, None], tree.parents, tree.tokens]  # (B, N) chance of each node after its parent
-    reach = [torch.ones_like(kept[:, 0])]
-    value = [torch.zeros_like(kept[:, 0])]
+    chances = [torch.ones_like(kept[:, 0])]
     for node in range(1, tree.size):  # parents have smaller numbers
-        parent = tree.parents[:, node]
-        reach.append(torch.stack(reach, 1)[batch, parent] * kept[:, node])
-        value.append(torch.stack(value, 1)[batch, parent] + reach[-1])
-    return torch.stack(value, 1)
+        chances.append(torch.stack(chances, 1)[batch, tree.parents[:, node]] * kept[:, node])
+    found = torch.stack(chances, 1)
+    return found if tree.valid is None else found * tree.valid
 
 
-def tree_reward(tree: DraftTree, values: Tensor) -> Tensor:
-    """`(B,)` `log sum_b exp(L_b)` over the branches (GTO; the smooth maximum did better than mean or maximum there)."""
-    return values.masked_fill(~tree.leaves(), float("-inf")).logsumexp(1)
+def tree_reward(chances: Tensor) -> Tensor:
+    """`(B,)` expected accepted tokens: the chances of all nodes but the root."""
+    return chances[:, 1:].sum(1)
+
+
+def best_branch(tree: DraftTree, chances: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes `(B, D)` of the branch that most is expected of, root left out, and which of them may be accepted."""
+    value = (tree.ancestors * chances[:, None]).sum(2)  # along the path to each node
+    leaf = value.masked_fill(~tree.leaves(), float("-inf")).argmax(1)
+    path, count = tree.path_to(leaf)
+    nodes = path[:, 1:]
+    on_path = torch.arange(nodes.shape[1], device=nodes.device) < (count - 1)[:, None]
+    return nodes, on_path & (chances.gather(1, nodes) > 0)
 
 
 def standardised(rewards: Tensor, group: int) -> Tensor:
-    """`(B,)` rewards minus the mean of their group, over its standard deviation."""
+    """`(B,)` rewards minus the mean of their group, over its standard deviation or `LEAST_SPREAD` if that is more."""
     grouped = rewards.view(-1, group)
     centred = grouped - grouped.mean(1, keepdim=True)
-    return (centred / (grouped.std(1, keepdim=True) + 1e-6)).flatten()
+    return (centred / grouped.std(1, keepdim=True).clamp(min=LEAST_SPREAD)).flatten()
 
 
-def best_branch(tree: DraftTree, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes `(B, D)` of the branch of largest value, root left out, and which of them are valid."""
-    leaf = values.masked_fill(~tree.leaves(), float("-inf")).argmax(1)
-    path, count = tree.path_to(leaf)
-    nodes = path[:, 1:]
-    return nodes, torch.arange(nodes.shape[1], device=nodes.device) < (count - 1)[:, None]
+LEAST_SPREAD = 0.1
+"""Accepted tokens: below it rewards of a group are called equal, and what tells them apart is not blown up."""
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -172,7 +179,7 @@ class PolicyModel(DistillationModel):
         batch = packed(inputs)
         policy = self.policy
         adjacent = policy.group if policy.reward == "tree" else 1
-        contexts = choose_contexts(batch, policy.contexts, adjacent, depth=policy.depth)
+        contexts = choose_contexts(batch, policy.contexts, adjacent)
         if contexts is None:
             return output
         extra, figures = self._chain_loss(contexts) if policy.reward == "chain" else self._tree_loss(contexts)
@@ -199,12 +206,12 @@ class PolicyModel(DistillationModel):
     def _tree_loss(self, contexts: Contexts) -> tuple[Tensor, dict[str, float]]:
         policy = self.policy
         rollout, reference = (self._trees(drafter, contexts) for drafter in (self.drafter, self.anchor))
-        values = branch_values(rollout.tree, rollout.target_probs)
-        reward = tree_reward(rollout.tree, values)
-        gain = reward - tree_reward(reference.tree, branch_values(reference.tree, reference.target_probs))
+        chances = node_chances(rollout.tree, rollout.target_probs)
+        reward = tree_reward(chances)
+        gain = reward - tree_reward(node_chances(reference.tree, reference.target_probs))
         advantage = standardised(gain, policy.group)
 
-        nodes, valid = best_branch(rollout.tree, values)  # (B, D)
+        nodes, valid = best_branch(rollout.tree, chances)  # (B, D)
         tokens = rollout.tree.tokens.gather(1, nodes)
         draft_ids = self._draft_rows(tokens).masked_fill(~valid, 0)
         log_probs = self._log_probs(self.drafter, rollout.contexts, tokens)

@@ -18,7 +18,7 @@ from ...generation_config import DraftLength
 from ...target.verify import Verification
 from ...trees.draft_tree import DraftTree
 from ...trees.shape import DraftShape
-from ..data.packing import PackedBatch
+from ..data.packing import NOT_WRITTEN, PackedBatch
 from ..distillation.step_attention import GrowingCache
 from ..distillation.unroll import supervised_positions
 
@@ -65,17 +65,18 @@ class ChainRollout:
     target_log_probs: Tensor
 
 
-def choose_contexts(batch: PackedBatch, groups: int, adjacent: int, *, depth: int) -> Contexts | None:
+def choose_contexts(batch: PackedBatch, groups: int, adjacent: int) -> Contexts | None:
     """`groups` runs of `adjacent` neighbouring positions, each the end of a context, at random supervised places.
 
-    Args:
-        depth: that many tokens must follow in the document, so that drafts are not cut by its end.
+    If the batch says what the target wrote, roots are tokens of that: nobody drafts elsewhere.
 
     Returns:
         `None` if the batch has no such place.
     """
-    lengths = tokens_left(batch)
-    allowed = supervised_positions(batch) & (lengths >= depth + adjacent) & (batch.position_ids >= 1)
+    # A root for each of the run, and something behind the last one.
+    allowed = supervised_positions(batch) & (tokens_left(batch) > adjacent)
+    written = allowed & (batch.written_at != NOT_WRITTEN)
+    allowed = written if bool(written.any()) else allowed
     places = allowed.flatten().nonzero().squeeze(1)
     if len(places) == 0:
         return None
