@@ -41,6 +41,7 @@ from eagle31_hf.training.policy.policy_model import make_policy_model
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
 from eagle31_hf.training.setup import load_target, multiplies_bfloat16, resolve
+from eagle31_hf.trees.shape import DraftShape
 
 BRANCHES = ("token", "written", "text", "chain", "tree")
 
@@ -93,16 +94,16 @@ def train(model: DistillationModel, dataset: Any, told: ResolvedSettings, second
     return steps, mean
 
 
-def measure(name: str, drafter: Eagle31Drafter, texts: list[KnownTexts], depth: int, first: list) -> list[Any]:
+def measure(name: str, drafter: Eagle31Drafter, texts: list[KnownTexts], shape: DraftShape, first: list) -> list[Any]:
     """Figures at each temperature; `first` holds the rounds of the drafter all began with, and is filled by it."""
     found: list[DrafterAcceptance] = []
     begins = not first
     for place, each in enumerate(texts):
         started = time.process_time()
-        rounds = rounds_of(drafter, each, depth)
+        rounds = rounds_of(drafter, each, shape)
         seconds = time.process_time() - started
         compared = None if begins else first[place]
-        found.append(acceptance_of(name, each.temperature, depth, rounds, compared, seconds))
+        found.append(acceptance_of(name, each.temperature, shape, rounds, compared, seconds))
         if begins:
             first.append(rounds)
         last = found[-1]
@@ -124,9 +125,10 @@ def study(
         write_texts(drafter.require_binding(), prompts, temperature, max_new_tokens=told.eval_new_tokens)
         for temperature in (0.0, 1.0)
     ]
+    shape = DraftShape(told.draft_tokens)
     start = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     first: list[Any] = []
-    figures = measure("start", drafter, texts, told.draft_tokens, first)
+    figures = measure("start", drafter, texts, shape, first)
     steps = {}
     for seed in range(seeds):
         for branch in branches:
@@ -135,10 +137,10 @@ def study(
             steps[name], mean = train(
                 model_of(branch, drafter.train(), resolved), dataset, replace(resolved, seed=seed), seconds
             )
-            figures += measure(name, drafter, texts, told.draft_tokens, first)
+            figures += measure(name, drafter, texts, shape, first)
             if mean:
                 drafter.load_state_dict(mean, strict=False)
-                figures += measure(f"{name}, averaged", drafter, texts, told.draft_tokens, first)
+                figures += measure(f"{name}, averaged", drafter, texts, shape, first)
     return {
         **origin(),
         "prompts": len(prompts),

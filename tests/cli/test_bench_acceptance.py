@@ -35,6 +35,16 @@ def test_a_damaged_drafter_accepts_less_on_the_same_texts(tmp_path: Path) -> Non
     assert "temperature 1, chains of 4" in result.stdout
 
 
+def test_trees_are_gone_through_on_the_same_texts() -> None:
+    arguments = [str(drafter_path()), "--new-tokens", "12", "--draft-tokens", "3", "--limit", "2", "--temperature", "0"]
+    result = CliRunner().invoke(app, ["bench", "acceptance", *arguments, "--tree-width", "3", "--tree-size", "9"])
+    assert result.exit_code == 0, result.output
+    assert "trees of 9 tokens, depth 3" in result.stdout
+    figures = json.loads(result.stdout.splitlines()[-1])["drafters"][0]
+    assert (figures["tree_width"], figures["tree_size"]) == (3, 9)
+    assert figures["length"] > 1.5
+
+
 def test_numbers_that_make_no_sense_are_told() -> None:
     for option, value in (("--draft-tokens", "5,0"), ("--temperature", "warm")):
         result = CliRunner().invoke(app, ["bench", "acceptance", str(drafter_path()), option, value])

@@ -21,6 +21,7 @@ from eagle31_hf.training.distillation.known_texts import (
     served_processing,
     write_texts,
 )
+from eagle31_hf.trees.shape import DraftShape
 from helpers import configured, demo_tokenizer, seeded, target_of
 
 NEW_TOKENS = 32
@@ -43,7 +44,7 @@ def prompts() -> list[EvaluationPrompt]:
 @pytest.mark.parametrize("depth", [3, 8])
 def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: list, depth: int) -> None:
     texts = write_texts(drafter.require_binding(), prompts, 0.0, max_new_tokens=NEW_TOKENS)
-    found = rounds_of(drafter, texts, depth)
+    found = rounds_of(drafter, texts, DraftShape(depth))
     model: Any = drafter.require_binding().model
     with configured(drafter, num_assistant_tokens=depth):
         for known, rounds in zip(texts.texts, found, strict=True):
@@ -52,6 +53,34 @@ def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: l
             assert torch.equal(out[0], known.text.ids)
             assert rounds.rounds == pytest.approx(drafter.stats.rounds)
             assert rounds.tokens == drafter.stats.new_tokens - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_with_trees_are_those_of_generate(
+    drafter: Eagle31Drafter, prompts: list, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Round by round at any temperature: the text follows the target's own draw down a dynamic tree."""
+    model: Any = drafter.require_binding().model
+    plain, served = model.generate, []
+
+    def with_drafter(**options: Any) -> Any:
+        if "custom_generate" in options:
+            return plain(**options)
+        out = plain(**options, assistant_model=drafter)
+        served.append((drafter.stats.rounds, drafter.stats.drafted_at, drafter.stats.accepted))
+        return out
+
+    monkeypatch.setattr(model, "generate", with_drafter)
+    with configured(drafter, num_assistant_tokens=4, draft_top_k=3, draft_tree_size=10):
+        texts = write_texts(drafter.require_binding(), prompts, temperature, max_new_tokens=NEW_TOKENS, batch_size=1)
+    monkeypatch.undo()
+    found = rounds_of(drafter, texts, DraftShape(4, top_k=3, size=10))
+    assert [(each.rounds, list(each.drafted_at)) for each in found] == [each[:2] for each in served]
+    for ours, (_, _, accepted) in zip(
+        found, served, strict=True
+    ):  # generate counts what stands behind a text's end, too
+        assert 0 <= accepted - sum(ours.accepted_at) <= 4
+    assert acceptance_length(found) > 2
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -75,7 +104,7 @@ def test_sampled_rounds_are_those_of_generate_in_expectation(
             drafter.require_binding(), 8 * rows * prompts[:1], temperature, max_new_tokens=20, batch_size=rows
         )
     monkeypatch.undo()
-    found = torch.tensor([text.rounds for text in rounds_of(drafter, texts, depth)]).view(-1, rows).sum(1)
+    found = torch.tensor([text.rounds for text in rounds_of(drafter, texts, DraftShape(depth))]).view(-1, rows).sum(1)
     differences = torch.tensor(served) - found
     error = float(differences.std()) / math.sqrt(len(differences))
     assert abs(differences.mean()) < 4 * error

@@ -500,7 +500,7 @@ def test_checkpoints_are_chosen_by_known_texts_at_every_temperature(tmp_path: Pa
 def test_the_difference_to_the_best_is_judged_text_by_text(tmp_path: Path, last: float, kept: str) -> None:
     """Texts differ by far more than the drafters do: the error of either figure alone would let both pass."""
     trainer = make_trainer(tmp_path, steps=1)
-    trainer.known = [KnownTexts(0.0, served_processing(make_target(), 0.0).draft_warping, ())]
+    trainer.known = [KnownTexts(0.0, served_processing(make_target(), 0.0).draft_warping, 8, ())]
     trainer.save_model(str(tmp_path / "best"))
     state = trainer.state
     state.best_model_checkpoint, state.best_global_step, state.global_step = str(tmp_path / "best"), 2, 4

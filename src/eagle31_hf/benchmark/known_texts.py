@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..training.distillation.known_texts import TextRounds, acceptance_length
+from ..trees.shape import DraftShape
 from .ratios import RESAMPLES, interval_of
 
 
@@ -18,10 +19,11 @@ class DrafterAcceptance:
 
     Attributes:
         name: as it was given.
-        temperature, draft_tokens: of serving, and of the chain.
+        temperature: of serving.
+        draft_tokens, tree_width, tree_size: of the drafts; width 1 is a chain.
         length: acceptance length, its middle 95 % over prompts in `interval`.
         by_category: acceptance length of each kind of prompt.
-        accepted_at: per draft position, the share of the rounds that draft it in which it is accepted.
+        accepted_at: per level, the share of the rounds that draft it in which it is accepted.
         ratio, ratio_interval: to the first drafter on the same texts; `None` for the first.
         seconds: its passes over the texts took.
     """
@@ -29,6 +31,8 @@ class DrafterAcceptance:
     name: str
     temperature: float
     draft_tokens: int
+    tree_width: int
+    tree_size: int
     length: float
     interval: tuple[float, float]
     by_category: dict[str, float]
@@ -45,7 +49,7 @@ class DrafterAcceptance:
 def acceptance_of(
     name: str,
     temperature: float,
-    depth: int,
+    shape: DraftShape,
     rounds: Sequence[TextRounds],
     first: Sequence[TextRounds] | None,
     seconds: float,
@@ -63,7 +67,9 @@ def acceptance_of(
     return DrafterAcceptance(
         name=name,
         temperature=temperature,
-        draft_tokens=depth,
+        draft_tokens=shape.depth,
+        tree_width=shape.top_k,
+        tree_size=shape.nodes,
         length=length,
         interval=interval_of(draws),
         by_category={kind: acceptance_length([t for t in rounds if t.category == kind]) for kind in categories},

@@ -14,6 +14,7 @@ from ..benchmark.prompts import embedded_prompts, read_prompts
 from ..drafter.drafter import Eagle31Drafter
 from ..training.distillation.evaluation import EvaluationPrompt
 from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts
+from ..trees.shape import DraftShape
 from .bench_run import list_of
 from .measuring import finish, progress_bar
 from .options import JsonOption, TracebackOption, make_console, readable_errors
@@ -39,6 +40,8 @@ def acceptance(
     new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens the target writes to each prompt.")] = 128,
     temperature: TemperaturesOption = "0,1",
     draft_tokens: LengthsOption = "5,8",
+    tree_width: Annotated[int, typer.Option(min=1, help="Children per draft token; 1 drafts a chain.")] = 1,
+    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with a tree.")] = 24,
     seed: Annotated[int, typer.Option(min=0, help="Of the texts that are drawn.")] = 0,
     dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
     device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
@@ -65,7 +68,8 @@ def acceptance(
                 binding, openings, served_at, max_new_tokens=new_tokens, layers=layers, seed=seed, on_prompts=show
             )
         for depth in map(int, draft_tokens.split(",")):
-            measured = _compare(drafters, loaded, texts, depth)
+            shape = DraftShape(depth, top_k=tree_width, size=tree_size if tree_width > 1 else 0)
+            measured = _compare(drafters, loaded, texts, shape)
             console.print(_table(measured))
             found += measured
     record = {"bench": "acceptance", "target": pair.name, "prompts": len(openings), "new_tokens": new_tokens}
@@ -73,22 +77,23 @@ def acceptance(
 
 
 def _compare(
-    names: list[str], drafters: list[Eagle31Drafter], texts: KnownTexts, depth: int
+    names: list[str], drafters: list[Eagle31Drafter], texts: KnownTexts, shape: DraftShape
 ) -> list[DrafterAcceptance]:
     first: list[TextRounds] | None = None
     found = []
     for name, drafter in zip(names, drafters, strict=True):
         started = time.perf_counter()
-        rounds = rounds_of(drafter, texts, depth)
+        rounds = rounds_of(drafter, texts, shape)
         seconds = time.perf_counter() - started
-        found.append(acceptance_of(name, texts.temperature, depth, rounds, first, seconds))
+        found.append(acceptance_of(name, texts.temperature, shape, rounds, first, seconds))
         first = first or rounds
     return found
 
 
 def _table(found: list[DrafterAcceptance]) -> Table:
     """Of one setting."""
-    title = f"temperature {found[0].temperature:g}, chains of {found[0].draft_tokens}"
+    drafts = "chains of" if found[0].tree_width == 1 else f"trees of {found[0].tree_size} tokens, depth"
+    title = f"temperature {found[0].temperature:g}, {drafts} {found[0].draft_tokens}"
     table = Table(box=SIMPLE_HEAD, show_edge=False, title=title, title_justify="left")
     table.add_column("drafter", overflow="fold")
     for column in ("accepted", "95 %", "to the first", "95 %"):

@@ -97,6 +97,13 @@ def read_text(
     return TargetText(ids, prompt_length, states, out.logits[0] if logits_to_keep else None)
 
 
+def drafter_states(drafter: Eagle31Drafter, text: TargetText) -> Tensor:
+    """`(1, T, A*Ht)` the text's hidden states of the layers that an attached `drafter` reads."""
+    device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+    layers = drafter.require_binding().aux_layers
+    return torch.cat([text.states[layer].to(device, dtype) for layer in layers], dim=-1)[None]
+
+
 def drafts_along(
     drafter: Eagle31Drafter, text: TargetText, starts: Tensor, depth: int, cache: StartsCache | None = None
 ) -> Iterator[KnownDraft]:
@@ -106,14 +113,13 @@ def drafts_along(
         cache: of those starts; default: a new one.
     """
     device = drafter.fc.weight.device
-    layers = drafter.require_binding().aux_layers
-    aux = torch.cat([text.states[layer].to(device, drafter.fc.weight.dtype) for layer in layers], dim=-1)
+    aux = drafter_states(drafter, text)
     ids, starts = text.ids.to(device), starts.to(device)
     cache = StartsCache(starts) if cache is None else cache
     length = len(ids) - 1
     positions = torch.arange(length, device=device)[None]
     out = drafter.decode(
-        drafter.embed(ids[None, 1:]), drafter.fuse_aux(aux[None, :length]), drafter.rotary(positions), None, cache
+        drafter.embed(ids[None, 1:]), drafter.fuse_aux(aux[:, :length]), drafter.rotary(positions), None, cache
     )
     normed, feedback = out.normed[0, starts, None], out.feedback[0, starts, None]  # (S, 1, H)
     for level in range(depth):

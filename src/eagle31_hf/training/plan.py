@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
 from ..target.device_clock import now
+from ..trees.shape import DraftShape
 from .data.packing import collate
 from .distillation.evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .distillation.known_texts import KnownTexts, rounds_of
@@ -151,12 +152,12 @@ def time_measurement(
     return (few + max(0.0, more - few) / PROBE_TOKENS * rounds) * len(prompts) / len(first)
 
 
-def time_known_texts(drafter: Eagle31Drafter, known: Sequence[KnownTexts], depth: int) -> float:
+def time_known_texts(drafter: Eagle31Drafter, known: Sequence[KnownTexts], shape: DraftShape) -> float:
     """Seconds that acceptance on known texts will take: of the first text of each temperature, times the others."""
     seconds = 0.0
     for texts in known:
         started = now(drafter.device)
-        rounds_of(drafter, replace(texts, texts=texts.texts[:1]), depth)
+        rounds_of(drafter, replace(texts, texts=texts.texts[:1]), shape)
         seconds += (now(drafter.device) - started) * len(texts.texts)
     return seconds
 

@@ -151,6 +151,9 @@ class _Run:
         self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
         self.evaluation = EvaluationSettings(depth=told.draft_tokens, max_new_tokens=told.eval_new_tokens)
+        if told.stage != "1" and told.reward == "tree":
+            policy = told.to_policy()
+            self.evaluation = dataclasses.replace(self.evaluation, top_k=policy.top_k, tree_size=policy.tree_size)
 
     def execute(self) -> TrainingReport:
         settings = self.settings
@@ -249,7 +252,7 @@ class _Run:
             ),
             measurement_s=(
                 time_measurement(model.drafter, data.prompts[:: self.processes], self.evaluation)
-                + time_known_texts(model.drafter, self.known, settings.draft_tokens)
+                + time_known_texts(model.drafter, self.known, self.evaluation.served_shape)
             ),
             prompts=len(data.prompts),
             disk_bytes=disk,

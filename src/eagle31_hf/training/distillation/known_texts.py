@@ -1,9 +1,11 @@
 """Served acceptance on texts that are known: exact, paired, and without a pass of the target.
 
 The target writes its texts once, as it is served (temperature, top-k, top-p as its generation config has them). What a
-drafter would have got accepted along them follows from passes of the drafter alone: at temperature 0 draft by draft, at
-others in expectation over what it might have drawn (`sampling.expected_rounds`). So no draw is left in the figure but
-the texts', and those are the same for every drafter: differences of two drafters are far better known than either.
+drafter would have got accepted along them follows from passes of the drafter alone. Chains: at temperature 0 draft by
+draft, at others in expectation over what might have been drawn (`sampling.expected_rounds`). Dynamic trees hold the
+likeliest tokens at any temperature, and the target's own draw is followed down them, so the text says what is accepted:
+they are drafted round by round. No draw is left in the figures but the texts', which are the same for every drafter, so
+that differences of two drafters are better known than either.
 
 `n` written tokens `y_0, y_1, ...` behind a prompt; the target's first pass writes `y_0`, rounds the others.
 """
@@ -19,12 +21,16 @@ import torch
 from torch import Tensor
 
 from ...drafter.drafter import Eagle31Drafter
-from ...drafter.replay import TargetText, drafts_along, read_text, rows_of_ids
+from ...drafter.propose import propose_dynamic_tree
+from ...drafter.replay import TargetText, drafter_states, drafts_along, read_text, rows_of_ids
+from ...drafter.session import DraftSession
 from ...errors import ConfigurationError
+from ...sampling.acceptance import accept_greedy
 from ...sampling.draw import argmax
 from ...sampling.expected_rounds import chance_kept, expected_visits
 from ...sampling.logits_processing import DraftWarping, ScoreProcessing
 from ...target.binding import TargetBinding
+from ...trees.shape import DraftShape
 from ..data.padding import left_padded, pad_token_id
 from ..data.regeneration import sampling_options
 from .evaluation import EvaluationPrompt
@@ -52,23 +58,25 @@ class KnownTexts:
     Attributes:
         temperature: 0 is greedy.
         warping: what turns scores into the distribution that is served.
+        max_new_tokens: most tokens of a text.
         texts: of at least two written tokens each.
     """
 
     temperature: float
     warping: DraftWarping
+    max_new_tokens: int
     texts: tuple[KnownText, ...]
 
 
 @dataclass(frozen=True)
 class TextRounds:
-    """What one text takes with chains of `K` drafts.
+    """What one text takes with drafts of `K` levels.
 
     Attributes:
         category: of its prompt.
         tokens: written in rounds.
         rounds: expected number.
-        drafted_at, accepted_at: per draft position, expected rounds that draft and accept it.
+        drafted_at, accepted_at: per level, expected rounds that draft and accept it.
     """
 
     category: str
@@ -158,7 +166,7 @@ def write_texts(
             on_prompts(len(batch))
     if not found:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
-    return KnownTexts(temperature, warping, tuple(found))
+    return KnownTexts(temperature, warping, max_new_tokens, tuple(found))
 
 
 def _until_end(answer: Tensor, model: Any) -> Tensor:
@@ -178,17 +186,53 @@ def _known(text: TargetText, category: str, temperature: float, warping: DraftWa
 
 
 @torch.no_grad()
-def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, depth: int) -> list[TextRounds]:
-    """What each text takes with an attached drafter and chains of `depth` drafts."""
+def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, shape: DraftShape) -> list[TextRounds]:
+    """What each text takes with an attached drafter.
+
+    Args:
+        shape: of the drafts: a chain of fixed length, or a dynamic tree.
+    """
+    assert shape.static is None, "trees are dynamic here"
+    assert not shape.min_confidence, "chains are of fixed length here"
     was_training = drafter.training
     drafter.eval()
     try:
-        return [_rounds_of_text(drafter, known, texts, depth) for known in texts.texts]
+        if shape.is_tree:
+            return [_tree_rounds(drafter, known, texts.max_new_tokens, shape) for known in texts.texts]
+        return [_chain_rounds(drafter, known, texts, shape.depth) for known in texts.texts]
     finally:
         drafter.train(was_training)
 
 
-def _rounds_of_text(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
+def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, max_new_tokens: int, shape: DraftShape) -> TextRounds:
+    """Round by round: a tree, how far the text follows it, and what the drafter then reads of the text."""
+    text, device = known.text, drafter.device
+    ids, last = text.ids.to(device), len(text.ids) - 1
+    aux = drafter_states(drafter, text)
+    session = DraftSession(
+        drafter, batch_size=1, capacity=shape.drafter_capacity(len(ids)), block=shape.drafter_block(text.prompt_length)
+    )
+    session.absorb(ids[None, 1 : text.prompt_length + 1], aux[:, : text.prompt_length], [text.prompt_length])
+    root, rounds, longest = text.prompt_length, 0, text.prompt_length + max_new_tokens - 1
+    drafted, accepted = [0] * shape.depth, [0] * shape.depth
+    while root < last:
+        cut = shape.cut_to(longest - root - 1)  # the target adds a token of its own
+        kept = 0
+        if cut.depth:
+            tree = propose_dynamic_tree(session, ids[root : root + 1], cut)
+            follows = ids[(root + 1 + tree.depths).clamp(max=last)]  # on the text's path; elsewhere it does not matter
+            kept = min(int(accept_greedy(tree, follows).length) - 1, last - root)
+        for level in range(cut.depth):
+            drafted[level] += 1
+            accepted[level] += level < kept
+        rounds += 1
+        count = min(kept + 1, last - root)
+        session.absorb(ids[None, root + 1 : root + 1 + count], aux[:, root : root + count], [count])
+        root += count
+    return TextRounds(known.category, len(known.log_probs), float(rounds), tuple(drafted), tuple(accepted))
+
+
+def _chain_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
     text = known.text
     count = len(known.log_probs)  # roots y_0 .. y_{n-2}
     starts = torch.arange(text.prompt_length - 1, text.prompt_length - 1 + count)

@@ -267,7 +267,7 @@ class DistillationTrainer(Trainer):
     def _rounds_on_known_texts(self) -> list[list[TextRounds]]:
         """By temperature, of the texts of all processes."""
         drafter = self.accelerator.unwrap_model(self.model).drafter
-        mine = [rounds_of(drafter, texts, self.evaluation.depth) for texts in self.known]
+        mine = [rounds_of(drafter, texts, self.evaluation.served_shape) for texts in self.known]
         if self.args.world_size == 1:
             return mine
         everybodys = gather_object([mine])
