@@ -14,6 +14,7 @@ import typer
 
 from eagle31_hf import plan_memory
 from eagle31_hf.cli import app
+from eagle31_hf.cli.serve import READING_ROWS
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.training.settings import TrainingSettings
 
@@ -96,7 +97,7 @@ def test_home_lab_plans_fit_and_are_what_is_served(script: Path) -> None:
     """By formula, on the card the script is for: what it plans is what it then serves."""
     planned, defaults = told_in(script, "plan")
     served, _ = told_in(script, "serve")
-    assert (served["context"], served["max_batch"]) == (planned["context"], planned["batch"])
+    assert (served["context"], served["max_batch"] + READING_ROWS) == (planned["context"], planned["batch"])
     assert (served["quantization"] == "4bit") == (planned["quantization"] == "bnb-nf4-dq")
     name = defaults["TARGET"].rpartition("/")[2].removesuffix("-Instruct").replace("-", " ")
     plan = plan_memory(

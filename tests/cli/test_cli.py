@@ -414,6 +414,19 @@ def test_serve_refuses_what_a_running_batch_cannot_draft(option):
     assert f"serve cannot do {option[0]} {option[1]}" in told.output
 
 
+def test_serve_wants_the_origin_of_a_page_and_no_address_in_it():
+    assert "scheme, host and port" in error_of("serve", "--allow-origin", "http://localhost:3000/chat")
+    assert "scheme, host and port" in error_of("serve", "--allow-origin", "*")
+
+
+def test_serve_needs_a_plan_with_a_row_to_read_prompts_in(tmp_path):
+    path = tmp_path / "plan.json"
+    run("plan", TARGET, "--drafter", DRAFTER, "--card", "this machine", "--context", 256, "--batch", 3, "--json", path)
+    told = run("serve", "--port", 0, "--memory", path, "--max-batch", 3, code=1)
+    assert "for 3 rows, and --max-batch 3 takes 4" in told.stderr
+    assert "pass --max-batch 2" in told.stderr
+
+
 def test_serve_says_that_a_port_is_taken_before_it_loads_anything():
     with socket.create_server(("127.0.0.1", 0)) as other:
         told = run("serve", "--target", "nowhere", "--port", other.getsockname()[1], code=1)

@@ -332,6 +332,23 @@ def test_a_key_is_asked_for(pair):
         assert httpx2.get(f"{locked.url}/health").json()["status"] == "ok"
 
 
+def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair):
+    named, other = "http://localhost:3000", "http://localhost:3001"
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with serving(pair, allow_origins=(named,), api_key="sesame") as made:
+        path = f"{made.url}/v1/chat/completions"
+        told = httpx2.options(path, headers={"origin": named, **asking})
+        assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, named)
+        refused = httpx2.post(path, json={}, headers={"origin": named})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, named), "errors are told"
+        assert "access-control-allow-origin" not in httpx2.options(path, headers={"origin": other, **asking}).headers
+
+
+def test_without_a_name_no_page_may_ask(served):
+    told = httpx2.get(f"{served.url}/v1/models", headers={"origin": "http://localhost:3000"})
+    assert "access-control-allow-origin" not in told.headers
+
+
 # --- clients that go, queues, the end ---------------------------------------------------------------------------------
 
 

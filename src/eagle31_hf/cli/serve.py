@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, MemoryPlanError
+from ..memory import MemoryPlan
 from .option_groups import expand_options
 from .options import TracebackOption, make_console, readable_errors
 from .pairs import Drafting, Pair, PairSource, load_pair
 from .plan import print_decision
 
 DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK = 4096, 256
+READING_ROWS = 1
+"""Beside the rows of texts being written: a prompt is read in a row of its own."""
 
 
 @expand_options
@@ -29,6 +34,10 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="EAGLE31_API_KEY", help="What clients have to show.", show_envvar=True)
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web page that browsers may let ask (http://localhost:3000); repeatable."),
+    ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Texts written at once.")] = 8,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; others are told to come back.")] = 64,
     prefill_chunk: Annotated[int | None, typer.Option(min=16, help="Prompt tokens read between two rounds.")] = None,
@@ -39,9 +48,11 @@ def serve(
     uvicorn = _import_uvicorn()
     _check_reach(host, api_key)
     _check_drafting(source, drafting)
+    _check_origins(allow_origin or [])
     console = make_console()
     listening = _listen(host, port)  # before loading: a port that is taken should not cost a model
-    pair = load_pair(source, drafting, batch=max_batch, on_plan=lambda plan: print_decision(console, plan))
+    rows = max_batch + READING_ROWS
+    pair = load_pair(source, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows))
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
 
@@ -52,9 +63,10 @@ def serve(
         prefill_chunk=prefill_chunk or _prefill_chunk(pair),
     )
     name = model_name or Path(source.target or "eagle31-demo").name
-    app = make_app(
-        Engine(pair.drafter, pair.tokenizer, settings), ServerSettings(name, api_key=api_key or None, grace_s=grace)
-    )
+    behaviour = ServerSettings(
+        name, api_key=api_key or None, grace_s=grace, allow_origins=tuple(allow_origin or ())
+    )  # fmt: skip
+    app = make_app(Engine(pair.drafter, pair.tokenizer, settings), behaviour)
     console.print(
         f"{name}: {settings.max_rows} texts at once, {settings.context:,} tokens each, "
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
@@ -76,6 +88,18 @@ def _import_uvicorn() -> Any:
             "install this package with its extra 'serve'"
         ) from error
     return uvicorn
+
+
+def _show_plan(console: Console, plan: MemoryPlan, rows: int) -> None:
+    """Print the plan; one from a file may have been made for fewer rows."""
+    print_decision(console, plan)
+    if plan.settings.batch < rows:
+        possible = max(plan.settings.batch - READING_ROWS, 0)
+        advice = f"pass --max-batch {possible}, or plan" if possible else "plan"
+        raise MemoryPlanError(
+            f"the plan is for {plan.settings.batch} rows, and --max-batch {rows - READING_ROWS} takes {rows} of them, "
+            f"one to read prompts in; {advice} with `eagle31 plan --batch {rows}`"
+        )
 
 
 def _check_reach(host: str, api_key: str | None) -> None:
@@ -105,6 +129,15 @@ def _check_drafting(source: PairSource, drafting: Drafting) -> None:
             f"serve cannot do {', '.join(refused)}: texts that join and leave a running batch are drafted as chains, "
             "without graphs; leave it out (--draft-tokens sets a chain's length), or use it with generate and chat"
         )
+
+
+def _check_origins(origins: list[str]) -> None:
+    """Browsers send scheme, host and port, and nothing else is ever equal to that."""
+    for origin in origins:
+        if not re.fullmatch(r"https?://[^/*\s]+", origin):
+            raise ConfigurationError(
+                f"got --allow-origin {origin!r}; wanted scheme, host and port of a page, as http://localhost:3000"
+            )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -37,12 +38,14 @@ class ServerSettings:
         api_key: what they have to show; `None`: nothing.
         max_body_bytes: of a request.
         grace_s: what running texts get to end in when the server is shut down.
+        allow_origins: web pages (`http://localhost:3000`) that a browser may let ask.
     """
 
     model: str
     api_key: str | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     grace_s: float = 10.0
+    allow_origins: tuple[str, ...] = ()
 
 
 def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
@@ -64,6 +67,10 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"], response_model=None)
     app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", server.metrics, methods=["GET"], response_model=None)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
     app.add_exception_handler(Eagle31Error, _as_response)
     app.add_exception_handler(HTTPException, _as_response)
     app.add_exception_handler(Exception, _as_response)
