@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.benchmark.calls import variation, window_speeds, windows
 from eagle31_hf.benchmark.gauges import TokenClock
 from eagle31_hf.benchmark.loop import ends_off
 from eagle31_hf.benchmark.prompts import Prompt, read_prompts
@@ -31,6 +30,7 @@ from eagle31_hf.benchmark.provenance import machine, origin, pair_facts
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import drafter_path
+from eagle31_hf.stats import variation, window_speeds, windows
 
 FIXED = (1, 2, 3, 5, 8, 12)
 PLAIN, DEFAULT, LOOKUP, RANDOM, DOUBT = "plain", "default", "prompt lookup", "random drafter", "until doubt"

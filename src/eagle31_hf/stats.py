@@ -8,7 +8,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import fmean, pstdev
 from typing import Any
+
+WINDOW_TOKENS = 8
+"""Tokens of one stretch of text whose speed is looked at: longer than any accepted block is on average."""
 
 NOT_A_NUMBER = "the drafter's scores are no numbers (NaN); the rest of the text is written without it"
 
@@ -49,6 +54,8 @@ class SpeculationStats:
         prefill_s: host seconds until the first token, not part of the three above.
         drafted_at, reached_at, accepted_at: per position, rounds whose draft went so deep, those of them that had
             accepted all before it, and those that accepted it too.
+        arrivals: of our own loop, after the first token and after each pass: seconds since the call began, and tokens
+            written since the time before, summed over rows.
         skipped_rounds: passes that drafted nothing because it would have been in vain (`decoding.draft_backoff`).
         events: every change of what is drafted, with its reason, in order.
         fallbacks: every step down that was taken, in order.
@@ -71,6 +78,7 @@ class SpeculationStats:
     drafted_at: list[int] = field(default_factory=list)
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     skipped_rounds: int = 0
     events: list[DraftEvent] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
@@ -92,6 +100,27 @@ class SpeculationStats:
     def acceptance_length(self) -> float:
         """Mean tokens per verification pass, bonus token included; 0.0 before the first round."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds until the first token was there; `None` where nobody noted it."""
+        return self.arrivals[0][0] if self.arrivals else None
+
+    @property
+    def speed_over_time(self) -> list[float]:
+        """Tokens per second of each stretch of `WINDOW_TOKENS` after the first token."""
+        return window_speeds(windows(self.arrivals))
+
+    @property
+    def speed_variation(self) -> float | None:
+        """Coefficient of variation of `speed_over_time`: 0 is perfectly steady; `None` of fewer than two stretches."""
+        return variation(self.speed_over_time)
+
+    @property
+    def slow_tok_per_s(self) -> float | None:
+        """Fifth percentile of `speed_over_time`: the speed that nineteen of twenty stretches reach."""
+        speeds = sorted(self.speed_over_time)
+        return speeds[len(speeds) // 20] if speeds else None
 
     @property
     def cumulative_acceptance(self) -> list[float]:
@@ -128,6 +157,10 @@ class SpeculationStats:
         """Everything, derived figures included, as JSON-ready values."""
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "arrivals": [list(arrival) for arrival in self.arrivals],
+            "first_token_s": self.first_token_s,
+            "speed_variation": self.speed_variation,
+            "slow_tok_per_s": self.slow_tok_per_s,
             "events": [asdict(event) for event in self.events],
             "acceptance_length": self.acceptance_length,
             "cumulative_acceptance": self.cumulative_acceptance,
@@ -180,6 +213,7 @@ class PhaseClock:
     def __init__(self, stats: SpeculationStats):
         self._stats = stats
         self._started = time.perf_counter()
+        self._noted = 0  # tokens
         self._inside_s = 0.0  # seconds of phases within the one that is open
 
     @contextmanager
@@ -195,11 +229,53 @@ class PhaseClock:
             setattr(self._stats, key, getattr(self._stats, key) + elapsed_s - self._inside_s)
             self._inside_s = outside_s + elapsed_s
 
+    def note_tokens(self, total: int) -> None:
+        """So many tokens are written by now. Fewer than before (memory ran out) are noted once they are made up for."""
+        if total > self._noted:
+            self._stats.arrivals.append((time.perf_counter() - self._started, total - self._noted))
+            self._noted = total
+
     def stop(self) -> None:
         """Charge to `other_s` what no phase claimed."""
         stats = self._stats
         total = time.perf_counter() - self._started
         stats.other_s = max(0.0, total - stats.prefill_s - stats.draft_s - stats.verify_s)
+
+
+def windows(arrivals: Sequence[tuple[float, int]], size: int = WINDOW_TOKENS) -> list[float]:
+    """Seconds of each whole stretch of `size` tokens.
+
+    Tokens arrive in blocks, so the time between two arrivals is shared among the tokens of the later one.
+
+    Args:
+        arrivals: (seconds, tokens handed out then), in order. What came first is where the clock starts.
+    """
+    if not arrivals:
+        return []
+    times, counts = [arrivals[0][0]], [0]
+    for moment, count in arrivals[1:]:
+        times.append(moment)
+        counts.append(counts[-1] + count)
+    marks, at = [], 0
+    for tokens in range(0, counts[-1] + 1, size):
+        while counts[at] < tokens:
+            at += 1
+        if counts[at] == tokens:
+            marks.append(times[at])
+        else:
+            share = (tokens - counts[at - 1]) / (counts[at] - counts[at - 1])
+            marks.append(times[at - 1] + share * (times[at] - times[at - 1]))
+    return [later - earlier for earlier, later in pairwise(marks)]
+
+
+def window_speeds(window_s: Sequence[float]) -> list[float]:
+    """Tokens per second of each stretch."""
+    return [WINDOW_TOKENS / seconds for seconds in window_s if seconds > 0]
+
+
+def variation(values: Sequence[float]) -> float | None:
+    """Standard deviation over mean: 0 is perfectly steady; `None` of fewer than two."""
+    return pstdev(values) / fmean(values) if len(values) > 1 else None
 
 
 def _ratio(part: int, whole: int) -> float:

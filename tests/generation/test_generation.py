@@ -144,6 +144,33 @@ def test_record_round_counts_by_hand() -> None:
     assert stats.conditional_acceptance == [2 / 3, 1 / 2, 0.0]
 
 
+def test_steadiness_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens a second, then eight in two; what memory took back and was written again is counted once."""
+    now = iter([100.0, 100.5, 101.5, 102.5, 103.5])
+    monkeypatch.setattr("eagle31_hf.stats.time.perf_counter", lambda: next(now))
+    stats = SpeculationStats()
+    assert (stats.first_token_s, stats.speed_variation, stats.slow_tok_per_s) == (None, None, None)
+    clock = PhaseClock(stats)
+    for total in (1, 9, 13, 11, 17):
+        clock.note_tokens(total)
+    assert stats.arrivals == [(0.5, 1), (1.5, 8), (2.5, 4), (3.5, 4)]
+    assert stats.first_token_s == 0.5
+    assert stats.speed_over_time == [8.0, 4.0]
+    assert stats.speed_variation == pytest.approx(1 / 3)
+    assert stats.slow_tok_per_s == 4.0
+    assert stats.to_dict()["slow_tok_per_s"] == 4.0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_token_has_its_time(rows: int) -> None:
+    inputs = left_padded(prompts_for("llama", rows))
+    target_of("llama").generate(**inputs, max_new_tokens=20, pad_token_id=0, assistant_model=drafter_of("llama"))
+    stats = drafter_of("llama").stats
+    assert sum(count for _, count in stats.arrivals) == stats.new_tokens
+    assert stats.arrivals == sorted(stats.arrivals)
+    assert len(stats.arrivals) == stats.passes + 1
+
+
 def test_phase_clock_charges_phases_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 3.5, 4.0, 10.0])
     monkeypatch.setattr("eagle31_hf.stats.time.perf_counter", lambda: next(now))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
-from statistics import fmean, pstdev
 from typing import Any
 
 PLAIN, PLAIN_COMPILED = "plain generate", "plain compiled"
 """The methods that draft nothing, by which others are measured."""
-
-WINDOW_TOKENS = 8
-"""Tokens of one stretch of text whose speed is looked at: longer than any accepted block is on average."""
 
 SAME, TIE, DIFFERENT, SAMPLED, REFERENCE = "same", "tie", "different", "sampled", "reference"
 """What an answer is against plain decoding's: equal; different only where the target's own rounding decides; different
@@ -145,39 +140,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
-
-
-def windows(arrivals: Sequence[tuple[float, int]], size: int = WINDOW_TOKENS) -> list[float]:
-    """Seconds of each whole stretch of `size` tokens.
-
-    Tokens arrive in blocks, so the time between two arrivals is shared among the tokens of the later one.
-
-    Args:
-        arrivals: (seconds, tokens handed out then), in order. What came first is where the clock starts.
-    """
-    if not arrivals:
-        return []
-    times, counts = [arrivals[0][0]], [0]
-    for moment, count in arrivals[1:]:
-        times.append(moment)
-        counts.append(counts[-1] + count)
-    marks, at = [], 0
-    for tokens in range(0, counts[-1] + 1, size):
-        while counts[at] < tokens:
-            at += 1
-        if counts[at] == tokens:
-            marks.append(times[at])
-        else:
-            share = (tokens - counts[at - 1]) / (counts[at] - counts[at - 1])
-            marks.append(times[at - 1] + share * (times[at] - times[at - 1]))
-    return [later - earlier for earlier, later in pairwise(marks)]
-
-
-def window_speeds(window_s: Sequence[float]) -> list[float]:
-    """Tokens per second of each stretch."""
-    return [WINDOW_TOKENS / seconds for seconds in window_s if seconds > 0]
-
-
-def variation(values: Sequence[float]) -> float | None:
-    """Standard deviation over mean: 0 is perfectly steady; `None` of fewer than two."""
-    return pstdev(values) / fmean(values) if len(values) > 1 else None

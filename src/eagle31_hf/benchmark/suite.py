@@ -23,10 +23,11 @@ from ..errors import ConfigurationError, MemoryPlanError
 from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
+from ..stats import windows
 from ..target.binding import TargetBinding
 from ..target.device_clock import now
 from .bare import drafted_depths
-from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, windows
+from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict
 from .exactness import judge_greedy
 from .gauges import EnergyGauge, PeakGauge, TokenClock
 from .loop import PassCounter, ends_off, typical_context

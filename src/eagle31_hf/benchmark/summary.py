@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .calls import DIFFERENT, PLAIN, PLAIN_COMPILED, SAME, SAMPLED, TIE, CallRecord, TextPart, variation, window_speeds
+from ..stats import variation, window_speeds
+from .calls import DIFFERENT, PLAIN, PLAIN_COMPILED, SAME, SAMPLED, TIE, CallRecord, TextPart
 from .ratios import Spread, ratio, speeds
 from .record_file import Records
 

@@ -251,6 +251,7 @@ class SpeculativeDecoder:
         written: list[list[int]] = [[] for _ in self.rows]
         for b in batch.live:
             written[b] = emitted[b][: self.sequences.append(self.rows[b], emitted[b])]
+        self.clock.note_tokens(sum(len(new) for new in self.sequences.new))
         self.sequences.stop_if_out_of_time()
         return written
 

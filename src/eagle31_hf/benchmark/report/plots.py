@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigurationError
-from ..calls import WINDOW_TOKENS, window_speeds
+from ...stats import WINDOW_TOKENS, window_speeds
 from ..summary import MethodSummary
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#444444", "#B22222")
