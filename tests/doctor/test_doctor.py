@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +19,22 @@ from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.doctor import drift_probe, examination
 from eagle31_hf.doctor.drift import CONDITIONS, DriftCurve, plot_drift, summarise
 from eagle31_hf.doctor.drift_probe import drift_finding, probe_both_forms, probe_drift
-from eagle31_hf.doctor.examination import DEPTH, examine, preflight
-from eagle31_hf.doctor.losslessness import Difference, GreedyComparison, _chi_square, compare_greedy, compare_sampling
+from eagle31_hf.doctor.examination import DEPTH, draw_texts, examine, preflight
+from eagle31_hf.doctor.losslessness import (
+    OTHER,
+    Difference,
+    GreedyComparison,
+    Openings,
+    compare_greedy,
+    compare_sampling,
+    exact_openings,
+)
 from eagle31_hf.doctor.patient import Patient
+from eagle31_hf.doctor.prompts import CONVERSATIONS as OF_MANY_KINDS
 from eagle31_hf.doctor.replay import SINK_TOKENS, replay
-from eagle31_hf.doctor.variants import other_readings, score_readings, score_vocabulary
+from eagle31_hf.doctor.variants import mean_over_tokens, other_readings, score_readings, score_vocabulary
 from eagle31_hf.drafter.replay import TargetText, read_text
-from helpers import CONFIGS, demo_tokenizer, prompts_for, random_drafter, random_target, seeded
+from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 40
 
@@ -58,11 +67,13 @@ def written(target: Any, prompts: list[dict[str, Tensor]]) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def many(target: Any) -> list[TargetText]:
-    """What the target writes after forty held-out prompts: what small differences take to be told."""
-    prompts = [{"input_ids": torch.tensor([ids])} for ids in prompts_for("demo-target", 40)]
-    written = [target.generate(**p, do_sample=False, max_new_tokens=NEW_TOKENS)[0] for p in prompts]
-    return texts_for(attached(target), written, prompts)
+def many(target: Any, tokenizer: Any) -> list[TargetText]:
+    """What the doctor reads of the embedded pair unless told otherwise: small differences take that much."""
+    prompts = [encode(tokenizer, conversation) for conversation in [*CONVERSATIONS, *OF_MANY_KINDS]]
+    drafter = attached(target)
+    written = [target.generate(**p, do_sample=False, max_new_tokens=48)[0] for p in prompts]
+    written += draw_texts(drafter, prompts, new_tokens=48)
+    return [text for text in texts_for(drafter, written, prompts * 2) if len(text.starts(DEPTH)) > 0]
 
 
 def attached(target: Any, **fields: Any) -> Eagle31Drafter:
@@ -207,6 +218,16 @@ def test_the_right_configuration_is_left_alone(target: Any, many: list[TargetTex
     assert not score_vocabulary(drafter, many, replays).is_wrong
 
 
+def test_each_token_counts_alike_and_the_error_is_that_of_texts() -> None:
+    """Two texts of 4 and 1 tokens by hand, and one that says nothing."""
+    texts = [torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.tensor([[7.0, math.nan]]), torch.tensor([[math.nan]])]
+    mean, error = mean_over_tokens([text.double() for text in texts])
+    assert mean == pytest.approx(15 / 5)
+    assert error == pytest.approx(math.sqrt(2 / 1 * ((8 - 12) ** 2 + (7 - 3) ** 2)) / 5)
+    assert mean_over_tokens(texts[2:]) == (0.0, math.inf)
+    assert mean_over_tokens(texts[:1])[1] == math.inf, "one text tells no error"
+
+
 @pytest.mark.parametrize("plant", ["shifted", "ids for offsets"])
 def test_a_wrong_draft_vocabulary_is_named(
     plant: str, target: Any, written: list[Tensor], prompts: list[dict[str, Tensor]]
@@ -277,10 +298,36 @@ def test_sampling_is_tested_against_exact_probabilities(target: Any, prompts: li
     honest = compare_sampling(drafter, prompts[4], samples=300, batch=100)
     assert honest.is_exact
     assert honest.samples == 300
-    expected = {(0,): 0.5, (1,): 0.3, (2,): 0.2}
-    assert _chi_square(Counter({(0,): 500, (1,): 300, (2,): 200}), expected, "own").is_exact
-    assert not _chi_square(Counter({(0,): 600, (1,): 250, (2,): 150}), expected, "own").is_exact
-    assert _chi_square(Counter({(0,): 999, (7,): 1}), expected, "own").impossible == 1
+    probs = {(0,): 0.5, (1,): 0.3, (OTHER,): 0.2}
+    expected = Openings(probs, dict.fromkeys(probs, 0.0), {(): {0, 1, 2}})
+    assert expected.test([[0]] * 500 + [[1]] * 300 + [[2]] * 200).is_exact
+    assert not expected.test([[0]] * 600 + [[1]] * 250 + [[2]] * 150).is_exact
+    assert expected.test([[0]] * 999 + [[7]]).impossible == 1
+
+
+class RoundingModel:
+    """Two forwards of unlike length round unlike: the third and the fourth token change places."""
+
+    def __call__(self, ids: Tensor) -> Any:
+        logits = torch.tensor([3.0, 2.5, 2.0, 2.0, -9.0]).repeat(*ids.shape, 1)
+        logits[..., 2 if ids.shape[1] % 2 else 3] -= 2**-6
+        return SimpleNamespace(logits=logits)
+
+
+def test_what_rounding_does_to_a_distribution_is_no_difference() -> None:
+    openings = exact_openings(RoundingModel(), torch.zeros(1, 4, dtype=torch.long))
+    assert sum(openings.probs.values()) == pytest.approx(1.0)
+    assert max(openings.moved.values()) < 0.02
+    assert len(openings.probs) == 15, "8 of likely tokens alone, 7 that leave them at one of seven places"
+    probs = torch.tensor([3.0, 2.5, 2.0]).softmax(-1)
+    with seeded(0):
+        ranks = torch.multinomial(probs, 1800, replacement=True).view(600, 3)
+    third_or_fourth = torch.where(ranks == 2, 2 + torch.arange(600)[:, None] % 2, ranks)
+    assert openings.test(third_or_fourth.tolist()).is_exact
+    assert openings.test([[4, 0, 0]]).impossible == 1
+    with seeded(0):
+        flat = torch.randint(0, 3, (600, 3))
+    assert not openings.test(flat.tolist()).is_exact
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

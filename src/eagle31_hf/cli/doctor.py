@@ -34,9 +34,12 @@ def doctor(
     target: Annotated[str | None, typer.Option(help="Folder, Hub id or .gguf file; default: the embedded one.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET to examine with; default: 20 of many kinds.")
+        str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET to examine with; default: of many kinds.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most prompts to take, spread over the rows.")] = 20,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most prompts; default: 20 of a file, spread over its rows, or all own ones."),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens written after each prompt.")] = 48,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Only measure what rounds take here, and keep it for later runs.")
@@ -58,7 +61,7 @@ def doctor(
     """Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?"""
     console = make_console()
     # The prompts first: a wrong path should not cost loading a model.
-    given = [prompt.opening for prompt in read_prompts([prompts], limit)] if prompts else []
+    given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []
     pair = load_pair(PairSource(target, drafter, dtype, device, acceleration=acceleration))
     if calibrate:
         _calibrate(console, pair, json_path)
@@ -107,7 +110,8 @@ def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
 
 
 def _own_conversations(pair: Pair) -> list[Messages]:
-    return list(DEMO_CONVERSATIONS if pair.uses_embedded_target else CONVERSATIONS)
+    """Those of many kinds; before them the embedded target's own subjects, for it has little to say of others."""
+    return [*(DEMO_CONVERSATIONS if pair.uses_embedded_target else ()), *CONVERSATIONS]
 
 
 def _show(console: Console, seen: Examination) -> None:

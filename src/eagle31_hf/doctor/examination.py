@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
 from ..target.quantized import holds_packed_weights
@@ -98,7 +101,8 @@ def examine(
     seen.sampling = compare_sampling(patient.drafter, min(prompts, key=lambda prompt: prompt["input_ids"].shape[1]))
     seen.findings.append(_sampling_finding(seen.sampling))
     seen.findings.append(_acceptance_finding(seen.greedy, promised_acceptance(patient.folder)))
-    texts = _long_enough(_texts_of(patient.drafter, seen.greedy))
+    drawn = draw_texts(patient.drafter, prompts, new_tokens=new_tokens)
+    texts = _long_enough(_read(patient.drafter, [*seen.greedy.texts, *drawn], prompts * 2))
     if texts:
         seen.readings, findings = _readings(patient.drafter, texts)
         seen.findings += findings
@@ -224,7 +228,7 @@ def _greedy_finding(greedy: GreedyComparison) -> Finding:
 
 def _sampling_finding(sampling: SamplingComparison) -> Finding:
     text = (
-        f"{sampling.samples} openings of {sampling.outcomes} possible ones: chi-square {sampling.chi_square:.1f} with "
+        f"{sampling.samples} openings of {sampling.outcomes} kinds: chi-square {sampling.chi_square:.1f} with "
         f"{sampling.degrees} degrees of freedom, p = {sampling.p_value:.3f}"
     )
     if sampling.is_exact:
@@ -266,12 +270,27 @@ def _acceptance_finding(greedy: GreedyComparison, promised: float | None) -> Fin
     return Finding("acceptance", "ok", text)
 
 
-def _texts_of(drafter: Eagle31Drafter, greedy: GreedyComparison) -> list[TargetText]:
+def draw_texts(
+    drafter: Eagle31Drafter, prompts: Sequence[dict[str, Tensor]], *, new_tokens: int, seed: int = 0
+) -> list[Tensor]:
+    """A sampled text `(T,)` of the target's after every prompt: greedy ones alone tell small differences too late."""
+    model: Any = drafter.require_binding().model
+    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return [
+            model.generate(**prompt, **how, max_new_tokens=new_tokens, assistant_model=drafter)[0].cpu()
+            for prompt in prompts
+        ]
+
+
+def _read(drafter: Eagle31Drafter, written: Sequence[Tensor], prompts: Sequence[dict[str, Tensor]]) -> list[TargetText]:
     binding = drafter.require_binding()
     readings = other_readings(drafter.config, len(binding.layers))
     keep = sorted(layers_to_keep(readings, binding.aux_layers))
     return [
-        read_text(binding, ids, length, keep) for ids, length in zip(greedy.texts, greedy.prompt_lengths, strict=True)
+        read_text(binding, ids, prompt["input_ids"].shape[1], keep)
+        for ids, prompt in zip(written, prompts, strict=True)
     ]
 
 

@@ -151,7 +151,7 @@ class SamplingComparison:
 
     Attributes:
         samples: texts drawn with the drafter.
-        outcomes: different openings that are possible.
+        outcomes: kinds of openings (`Openings`).
         impossible: drawn openings that the target alone cannot write.
         chi_square: the statistic; `degrees` its degrees of freedom.
         p_value: chance of so large a statistic if the distributions are equal.
@@ -179,8 +179,8 @@ def compare_sampling(
     model: Any = drafter.require_binding().model
     warping = {"do_sample": True, "temperature": 1.0, "top_k": SAMPLED_TOP_K, "top_p": 1.0, "num_beams": 1}
     length = prompt["input_ids"].shape[1]
-    expected = _exact_openings(model, prompt["input_ids"])
-    drawn = Counter[tuple[int, ...]]()
+    openings = exact_openings(model, prompt["input_ids"])
+    drawn: list[list[int]] = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for _ in range(-(-samples // batch)):
@@ -193,45 +193,95 @@ def compare_sampling(
                 num_return_sequences=batch,
                 assistant_model=drafter,
             )
-            drawn.update(tuple(row) for row in out[:, length:].tolist())
+            drawn += out[:, length:].tolist()
     stats = drafter.stats
-    return _chi_square(drawn, expected, stats.loop if stats else "")
+    return openings.test(drawn, stats.loop if stats else "")
+
+
+OTHER = -1
+"""Ends the kind of an opening that left the two likeliest tokens."""
+
+LONGER_BY = 5
+"""Tokens behind a prefix when its logits are computed a second time, in a forward of another shape."""
+
+
+@dataclass
+class Openings:
+    """What a text may begin with, and how often.
+
+    At each step there are three kinds of token: the two likeliest, and all others, after which an opening is followed
+    no further. In 16 bits the third and fourth token may change places between a forward of one token and one of
+    several, which would make single openings impossible; these kinds keep their probabilities.
+
+    Attributes:
+        probs: of each kind, tokens or `OTHER` at its end.
+        moved: by how much a forward of another shape, which is as right, moves that probability.
+        allowed: for each beginning, the tokens that top-k keeps in a forward of either shape.
+    """
+
+    probs: dict[tuple[int, ...], float]
+    moved: dict[tuple[int, ...], float]
+    allowed: dict[tuple[int, ...], set[int]]
+
+    def kind_of(self, opening: Sequence[int]) -> tuple[int, ...] | None:
+        """`None` if the target cannot write it."""
+        begun: tuple[int, ...] = ()
+        for token in opening:
+            if token not in self.allowed[begun]:
+                return None
+            longer = (*begun, token)
+            if longer not in self.allowed and longer not in self.probs:
+                return (*begun, OTHER)
+            begun = longer
+        return begun
+
+    def test(self, drawn: Sequence[Sequence[int]], loop: str = "") -> SamplingComparison:
+        """Chi-square of drawn openings; a cell's deviation counts as far as rounding does not explain it."""
+        kinds = Counter(self.kind_of(opening) for opening in drawn)
+        samples, impossible = len(drawn), kinds.pop(None, 0)
+        common = sorted(kind for kind, prob in self.probs.items() if prob * samples >= SMALLEST_EXPECTED)
+        rare = sorted(self.probs.keys() - set(common))
+        statistic, cells = 0.0, 0
+        for group in [*([kind] for kind in common), rare]:
+            wanted, moved = (sum(of[kind] for kind in group) * samples for of in (self.probs, self.moved))
+            if wanted > 0:
+                seen = sum(kinds[kind] for kind in group)
+                statistic += max(0.0, abs(seen - wanted) - moved) ** 2 / wanted
+                cells += 1
+        degrees = max(1, cells - 1)
+        p_value = float(torch.special.gammaincc(torch.tensor(degrees / 2.0), torch.tensor(statistic / 2.0)))
+        return SamplingComparison(samples, len(self.probs), impossible, statistic, degrees, p_value, loop)
 
 
 @torch.no_grad()
-def _exact_openings(model: Any, prompt_ids: Tensor) -> dict[tuple[int, ...], float]:
-    """Probability of every opening of `SAMPLED_TOKENS` tokens under top-k and temperature 1."""
-    openings: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(SAMPLED_TOKENS):
-        prefixes = list(openings)
-        ids = torch.cat(
-            [
-                torch.cat((prompt_ids, prompt_ids.new_tensor([prefix])), 1) if prefix else prompt_ids
-                for prefix in prefixes
-            ]
-        )
-        best = model(ids).logits[:, -1].float().topk(SAMPLED_TOP_K, dim=-1)
-        probs = best.values.softmax(-1)
-        longer = {}
-        for row, prefix in enumerate(prefixes):
-            for token, prob in zip(best.indices[row].tolist(), probs[row].tolist(), strict=True):
-                longer[(*prefix, token)] = openings[prefix] * prob
-        openings = longer
-    return openings
+def exact_openings(model: Any, prompt_ids: Tensor) -> Openings:
+    """Probability of every kind of opening of `SAMPLED_TOKENS` tokens under top-k and temperature 1."""
+    found = Openings({}, {}, {})
+    begun: dict[tuple[int, ...], tuple[float, float]] = {(): (1.0, 1.0)}  # by a forward of either shape
+    for step in range(SAMPLED_TOKENS):
+        prefixes = torch.tensor(list(begun), dtype=prompt_ids.dtype, device=prompt_ids.device).view(len(begun), step)
+        ids = torch.cat((prompt_ids.expand(len(begun), -1), prefixes), dim=1)
+        longer = torch.cat((ids, ids[:, -1:].expand(-1, LONGER_BY)), dim=1)
+        shapes = [model(ids).logits[:, -1].float(), model(longer).logits[:, ids.shape[1] - 1].float()]
+        warped = [_top_k(logits).cpu() for logits in shapes]
+        grown = {}
+        for row, (prefix, before) in enumerate(begun.items()):
+            of_row = [probs[row] for probs in warped]
+            likeliest = of_row[0].topk(2).indices.tolist()
+            found.allowed[prefix] = {token for probs in of_row for token in probs.nonzero().flatten().tolist()}
+            branches = {token: tuple(float(probs[token]) for probs in of_row) for token in likeliest}
+            branches[OTHER] = tuple(max(0.0, 1 - float(probs[likeliest].sum())) for probs in of_row)
+            for token, here in branches.items():
+                kind, both = (*prefix, token), (before[0] * here[0], before[1] * here[1])
+                if token == OTHER or step + 1 == SAMPLED_TOKENS:
+                    found.probs[kind], found.moved[kind] = sum(both) / 2, abs(both[0] - both[1])
+                else:
+                    grown[kind] = both
+        begun = grown
+    return found
 
 
-def _chi_square(
-    drawn: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], loop: str
-) -> SamplingComparison:
-    samples = sum(drawn.values())
-    impossible = sum(count for opening, count in drawn.items() if opening not in expected)
-    common = {opening for opening, prob in expected.items() if prob * samples >= SMALLEST_EXPECTED}
-    cells = [(drawn[opening], expected[opening] * samples) for opening in sorted(common)]
-    rare = [opening for opening in expected if opening not in common]
-    rare_expected = sum(expected[opening] for opening in rare) * samples
-    if rare_expected > 0:
-        cells.append((sum(drawn[opening] for opening in rare), rare_expected))
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
-    degrees = max(1, len(cells) - 1)
-    p_value = float(torch.special.gammaincc(torch.tensor(degrees / 2.0), torch.tensor(statistic / 2.0)))
-    return SamplingComparison(samples, len(expected), impossible, statistic, degrees, p_value, loop)
+def _top_k(logits: Tensor) -> Tensor:
+    """Probabilities `(n, V)` of the `SAMPLED_TOP_K` best; what ties with the last of them stays, as in `generate`."""
+    last = logits.topk(SAMPLED_TOP_K, dim=-1).values[:, -1:]
+    return logits.masked_fill(logits < last, -torch.inf).softmax(-1)

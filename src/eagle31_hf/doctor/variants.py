@@ -42,7 +42,8 @@ class ReadingScore:
 
     Attributes:
         acceptance_length, acceptance_before: mean accepted drafts and the bonus token, of this reading and as it is.
-        gain: mean log-probability of the target's token, this reading's less that of the configuration as it is.
+        gain: mean log-probability of the target's token, this reading's less that of the configuration as it is, each
+            token of each draft depth counted once.
         standard_error: of `gain`, texts taken as independent.
     """
 
@@ -100,13 +101,27 @@ def score_readings(
 
 
 def _score(reading: Reading, before: Sequence[Replay], after: Sequence[Replay]) -> ReadingScore:
-    gains = torch.stack(
-        [(new.log_probs - old.log_probs).double().nanmean() for new, old in zip(after, before, strict=True)]
-    )
-    gains = gains[~gains.isnan()]  # a text none of whose tokens can be drafted says nothing
-    error = float(gains.std() / math.sqrt(len(gains))) if len(gains) > 1 else math.inf
-    gain = float(gains.mean()) if len(gains) else 0.0
+    pairs = zip(after, before, strict=True)
+    gain, error = mean_over_tokens([(new.log_probs - old.log_probs).double() for new, old in pairs])
     return ReadingScore(reading, _acceptance_length(after), _acceptance_length(before), gain, error)
+
+
+def mean_over_tokens(texts: Sequence[Tensor]) -> tuple[float, float]:
+    """Mean of a figure that each token of each text has (NaN where it has none), and its standard error.
+
+    Each token counts alike, so short texts do not drown long ones; the error is that of a ratio of sums over texts,
+    which are independent while their tokens are not (Cochran, Sampling Techniques, 1977, 6.4).
+    """
+    known = [text[~text.isnan()] for text in texts]
+    sums = torch.tensor([float(text.sum()) for text in known], dtype=torch.float64)
+    counts = torch.tensor([len(text) for text in known], dtype=torch.float64)
+    used = int((counts > 0).sum())  # a text none of whose tokens can be drafted says nothing
+    if not used:
+        return 0.0, math.inf
+    mean = sums.sum() / counts.sum()
+    squares = (sums - mean * counts).square().sum()
+    error = float(squares.mul(used / (used - 1)).sqrt() / counts.sum()) if used > 1 else math.inf
+    return float(mean), error
 
 
 def _acceptance_length(replays: Sequence[Replay]) -> float:
