@@ -334,6 +334,7 @@ class Eagle31Drafter(Eagle31Network):
 
     @property
     def stats(self) -> SpeculationStats | None:
+        """What happened in this thread's last generation; `None` before the first one."""
         return self._last_stats.get()
 
     @stats.setter

@@ -73,10 +73,12 @@ class MemoryPlan:
 
     @property
     def peak_moment(self) -> str:
+        """The moment of a run at which most is alive, by its name in `bytes_by_moment`."""
         return max(self.bytes_by_moment, key=self.bytes_by_moment.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes alive at that moment."""
         return self.bytes_by_moment[self.peak_moment]
 
     @property
@@ -86,6 +88,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
+        """Whether the peak keeps within `budget_bytes`."""
         return self.peak_bytes <= self.budget_bytes
 
     @property
@@ -189,6 +192,7 @@ class MemoryPlan:
             raise MemoryPlanError(f"this is not a memory plan as `to_dict` writes it: {error}; plan again") from error
 
     def to_json(self) -> str:
+        """`to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
 

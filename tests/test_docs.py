@@ -1,0 +1,109 @@
+"""Commands take the options that pages show them with, and the API page holds all that is public."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shlex
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import typer.main
+
+import eagle31_hf
+from eagle31_hf.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
+                *(ROOT / "examples").rglob("*.md")])  # fmt: skip
+BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.M | re.S)
+INLINE = re.compile(r"`(eagle31 [^`\n]+)`")
+COMMAND = re.compile(r"^(?:[\w./-]+/)?eagle31 .*$", re.M)
+
+
+def shown_commands(page: Path) -> list[str]:
+    """What a page tells to type, each in one line."""
+    text = page.read_text(encoding="utf-8")
+    blocks = "\n".join(BLOCK.findall(text)).replace("\\\n", " ")
+    return COMMAND.findall(blocks) + INLINE.findall(text)
+
+
+def unknown_options(line: str) -> list[str]:
+    """What of a command line the command does not know."""
+    words = shlex.split(line, comments=True)[1:]
+    command: Any = typer.main.get_command(app)
+    while words and hasattr(command, "commands"):
+        name = words.pop(0)
+        if name not in command.commands:
+            return [name]
+        command = command.commands[name]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_take_the_options_they_are_shown_with(page: Path) -> None:
+    wrong = {line: unknown for line in shown_commands(page) if (unknown := unknown_options(line))}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("eagle31 doctor --target T --drift  # --words", []),
+        ("eagle31 doctor --targt T", ["--targt"]),
+        ("eagle31 bench run --out=x.jsonl", []),
+        ("eagle31 bench runs --out x", ["runs"]),
+    ],
+)
+def test_what_is_looked_for(line: str, unknown: list[str]) -> None:
+    assert unknown_options(line) == unknown
+
+
+# --- the API page -----------------------------------------------------------------------------------------------------
+
+
+def documented() -> dict[str, list[str]]:
+    """Path of each object on the API page, and the members it is shown with."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    found = re.findall(r"^::: (\S+)\n((?:    .*\n|\n)*)", page, re.M)
+    members = {path: re.search(r"members: \[(.*)\]", options) for path, options in found}
+    return {path: shown[1].split(", ") if shown else [] for path, shown in members.items()}
+
+
+def named(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def test_the_page_holds_every_public_name() -> None:
+    from eagle31_hf import errors
+
+    shown = [named(path) for path in documented()]
+    assert errors in shown, "errors are shown as a module"
+    lacking = [name for name in eagle31_hf.__all__ if getattr(eagle31_hf, name) not in (*shown, errors.Eagle31Error)]
+    assert not lacking
+
+
+def test_whatever_is_shown_is_explained() -> None:
+    silent = []
+    for path, members in documented().items():
+        thing = named(path)
+        parts = {path: thing, **{f"{path}.{name}": inspect.getattr_static(thing, name) for name in members}}
+        if inspect.isclass(thing) and not members:
+            public = {name: part for name, part in vars(thing).items() if not name.startswith("_")}
+            kinds = (property, classmethod, FunctionType)
+            parts |= {f"{path}.{name}": part for name, part in public.items() if isinstance(part, kinds)}
+        silent += [name for name, part in parts.items() if not inspect.getdoc(part)]
+    assert not silent
+
+
+def test_methods_that_pages_speak_of_are_shown() -> None:
+    spoken = {name for page in PAGES for name in re.findall(r"Eagle31Drafter\.([a-z]\w+)", page.read_text("utf-8"))}
+    assert spoken <= set(documented()["eagle31_hf.drafter.drafter.Eagle31Drafter"])
