@@ -112,6 +112,7 @@ def run_notes(summary: RunSummary) -> list[str]:
         f"{method.method}, {method.setting}: {served}."
         for method in summary.methods
         for served in sorted({call.served_by for call in method.calls if ":" in call.served_by})
+        if not served.endswith(": asked for")  # the reason of generation/routing.py that is no surprise
     ]
     for method in summary.methods:
         if method.thinking.rounds:

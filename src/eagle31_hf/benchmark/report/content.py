@@ -63,8 +63,8 @@ def _section(anchor: str, records: Records, price_per_hour: float | None) -> Sec
     place, pair, settings = run["machine"], run["pair"], run["settings"]
     conditions = (
         f"Target {pair['target']['name']}, drafter {pair['drafter']['name']}, {pair['dtype']}, on {place['device']} "
-        f"({place['processor']}, {place['threads']} threads). {len(run['prompts'])} prompts, at most "
-        f"{settings['new_tokens']} new tokens, {settings['repeats']} repeats."
+        f"({place['processor']}, {_count(place['threads'], 'thread')}). {_count(len(run['prompts']), 'prompt')}, "
+        f"at most {settings['new_tokens']} new tokens, {_count(settings['repeats'], 'repeat')}."
     )
     ledgers = records.notes_of("ledger")
     parts = tuple(
@@ -81,7 +81,7 @@ def _part(anchor: str, setting: Setting, summary: RunSummary, ledger: dict[str, 
     if any(method.thinking.rounds for method in methods):
         tables.append(_thinking(methods))
     title = str(setting)
-    plots = tuple(draw_all(anchor, methods, ledger))
+    plots = tuple(draw_all(anchor, methods, ledger, summary.run.get("counted", {}).get("memory", "")))
     return Part(anchor, title[0].upper() + title[1:], _words(methods), tuple(tables), plots)
 
 
@@ -150,6 +150,10 @@ def _thinking(methods: Sequence[MethodSummary]) -> DataTable:
     return DataTable("Acceptance length inside and outside <think>", ("method", "inside", "outside"), tuple(rows))
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def _number(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
 
@@ -169,7 +173,7 @@ def _provenance(run: dict[str, Any]) -> DataTable:
         "command": run["command"],
         "commit": run.get("commit", ""),
         "versions": ", ".join(f"{n} {run[n]}" for n in ("eagle31_hf", "torch", "transformers", "python") if n in run),
-        "processor": f"{run['machine']['processor']}, {run['machine']['threads']} threads",
+        "processor": f"{run['machine']['processor']}, {_count(run['machine']['threads'], 'thread')}",
         "target": f"{pair['target']['name']} ({pair['target']['revision']})",
         "drafter": f"{pair['drafter']['name']} ({pair['drafter']['revision']})",
         "precision": f"{pair['dtype']}, quantisation {pair['quantisation']}, attention {pair.get('attention', '')}",

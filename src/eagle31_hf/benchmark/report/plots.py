@@ -18,6 +18,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#4
 """Colours that are told apart by colour-blind readers, too (after Okabe and Ito), and seen on white."""
 
 MARKERS = "osD^vPX*"
+MOST_BANDS = 3  # more cover each other
 WIDTH, HEIGHT = 5.0, 3.1  # inches at 11 points: legible on a phone's width
 STYLE: dict[str, Any] = {
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
@@ -84,14 +85,16 @@ def colours(methods: Sequence[MethodSummary]) -> dict[str, str]:
     return {method.method: PALETTE[i % len(PALETTE)] for i, method in enumerate(methods)}
 
 
-def draw_all(name: str, methods: Sequence[MethodSummary], ledger: dict[str, Any] | None) -> list[Plot]:
-    """Every plot the records have figures for."""
+def draw_all(
+    name: str, methods: Sequence[MethodSummary], ledger: dict[str, Any] | None, counted: str = ""
+) -> list[Plot]:
+    """Every plot the records have figures for; `counted` says of what the peak of memory is."""
     made = (
         categories_plot(name, methods),
         positions_plot(name, methods),
         rounds_plot(name, methods),
         pace_plot(name, methods),
-        memory_plot(name, methods, ledger),
+        memory_plot(name, methods, ledger, counted),
     )
     return [plot for plot in made if plot is not None]
 
@@ -236,12 +239,13 @@ def pace_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
     pace = {method: found for method, found in pace.items() if len(found) > 1}
     if not pace:
         return None
-    colour = colours(methods)
+    colour, with_bands = colours(methods), len(pace) <= MOST_BANDS
     with _axes() as (axes, made):
         for marker, (method, found) in zip(MARKERS, pace.items(), strict=False):
             at = [WINDOW_TOKENS * (i + 0.5) for i in range(len(found))]
             low, middle, high = np.array(found).T
-            axes.fill_between(at, low, high, color=colour[method], alpha=0.15, lw=0)
+            if with_bands:
+                axes.fill_between(at, low, high, color=colour[method], alpha=0.15, lw=0)
             axes.plot(at, middle, color=colour[method], marker=marker, ms=4, label=method)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens written")
@@ -255,7 +259,8 @@ def pace_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
     )  # fmt: skip
     table = DataTable("Median tokens per second along the text", ("tokens", *pace), rows)
     told = "; ".join(f"{m} {found[0][1]:.0f} at first, {found[-1][1]:.0f} at the end" for m, found in pace.items())
-    words = f"Lines of the median tokens per second along the text, with the middle half of the texts: {told}."
+    bands = ", with the middle half of the texts" if with_bands else ""
+    words = f"Lines of the median tokens per second along the text{bands}: {told}."
     return Plot(f"{name}-pace", "Tokens per second over the text", words, made[0], table)
 
 
@@ -275,7 +280,9 @@ def _pace(method: MethodSummary) -> list[tuple[float, float, float]]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory_plot(name: str, methods: Sequence[MethodSummary], ledger: dict[str, Any] | None) -> Plot | None:
+def memory_plot(
+    name: str, methods: Sequence[MethodSummary], ledger: dict[str, Any] | None, counted: str = ""
+) -> Plot | None:
     """The plan's terms, largest first, and what each method took at its peak."""
     terms = sorted(((t["name"], t["bytes"]) for t in (ledger or {}).get("terms", ())), key=lambda term: -term[1])
     peaks = [(method.method, method.peak_bytes) for method in methods if method.peak_bytes is not None]
@@ -284,7 +291,9 @@ def memory_plot(name: str, methods: Sequence[MethodSummary], ledger: dict[str, A
     bars = [(f"plan: {term}", size) for term, size in terms] + [(f"taken: {method}", size) for method, size in peaks]
     with _axes(0.8 + 0.3 * len(bars)) as (axes, made):
         tints = [PALETTE[2]] * len(terms) + [PALETTE[1]] * len(peaks)
-        axes.barh([label for label, _ in bars], [size / 1e6 for _, size in bars], 0.65, color=tints)
+        drawn = axes.barh([label for label, _ in bars], [size / 1e6 for _, size in bars], 0.65, color=tints)
+        axes.bar_label(drawn, fmt="%.1f", padding=3, fontsize=9)
+        axes.margins(x=0.16, y=0.01)
         axes.invert_yaxis()
         axes.set_xlabel("MB")
         axes.grid(axis="y", visible=False)
@@ -292,5 +301,6 @@ def memory_plot(name: str, methods: Sequence[MethodSummary], ledger: dict[str, A
     total = sum(size for _, size in terms)
     planned = f"The plan's terms add up to {total / 1e6:.0f} MB; the largest is {terms[0][0]}. " if terms else ""
     most = max((size for _, size in peaks), default=0)
+    caption = f"Memory in MB; taken: {counted}" if peaks and counted else "Memory in MB"
     words = f"Bars of memory. {planned}" + (f"The most any method took is {most / 1e6:.0f} MB." if peaks else "")
-    return Plot(f"{name}-memory", "Memory", words, made[0], DataTable("Memory in MB", ("what", "MB"), rows))
+    return Plot(f"{name}-memory", "Memory", words, made[0], DataTable(caption, ("what", "MB"), rows))
