@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from eagle31_hf.checkpoints import write_checkpoint
 from eagle31_hf.checkpoints.card import check_card, fill_card
 from eagle31_hf.checkpoints.publish import prepare_upload
 from eagle31_hf.cli import app
+from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, PublishingError
 from eagle31_hf.training.settings import TrainingSettings
 from helpers import DEMO_DRAFTER
@@ -135,6 +137,14 @@ def test_the_card_tells_use_evidence_training_limits_and_licence(folder):
     assert "{{" not in card
     data = ModelCard(card).data
     assert (data.base_model, data.license, data.base_model_relation) == ("owner/target", "apache-2.0", "adapter")
+
+
+def test_what_a_card_says_of_transformers_runs_as_it_stands(folder, capsys):
+    report = json.loads((folder / "training_report.json").read_text()) | {"target": str(target_path())}
+    (folder / "training_report.json").write_text(json.dumps(report))
+    (code,) = re.findall(r"```python\n(.*?)```", fill_card(folder, str(folder)), flags=re.DOTALL)
+    exec(code.replace("max_new_tokens=256", "max_new_tokens=8"), {})
+    assert "acceptance length" in capsys.readouterr().out
 
 
 def test_a_profile_beside_it_is_shown_and_published(folder):
