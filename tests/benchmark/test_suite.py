@@ -1,6 +1,9 @@
 """`eagle31 bench run` on small targets: what is written down, what is refused, and that a stopped run loses nothing."""
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 
@@ -318,6 +321,34 @@ def test_a_stopped_command_goes_on(record_file, tmp_path):
     whole, again = read_records(path), read_records(stopped)
     assert [*map(what_does_not_hang_on_time, again.calls)] == [*map(what_does_not_hang_on_time, whole.calls)]
     assert "of another run" in command(*options, "--resume", "--seed", 1, code=1).stderr
+
+
+KILLED = """
+import json, os, signal
+from eagle31_hf.benchmark.record_file import RecordWriter
+from eagle31_hf.cli import app
+
+def write_half_and_die(writer, calls):
+    text = "".join(json.dumps(call.to_dict()) + "\\n" for call in calls)
+    os.write(writer._file.fileno(), text[: len(text) // 2].encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+whole = RecordWriter.write_turn
+RecordWriter.write_turn = lambda writer, calls: (write_half_and_die if calls[0].repeat else whole)(writer, calls)
+app()
+"""
+
+
+def test_a_process_killed_while_it_writes_is_gone_on_with(record_file, tmp_path):
+    """A real one, by a signal it cannot catch, when half of its third turn is on the disk."""
+    options = ("--out", str(tmp_path / "run.jsonl"), "--limit", "2", "--new-tokens", "10", "--repeats", "2", "--dtype",
+               "fp32", "--methods", "plain generate,chain", "--price-per-hour", "0.5")  # fmt: skip
+    killed = subprocess.run([sys.executable, "-c", KILLED, "bench", "run", *options], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert "going on behind turn 2 of 4" in command(*options, "--resume").stdout
+    whole, again = read_records(record_file[0]), read_records(tmp_path / "run.jsonl")
+    assert not again.cut_at
+    assert [*map(what_does_not_hang_on_time, again.calls)] == [*map(what_does_not_hang_on_time, whole.calls)]
 
 
 def test_the_command_compares_two_runs(record_file, tmp_path):
