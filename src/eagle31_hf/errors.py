@@ -2,7 +2,7 @@
 
     Eagle31Error
     ├── ConfigurationError            a config field is missing, absurd or contradicts another
-    ├── CheckpointError               a drafter checkpoint cannot be used
+    ├── CheckpointError               a drafter checkpoint cannot be used, or not written
     │   ├── CheckpointNotFoundError   no such folder or Hub id, or no network to ask
     │   ├── CheckpointFormatError     the files are there, their content is not an EAGLE-3 / 3.1 drafter (or no GGUF)
     │   └── UnsafeCheckpointError     the file would run code when read; nothing was run
@@ -29,7 +29,7 @@ class ConfigurationError(Eagle31Error, ValueError):
 
 
 class CheckpointError(Eagle31Error):
-    """A drafter checkpoint cannot be used."""
+    """A drafter checkpoint cannot be used, or not written."""
 
 
 class CheckpointNotFoundError(CheckpointError, OSError):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from test_checkpoints import (
     D2T,
     GROUPED_FORMATS,
@@ -18,10 +19,10 @@ from test_checkpoints import (
     speculators_config,
 )
 
-from eagle31_hf.checkpoints import read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints import files, read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.formats import find_format
 from eagle31_hf.checkpoints.losses import find_losses
-from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.errors import CheckpointError, ConfigurationError
 
 PAIRS = list(itertools.permutations(GROUPED_FORMATS, 2))
 FILES = ("config.json", "model.safetensors")
@@ -141,3 +142,31 @@ def test_a_reduced_drafter_keeps_its_map(tmp_path):
     left = read_checkpoint(tmp_path)
     assert torch.equal(left.tensors["d2t"], D2T)
     assert not left.config.is_eagle31
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_full_disk_is_told_in_a_line_and_leaves_things_as_they_were(tmp_path, monkeypatch, is_there):
+    """What safetensors raises there is no OSError."""
+    folder = tmp_path / "new" / "drafter"
+    if is_there:
+        write_checkpoint(make(), folder)
+        before = contents(folder)
+
+    def full(_tensors, path, **_how):
+        path.write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"could not be written to .*No space left.*another\s+folder"):
+        write_checkpoint(make(), folder)
+    if is_there:
+        assert contents(folder) == before
+        assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    else:
+        assert not folder.parent.exists()
+
+
+def test_a_place_that_cannot_be_made_is_told_in_a_line(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write_checkpoint(make(), tmp_path / "file" / "drafter")

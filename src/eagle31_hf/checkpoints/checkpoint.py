@@ -144,6 +144,7 @@ def write_checkpoint(
     Raises:
         ConfigurationError: no such format, or it cannot express this drafter; the message says which can.
         CheckpointFormatError: the tensors do not fit the config.
+        CheckpointError: it cannot be written there; what was there stays.
     """
     table = find_format(format)
     packed = _packed_to_write(checkpoint, format)

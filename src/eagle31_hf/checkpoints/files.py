@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
+from ..errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
 from .json_files import read_json, shown
 
 CONFIG_FILE = "config.json"
@@ -294,8 +295,33 @@ def holds_checkpoint(folder: Path) -> bool:
 def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Puts `config.json` and `model.safetensors` into `folder`, which at every moment holds the old checkpoint, none
     that can be read, or the new one. Other files stay, except the shards of the checkpoint replaced.
+
+    Raises:
+        CheckpointError: it cannot be written there (a full disk, no rights). Folders that were made for it are gone.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with _made_folder(folder):
+        _replace_files(folder, config, tensors)
+
+
+@contextmanager
+def _made_folder(folder: Path) -> Iterator[None]:
+    """A folder to write to; if that fails, none that was not there before."""
+    new: list[Path] = []
+    try:
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        for path in new:
+            with suppress(OSError):
+                path.rmdir()
+        raise CheckpointError(
+            f"the checkpoint could not be written to {shown(str(folder))} ({error}); make room there or name another "
+            "folder"
+        ) from error
+
+
+def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
         new_config.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
