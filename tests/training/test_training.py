@@ -6,9 +6,6 @@ import dataclasses
 import io
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,8 +52,10 @@ from eagle31_hf.training.policy.policy_model import (
     tree_reward,
 )
 from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains, roll_out_trees
+from eagle31_hf.training.processes import leave_process_group
 from eagle31_hf.training.progress import LiveProgress
 from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
+from warm_processes import finish, start_group
 
 VOCABULARY, DRAFT_VOCABULARY, ROW = 61, 29, 24
 
@@ -598,46 +597,27 @@ def test_another_drafters_checkpoint_is_refused(tmp_path: Path) -> None:
         trainer._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
 
 
-WORKER = """
-import json, sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
-import torch
-torch.set_num_threads(1)
-from eagle31_hf.training.processes import leave_process_group
-from test_training import losses_of, make_trainer
-trainer = make_trainer(Path(sys.argv[2]), steps=2, batch=int(sys.argv[3]), save_strategy="no")
-trainer.train()
-if trainer.is_world_process_zero():
-    assert trainer.args.world_size == int(sys.argv[4])
-    Path(sys.argv[2], "losses.json").write_text(json.dumps(losses_of(trainer)))
-del trainer
-leave_process_group()
-threads = [(task / "comm").read_text() for task in Path("/proc/self/task").glob("*")]
-assert not any("gloo" in name for name in threads), threads  # they would abort the process as it ends, now and then
-"""
+def train_together(folder: Path, batch: int, processes: int) -> None:
+    """Two steps in each of so many processes; the first writes down the losses."""
+    trainer = make_trainer(folder, steps=2, batch=batch, save_strategy="no")
+    trainer.train()
+    if trainer.is_world_process_zero():
+        assert trainer.args.world_size == processes
+        (folder / f"{processes}.json").write_text(json.dumps(losses_of(trainer)))
+    del trainer
+    leave_process_group()
+    threads = [(task / "comm").read_text() for task in Path("/proc/self/task").glob("*")]
+    # They would abort the process as it ends, now and then.
+    assert not any("gloo" in name for name in threads), threads
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    found = []
-    for processes, batch in ((1, 4), (2, 2)):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        # Without mpirun, `--cpu` starts one process whatever it is told; `--multi_gpu` starts as many as asked, and
-        # the script's `use_cpu` puts them on gloo.
-        launch = [sys.executable]
-        if processes > 1:
-            launch += ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
-            launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu", "--main_process_port", "0"]
-        command = [*launch, str(script), str(Path(__file__).parent), str(folder), str(batch), str(processes)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads((folder / "losses.json").read_text()))
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    train_together(tmp_path, 4, 1)
+    for process in start_group(2, train_together, tmp_path, 2, 2, log=tmp_path / "log"):
+        assert finish(process) == 0, [log.read_text()[-3000:] for log in tmp_path.glob("log.*")]
+    one, two = (json.loads((tmp_path / f"{processes}.json").read_text()) for processes in (1, 2))
+    assert two == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize(("ratio", "pays"), [(0.5, True), (0.9, False), (1.3, False)])

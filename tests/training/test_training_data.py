@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -43,6 +39,7 @@ from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.setup import resolve
 from eagle31_hf.training.train import train_drafter
 from hub_stand_in import StandInHub
+from warm_processes import finish, start_group
 
 CHAT = [
     {"role": "user", "content": "Two apples cost 4 dollars. What do five cost?"},
@@ -521,19 +518,8 @@ def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
     joint_run(str(rows), str(tmp_path / "1"), batch_rows=2)
-    run = f"import sys, {Path(__file__).stem} as test; test.joint_run(*sys.argv[1:], batch_rows=1)"
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    shared |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", run, str(rows), str(tmp_path / "2")],
-            env={**os.environ, **shared, "RANK": str(i), "LOCAL_RANK": str(i)}, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    for process in running:
-        assert process.wait(300) == 0, process.stderr.read()[-3000:]  # type: ignore[union-attr]
+    for process in start_group(2, joint_run, str(rows), str(tmp_path / "2"), 1, log=tmp_path / "log"):
+        assert finish(process) == 0, [log.read_text()[-3000:] for log in tmp_path.glob("log.*")]
     one, two = (json.loads((tmp_path / name / "training_report.json").read_text()) for name in ("1", "2"))
     for name in ("rows", "tokens", "supervised_tokens", "coverage"):
         assert one["plan"][name] == two["plan"][name], name
@@ -542,9 +528,3 @@ def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
     assert vocabularies[0] == vocabularies[1]
     assert two["stages"][0]["loss"] == pytest.approx(one["stages"][0]["loss"], rel=1e-3)
     assert (tmp_path / "2" / "data" / "conversations-1.jsonl").exists()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

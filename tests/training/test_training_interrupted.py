@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
 from eagle31_hf.demo import target_path
+from warm_processes import finish, run_command, start
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,23 +46,9 @@ def words_for(out: Path, *options: str) -> list[str]:
     return ["train", str(target_path()), *words, *options]
 
 
-def start(out: Path, *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", *words_for(out, *options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen) -> str:
-    """What it said to its end."""
-    try:
-        return process.communicate(timeout=240)[1]
-    finally:
-        process.kill()
-
-
-def wait_for(path: Path, process: subprocess.Popen) -> None:
+def wait_for(path: Path, process: BaseProcess, log: Path) -> None:
     while not path.exists():
-        assert process.poll() is None, process.stderr.read()[-2000:]  # type: ignore[union-attr]
+        assert process.is_alive(), log.read_text()[-2000:]
         time.sleep(0.002)
 
 
@@ -72,14 +57,14 @@ def losses(out: Path) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
 
 
-def fill_the_disk(process: subprocess.Popen) -> None:
+def fill_the_disk(process: BaseProcess) -> None:
     """From now on no file of it can grow past 64 KiB, which a checkpoint is larger than."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 
 
-INTERRUPTIONS: dict[str, Callable[[subprocess.Popen], None]] = {
-    "SIGTERM": lambda process: process.send_signal(signal.SIGTERM),
-    "SIGKILL": lambda process: process.send_signal(signal.SIGKILL),
+INTERRUPTIONS: dict[str, Callable[[BaseProcess], None]] = {
+    "SIGTERM": lambda process: process.terminate(),
+    "SIGKILL": lambda process: process.kill(),
     "full disk": fill_the_disk,
 }
 
@@ -88,13 +73,14 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> 
     """One run is stopped in each way, later every time, and told to go on."""
     whole, out = tmp_path / "whole" / "out", tmp_path / "stopped" / "out"
     for step, (interruption, stop) in enumerate(INTERRUPTIONS.items(), 2):
-        process = start(out, *(["--resume"] if step > 2 else []))
-        wait_for(out / "stage1" / f"checkpoint-{step}", process)  # while its files are being written
+        log = tmp_path / f"{step}.log"
+        process = start(run_command, words_for(out, *(["--resume"] if step > 2 else [])), log=log)
+        wait_for(out / "stage1" / f"checkpoint-{step}", process, log)  # while its files are being written
         stop(process)
-        said = finish(process)
-        assert process.returncode != 0, interruption
+        code, said = finish(process), log.read_text()
+        assert code != 0, interruption
         if interruption == "SIGTERM":
-            assert process.returncode == 128 + signal.SIGTERM
+            assert code == 128 + signal.SIGTERM
             assert re.search(r"stopped; kept in .*: stage1 up to step \d; go on .* --resume", said), said[-2000:]
         else:
             assert re.search(r"resuming  stage1 up to step \d", said), said[-2000:]
