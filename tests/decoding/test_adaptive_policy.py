@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from helpers import (
     use_fixed_shapes_only,
     wrapped_rounds,
 )
+from matrix import matrix, pairwise
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -52,11 +54,15 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
 
 
-def write(rows: int, *, plain: bool = False, name: str = "llama", **settings: Any) -> Tensor:
+def write(rows: int, name: str = "llama", **settings: Any) -> Tensor:
     inputs = left_padded(prompts_for(name, rows, seed=5))
-    assistant = {} if plain else {"assistant_model": drafter_of(name)}
-    told = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, **assistant, **settings}
-    return target_of(name).generate(**inputs, **told)
+    told = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "assistant_model": drafter_of(name)}
+    return target_of(name).generate(**inputs, **told | settings)
+
+
+@cache
+def plain_text(rows: int, name: str = "llama") -> Tensor:
+    return write(rows, name, assistant_model=None)
 
 
 def stats_of(name: str = "llama"):
@@ -69,36 +75,40 @@ def stats_of(name: str = "llama"):
 # --- the text ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize("acceleration", ["eager", "compile"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])  # the second with windows, the third row ends first
+@pytest.mark.parametrize(
+    ("name", "shape", "rows", "acceleration"),
+    matrix(["llama", "gemma3"], [*SHAPES], (1, 3), ("eager", "compile")),  # the third row ends first
+)
 def test_switching_in_every_round_writes_the_plain_text(name: str, shape: str, rows: int, acceleration: str) -> None:
-    plain = write(rows, plain=True, name=name)
+    plain = plain_text(rows, name)
     length = plain.shape[1] - NEW_TOKENS
     fields = SHAPES[shape] | {"num_assistant_tokens": 4, "acceleration": acceleration, "speculation_loop": "own"}
     with configured(drafter_of(name), **fields), switching_policies() as made:
         for seed in range(3):
             with oracle_drafts(plain, length, seed):
-                assert torch.equal(write(rows, name=name), plain)
+                assert torch.equal(write(rows, name), plain)
     assert set.union(*(policy.kinds for policy in made)) == {"none", "cut", "whole", "chain", "given"}
     assert stats_of(name).fallbacks == []
 
 
-@pytest.mark.parametrize(("rows", "acceleration"), [(1, "eager"), (1, "compile"), (3, "compile")])
-@pytest.mark.parametrize("schedule", STEERED)
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
-@pytest.mark.parametrize("costs", [CHEAP_DRAFTS, DEAR_DRAFTS], ids=["cheap", "dear"])
-def test_every_schedule_writes_the_plain_text(costs, shape: str, schedule: str, rows: int, acceleration: str) -> None:
-    plain = write(rows, plain=True)
+COSTS = {"cheap": CHEAP_DRAFTS, "dear": DEAR_DRAFTS}
+
+
+@pytest.mark.parametrize(
+    ("costs", "shape", "schedule", "rows", "acceleration"),
+    pairwise([*COSTS], ("chain", "dynamic"), STEERED, (1, 3), ("eager", "compile")),
+)
+def test_every_schedule_writes_the_plain_text(
+    costs: str, shape: str, schedule: str, rows: int, acceleration: str
+) -> None:
+    plain = plain_text(rows)
     length = plain.shape[1] - NEW_TOKENS
     fields = SHAPES[shape] | {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}
-    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle, costs):
+    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle, COSTS[costs]):
         with oracle_drafts(plain, length):
             assert torch.equal(write(rows), plain)
         assert torch.equal(write(rows), plain), "a drafter that is never right"
-        if costs is DEAR_DRAFTS:
+        if costs == "dear":
             assert stats_of().skipped_rounds > 0
 
 
@@ -121,7 +131,7 @@ def test_a_seed_writes_the_same_text_twice(schedule: str, acceleration: str) -> 
 
 def depths_of(right: int | None, rows: int = 1, **fields: Any) -> list[int]:
     """Depth of each round's draft where so many tokens are always right."""
-    plain = write(rows, plain=True)
+    plain = plain_text(rows)
     seen: list[int] = []
 
     class Watching(RoundWrapper):
@@ -178,7 +188,7 @@ def test_what_changes_is_told_with_its_reason() -> None:
 
 def test_a_text_that_repeats_itself_is_drafted_from() -> None:
     """The drafter is never right here; the target, told to write what it wrote before, is foretold by its prompt."""
-    once = write(1, plain=True)[0].tolist()
+    once = plain_text(1)[0].tolist()
     inputs = {"input_ids": torch.tensor([once + once[:12]])}
     settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     plain = target_of("llama").generate(**inputs, **settings)
@@ -250,7 +260,7 @@ def test_a_drafter_of_nan_is_done_without(loop: str, shape: str, call: int, capl
     with configured(drafter_of("llama"), num_assistant_tokens=3, speculation_loop=loop, **SHAPES[shape]) as eagle:
         for count in rows:
             with broken_from(eagle, call):
-                assert torch.equal(write(count), write(count, plain=True))
+                assert torch.equal(write(count), plain_text(count))
             assert eagle.stats.events[-1].what == "stop"
             assert sum(eagle.stats.drafted_at[:1]) < count * NEW_TOKENS / 2, "the rest was written without it"
             for top_k in (0, 7):  # two ways to draw
@@ -267,7 +277,7 @@ def test_graphs_of_nan_are_done_without() -> None:
             with broken_from(eagle, 12), seeded(3):
                 text = write(1, do_sample=sampled, top_k=top_k)
             assert eagle.stats.events[-1].what == "stop"
-        assert sampled or torch.equal(text, write(1, plain=True))
+        assert sampled or torch.equal(text, plain_text(1))
 
 
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
