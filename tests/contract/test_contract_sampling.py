@@ -258,8 +258,9 @@ def first_three(name: str, setting: str, shape: str, batch: int) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "setting"), list(zip(DRAFTERS, SETTINGS, strict=True)))
+@pytest.mark.parametrize(("name", "setting"), [("bad", "top_p"), ("adversarial", "top_k")])
 def test_stock_loop_keeps_the_distribution(few_row_runs: int, name: str, setting: str) -> None:
+    """The rule is transformers'; ours are the drafts' probabilities, warped and of a part of the vocabulary."""
     settings = SHAPES["chain"] | {"speculation_loop": "stock"}
     assert_follows(setting, lambda seed: sample(name, setting, settings, batch=1, runs=few_row_runs, seed=seed))
 
