@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -19,13 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.training import train
 from eagle31_hf.training.data.conversations import Conversation, read_conversations
 from eagle31_hf.training.data.disk import require_disk
 from eagle31_hf.training.data.packing import PackedDocuments, collate, pack
 from eagle31_hf.training.data.regeneration import RegenerationSettings, _batches, _temperature, regenerate
 from eagle31_hf.training.data.rendering import Document, render, render_documents
 from eagle31_hf.training.data.vocabulary import build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
-from eagle31_hf.training.distillation.evaluation import evaluation_prompts
+from eagle31_hf.training.distillation.evaluation import EvaluationPrompt, evaluation_prompts
 from eagle31_hf.training.distillation.features import (
     MANIFEST,
     FeatureManifest,
@@ -502,6 +504,23 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     for wrong in ({"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}):
         with pytest.raises(ConfigurationError):
             train_drafter(replace(told, **wrong))
+
+
+def test_where_known_texts_cannot_tell_generate_does(tmp_path: Path, target, tokenizer, drafter, monkeypatch) -> None:
+    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path, eval_new_tokens=4)
+    written = io.StringIO()
+    PartialState(cpu=True)
+    run = train._Run(told, target, tokenizer, Console(file=written))
+    run.bf16 = False
+    prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
+    known = run._known_texts(drafter, prompts)
+    assert [texts.temperature for texts in known] == [0.0, 1.0]  # what a target that says nothing of sampling writes at
+    assert run._arguments("stage1", 4).metric_for_best_model == "acceptance_length"
+    run.known = known
+    assert run._arguments("stage1", 4).metric_for_best_model == "served_length"
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.3)
+    assert run._known_texts(drafter, prompts) == []
+    assert "chosen by greedy acceptance alone: the target is served with RepetitionPenalty" in written.getvalue()
 
 
 def joint_run(rows: str, out: str, batch_rows: int) -> None:

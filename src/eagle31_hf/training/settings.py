@@ -86,9 +86,14 @@ class TrainingSettings:
         1.0, DRAFTER, "weight of tokens the target did not write itself; 1 for those it wrote"
     )
     reward: str = _option(
-        "chain", ACCEPTANCE, "text (along what the target wrote), or rollouts: chain (sampled) or tree (greedy serving)"
+        "chain",
+        ACCEPTANCE,
+        "text (closed form, along what the target wrote) or a policy gradient: chain (sampled serving), tree (greedy); "
+        "none has been shown to pay",
     )
-    reward_temperature: float | None = _option(None, ACCEPTANCE, "temperature served; default 1 for chain, 0 for tree")
+    reward_temperature: float | None = _option(
+        None, ACCEPTANCE, "temperature served; default 1 of chain, 0 of tree; text knows it"
+    )
     stage2_share: float = _option(0.25, ACCEPTANCE, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, STEPS, "passes over the data, if max_steps is not given")

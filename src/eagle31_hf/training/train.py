@@ -150,6 +150,7 @@ class _Run:
         self.told, self.settings = told, resolve(told, target)
         self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
+        self.known: list[KnownTexts] = []
         self.evaluation = EvaluationSettings(depth=told.draft_tokens, max_new_tokens=told.eval_new_tokens)
         if told.stage != "1" and told.reward == "tree":
             policy = told.to_policy()
