@@ -7,7 +7,7 @@ RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test lint docs figures gpu engines
+.PHONY: help demo test oldest lint docs figures gpu engines
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -16,8 +16,12 @@ help:  ## this list
 demo: $(VENV)/.installed  ## set up, then watch the embedded pair write: plain generate against EAGLE
 	@$(BIN)/eagle31 demo
 
-test: lint docs $(OLDEST)/.installed  ## every check: lint, docs, all tests, the contract tests on the oldest transformers
+# Mypy and mkdocs use one core each: the contract tests run beside them.
+test:  ## every check: lint, docs, all tests, the contract tests on the oldest transformers
+	@$(MAKE) --no-print-directory --jobs 3 lint docs oldest
 	$(TEST) -m "not engines"
+
+oldest: $(OLDEST)/.installed  ## the contract tests on the oldest supported transformers
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t; print('oldest supported: transformers', t.__version__)"
 	PYTHONPATH=$(OLDEST) $(TEST) -m contract
 

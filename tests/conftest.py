@@ -23,9 +23,13 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread per test worker: more only wait for each other. Workers inherit the environment."""
+    """One thread per test worker: more only wait for each other. Workers inherit the environment.
+
+    Nor does any compile in processes of its own, each of which would import torch first.
+    """
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
