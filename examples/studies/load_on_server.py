@@ -4,7 +4,9 @@
 
 Starts a server with the embedded pair in float32, asks it alone for a while and then with all clients at once. Of
 twenty requests one is cancelled after its first pieces and one is malformed; every fourth has a long prompt. Each whole
-answer is compared with plain `generate`. Exit code 1 if an answer is lost or wrong.
+answer is compared with plain `generate`. Exit code 1 if an answer is lost or wrong. Beside the speeds, which want a
+machine without other work, the record counts what they come from: rounds, texts per round, prompt tokens read, and
+tokens per second of the server's processor time.
 """
 
 import argparse
@@ -19,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
+import httpx2
 import openai
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.benchmark.provenance import origin
@@ -109,12 +113,44 @@ async def load(client, asking, clients, seconds, most):
     return seen, seen.tokens / (time.monotonic() - began)
 
 
+def figures(address, server):
+    """What the server has counted until now."""
+    text = httpx2.get(address.removesuffix("/v1") + "/metrics").text
+    told = {
+        "_".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    return {**told, "cpu_s": sum(server.cpu_times()[:2])}
+
+
+def counted(before, after):
+    """What the server did in between, by its own count."""
+
+    def more(name):
+        return after[name] - before.get(name, 0)
+
+    written = more("eagle31_tokens_total_completion")
+    return {
+        "rounds": more("eagle31_rounds_total"),
+        "texts_per_round": more("eagle31_text_rounds_total") / more("eagle31_rounds_total"),
+        "prompt_tokens": more("eagle31_tokens_total_prompt"),
+        "prompt_tokens_read": more("eagle31_tokens_total_prompt") - more("eagle31_tokens_total_cached"),
+        "drafted": more("eagle31_draft_tokens_total_drafted"),
+        "accepted": more("eagle31_draft_tokens_total_accepted"),
+        "tok_per_cpu_s": written / more("cpu_s"),
+        "cache_bytes_before": before["eagle31_cache_bytes"],
+        "cache_bytes_after": after["eagle31_cache_bytes"],
+    }
+
+
 async def measure(address, server, told):
     asking = list(questions())
     client = openai.AsyncOpenAI(base_url=address, api_key="none", timeout=600)
     await load(client, asking, told.clients, told.seconds / 10, told.requests)  # caches have their size after it
+    warm = figures(address, server)
     _, alone = await load(client, asking, 1, told.seconds / 10, told.requests)
-    before = server.memory_info().rss
+    started, before = figures(address, server), server.memory_info().rss
     seen, together = await load(client, asking, told.clients, told.seconds, told.requests)
     counts = {name: getattr(seen, name) for name in ("right", "wrong", "lost", "cancelled", "refused", "tokens")}
     return {
@@ -126,6 +162,8 @@ async def measure(address, server, told):
         "gap_median_s": median(seen.gaps),
         "gap_p99_s": quantiles(seen.gaps, n=100)[98],
         "gap_p99_over_median": quantiles(seen.gaps, n=100)[98] / median(seen.gaps),
+        "counted_alone": counted(warm, started),
+        "counted": counted(started, figures(address, server)),
         "resident_bytes_before": before,
         "resident_bytes_after": server.memory_info().rss,
     }

@@ -3,6 +3,7 @@
 import torch
 
 from eagle31_hf.benchmark.memory_peaks import StorageMeter
+from eagle31_hf.benchmark.storages import StorageCounter
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
 from eagle31_hf.serving.batch import TextBatch, WrittenText
@@ -13,20 +14,41 @@ from eagle31_hf.serving.text import TextWriter
 ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
 
 
+def start_text(pair, batch, prompt, new_tokens):
+    """Read a prompt, and let its text join."""
+    request = TextRequest(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
+    writer = TextWriter(pair.tokenizer, max_new_tokens=new_tokens, eos_ids=frozenset(), stops=())
+    text = WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
+    batch.read(batch.begin(text))
+    batch.join()
+
+
 @torch.inference_mode()
 def fill(pair, chunk):
     """Write texts that fill every row; bytes of all caches then."""
     batch = TextBatch(pair.drafter, max_rows=ROWS, context=CONTEXT, prefill_chunk=chunk)
     for row in range(ROWS):
-        prompt = tuple(torch.randint(10, 8000, (CONTEXT - NEW_TOKENS,), generator=torch.manual_seed(row)).tolist())
-        request = TextRequest(prompt, NEW_TOKENS, Sampling(temperature=0), ignore_eos=True)
-        writer = TextWriter(pair.tokenizer, max_new_tokens=NEW_TOKENS, eos_ids=frozenset(), stops=())
-        text = WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
-        batch.read(batch.begin(text))
-        batch.join()
+        ids = torch.randint(10, 8000, (CONTEXT - NEW_TOKENS,), generator=torch.manual_seed(row))
+        start_text(pair, batch, ids.tolist(), NEW_TOKENS)
     while batch.texts:
         batch.round()
     return batch.num_bytes
+
+
+@torch.inference_mode()
+def test_texts_that_come_and_go_leave_nothing_behind():
+    """Storages counted: after forty texts as many bytes are alive as after ten."""
+    pair = load_pair(PairSource())
+    alive = []
+    with StorageCounter() as counter:
+        batch = TextBatch(pair.drafter, max_rows=ROWS, context=128, prefill_chunk=32)
+        for number in range(40):
+            while len(batch.texts) == ROWS:
+                batch.round()
+            start_text(pair, batch, list(range(10, 40 + 7 * (number % 5))), 8 + number % 3)
+            if number in (9, 39):
+                alive.append(counter.live_bytes)
+    assert alive[0] == alive[1]
 
 
 def test_full_rows_and_the_one_that_reads_are_planned_for():

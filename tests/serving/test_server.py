@@ -428,6 +428,7 @@ def test_metrics_are_prometheus_and_count(served, client):
     written = ("eagle31_tokens_total", "completion")
     assert after[written] - before.get(written, 0) == answer.usage.completion_tokens
     assert after[("eagle31_draft_tokens_total", "accepted")] > 0
+    assert after[("eagle31_text_rounds_total",)] >= after[("eagle31_rounds_total",)] > 0
     assert after[("eagle31_acceptance_length",)] > 1
     assert after[("eagle31_cache_bytes",)] > 0
     assert after[("eagle31_time_to_first_token_seconds_count",)] > 0

@@ -156,7 +156,7 @@ def plot_ledger(plan: MemoryPlan, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MemoryPlanError("a plot needs matplotlib; install it with: pip install 'eagle31-hf[bench]'") from error
+        raise MemoryPlanError("a plot needs matplotlib: pip install matplotlib") from error
     moments = [moment for moment in MOMENTS if plan.bytes_by_moment[moment]]
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()

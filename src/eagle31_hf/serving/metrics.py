@@ -57,6 +57,9 @@ class _EngineCollector(Collector):
         drafts.add_metric(["accepted"], totals.accepted)
         yield drafts
         yield CounterMetricFamily("eagle31_rounds", "Verification passes", value=stats.passes)
+        yield CounterMetricFamily(
+            "eagle31_text_rounds", "Passes of texts that have ended, each text's own", value=totals.text_rounds
+        )  # fmt: skip
         seconds = CounterMetricFamily("eagle31_seconds", "Host seconds of the engine, by phase", labels=["phase"])
         for phase in ("prefill", "draft", "verify"):
             seconds.add_metric([phase], getattr(stats, f"{phase}_s"))

@@ -92,7 +92,7 @@ def pretrained_place(name: str) -> dict[str, str]:
     try:
         import gguf  # noqa: F401  an extra: transformers unpacks with it
     except ImportError:
-        raise ConfigurationError(f"{name!r} is read with the package gguf: pip install 'eagle31-hf[gguf]'") from None
+        raise ConfigurationError(f"{name!r} is read with the package gguf: pip install gguf") from None
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 

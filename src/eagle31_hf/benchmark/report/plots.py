@@ -58,7 +58,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigurationError('plots need matplotlib; pip install "eagle31-hf[bench]"') from error
+        raise ConfigurationError("plots need matplotlib: pip install matplotlib jinja2") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
