@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding
+from .packed_weights import PackedWeights
+from .repeated_layers import LayerCompiler, compile_whole
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +56,15 @@ MOST_SAMPLING_SETTINGS = 4
 """Sampling settings (and greedy) a kind of step is compiled for; compiling takes as long as thousands of tokens."""
 
 PACKED_BYTES = 2**30
-"""Weights of target and drafter up to which graphs for a CPU pack them: every graph holds a copy of those it reads."""
+"""Weights of target and drafter up to which graphs for a CPU read packed ones: a copy that all graphs share."""
 
-PACKING = {
+FROZEN_BYTES = 2**26
+"""Weights up to which each graph is compiled whole around a packed copy of its own: of small products, calling one
+takes a good part, and compiled into the graph they are not called."""
+
+FREEZING = {
     "freezing": True,  # weights become constants of the graph, laid out as its products read them
-    "max_autotune": True,  # which of two products is quicker for a shape is tried; pays with packed weights alone
+    "max_autotune": True,  # which of two products is quicker for a shape is tried; pays with frozen weights alone
     "max_autotune_gemm_backends": "ATEN,CPP",
     "autotune_num_choices_displayed": 0,
     "max_autotune_report_choices_stats": False,
@@ -69,11 +76,13 @@ class Graphs:
     """What has been compiled for a target and its drafter; outlives the generation that asked for it.
 
     Attributes:
+        freezes_weights: every graph has a packed copy of its weights built in.
+        compiler: compiles layers one for all; `None`: inductor alone compiles graphs whole.
         disabled_reason: why nothing more is compiled; empty while all is well.
     """
 
-    def __init__(self, weights: Hashable, *, freezes_weights: bool = False):
-        self.weights, self.freezes_weights = weights, freezes_weights
+    def __init__(self, weights: Hashable, *, freezes_weights: bool = False, compiler: LayerCompiler | None = None):
+        self.weights, self.freezes_weights, self.compiler = weights, freezes_weights, compiler
         self.disabled_reason = ""
         self._steps: dict[GraphKey, Step] = {}
         self._guards_checked: set[GraphKey] = set()  # graphs that were found to fit the models as they are now
@@ -86,10 +95,16 @@ class Graphs:
         """
         binding = drafter.require_binding()
         tensors = [*_weights(binding.model), *_weights(drafter)]
-        freezes = _freezes_weights(tensors)
-        weights = tuple((*_version(tensor), _sample(tensor) if freezes else None) for tensor in tensors)
+        plain = _are_plain(tensors)
+        copies = plain and _num_bytes(tensors) <= PACKED_BYTES
+        weights = tuple((*_version(tensor), _sample(tensor) if copies else None) for tensor in tensors)
         if binding.compiled is None or binding.compiled.weights != weights:
-            binding.compiled = cls(weights, freezes_weights=freezes)
+            freezes = copies and _num_bytes(tensors) <= FROZEN_BYTES
+            layers = {type(layer) for layer in binding.layers}
+            one_for_all = LayerCompiler(layers, PackedWeights(tensors) if copies else None)
+            binding.compiled = cls(
+                weights, freezes_weights=freezes, compiler=one_for_all if plain and not freezes else None
+            )
             binding.compiled.disabled_reason = _disabled_reason(binding)
         binding.compiled._guards_checked.clear()
         return binding.compiled
@@ -200,10 +215,14 @@ class Graphs:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Around calls that may trace a step."""
-        known = {name: value for name, value in PACKING.items() if hasattr(inductor, name)}
-        with inductor.patch(known if self.freezes_weights else {}), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
-            yield
+        known = {name: value for name, value in FREEZING.items() if hasattr(inductor, name)}
+        before = _compiler.set(self.compiler)
+        try:
+            with inductor.patch(known if self.freezes_weights else {}), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
+                yield
+        finally:
+            _compiler.reset(before)
 
     def _disable(self, failure: Exception) -> None:
         told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
@@ -237,10 +256,12 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _freezes_weights(weights: Sequence[Tensor]) -> bool:
-    plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
-    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in weights}  # some are shared
-    return plain and sum(sizes.values()) <= PACKED_BYTES
+def _are_plain(weights: Sequence[Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
+
+
+def _num_bytes(weights: Sequence[Tensor]) -> int:
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values())  # some are shared
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
@@ -261,7 +282,17 @@ def _compile(step: Any, device: torch.device) -> Step:
     own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
     if device.type == "cuda":
         return _replayed(torch.compile(own, fullgraph=True, dynamic=False, mode="reduce-overhead"))
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=_inductor)
+
+
+_compiler: ContextVar[LayerCompiler | None] = ContextVar("compiler", default=None)
+"""Whose graphs are being traced, as settings of inductor say how."""
+
+
+def _inductor(captured: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Backend of `torch.compile`."""
+    compiler = _compiler.get()
+    return compile_whole(captured, inputs) if compiler is None else compiler(captured, inputs)
 
 
 def _replayed(step: Step) -> Step:

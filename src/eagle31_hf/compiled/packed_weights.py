@@ -1,0 +1,141 @@
+"""Weights laid out once as products of few rows read them, for all graphs of a pair.
+
+A graph takes packed weights as inputs like any other tensor, so one copy serves every graph and every layer that shares
+a graph's code. Products of the same states (queries, keys and values; gate and up) become one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+_library = torch.library.Library("eagle31_hf", "DEF")
+_library.define("packed_linear(Tensor states, Tensor packed, Tensor? bias) -> Tensor")
+
+
+def _packed_linear(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(states, packed, bias, "none", [], "")
+
+
+def _packed_linear_shape(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return states.new_empty((*states.shape[:-1], packed.shape[0]))
+
+
+_library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("eagle31_hf::packed_linear", _packed_linear_shape, lib=_library)
+
+
+@cache
+def _tell_inductor() -> None:
+    """Graphs call the product itself, without a way through Python. Inductor's own lowering of it wants constants."""
+    from torch._inductor.lowering import fallback_handler, register_lowering  # slow to import
+
+    product = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+
+    @register_lowering(torch.ops.eagle31_hf.packed_linear.default, type_promotion_kind=None)
+    def lowered(states: Any, packed: Any, bias: Any) -> Any:
+        return product(states, packed, bias, "none", [], "")
+
+
+class PackedWeights:
+    """Packed copies of a pair's weights; each is made when the first graph wants it.
+
+    Args:
+        weights: those that may be packed. Whoever changes one of them must let go of these copies.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]):
+        self._addresses = frozenset(weight.data_ptr() for weight in weights)
+        self._dtypes = _packed_dtypes()
+        self._packed: dict[tuple, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """What the copies take, by their elements."""
+        return sum(packed.numel() * packed.element_size() for packed in self._packed.values())
+
+    def may_pack(self, weight: Any) -> bool:
+        """Whether `weight` is a matrix of the pair, and of a precision that is packed."""
+        matrix = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_contiguous()
+        return matrix and weight.dtype in self._dtypes and weight.data_ptr() in self._addresses
+
+    def of(self, weights: Sequence[Tensor], rows: int) -> Tensor:
+        """`weights` `(N_i, K)`, one below the other, packed for products of `rows` rows: `(sum of N_i, K)`."""
+        key = (rows, *((weight.data_ptr(), tuple(weight.shape)) for weight in weights))
+        if key not in self._packed:
+            joined = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+            self._packed[key] = torch.ops.mkldnn._reorder_linear_weight(joined.detach(), rows)
+        return self._packed[key]
+
+
+def _packed_dtypes() -> tuple[torch.dtype, ...]:
+    """Of matrices that this build of torch and this processor multiply packed."""
+    if not torch.backends.mkldnn.is_available():
+        return ()
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
+
+
+class PackedInput(NamedTuple):
+    """A graph's input beyond those it was captured with: the inputs at `places`, packed for `rows` rows."""
+
+    places: tuple[int, ...]
+    rows: int
+
+
+def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights) -> list[PackedInput]:
+    """Let `graph` read packed weights, which become further placeholders in the order returned.
+
+    Args:
+        graph: as captured by dynamo; changed in place.
+        inputs: what it was captured with.
+        weights: say which inputs are weights.
+    """
+    _tell_inductor()
+    placeholders = graph.find_nodes(op="placeholder")
+    place = {node: index for index, node in enumerate(placeholders)}
+    groups: dict[tuple, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=torch._C._nn.linear):
+        states, weight, bias = _arguments(node)
+        if weight in place and weights.may_pack(inputs[place[weight]]):
+            # Products of other states, or with a bias, stay alone.
+            groups.setdefault((states,) if bias is None else (states, node), []).append(node)
+    packed: dict[PackedInput, fx.Node] = {}
+    for products in groups.values():
+        states = _arguments(products[0])[0]
+        sizes = states.meta["example_value"].shape
+        read = PackedInput(tuple(place[_arguments(node)[1]] for node in products), sizes[:-1].numel())
+        if read not in packed:
+            with graph.inserting_after(placeholders[-1]):
+                packed[read] = graph.placeholder(f"packed_{len(packed)}")
+            placeholders.append(packed[read])
+        _replace(graph, products, packed[read])
+    return list(packed)
+
+
+def _arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
+    return linear.args[0], linear.args[1], linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
+
+
+def _replace(graph: fx.Graph, products: list[fx.Node], packed: fx.Node) -> None:
+    """Compute `products`, which follow one another, at the place of the first."""
+    first = products[0]
+    states, _, bias = _arguments(first)
+    with graph.inserting_before(first):
+        joined = graph.call_function(torch.ops.eagle31_hf.packed_linear.default, (states, packed, bias))
+        parts: list[fx.Node] = [joined]
+        if len(products) > 1:
+            widths = [node.meta["example_value"].shape[-1] for node in products]
+            split = graph.call_function(torch.split, (joined, widths, -1))
+            parts = [graph.call_function(operator.getitem, (split, index)) for index in range(len(widths))]
+            split.meta = dict(first.meta)
+    joined.meta = dict(first.meta)
+    for node, part in zip(products, parts, strict=True):
+        part.meta = dict(node.meta)
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)

@@ -1,0 +1,174 @@
+"""A compiler for a CPU whose work does not grow with the number of a target's layers.
+
+A graph of the whole step is cut where a decoder layer begins or ends. Pieces that compute the same are compiled once,
+by inductor, and called with each layer's own weights. Layers of different kinds (windowed and full ones, say) make one
+piece per kind. What cannot be cut is compiled whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.fx.passes.split_module import split_module
+
+from .packed_weights import PackedInput, PackedWeights, pack_products
+
+logger = logging.getLogger(__name__)
+
+
+def compile_whole(captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What inductor makes of a graph."""
+    from torch._inductor.compile_fx import compile_fx  # slow to import
+
+    return compile_fx(captured, list(inputs))
+
+
+class LayerCompiler:
+    """What `torch.compile` takes as its backend.
+
+    Args:
+        layers: classes of modules to compile once however often they occur.
+        weights: to read packed; `None`: as they are.
+
+    Attributes:
+        whole_reason: why a graph was compiled whole; empty if none was.
+    """
+
+    def __init__(self, layers: Collection[type], weights: PackedWeights | None):
+        self.layers, self.weights = frozenset(layers), weights
+        self.whole_reason = ""
+
+    def __call__(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return self._compile(captured, inputs)
+        except Exception as failure:  # the whole graph may still do
+            self.whole_reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+            logger.warning("eagle31: layers are not compiled one for all but each: %s", self.whole_reason)
+            return compile_whole(captured, inputs)
+
+    def _compile(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        module = _copy(captured)
+        packed = [] if self.weights is None else pack_products(module.graph, inputs, self.weights)
+        module.recompile()
+        _find_shapes(module, inputs, packed)
+        segments = _segments(module.graph, self.layers)
+        pieces = split_module(module, module, segments.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+        # Packed tensors have no strides to be asserted.
+        with inductor.patch(size_asserts=False, freezing=False, max_autotune=False):
+            _compile_pieces(pieces)
+        return _with_packed_inputs(pieces.forward, packed, self.weights)
+
+
+def _copy(captured: fx.GraphModule) -> fx.GraphModule:
+    """The graph again, to be changed: dynamo goes on with its own."""
+    graph = fx.Graph()
+    output = graph.graph_copy(captured.graph, {})
+    graph.output(output)
+    return fx.GraphModule(captured, graph)
+
+
+def _find_shapes(module: fx.GraphModule, inputs: Sequence[Any], packed: Sequence[PackedInput]) -> None:
+    """Write to each node's `meta["val"]` what it computes, without data."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    known = [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=False)]
+    mode = next(value.fake_mode for value in known if isinstance(value, FakeTensor))
+    with mode:
+        for read in packed:
+            matrices = [known[place] for place in read.places]
+            known.append(matrices[0].new_empty((sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1])))
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*known)
+
+
+def _segments(graph: fx.Graph, layers: frozenset[type]) -> dict[fx.Node, int]:
+    """Which piece each node belongs to: a new one wherever a layer begins or ends."""
+    segments: dict[fx.Node, int] = {}
+    number, here = 0, None
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output", "get_attr"):
+            layer = _layer_of(node, layers)
+            number += layer != here
+            segments[node], here = number, layer
+    return segments
+
+
+def _layer_of(node: fx.Node, layers: frozenset[type]) -> str | None:
+    """The call of a layer that `node` was captured in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((call for call, (_, kind) in stack.items() if kind in layers), None)
+
+
+def _compile_pieces(pieces: fx.GraphModule) -> None:
+    """Put compiled code in the place of each piece, the same one where two compute the same."""
+    compiled: dict[Hashable, _Piece] = {}
+    for name, piece in list(pieces.named_children()):
+        assert isinstance(piece, fx.GraphModule), "nothing else was split off"
+        known = _computation(piece.graph)
+        if known not in compiled:
+            inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+            compiled[known] = _Piece(compile_whole(piece, inputs))
+        setattr(pieces, name, compiled[known])
+
+
+class _Piece(nn.Module):
+    """Compiled code as a module, without what calling a module costs."""
+
+    def __init__(self, code: Callable[..., Any]):
+        super().__init__()
+        self.code = code
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.code(*inputs)
+
+
+def _computation(graph: fx.Graph) -> Hashable:
+    """Equal for two graphs if they compute the same of inputs that look the same, and change the same of them."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+
+    def told(argument: Any) -> Hashable:
+        if isinstance(argument, fx.Node):
+            return "node", places[argument]
+        if isinstance(argument, (tuple, list)):
+            return type(argument), *map(told, argument)
+        if isinstance(argument, dict):
+            return tuple((key, told(value)) for key, value in argument.items())
+        if isinstance(argument, slice):
+            return slice, told(argument.start), told(argument.stop), told(argument.step)
+        return type(argument), repr(argument)
+
+    nodes: list[Hashable] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            nodes.append(_look(node.meta["val"]))
+        elif node.op in ("get_attr", "call_module"):
+            return graph  # what hides behind a name of its own may be anything
+        else:
+            nodes.append((node.op, node.target, told(node.args), told(node.kwargs)))
+    return tuple(nodes)
+
+
+def _look(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return type(value), repr(value)
+    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+
+
+def _with_packed_inputs(
+    run: Callable[..., Any], packed: Sequence[PackedInput], weights: PackedWeights | None
+) -> Callable[..., Any]:
+    """`run`, given also what it reads packed."""
+    if weights is None or not packed:
+        return run
+    made: list[Tensor] = []
+
+    def call(*inputs: Any) -> Any:
+        if not made:  # while the graph is made there may be no data yet
+            made.extend(weights.of([inputs[place] for place in read.places], read.rows) for read in packed)
+        return run(*inputs, *made)
+
+    return call
