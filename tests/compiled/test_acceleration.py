@@ -572,11 +572,15 @@ def test_outputs_survive_the_next_replay() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("frozen_bytes", [0, 2**30])
 def test_packed_weights_write_the_plain_text_before_and_after_they_change(
-    packed_weights: None, monkeypatch: pytest.MonkeyPatch
+    frozen_bytes: int, packed_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Afterwards the verification alone is compiled again: trying products for every shape takes long."""
-    drafter, compile_ = pair_of("llama", layers=1), graphs._compile
+    """Packed once for all graphs, or into each. Afterwards the verification alone is compiled again: trying products
+    for every shape takes long.
+    """
+    monkeypatch.setattr(graphs, "FROZEN_BYTES", frozen_bytes)
+    drafter, compile_ = pair_of("llama", layers=1 if frozen_bytes else 3), graphs._compile
     for scale in (1.0, 1.5):
         drafter.require_binding().model.model.layers[0].mlp.down_proj.weight.data *= scale
         plain, ours = write(drafter, random_prompts(1), **SHORT_CHAIN)

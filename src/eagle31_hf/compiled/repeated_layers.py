@@ -26,7 +26,7 @@ def compile_whole(captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[.
     """What inductor makes of a graph."""
     from torch._inductor.compile_fx import compile_fx  # slow to import
 
-    return compile_fx(captured, list(inputs))
+    return compile_fx(captured, list(inputs))  # type: ignore[return-value]
 
 
 class LayerCompiler:
