@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -182,7 +182,8 @@ def _known(text: TargetText, category: str, temperature: float, warping: DraftWa
     if temperature > 0:
         scores = warping(text.logits[:-1]).log_softmax(-1)  # the last position says what would follow the text
         log_probs = scores.gather(1, written.to(scores.device)[:, None]).squeeze(1).cpu()
-    return KnownText(replace(text, logits=None), category, log_probs)
+    states = {layer: state.cpu() for layer, state in text.states.items()}  # a card's memory is for training
+    return KnownText(TargetText(text.ids.cpu(), text.prompt_length, states), category, log_probs)
 
 
 @torch.no_grad()
