@@ -88,6 +88,7 @@ def test_a_picture_changes_the_text_as_it_does_without_a_drafter(family: str, sh
     assert not torch.equal(*texts), "or nothing is tested"
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", SEEING_FAMILIES)
 def test_pictures_in_a_ragged_batch_of_three(family: str, shape: str) -> None:
