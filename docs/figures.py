@@ -5,8 +5,8 @@ A figure is written as a link to its record with the place in it as the title:
     [5.72×](docs/records/run.json "methods[method=chain compiled,temperature=0].speedup.median")
 
 `python docs/figures.py` (`make figures`) puts the records' values in, with as many digits as stand there; the tests
-only look. A figure from before records stands, digit by digit, in a page of docs/history or in a model card that its
-line or section links to. What stands in `code` is a setting or a definition.
+only look. A figure from before records stands, digit by digit and with its unit, in a page of docs/history or in a
+model card that its line or section links to. What stands in `code` is a setting or a definition.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ NOT_MEASURED = re.compile(
     r"(?:arXiv|[A-Z][A-Za-z]+|torch|transformers|bitsandbytes|from|≥) ?\d+(?:\.\d+)+\b"  # Llama 3.1, torch 2.13, 0.22
     r"|\b\d+\.\d+\.\d+\b|`[^`]*`|https?://\S+"
 )
+SHORTER = {"seconds": r"(?:seconds|s\b)", "minutes": r"(?:minutes|min\b)"}
 SCALES = {"%": 100.0, "ms": 1e3, "µs": 1e6}
 
 
@@ -110,14 +111,34 @@ def unmarked_in_tables(page: Path) -> list[str]:
     return [figure for line in bare for figure in IN_TABLES.findall(line)]
 
 
-def unmarked_figures(page: Path) -> Iterator[tuple[str, list[Path]]]:
-    """Each other figure, and the pages its line links to; if it links to none, those that its section does."""
+@dataclass(frozen=True)
+class Unmarked:
+    """A figure without a record: its number, its unit (empty in a table's cells), and the pages that may hold it."""
+
+    figure: str
+    unit: str
+    sources: list[Path]
+
+    def stands_in(self, text: str) -> bool:
+        """The same number with the same unit, or in a cell of a table, whose head may tell the unit."""
+        number = rf"(?<![\d.]){re.escape(self.figure)}(?![\d.]\d|\d)"
+        span = r"(?:(?:–| to | and | or | instead of )[\d.,]+)?"
+        if not self.unit:
+            return re.search(number, text) is not None
+        with_unit = rf"{number}{span} ?{SHORTER.get(self.unit, re.escape(self.unit))}"
+        return re.search(rf"{with_unit}|^\|.*{number}.*\|$", text, re.M) is not None
+
+
+def unmarked_figures(page: Path) -> Iterator[Unmarked]:
+    """Each other figure, with the pages its line links to; if it links to none, those that its section does."""
     for section in re.split(r"(?m)^(?=#)", CODE.sub("", page.read_text(encoding="utf-8"))):
         for line in section.splitlines():
             bare = NOT_MEASURED.sub("", LINK.sub("]", MARKED.sub("", line)))
             pattern = IN_TABLES if line.startswith("|") else IN_PROSE
             sources = _linked(page, line) or _linked(page, section)
-            yield from ((figure, sources) for figure in pattern.findall(bare))
+            for found in pattern.finditer(bare):
+                unit = re.match(UNIT, bare[found.end() :])
+                yield Unmarked(found[0], unit[0].strip() if unit else "", sources)
 
 
 def _linked(page: Path, text: str) -> list[Path]:

@@ -26,10 +26,9 @@ def test_figures_are_those_of_their_records(page):
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
 def test_figures_from_before_records_stand_in_the_history_they_link_to(page):
     without = []
-    for figure, sources in figures.unmarked_figures(page):
-        number = re.compile(rf"(?<![\d.]){re.escape(figure)}(?!\d)")
-        if not any(number.search(source.read_text(encoding="utf-8")) for source in sources):
-            without.append((figure, [source.name for source in sources]))
+    for unmarked in figures.unmarked_figures(page):
+        if not any(unmarked.stands_in(source.read_text(encoding="utf-8")) for source in unmarked.sources):
+            without.append((unmarked.figure, unmarked.unit, [source.name for source in unmarked.sources]))
     assert not without, f"no record behind {without}; link one, or write a definition as `code`"
 
 
@@ -111,14 +110,30 @@ def test_a_place_that_is_not_in_the_record_is_named(page, place):
 def test_what_counts_as_a_figure(tmp_path, line, found):
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n{line}\n\n```\n3.33×\n```\n")
-    assert [figure for figure, _ in figures.unmarked_figures(page)] == found
+    assert [unmarked.figure for unmarked in figures.unmarked_figures(page)] == found
+
+
+@pytest.mark.parametrize(
+    ("figure", "unit", "text", "stands"),
+    [
+        ("12", "ms", "It took 12 ms.", True),
+        ("12", "ms", "In 12 runs it took 13 ms.", False),
+        ("2.69", "×", "between 2.69 and 2.83×", True),
+        ("2.69", "×", "| chain | 2.69 | 5 |", True),
+        ("2.69", "×", "2.69 GB", False),
+        ("2.6", "", "2.69", False),
+        ("2.69", "", "it was 2.69.", True),
+    ],
+)
+def test_a_number_counts_with_its_unit(figure, unit, text, stands):
+    assert figures.Unmarked(figure, unit, []).stands_in(text) == stands
 
 
 def test_sources_are_those_of_the_line_before_those_of_the_section(tmp_path):
     (tmp_path / "history").mkdir()
     page = tmp_path / "page.md"
     page.write_text("# One\n\n2.00× [a](history/a.md)\n\n3.00×\n\n[b](history/b.md)\n\n# Two\n\n4.00×\n")
-    found = {figure: [source.name for source in sources] for figure, sources in figures.unmarked_figures(page)}
+    found = {one.figure: [source.name for source in one.sources] for one in figures.unmarked_figures(page)}
     assert found == {"2.00": ["a.md"], "3.00": ["a.md", "b.md"], "4.00": []}
 
 
