@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.decoding.adaptive.prompt_lookup import NOTHING
 from eagle31_hf.decoding.adaptive_policy import AdaptivePolicy
+from eagle31_hf.decoding.calibration.calibration import Calibration
 from eagle31_hf.decoding.draft_backoff import DraftBackoff
 from eagle31_hf.decoding.draft_policy import DraftPlan, RoundState, RoundStats
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation import own_loop
+from eagle31_hf.generation_config import LONGEST_CHAIN
 from eagle31_hf.trees.draft_tree import DraftTree
 from helpers import (
     CHEAP_DRAFTS,
@@ -184,6 +187,30 @@ def test_what_changes_is_told_with_its_reason() -> None:
         assert stats_of().to_dict()["events"][0]["what"] == "rest"
         write(1)
         assert stats_of().events[0].why.startswith("as in earlier texts"), "experience outlives a call"
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+@pytest.mark.parametrize("costs", [CHEAP_DRAFTS, DEAR_DRAFTS], ids=["cheap", "dear"])
+def test_a_random_drafter_writes_at_plain_speed_by_counted_costs(
+    costs: Calibration, looks_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default's own rounds at what a calibration says they take: 0.97 of plain decoding at least."""
+    table, spent = costs.costs(64).rounds(LONGEST_CHAIN), []
+
+    class Counting(RoundWrapper):
+        def draft(self, batch: RoundBatch) -> DraftTree:
+            tree = super().draft(batch)
+            is_given = batch.plan is not None and batch.plan.tokens is not None
+            spent.append((table.lookup_s if is_given else table.speculative_s)[tree.max_depth])
+            return tree
+
+    if not looks_up:
+        monkeypatch.setattr(AdaptivePolicy, "_lookup", lambda *_: NOTHING)
+    with calibrated(drafter_of("llama"), costs), wrapped_rounds(Counting):
+        for _ in range(2):  # what the first text has taught is known to the second
+            write(1, max_new_tokens=200, eos_token_id=None)
+    written = 2 * 200 - 2  # a prompt's first token takes no round
+    assert written * table.plain_s >= 0.97 * sum(spent)
 
 
 def test_a_text_that_repeats_itself_is_drafted_from() -> None:

@@ -11,7 +11,13 @@ import torch
 
 from eagle31_hf.cli.pairs import PairSource, load_pair
 from eagle31_hf.target import loading, precision
-from eagle31_hf.target.precision import cpu_arithmetic, precision_caution, quick_dtype, warn_of_precision
+from eagle31_hf.target.precision import (
+    cpu_arithmetic,
+    precision_advice,
+    precision_caution,
+    quick_dtype,
+    warn_of_precision,
+)
 from helpers import DEMO_DRAFTER, MODELS
 
 PROCESSORS = {
@@ -70,6 +76,16 @@ def test_the_owner_of_a_slow_model_is_told_once(processor, monkeypatch, caplog) 
     assert all("Load it with dtype=torch.float32 (twice the memory)" in line for line in said)
     model.hf_quantizer = object()
     assert not precision_caution(model, facts), "packed weights are computed in what their format says"
+
+
+def test_the_doctor_knows_of_a_quicker_type_than_float32(processor) -> None:
+    facts, arithmetic, dtype = processor
+    model = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+    advice = precision_advice(model, facts)
+    assert bool(advice) == (dtype is torch.bfloat16)
+    assert arithmetic in advice
+    model.dtype = torch.bfloat16
+    assert precision_advice(model, facts) == precision_caution(model, facts)
 
 
 @pytest.mark.parametrize(

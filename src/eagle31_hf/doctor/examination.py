@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
+from ..target.precision import precision_advice, precision_caution
 from ..target.quantized import holds_packed_weights
 from .drift import DriftCurve, form_of
 from .drift_probe import drift_finding, probe_both_forms
@@ -195,7 +196,9 @@ def _quantisation(patient: Patient) -> Finding:
             "a drafter trained on the unquantised target accepts a little less; "
             "`eagle31 train --quantization` trains on this one",
         )
-    return Finding("precision", "ok", f"target in {str(binding.compute_dtype).removeprefix('torch.')}")
+    kind = f"target in {str(binding.compute_dtype).removeprefix('torch.')}"
+    is_slow = bool(precision_caution(binding.model))
+    return Finding("precision", "note" if is_slow else "ok", kind, precision_advice(binding.model))
 
 
 def _trees(patient: Patient) -> Finding:

@@ -71,6 +71,20 @@ def precision_caution(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
     )
 
 
+def precision_advice(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
+    """What its owner may try: `precision_caution`, or a quicker type than float32 where the processor has one."""
+    caution = precision_caution(model, facts)
+    if caution or model.dtype is not torch.float32 or model.device.type != "cpu":
+        return caution
+    instructions = cpu_arithmetic(torch.bfloat16, facts)
+    if not instructions:
+        return ""
+    return (
+        f"this processor multiplies bfloat16 itself ({instructions}): dtype=torch.bfloat16 takes half the memory and "
+        "is mostly quicker, with its own rounding; `eagle31 bench loop --dtype` measures both"
+    )
+
+
 def warn_of_precision(model: Any, facts: Path = PROCESSOR_FACTS) -> None:
     """Say once what `precision_caution` finds."""
     caution = precision_caution(model, facts)

@@ -27,7 +27,7 @@ def rest_lengths(guard: CollapseGuard, rounds: int) -> list[int]:
 
 def test_rests_double_up_to_a_bound() -> None:
     assert rest_lengths(CollapseGuard(0.7), 400)[:6] == [8, 16, 32, REST_BOUNDS[1], REST_BOUNDS[1], REST_BOUNDS[1]]
-    assert rest_lengths(CollapseGuard(0.1), 400)[:4] == [8, 10, 10, 10], "cheap trials are made more often"
+    assert rest_lengths(CollapseGuard(0.1), 400)[:5] == [8, 16, 30, 30, 30], "cheap trials are made more often"
 
 
 def test_a_loss_alone_is_no_reason_to_rest() -> None:
@@ -45,7 +45,7 @@ def test_near_break_even_chance_is_not_taken_for_collapse() -> None:
 
 def test_a_trial_ends_by_gain_or_loss_and_not_between() -> None:
     guard = CollapseGuard(0.7, starts_resting=True)
-    assert [guard.record_rest(1) for _ in range(SHORTEST_REST)][-1] is GuardState.TRYING
+    assert [guard.record_rest(1) for _ in range(REST_BOUNDS[1])][-1] is GuardState.TRYING, "known from earlier texts"
     assert guard.record_drafts(0.4, 1.0) is None
     assert guard.record_drafts(0.5, 1.0) is GuardState.DRAFTING
     assert guard.record_drafts(-0.7, 0.9) is None, "hysteresis: what fails a trial does not end drafting"
@@ -78,7 +78,7 @@ def test_reading_without_a_draft_makes_a_rest_go_on() -> None:
             rested += 1
         lengths.append(rested)
         assert guard.give_up_trial() is GuardState.RESTING
-    assert lengths == [8, 8, 10, 10, 10]
+    assert lengths == [REST_BOUNDS[1], SHORTEST_REST, 16, 30, 30]
 
 
 @given(st.lists(st.tuples(st.floats(-3, 12), st.floats(0.1, 5)), max_size=200), st.floats(0.01, 5))

@@ -47,7 +47,9 @@ class CollapseGuard:
         self.longest_rest = _longest_rest(trial_loss)
         self.longest_unread = self.longest_rest if reading_loss is None else _longest_rest(reading_loss)
         self.state = GuardState.RESTING if starts_resting else GuardState.DRAFTING
-        self._rest_left = self._next_unread = self._next_rest = SHORTEST_REST
+        self._next_unread = SHORTEST_REST
+        # What earlier texts have shown need not be learnt again by short rests.
+        self._rest_left = self._next_rest = self.longest_rest if starts_resting else SHORTEST_REST
         self._balance = 0.0  # tokens won by the drafts of this state
         self._best = 0.0  # the most they ever were
 
@@ -107,4 +109,5 @@ class CollapseGuard:
 
 
 def _longest_rest(loss: float) -> int:
-    return min(max(round(loss / TRIAL_SHARE), REST_BOUNDS[0]), REST_BOUNDS[1])
+    """`loss`: tokens that one draft in vain costs; a trial goes on until it has cost `TRIAL_LOSS`."""
+    return min(max(round(max(loss, TRIAL_LOSS) / TRIAL_SHARE), REST_BOUNDS[0]), REST_BOUNDS[1])
