@@ -24,14 +24,13 @@ from eagle31_hf.compiled import draft_session, graphs, round_graphs
 from eagle31_hf.compiled.draft_graphs import DraftedChain
 from eagle31_hf.compiled.draft_session import CompiledDrafting
 from eagle31_hf.compiled.graphs import MOST_SAMPLING_SETTINGS, Graphs
-from eagle31_hf.compiled.round_graphs import RoundGraph
+from eagle31_hf.compiled.round_graphs import AcceptAndDraft, RoundGraph, TreeAcceptAndDraft
 from eagle31_hf.compiled.shapes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.compiled.verify import CompiledVerification
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.round import Accepted, RoundBatch, RoundWrapper
 from eagle31_hf.sampling.acceptance import Acceptance, accept_greedy, accept_sampled_target
 from eagle31_hf.sampling.draw import draw
-from eagle31_hf.sampling.logits_processing import DraftWarping
 from eagle31_hf.sampling.rejection import accept_rejection
 from eagle31_hf.target.binding import TargetOutput
 from eagle31_hf.target.verify import Verification
@@ -39,14 +38,12 @@ from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.static import StaticTopology
 from helpers import (
     CONFIGS,
-    DEMO_DRAFTER,
     FAMILIES,
-    MODELS,
+    GROUPED,
     assert_same_or_tie,
     configured,
     left_padded,
     oracle_drafts,
-    prompts_for,
     random_drafter,
     random_prompts,
     random_target,
@@ -100,6 +97,19 @@ def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
+
+
+@pytest.fixture
+def compile_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Called with names of steps: from now on these go to the compiler, and the others run as they are."""
+    compile_ = graphs._compile
+
+    def only(*steps: str) -> None:
+        monkeypatch.setattr(
+            graphs, "_compile", lambda step, device: compile_(step, device) if step.__name__ in steps else step
+        )
+
+    return only
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
@@ -311,41 +321,18 @@ def test_sampling_draws_the_same_tokens(
     assert "advance" in {kind for kind, *_ in drafter.require_binding().compiled.keys}
 
 
-JUDGED = ("greedy chain", "sampled chain", "sampled chain of few", "greedy tree", "sampled tree")
-
-
-@pytest.mark.parametrize(
-    ("family", "compiler", "way"),  # the second family with a reduced draft vocabulary
-    [
-        *itertools.product(("llama", "qwen3"), ("none",), JUDGED),
-        pytest.param("qwen3", "inductor", "sampled chain of few", marks=pytest.mark.slow),
-        pytest.param("qwen3", "inductor", "sampled tree", marks=pytest.mark.slow),
-    ],
-)
-def test_drafts_are_judged_at_once_as_by_the_eager_rule(
-    family: str, compiler: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same numbers accept the same drafts and draw the same token after them."""
-    if compiler == "none":
-        use_fixed_shapes_only(monkeypatch)
-    else:
-        compile_ = graphs._compile
-        monkeypatch.setattr(
-            graphs,
-            "_compile",
-            lambda step, device: compile_(step, device) if step.__name__ == "advance" else step,
-        )
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Acceptance, Acceptance]]:
+    """What graphs accept from now on, and what the eager rule accepts by the same numbers."""
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
-    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    judged: list[tuple[Acceptance, Acceptance]] = []
-
-    def by_the_rule(warping: DraftWarping, tree: DraftTree, logits: Tensor) -> Acceptance:
-        if "greedy" in way:
-            return accept_greedy(tree, logits.argmax(-1))
-        accept = accept_sampled_target if way == "sampled tree" else accept_rejection
-        return accept(tree, warping.probs(logits))
-
+    kept: list[tuple[Acceptance, Acceptance]] = []
     in_a_graph = RoundGraph.__call__
+
+    def by_the_rule(step: AcceptAndDraft, tree: DraftTree, logits: Tensor) -> Acceptance:
+        if not step.sample:
+            return accept_greedy(tree, logits.argmax(-1))
+        accept = accept_sampled_target if isinstance(step, TreeAcceptAndDraft) else accept_rejection
+        return accept(tree, step.warping.probs(logits))
 
     def accept_twice(self: RoundGraph, tree: DraftTree, logits: Tensor, aux: Tensor) -> Any:
         before = torch.get_rng_state()
@@ -353,29 +340,43 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(
         if made is not None:
             after = torch.get_rng_state()
             torch.set_rng_state(before)
-            judged.append((made[0], by_the_rule(self.step.warping, tree, logits)))
+            kept.append((made[0], by_the_rule(self.step, tree, logits)))
             torch.set_rng_state(after)
         return made
 
     monkeypatch.setattr(RoundGraph, "__call__", accept_twice)
-    target = drafter.require_binding().model
-    fields, size = (NARROW, 8) if "tree" in way else (CHAIN, 6)
-    if compiler == "inductor":
-        fields, size = (SHORT_TREE, 7) if "tree" in way else (SHORT_CHAIN, 3)
-    sampling: dict[str, Any] = {"do_sample": True, "top_k": 7 if "few" in way else 0, "top_p": 0.9}
-    if "greedy" in way:
-        sampling = {"do_sample": False}
-    with configured(drafter, speculation_loop="own", acceleration="compile", **fields):
-        batches = (1, 3) if compiler == "none" else (3,)  # each is compiled, which takes a while
-        for rows in batches:
-            target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
-    assert drafter.stats.fallbacks == []
+    return kept
+
+
+def assert_judged_alike(judged: list[tuple[Acceptance, Acceptance]]) -> None:
+    """The same drafts are accepted, and the same token is drawn after them."""
     assert len(judged) > 8
     for at_once, eager in judged:
         for name in ("length", "best", "bonus", "path"):
             assert torch.equal(getattr(at_once, name), getattr(eager, name)), name
+
+
+JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # settings of the draft, of sampling, nodes
+    "greedy chain": (CHAIN, {"do_sample": False}, 6),
+    "sampled chain": (CHAIN, {"do_sample": True, "top_k": 0, "top_p": 0.9}, 6),
+    "sampled chain of few": (CHAIN, {"do_sample": True, "top_k": 7, "top_p": 0.9}, 6),
+    "greedy tree": (NARROW, {"do_sample": False}, 8),
+    "sampled tree": (NARROW, {"do_sample": True, "top_k": 0, "top_p": 0.9}, 8),
+}
+
+
+@pytest.mark.parametrize("way", JUDGED)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+def test_drafts_are_judged_at_once_as_by_the_eager_rule(family: str, way: str, uncompiled: None, judged: list) -> None:
+    drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
+    target, (fields, sampling, nodes) = drafter.require_binding().model, JUDGED[way]
+    with configured(drafter, speculation_loop="own", acceleration="compile", **fields):
+        for rows in (1, 3):
+            target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
+    assert drafter.stats.fallbacks == []
+    assert_judged_alike(judged)
     kept = [shape for shape in drafter.require_binding().compiled.keys if shape[0] == "advance"]
-    assert {shape[1:3] for shape in kept} == {(rows, size) for rows in batches}
+    assert {shape[1:3] for shape in kept} == {(rows, nodes) for rows in (1, 3)}
 
 
 def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
@@ -574,66 +575,67 @@ def test_outputs_survive_the_next_replay() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen_bytes", [0, 2**30])
 def test_packed_weights_write_the_plain_text_before_and_after_they_change(
-    frozen_bytes: int, packed_weights: None, monkeypatch: pytest.MonkeyPatch
+    frozen_bytes: int, packed_weights: None, compile_only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed once for all graphs, or into each. Afterwards the verification alone is compiled again: trying products
-    for every shape takes long.
+    """Packed once for all graphs, or into each. Of the drafter what reads, which holds every product of it; the
+    target's again, after its weights changed.
+
+    Trying products for every shape takes long: all matrices of this target have one, and as many rows as are read.
     """
     monkeypatch.setattr(graphs, "FROZEN_BYTES", frozen_bytes)
-    drafter, compile_ = pair_of("llama", layers=1 if frozen_bytes else 3), graphs._compile
-    for scale in (1.0, 1.5):
+    layers = 1 if frozen_bytes else 3
+    sides = {"vocab_size": 64, "intermediate_size": 64, "num_key_value_heads": 4, "num_hidden_layers": layers}
+    drafter = random_drafter(random_target(hf.LlamaConfig(**GROUPED | sides)), aux_layers=[0, 1, min(2, layers)])
+    for scale, steps in ((1.0, ("verify", "absorb")), (1.5, ("verify",))):
+        compile_only(*steps)
+        torch._dynamo.utils.counters.clear()
         drafter.require_binding().model.model.layers[0].mlp.down_proj.weight.data *= scale
-        plain, ours = write(drafter, random_prompts(1), **SHORT_CHAIN)
+        plain, ours = write(drafter, random_prompts(1, vocabulary=64), **SHORT_CHAIN)
         assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
         assert drafter.stats.fallbacks == []
-        assert drafter.require_binding().compiled.keys
-        monkeypatch.setattr(
-            graphs, "_compile", lambda step, device: compile_(step, device) if is_verification(step) else step
-        )
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_text_is_the_plain_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gemma3 all that chains and trees need, of llama the verification of both, of the others that of trees.
+def test_compiled_text_is_the_plain_text(family: str, compile_only: Callable[..., None]) -> None:
+    """Of gemma3 all that trees need and chains but the first, of llama the verification of both (trees in a batch), of
+    the others that of trees.
 
     Few layers: compile time grows with their number, what could go wrong does not. The drafter's graphs are the same
-    for every family, so one is enough to compile them for.
+    for every family, so one is enough to compile them for; a first chain is compiled below.
     """
-    compile_ = graphs._compile
-    if family != "gemma3":
-        monkeypatch.setattr(
-            graphs, "_compile", lambda step, device: compile_(step, device) if is_verification(step) else step
-        )
+    compile_only(*(("verify", "absorb", "tree", "advance") if family == "gemma3" else ("verify",)))
     torch._dynamo.utils.counters.clear()
     whole = family in WHOLE
     drafter = pair_of(family, layers=2 if whole else 1)  # of gemma3 a windowed and a full layer
     for seed, fields in enumerate((SHORT_CHAIN, SHORT_TREE) * 3 if whole else (SHORT_TREE,) * 3):
-        plain, ours = write(drafter, random_prompts(1, seed=seed), oracle_seed=seed, **fields)
-        assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
+        prompts = random_prompts(3 if family == "llama" and fields is SHORT_TREE else 1, seed=seed)
+        plain, ours = write(drafter, prompts, oracle_seed=seed, **fields)
+        mask = left_padded(prompts)["attention_mask"]
+        assert assert_same_or_tie(drafter.require_binding().model, plain, ours, mask) == 0
         assert drafter.stats.fallbacks == []
     shapes = drafter.require_binding().compiled.keys
-    # One of each way to draft, its verification (unless masks come from outside) and its end, and absorbing.
-    verifications = 2 if family == "llama" else 1
-    kinds = {"tree": 1, "absorb": 1, "verify": verifications, "advance": 1}
-    assert Counter(kind for kind, *_ in shapes) == (kinds | {"chain": 1, "advance": 2} if whole else kinds)
+    # One of each way to draft, its verification (unless masks come from outside) and its end, and absorbing; of each
+    # batch size.
+    kinds = {"tree": 1, "absorb": 1, "verify": 1, "advance": 1}
+    if whole:
+        kinds |= {"chain": 1, "advance": 2}
+    if family == "llama":
+        kinds |= {"absorb": 2, "verify": 2}
+    assert Counter(kind for kind, *_ in shapes) == kinds
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert made == (len(shapes) if family == "gemma3" else verifications), "a shape was compiled again"
-
-
-def is_verification(step: Callable) -> bool:
-    return step.__name__ == "verify"
+    assert made == (len(shapes) - 1 if family == "gemma3" else kinds["verify"]), "a shape was compiled again"
 
 
 @pytest.mark.slow
-def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_chain_draws_from_what_it_says_and_is_judged_by_the_rule(
+    judged: list, compile_only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rejection sampling is lossless if drafts follow the distribution that comes with them, whatever that is."""
-    compile_ = graphs._compile
-    monkeypatch.setattr(
-        graphs, "_compile", lambda step, device: step if is_verification(step) else compile_(step, device)
-    )
-    drafter = pair_of("llama", layers=2)
-    target, inputs = drafter.require_binding().model, left_padded(random_prompts(2))
+    compile_only("chain", "advance")
+    drafter = pair_of("qwen3", layers=2, draft_vocab_size=40)
+    target, inputs = drafter.require_binding().model, left_padded(random_prompts(3))
     numbers, chains = [], []
     make, to_tree = draft_session.chain_numbers, DraftedChain.to_tree
 
@@ -650,8 +652,8 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "chain_numbers", keep_numbers)
     monkeypatch.setattr(DraftedChain, "to_tree", keep_chain)
     with configured(drafter, speculation_loop="own", acceleration="compile", **SHORT_CHAIN):
-        sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20}
-        target.generate(**inputs, max_new_tokens=24, assistant_model=drafter, **sampling)
+        sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+        target.generate(**inputs, max_new_tokens=30, assistant_model=drafter, **sampling)
     assert drafter.stats.fallbacks == []
     assert len(chains) > 3
     for chain, used in chains:
@@ -659,26 +661,19 @@ def test_a_compiled_chain_draws_from_what_it_says(monkeypatch: pytest.MonkeyPatc
         assert chain.proposal.probs.shape[-1] == 20, "warped as the target's"
         for k, number in enumerate(used[: chain.max_depth]):
             assert torch.equal(chain.proposal.choices[:, k + 1], draw(chain.proposal.probs[:, k], numbers=number))
+    assert_judged_alike(judged)
 
 
 @pytest.mark.slow
-def test_compiled_batch_on_the_demo_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers of it: compile time grows with their number, what could go wrong does not. Only its verification is
-    compiled: those of the drafter for batches are above.
-    """
-    compile_ = graphs._compile
-    monkeypatch.setattr(
-        graphs, "_compile", lambda step, device: compile_(step, device) if is_verification(step) else step
-    )
-    target = hf.AutoModelForCausalLM.from_pretrained(
-        MODELS / "demo-target", dtype=torch.float32, num_hidden_layers=2
-    ).eval()
-    drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER)
-    drafter.config.aux_layers = [0, 1, 2]
-    drafter = drafter.float().attach(target)
-    prompts = [prompt[-50:] for prompt in prompts_for("demo-target", 3)]
-    plain, ours = write(drafter, prompts, **SHORT_CHAIN)
-    assert assert_same_or_tie(target, plain, ours, left_padded(prompts)["attention_mask"]) == 0
+def test_compiled_trees_of_a_batch_are_judged_by_the_rule(judged: list, compile_only: Callable[..., None]) -> None:
+    compile_only("advance")
+    drafter = pair_of("qwen3", draft_vocab_size=40)
+    sampling = {"do_sample": True, "top_k": 0, "top_p": 0.9}
+    with configured(drafter, speculation_loop="own", acceleration="compile", **SHORT_TREE):
+        drafter.require_binding().model.generate(
+            **left_padded(random_prompts(3)), max_new_tokens=30, assistant_model=drafter, **sampling
+        )
     assert drafter.stats.fallbacks == []
-    # verification, a round's end, what is absorbed, a chain
-    assert len(drafter.require_binding().compiled.keys) == 4
+    assert_judged_alike(judged)
+    kinds = {(kind, rows, nodes) for kind, rows, nodes, *_ in drafter.require_binding().compiled.keys}
+    assert ("advance", 3, 7) in kinds
