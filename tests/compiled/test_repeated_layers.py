@@ -168,6 +168,15 @@ def test_only_weights_of_the_pair_are_packed() -> None:
     assert not weights.may_pack(ours.weight.t()), "another matrix at the same address"
 
 
+def test_numbers_of_rows_with_one_layout_share_a_copy() -> None:
+    weight = nn.Linear(64, 96, bias=False).weight
+    weights = PackedWeights([weight])
+    copies = [weights.of([weight], rows) for rows in (1, 2, 8, 16, 24, 8)]
+    layouts = {torch.ops.mkldnn._get_mkldnn_serialized_md(copy).numpy().tobytes() for copy in copies}
+    assert len({id(copy) for copy in copies}) == len(layouts)
+    assert weights.nbytes == len(layouts) * weight.nbytes
+
+
 def test_graphs_share_packed_weights(whole_graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = pair_of("llama", 3)
     write(drafter, monkeypatch)

@@ -52,12 +52,13 @@ class PackedWeights:
     def __init__(self, weights: Iterable[Tensor]):
         self._addresses = frozenset(weight.data_ptr() for weight in weights)
         self._dtypes = _packed_dtypes()
-        self._packed: dict[tuple, Tensor] = {}
+        self._packed: dict[tuple, Tensor] = {}  # by weights and number of rows
+        self._copies: dict[tuple, Tensor] = {}  # by weights and layout, which many numbers of rows have in common
 
     @property
     def nbytes(self) -> int:
         """What the copies take, by their elements."""
-        return sum(packed.numel() * packed.element_size() for packed in self._packed.values())
+        return sum(packed.numel() * packed.element_size() for packed in self._copies.values())
 
     def may_pack(self, weight: Any) -> bool:
         """Whether `weight` is a matrix of the pair, and of a precision that is packed."""
@@ -66,10 +67,12 @@ class PackedWeights:
 
     def of(self, weights: Sequence[Tensor], rows: int) -> Tensor:
         """`weights` `(N_i, K)`, one below the other, packed for products of `rows` rows: `(sum of N_i, K)`."""
-        key = (rows, *((weight.data_ptr(), tuple(weight.shape)) for weight in weights))
+        matrices = tuple((weight.data_ptr(), tuple(weight.shape)) for weight in weights)
+        key = (rows, *matrices)
         if key not in self._packed:
             joined = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
-            self._packed[key] = torch.ops.mkldnn._reorder_linear_weight(joined.detach(), rows)
+            packed = torch.ops.mkldnn._reorder_linear_weight(joined.detach(), rows)
+            self._packed[key] = self._copies.setdefault((_layout(packed), *matrices), packed)
         return self._packed[key]
 
 
@@ -79,6 +82,10 @@ def _packed_dtypes() -> tuple[torch.dtype, ...]:
         return ()
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
+
+
+def _layout(packed: Tensor) -> bytes:
+    return torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
 
 
 class PackedInput(NamedTuple):
