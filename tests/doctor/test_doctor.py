@@ -308,8 +308,10 @@ def test_sampling_is_tested_against_exact_probabilities(target: Any, prompts: li
 class RoundingModel:
     """Two forwards of unlike length round unlike: the third and the fourth token change places."""
 
+    dtype = torch.bfloat16
+
     def __call__(self, ids: Tensor) -> Any:
-        logits = torch.tensor([3.0, 2.5, 2.0, 2.0, -9.0]).repeat(*ids.shape, 1)
+        logits = torch.tensor([3.0, 2.5, 2.0, 2.0, -9.0, 1.95]).repeat(*ids.shape, 1)
         logits[..., 2 if ids.shape[1] % 2 else 3] -= 2**-6
         return SimpleNamespace(logits=logits)
 
@@ -325,6 +327,7 @@ def test_what_rounding_does_to_a_distribution_is_no_difference() -> None:
     third_or_fourth = torch.where(ranks == 2, 2 + torch.arange(600)[:, None] % 2, ranks)
     assert openings.test(third_or_fourth.tolist()).is_exact
     assert openings.test([[4, 0, 0]]).impossible == 1
+    assert openings.test([[5, 0, 0]]).impossible == 0, "within what 16 bits round"
     with seeded(0):
         flat = torch.randint(0, 3, (600, 3))
     assert not openings.test(flat.tolist()).is_exact

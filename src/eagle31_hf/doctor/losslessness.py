@@ -138,11 +138,15 @@ def _difference(model: Any, number: int, plain: Tensor, ours: Tensor, prompt_len
     at = int(parted[0])
     logits = model(plain[None, :at].to(model.device)).logits[0, -1].float()
     first, second = float(logits[plain[at]]), float(logits[ours[at]])
-    if model.dtype == torch.float32:
-        rounding = 1e-5 * float(logits.max() - logits.min())
-    else:
-        rounding = TIE_ROUNDINGS * torch.finfo(model.dtype).eps * max(1.0, abs(first), abs(second))
+    rounding = _tie(model.dtype, logits, max(abs(first), abs(second)))
     return Difference(number, at - prompt_length, abs(first - second), rounding)
+
+
+def _tie(dtype: torch.dtype, logits: Tensor, largest: float) -> float:
+    """The largest gap between two of these logits `(V,)` that is a tie, where the larger of them is `largest`."""
+    if dtype == torch.float32:
+        return 1e-5 * float(logits.max() - logits.min())
+    return TIE_ROUNDINGS * torch.finfo(dtype).eps * max(1.0, largest)
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ class Openings:
     Attributes:
         probs: of each kind, tokens or `OTHER` at its end.
         moved: by how much a forward of another shape, which is as right, moves that probability.
-        allowed: for each beginning, the tokens that top-k keeps in a forward of either shape.
+        allowed: for each beginning, the tokens that top-k keeps, ties with the last of them included.
     """
 
     probs: dict[tuple[int, ...], float]
@@ -268,7 +272,7 @@ def exact_openings(model: Any, prompt_ids: Tensor) -> Openings:
         for row, (prefix, before) in enumerate(begun.items()):
             of_row = [probs[row] for probs in warped]
             likeliest = of_row[0].topk(2).indices.tolist()
-            found.allowed[prefix] = {token for probs in of_row for token in probs.nonzero().flatten().tolist()}
+            found.allowed[prefix] = {token for logits in shapes for token in _kept(model.dtype, logits[row])}
             branches = {token: tuple(float(probs[token]) for probs in of_row) for token in likeliest}
             branches[OTHER] = tuple(max(0.0, 1 - float(probs[likeliest].sum())) for probs in of_row)
             for token, here in branches.items():
@@ -279,6 +283,12 @@ def exact_openings(model: Any, prompt_ids: Tensor) -> Openings:
                     grown[kind] = both
         begun = grown
     return found
+
+
+def _kept(dtype: torch.dtype, logits: Tensor) -> list[int]:
+    """Tokens that rounding may put among the `SAMPLED_TOP_K` best of `(V,)`."""
+    last = float(logits.topk(SAMPLED_TOP_K).values[-1])
+    return (logits >= last - _tie(dtype, logits, abs(last))).nonzero().flatten().tolist()
 
 
 def _top_k(logits: Tensor) -> Tensor:
