@@ -19,6 +19,7 @@ LONGEST_CHAIN, MIN_CONFIDENCE, FIXED_DEPTH = 12, 0.02, 6
 COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
 """A compiled chain is one graph whatever it is sure of: 7 and the root fill the 8 nodes that are verified anyway. Drawn
 tokens cost more and are accepted less (docs/LOG.md)."""
+ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "stock", "plain")
 CACHE_TYPES = ("auto", "full", "int8", "fp8")
 FIRST_CHILD_CHANCE, NEXT_CHILD_SHARE = 0.7, 0.25
@@ -62,8 +63,9 @@ class Eagle31GenerationConfig(GenerationConfig):
             (default): as far as it was trained to (`config.sliding_window`), mostly everything. The text is the same.
         speculation_loop: `"auto"` (our loop where the target allows it, else a fallback whose reason is logged),
             or exactly one of `"own"`, `"stock"`, `"plain"`.
-        acceleration: `"eager"` or `"compile"` (`torch.compile` by shape bucket; the first rounds are slow: see
-            docs/architecture.md for what it costs).
+        acceleration: `"auto"` (default): graphs where `eagle31 warmup` has left them for this pair and machine, else
+            eager code; nothing is compiled (docs/acceleration.md). `"eager"`: no graphs. `"compile"`: `torch.compile`
+            by shape bucket, and the first rounds wait for it.
         cache_type: how the target's keys and values are stored: `"full"` in its own dtype, `"int8"` and `"fp8"` in 8
             bits (docs/kv_cache.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
             then what the target writes over such a cache, with or without drafts. Our own loop only.
@@ -79,7 +81,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         self.draft_window: int | None = kwargs.pop("draft_window", None)
         self.draft_tree: str = kwargs.pop("draft_tree", "dynamic")
         self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
-        self.acceleration: str = kwargs.pop("acceleration", "eager")
+        self.acceleration: str = kwargs.pop("acceleration", "auto")
         self.cache_type: str = kwargs.pop("cache_type", "auto")
         kwargs.setdefault("num_assistant_tokens_schedule", "calibrated")
         super().__init__(**kwargs)
@@ -104,7 +106,13 @@ class Eagle31GenerationConfig(GenerationConfig):
         self.draft_min_confidence = value
 
     def draft_length(
-        self, *, device_type: str, batch_size: int, sampled: bool = False, asked: int | None = None
+        self,
+        *,
+        device_type: str,
+        batch_size: int,
+        sampled: bool = False,
+        asked: int | None = None,
+        compiled: bool | None = None,
     ) -> DraftLength:
         """How long this round's drafts may get.
 
@@ -116,6 +124,7 @@ class Eagle31GenerationConfig(GenerationConfig):
             batch_size: rows.
             sampled: whether drafts are drawn.
             asked: depth the `generate` call itself asks for.
+            compiled: whether rounds are computed by graphs; default: if `acceleration` is `"compile"`.
         """
         depth = asked or self.num_assistant_tokens
         steered = self.num_assistant_tokens_schedule in ("pid", "heuristic") or self.draft_length_bounds is not None
@@ -123,7 +132,8 @@ class Eagle31GenerationConfig(GenerationConfig):
         least = self.draft_min_confidence
         if depth is not None:
             return DraftLength(depth, least or 0.0)
-        if self.acceleration == "compile" and self.draft_top_k == 1:
+        compiled = self.acceleration == "compile" if compiled is None else compiled
+        if compiled and self.draft_top_k == 1:
             return DraftLength(COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH, least or 0.0)
         if free_to_ask:
             return DraftLength(LONGEST_CHAIN, MIN_CONFIDENCE if least is None else least)
@@ -141,15 +151,19 @@ class Eagle31GenerationConfig(GenerationConfig):
             static = StaticTopology.best_for(guess, depth=depth, size=size)
         return DraftShape(depth=depth, top_k=top_k, size=size, static=static)
 
-    def steered_bounds(self, start: int) -> tuple[int, int]:
-        """Shortest and longest draft of a schedule that starts from, or is asked for, `start` tokens."""
+    def steered_bounds(self, start: int, *, compiled: bool) -> tuple[int, int]:
+        """Shortest and longest draft of a schedule that starts from, or is asked for, `start` tokens.
+
+        Args:
+            compiled: whether rounds are computed by graphs.
+        """
         schedule = self.num_assistant_tokens_schedule
         if schedule == "constant":
             return start, start
         if self.draft_length_bounds is not None:
             shortest, longest = self.draft_length_bounds
             return shortest, longest
-        if schedule == "calibrated" or self.draft_top_k > 1 or self.acceleration == "compile":
+        if schedule == "calibrated" or self.draft_top_k > 1 or compiled:
             return 1, start
         return 1, max(start, LONGEST_STEERED)
 
@@ -174,7 +188,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         for field, allowed in (
             ("draft_tree", ("dynamic", "static")),
             ("speculation_loop", LOOPS),
-            ("acceleration", ("eager", "compile")),
+            ("acceleration", ACCELERATIONS),
             ("cache_type", CACHE_TYPES),
             ("num_assistant_tokens_schedule", SCHEDULES),
         ):

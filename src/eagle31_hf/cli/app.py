@@ -20,6 +20,7 @@ from . import report as cli_report
 from . import serve as cli_serve
 from . import terminal
 from . import train as cli_train
+from . import warmup as cli_warmup
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .processor import avoid_unusable_tiles
 
@@ -38,6 +39,7 @@ app.command()(cli_report.report)
 app.command()(cli_convert.convert)
 app.command()(cli_chat.chat)
 app.command()(cli_serve.serve)
+app.command()(cli_warmup.warmup)
 app.add_typer(cli_bench.app)
 app.command()(cli_push.push)
 app.command(name="train")(cli_train.make_command())

@@ -93,8 +93,11 @@ class PairSource:
     cache_type: Literal["auto", "full", "int8", "fp8"] = field(
         default="auto", metadata=option("How the target's keys and values are stored.")
     )
-    acceleration: Literal["eager", "compile"] = field(
-        default="eager", metadata=option("compile: takes a minute or two once, then rounds are faster.")
+    acceleration: Literal["auto", "eager", "compile"] = field(
+        default="auto",
+        metadata=option(
+            "auto: graphs that `eagle31 warmup` made, if any; compile: make them now, which takes minutes."
+        ),
     )
     chat_template: Path | None = field(
         default=None, metadata=option("Jinja file to use instead of the target's chat template.", dir_okay=False)

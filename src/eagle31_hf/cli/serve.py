@@ -121,7 +121,7 @@ def _check_drafting(source: PairSource, drafting: Drafting) -> None:
         f"--schedule {drafting.schedule}": drafting.schedule in ("pid", "heuristic"),
         f"--tree-width {drafting.tree_width}": drafting.tree_width > 1,
         f"--tree-size {drafting.tree_size}": drafting.tree_size is not None,
-        f"--acceleration {source.acceleration}": source.acceleration != "eager",
+        f"--acceleration {source.acceleration}": source.acceleration == "compile",
     }
     refused = [option for option, is_asked in asked.items() if is_asked]
     if refused:

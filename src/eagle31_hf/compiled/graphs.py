@@ -1,4 +1,4 @@
-"""Graphs of a target and its drafter: made by `torch.compile`, checked against the eager code, kept and let go.
+"""Graphs of a target and its drafter: made by a `GraphMaker`, checked against the eager code, kept and let go.
 
 A graph that cannot be made, that disagrees, or that things keep changing under is given up, and why is remembered.
 """
@@ -10,9 +10,9 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ Step = Callable[..., Any]
 
 _ONE_THREAD_AT_A_TIME = threading.RLock()
 """Held while a graph is made or runs: what dynamo and inductor are told for it holds for the whole process."""
+
+
+class OtherInputsError(Exception):
+    """A graph was called with inputs that it was not made for; eager code serves them."""
 
 
 class GraphKey(NamedTuple):
@@ -72,20 +76,73 @@ FREEZING = {
 """Settings of inductor; dynamo looks at the first of them, too, so options of `torch.compile` would come too late."""
 
 
+class GraphMaker(Protocol):
+    """Where graphs come from that are not there yet.
+
+    Attributes:
+        traces: its graphs have guards, and are made and run under inductor's settings.
+        failure: what is said where it could not make one.
+    """
+
+    @property
+    def traces(self) -> bool: ...
+
+    @property
+    def failure(self) -> str: ...
+
+    def can_make(self, key: GraphKey) -> bool:
+        """Whether it has, or would make, the graph of `key`; the same throughout a generation."""
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        """The graph of `step`. May raise anything."""
+
+
+class CompilesAtOnce:
+    """A `GraphMaker` that lets `torch.compile` make each graph where it is first wanted."""
+
+    traces, failure = True, "compiling failed"
+
+    def can_make(self, key: GraphKey) -> bool:
+        return True
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        return _compile(step, inputs[0].device)
+
+
 class Graphs:
-    """What has been compiled for a target and its drafter; outlives the generation that asked for it.
+    """The graphs of a target and its drafter; they outlive the generation that asked for them.
 
     Attributes:
         freezes_weights: every graph has a packed copy of its weights built in.
         compiler: compiles layers one for all; `None`: inductor alone compiles graphs whole.
-        disabled_reason: why nothing more is compiled; empty while all is well.
+        maker: makes those that are not there yet; see `made_by`.
+        digest: of all weights, once somebody has computed it.
     """
 
     def __init__(self, weights: Hashable, *, freezes_weights: bool = False, compiler: LayerCompiler | None = None):
         self.weights, self.freezes_weights, self.compiler = weights, freezes_weights, compiler
-        self.disabled_reason = ""
+        self.maker: GraphMaker = CompilesAtOnce()
+        self.digest = ""
+        self._reasons: list[str] = []
         self._steps: dict[GraphKey, Step] = {}
+        self._traced: set[GraphKey] = set()  # graphs with guards
         self._guards_checked: set[GraphKey] = set()  # graphs that were found to fit the models as they are now
+
+    @property
+    def disabled_reason(self) -> str:
+        """Why nothing more is compiled; empty while all is well."""
+        return self._reasons[-1] if self._reasons else ""
+
+    @disabled_reason.setter
+    def disabled_reason(self, reason: str) -> None:
+        self._reasons[:] = [reason]
+
+    def made_by(self, maker: GraphMaker) -> Graphs:
+        """These graphs, of which those that are missing are made by `maker`: what one generation uses."""
+        view = object.__new__(Graphs)
+        view.__dict__.update(self.__dict__)  # one set of graphs and reasons
+        view.maker = maker
+        return view
 
     @classmethod
     def of(cls, drafter: Eagle31Drafter) -> Graphs:
@@ -131,7 +188,8 @@ class Graphs:
     ) -> Any:
         """What the graph of `key` makes of its inputs, or what eager code does where there is no such graph.
 
-        The first call at a key makes the graph, which is checked against the eager outputs; these are then returned.
+        The first call at a key makes the graph (`GraphMaker`), which is checked against the eager outputs; these are
+        then returned.
 
         Args:
             key: which graph.
@@ -157,6 +215,8 @@ class Graphs:
 
     def can_compile(self, key: GraphKey) -> bool:
         """Whether one more graph for this way to choose tokens is there or would still pay."""
+        if not self.maker.can_make(key):
+            return False
         settings = {known.sampling for known in self._steps if known.kind == key.kind}
         return key.sampling is None or key.sampling in settings or len(settings) < MOST_SAMPLING_SETTINGS
 
@@ -173,8 +233,12 @@ class Graphs:
         except (TorchDynamoException, FailOnRecompileLimitHit) as failure:  # a hook that counts its calls, say
             self._disable(failure)
             return None
+        except OtherInputsError:
+            return None
 
     def _call(self, key: GraphKey, inputs: tuple) -> Any:
+        if key not in self._traced:
+            return self._steps[key](*inputs)
         with _ONE_THREAD_AT_A_TIME:
             return self._call_alone(key, inputs)
 
@@ -199,18 +263,27 @@ class Graphs:
         self._steps.clear()
 
     def _add(self, key: GraphKey, step: Step, inputs: tuple, expected: Tensor | None) -> None:
-        """Compile `step` and try it on `inputs`; its first output must begin with `expected`, up to rounding."""
+        """Make a graph of `step` and try it on `inputs`; it must begin with `expected`, up to rounding."""
+        maker = self.maker
         try:
-            compiled = _compile(step, inputs[0].device)
-            with _ONE_THREAD_AT_A_TIME, self._compiling():
+            compiled = maker.make(key, step, inputs)
+            with self._tracing() if maker.traces else nullcontext():
                 found = compiled(*inputs)[0]
             if expected is not None:
                 _require_agreement(found, expected)
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
             self._disable(failure)
         else:
+            if maker.traces:
+                self._traced.add(key)
             self._steps[key] = compiled
             self._guards_checked.add(key)
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Around a call that traces a step for the first time."""
+        with _ONE_THREAD_AT_A_TIME, self._compiling():
+            yield
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -227,7 +300,7 @@ class Graphs:
     def _disable(self, failure: Exception) -> None:
         told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
         reasons = [f"{type(each).__name__}: {(str(each).splitlines() or [''])[0]}" for each in told]
-        self.disabled_reason = f"compiling failed, steps stay eager: {', '.join(reasons)}"
+        self.disabled_reason = f"{self.maker.failure}, steps stay eager: {', '.join(reasons)}"
         logger.warning("eagle31: %s", self.disabled_reason)
 
 

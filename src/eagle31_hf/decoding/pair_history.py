@@ -38,6 +38,7 @@ class PairHistory:
     prior: Prior | None = None
     _calibrations: dict[Hashable, Calibration | None] = field(default_factory=dict)
     _of_drawn_texts: dict[Hashable, Calibration | None] = field(default_factory=dict)
+    _kept_for_drawn_texts: frozenset[str] | None = None
     _measuring: tuple[Hashable, Generator[None, None, Calibration]] | None = None
     _failed: bool = False
 
@@ -61,6 +62,15 @@ class PairHistory:
             self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled))
         known = self._calibrations[setting]
         return self._of_drawn_texts.setdefault(setting, known) if sampled else known
+
+    def kept_for_drawn_texts(self, names: frozenset[str]) -> frozenset[str]:
+        """Names of the graphs that were kept before this process drew its first text; `names` are those kept now.
+
+        For the same reason as in `calibration`: by graphs chains have another length.
+        """
+        if self._kept_for_drawn_texts is None:
+            self._kept_for_drawn_texts = names
+        return self._kept_for_drawn_texts
 
     def calibrate(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration:
         """Measure now, for all texts to come, and keep it for later processes, too."""

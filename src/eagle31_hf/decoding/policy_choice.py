@@ -65,7 +65,7 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
         requested.shape.depth, rows=requested.rows, nodes=requested.shape.nodes if requested.shape.is_tree else None
     )
     tell = _teller(stats)
-    shortest, _ = drafter.generation_config.steered_bounds(requested.start)
+    shortest, _ = drafter.generation_config.steered_bounds(requested.start, compiled=requested.compiled)
     has_one_size = requested.compiled or requested.shape.is_tree
     controller = DraftController(
         table,
@@ -80,7 +80,7 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
 
 def _schedule(drafter: Eagle31Drafter, name: str, table: RoundTable, requested: RequestedDraft) -> LengthSchedule:
     longest = requested.shape.depth
-    shortest, _ = drafter.generation_config.steered_bounds(requested.start)
+    shortest, _ = drafter.generation_config.steered_bounds(requested.start, compiled=requested.compiled)
     if requested.shape.is_tree:  # drafted whole, or not
         return ConstantSchedule(longest)
     lengths: Sequence[int] = range(shortest, longest + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..compiled.graphs import CompilesAtOnce, GraphMaker
 from ..sampling.asked_once import AskedOnce
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
@@ -32,6 +33,7 @@ class DecodingRequest:
         keep_scores, keep_logits: collect processed / raw scores of every written token.
         start: what the caches hold already.
         end: takes the caches of rows that have ended; `None` if nobody wants them.
+        graph_maker: where graphs come from that are not there yet, if rounds are computed by graphs.
         asked: what was said of prefixes, in case that a round is repeated.
     """
 
@@ -48,6 +50,7 @@ class DecodingRequest:
     start: CacheResume = field(default_factory=CacheResume)
     end: CacheExport | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    graph_maker: GraphMaker = field(default_factory=CompilesAtOnce)
     asked: AskedOnce = field(default_factory=AskedOnce)
 
     def keep_choice(self, rows: Sequence[int], lengths: Sequence[int], tokens: list[int]) -> list[int]:

@@ -8,7 +8,9 @@ from ..drafter.drafter import Eagle31Drafter
 from ..generation_config import DraftLength
 
 
-def draft_length(drafter: Eagle31Drafter, generation_config: GenerationConfig, *, batch_size: int) -> DraftLength:
+def draft_length(
+    drafter: Eagle31Drafter, generation_config: GenerationConfig, *, batch_size: int, compiled: bool | None = None
+) -> DraftLength:
     """How long drafts may get: what the `generate` call asks for, else the drafter's own settings.
 
     `generate` fills an unset `num_assistant_tokens` with transformers' default before we see it, so that one value
@@ -22,4 +24,5 @@ def draft_length(drafter: Eagle31Drafter, generation_config: GenerationConfig, *
         batch_size=batch_size,
         sampled=bool(generation_config.do_sample),
         asked=asked,
+        compiled=compiled,
     )

@@ -10,6 +10,7 @@ import torch
 
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
+from ..decoding.kept_graphs import GraphMaker, graph_maker
 from ..decoding.out_of_memory import RecoveringDecoder, keep_for_next_turn
 from ..decoding.pair_history import PairHistory
 from ..decoding.policy_choice import RequestedDraft, choose_policy
@@ -38,10 +39,12 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         )
     padding = left_padding(call.input_ids, call.attention_mask)
     carried = _carried_cache(call, padding, stats)
-    requested = requested_draft(call)
+    requested, maker = requested_draft(call)
     request = _request(call, requested, padding, carried, stats)
+    if maker is not None:
+        request.graph_maker = maker
     with torch.no_grad(), call.drafter.require_binding().masked_attention():
-        ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request)).run()
+        ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)).run()
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
     if call.streamer is not None:
         call.streamer.end()
@@ -84,18 +87,27 @@ def _request(
     )
 
 
-def requested_draft(call: Call) -> RequestedDraft:
-    """What the call and the drafter's `generation_config` ask of drafts."""
+def requested_draft(call: Call) -> tuple[RequestedDraft, GraphMaker | None]:
+    """What the call and the drafter's `generation_config` ask of drafts, and where graphs for them come from.
+
+    `None`: rounds are eager.
+    """
+    by_graphs = _requested(call, compiled=True)
+    maker = graph_maker(call.drafter, by_graphs, call.processing)
+    return (_requested(call, compiled=False), None) if maker is None else (by_graphs, maker)
+
+
+def _requested(call: Call, *, compiled: bool) -> RequestedDraft:
     settings, rows = call.drafter.generation_config, call.batch_size
-    length = draft_length(call.drafter, call.generation_config, batch_size=rows)
-    shortest, longest = settings.steered_bounds(length.depth)
+    length = draft_length(call.drafter, call.generation_config, batch_size=rows, compiled=compiled)
+    shortest, longest = settings.steered_bounds(length.depth, compiled=compiled)
     return RequestedDraft(
         shape=settings.draft_shape(replace(length, depth=longest)),
         start=min(max(length.depth, shortest), longest),
         rows=rows,
         context=call.input_ids.shape[1],
         sampled=bool(call.generation_config.do_sample),
-        compiled=settings.acceleration == "compile",
+        compiled=compiled,
     )
 
 

@@ -59,6 +59,7 @@ class TargetBinding:
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
+        self.ahead: Any = None  # compiles graphs ahead while `decoding.kept_graphs.compiling_ahead` is open
         self.history: Any = None  # what the process has learnt of this pair (`decoding.pair_history`)
         refuse_corrupt_saving(self.model)
         warn_of_quantization(self.model)

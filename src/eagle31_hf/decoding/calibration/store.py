@@ -65,8 +65,12 @@ def calibration_key(drafter: Eagle31Drafter, *, compiled: bool) -> dict[str, Any
 
 def calibration_file(key: dict[str, Any]) -> Path:
     """Where a calibration of this key lies."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "calibrations" / f"{digest[:32]}.json"
+    return cache_folder() / "calibrations" / f"{digest_of(key)}.json"
+
+
+def digest_of(key: dict[str, Any]) -> str:
+    """A file's name for all that is in `key`."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def load(key: dict[str, Any]) -> Calibration | None:

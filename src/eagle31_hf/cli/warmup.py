@@ -1,0 +1,44 @@
+"""`eagle31 warmup`: compile a pair's graphs ahead, so that later runs are fast at once."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Annotated
+
+import typer
+
+from ..benchmark.provenance import origin
+from ..compiled.graphs import GraphKey
+from ..generation.warm_up import warm_up
+from .option_groups import expand_options
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .pairs import AnswerSettings, PairSource, load_pair
+
+
+@expand_options
+@readable_errors
+def warmup(
+    source: PairSource,
+    tokens: Annotated[int, typer.Option(min=1, help="Longest text to compile for, prompt and answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of later answers; 0 is greedy.")] = 0.0,
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Compile a pair's graphs for this machine and keep them, for all later runs. Takes minutes, once."""
+    console = make_console()
+    pair = load_pair(source)
+    started = perf_counter()
+    with console.status("looking for graphs") as status:
+
+        def tell(key: GraphKey) -> None:
+            status.update(f"compiling {key.kind} ({perf_counter() - started:.0f} s so far)")
+
+        how = AnswerSettings(temperature=temperature).to_generate()
+        how.pop("max_new_tokens")
+        made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **how)
+    seconds = perf_counter() - started
+    write_json(json_path, {**origin(), "target": pair.name, "graphs": [repr(key) for key in made], "seconds": seconds})
+    if made:
+        console.print(f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them.")
+    else:
+        console.print("All graphs were there already.")

@@ -1,0 +1,246 @@
+"""Graphs that outlive a process: a step exported and compiled ahead of time, loaded later without any compiling.
+
+`torch.compile` keeps some of its work on disk, but every process traces and lowers its steps anew, and tracing rewinds
+random numbers and holds up the thread that writes. A package (AOTInductor) is machine code and weights: it is loaded in
+the time its bytes take to read. It holds the weights of one pair, so its folder is for these weights alone, and it
+asks nothing of its inputs, so what they looked like when it was made is written beside it and compared at every call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import config as inductor
+from torch.utils import _pytree as pytree
+
+from .fixed_cache import FixedShapeCache
+from .graphs import FREEZING, GraphKey, OtherInputsError, Step
+
+Signature = list[tuple[tuple[int, ...], tuple[int, ...], str]]
+"""Shape, strides and dtype of each tensor a graph reads."""
+
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+AHEAD_OF_TIME = {
+    **FREEZING,
+    "aot_inductor.compile_wrapper_opt_level": "O1",  # it calls kernels, and takes a compiler longest
+}
+
+
+class StepInputs(NamedTuple):
+    """A step's inputs taken apart: their tensors, and how the rest is put together around them.
+
+    Attributes:
+        tensors: of the inputs, then keys and values of each layer, then slots of the running block if it has any.
+        leaves, spec: of all inputs but the cache, as pytree has them; a tensor's leaf is `None`.
+        places: which leaves are tensors.
+    """
+
+    tensors: list[Tensor]
+    leaves: list[Any]
+    spec: Any
+    places: list[int]
+
+    @classmethod
+    def of(cls, inputs: tuple) -> StepInputs:
+        """Of what a step takes, its cache last."""
+        *others, cache = inputs
+        leaves, spec = pytree.tree_flatten(tuple(others))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[place] for place in places] + _buffers(cache)
+        return cls(tensors, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec, places)
+
+    @property
+    def signature(self) -> Signature:
+        """What a package was made for."""
+        return [(tuple(t.shape), t.stride(), str(t.dtype)) for t in self.tensors]
+
+    def fits(self, signature: Signature) -> bool:
+        """Whether a package made for that may read these."""
+        if len(signature) != len(self.tensors):
+            return False
+        return all(
+            tensor.shape == shape and tensor.stride() == stride and DTYPES[dtype] is tensor.dtype
+            for tensor, (shape, stride, dtype) in zip(self.tensors, signature, strict=True)
+        )
+
+
+def _buffers(cache: FixedShapeCache) -> list[Tensor]:
+    held = [buffer for layer in cache.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+    slots = getattr(cache.block, "slots", None)
+    return held if slots is None else [*held, slots]
+
+
+def _lend(cache: FixedShapeCache, buffers: list[Tensor]) -> None:
+    """What `_buffers` found, put back in."""
+    held = iter(buffers)
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = next(held), next(held)
+    for slots in held:
+        cache.block.slots = slots
+
+
+class FlatStep(nn.Module):
+    """A step that takes tensors alone and gives tensors alone, as export wants it.
+
+    Args:
+        step: to be exported.
+        inputs: what it takes; the cache among them is lent to it.
+        models: whose weights it reads.
+    """
+
+    def __init__(self, step: Step, inputs: tuple, models: list[nn.Module]):
+        super().__init__()
+        self.step, self.parts, self.cache = step, StepInputs.of(inputs), inputs[-1]
+        self.models = nn.ModuleList(models)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves, (_, kept, spec, places) = iter(tensors), self.parts
+        inputs = list(kept)
+        for place in places:
+            inputs[place] = next(leaves)
+        _lend(self.cache, list(leaves))
+        outputs, _ = pytree.tree_flatten(self.step(*pytree.tree_unflatten(inputs, spec), self.cache))
+        return tuple(output for output in outputs if isinstance(output, Tensor))
+
+
+class PackagedStep:
+    """A loaded package in a step's place.
+
+    Args:
+        package: takes and gives lists of tensors.
+        step: what it was made of; serves the first call, by which the outputs' form is known.
+        signature: what the package was made for.
+    """
+
+    def __init__(self, package: Callable[[list[Tensor]], list[Tensor]], step: Step, signature: Signature):
+        self.package, self.step, self.signature = package, step, signature
+        self._form: tuple[list[Any], Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Raises `OtherInputsError` for inputs that the package was not made for."""
+        parts = StepInputs.of(inputs)
+        if not parts.fits(self.signature):
+            raise OtherInputsError("the kept graph was made for inputs of other shapes, strides or precisions")
+        with torch.no_grad():
+            tensors = iter(self.package(parts.tensors))
+            if self._form is None:
+                outputs, spec = pytree.tree_flatten(self.step(*inputs))
+                self._form = [_NoTensor if isinstance(each, Tensor) else each for each in outputs], spec
+        leaves, spec = self._form
+        return pytree.tree_unflatten([next(tensors) if leaf is _NoTensor else leaf for leaf in leaves], spec)
+
+
+class _NoTensor:
+    """Where a tensor belongs."""
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GraphPackages:
+    """Packages of one pair with the weights it has now.
+
+    Args:
+        folder: theirs alone.
+    """
+
+    folder: Path
+
+    def names(self) -> frozenset[str]:
+        """Of the packages that are whole."""
+        try:
+            return frozenset(path.stem for path in self.folder.glob("*.json"))
+        except OSError:
+            return frozenset()
+
+    def load(self, key: GraphKey, step: Step) -> PackagedStep:
+        """The package of `key` in the place of `step`.
+
+        Raises:
+            OSError, ValueError, KeyError, RuntimeError: it is not there, or is broken.
+        """
+        name = name_of(key)
+        told = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+        package = self.folder / f"{name}.pt2"
+        if not isinstance(told, dict) or told["key"] != repr(key) or told["bytes"] != package.stat().st_size:
+            raise ValueError("it is another graph's, or only a part of one")
+        signature = [(tuple(shape), tuple(stride), dtype) for shape, stride, dtype in told["signature"]]
+        return PackagedStep(_load_package(package), step, signature)
+
+    def compile(self, key: GraphKey, step: Step, inputs: tuple, models: list[nn.Module]) -> PackagedStep:
+        """Compile `step` and keep it, which takes a CPU a minute or so.
+
+        Raises:
+            OSError: the folder takes nothing.
+            Exception: whatever a compiler stumbles over.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = name_of(key)
+        unfinished = self.folder / f"{name}.{os.getpid()}.pt2"
+        signature = StepInputs.of(inputs).signature
+        try:
+            _write_package(_export(step, inputs, models), unfinished)
+            told = {"key": repr(key), "bytes": unfinished.stat().st_size, "signature": signature}
+            unfinished.replace(self.folder / f"{name}.pt2")
+        finally:
+            unfinished.unlink(missing_ok=True)
+        beside = self.folder / f"{name}.{os.getpid()}"
+        beside.write_text(json.dumps(told), encoding="utf-8")
+        beside.replace(self.folder / f"{name}.json")  # last: a package without it is not looked at
+        return self.load(key, step)
+
+
+def name_of(key: GraphKey) -> str:
+    """Its files' name, the same in every process."""
+    return f"{prefix_of(key)}{_digest(key)}"
+
+
+def prefix_of(key: GraphKey) -> str:
+    """What names of graphs begin with that differ from this one in nothing but the lengths of rows."""
+    return f"{key.kind}-{key.rows}x{key.size}-{_digest(key.sampling)}-"
+
+
+def _digest(told: object) -> str:
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+
+
+def _export(step: Step, inputs: tuple, models: list[nn.Module]) -> torch.export.ExportedProgram:
+    flat = FlatStep(step, inputs, models)
+    try:
+        with torch.no_grad():
+            return torch.export.export(flat, tuple(t.clone() for t in flat.parts.tensors), strict=False)
+    finally:
+        _lend(inputs[-1], flat.parts.tensors[len(flat.parts.places) :])  # tracing has left tensors of its own in it
+
+
+def _write_package(exported: torch.export.ExportedProgram, path: Path) -> None:
+    settings = {name: value for name, value in AHEAD_OF_TIME.items() if _is_setting(name)}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=settings)
+
+
+def _load_package(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    loaded: Any = torch._inductor.aoti_load_package(str(path))
+    return lambda tensors: loaded.loader.boxed_run(tensors)
+
+
+def _is_setting(name: str) -> bool:
+    where: Any = inductor
+    for part in name.split("."):
+        if not hasattr(where, part):
+            return False
+        where = getattr(where, part)
+    return True

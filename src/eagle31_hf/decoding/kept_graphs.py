@@ -1,0 +1,198 @@
+"""`acceleration="auto"`: graphs where an earlier `eagle31 warmup` has left them for this pair, versions and machine.
+
+Whether a generation is computed by them is decided before it begins and by what lies in the folder then, so nothing
+about a text depends on how long anything took. Nothing is compiled while somebody waits for a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..compiled.graphs import FROZEN_BYTES, CompilesAtOnce, GraphKey, GraphMaker, Graphs, Step
+from ..compiled.packages import GraphPackages, StepInputs, name_of, prefix_of
+from ..compiled.round_graphs import RoundGraph
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+from ..sampling.logits_processing import ScoreProcessing
+from .calibration.store import CACHE_VARIABLE, cache_folder, calibration_key, digest_of
+from .pair_history import PairHistory
+from .policy_choice import RequestedDraft
+
+__all__ = ["GraphMaker", "compiling_ahead", "graph_maker"]
+
+FOLDER = "graphs"
+
+
+@dataclass(frozen=True)
+class LoadsKept:
+    """A `GraphMaker` that compiles nothing: it has what lay in the folder when the generation began."""
+
+    packages: GraphPackages
+    names: frozenset[str]
+    traces, failure = False, "a kept graph cannot be used (`eagle31 warmup` renews it)"
+
+    def can_make(self, key: GraphKey) -> bool:
+        return name_of(key) in self.names
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        return self.packages.load(key, step)
+
+
+@dataclass(frozen=True)
+class CompilesAhead:
+    """A `GraphMaker` that compiles what is not kept yet and keeps it.
+
+    Attributes:
+        on_compile: told of each graph before it is compiled.
+        made: what was compiled, in this order.
+    """
+
+    packages: GraphPackages
+    models: list[nn.Module]
+    on_compile: Callable[[GraphKey], None]
+    made: list[GraphKey] = field(default_factory=list)
+    traces, failure = False, "compiling failed"
+
+    def can_make(self, key: GraphKey) -> bool:
+        return True
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        if name_of(key) in self.packages.names():
+            with suppress(OSError, ValueError, KeyError, RuntimeError):  # broken: made anew
+                loaded = self.packages.load(key, step)
+                if StepInputs.of(inputs).fits(loaded.signature):
+                    return loaded
+        self.on_compile(key)
+        compiled = self.packages.compile(key, step, inputs, self.models)
+        self.made.append(key)
+        return compiled
+
+
+def graph_maker(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> GraphMaker | None:
+    """Where a generation's graphs come from, by the drafter's `acceleration`; `None` if it is to be eager.
+
+    Args:
+        requested: what is drafted where rounds are computed by graphs.
+        processing: the call's.
+    """
+    asked, binding = drafter.generation_config.acceleration, drafter.require_binding()
+    if asked == "compile":
+        return CompilesAtOnce()
+    if binding.ahead is not None:
+        return binding.ahead
+    if asked != "auto" or not _suits(drafter, requested, processing):
+        return None
+    packages = kept_packages(drafter)
+    names = frozenset() if packages is None else packages.names()
+    if requested.sampled:
+        names &= PairHistory.of(drafter).kept_for_drawn_texts(names)
+    sampling = requested.sampled, processing.draft_warping.key
+    wanted = prefix_of(GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling))
+    return LoadsKept(packages, names) if packages and any(name.startswith(wanted) for name in names) else None
+
+
+def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> bool:
+    """Whether rounds always draft one shape, by scores that nobody else asks for."""
+    steers = drafter.generation_config.num_assistant_tokens_schedule in ("pid", "heuristic")
+    return RoundGraph.serves(requested.shape) and processing.fits_draft_vocabulary and not steers
+
+
+def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:
+    """Those of this pair on this machine, if there are any."""
+    if not (cache_folder() / FOLDER).is_dir():  # a look at the models takes longer
+        return None
+    folder = pair_folder(drafter)
+    graphs = Graphs.of(drafter) if folder.is_dir() else None
+    if graphs is None or refusal(drafter, graphs):
+        return None
+    return GraphPackages(folder / weights_digest(drafter, graphs))
+
+
+def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
+    """Why no graphs are kept for this pair; empty if they can be."""
+    device = drafter.require_binding().head_device.type
+    if drafter.generation_config.stored_cache_type != "full":
+        return "its keys and values are stored in 8 bits, which graphs cannot read"
+    if device != "cpu":
+        return f"it runs on {device}, and graphs are kept for a CPU alone"
+    if not graphs.freezes_weights:
+        return f"its weights are packed, or take more than {FROZEN_BYTES >> 20} MiB, and each graph would hold a copy"
+    return graphs.disabled_reason
+
+
+def pair_folder(drafter: Eagle31Drafter) -> Path:
+    """Of a pair's graphs, whatever its weights: by configurations, precision, versions and machine."""
+    key = calibration_key(drafter, compiled=True) | {"processor": _processor(), "network": _network(drafter)}
+    return cache_folder() / FOLDER / digest_of(key)
+
+
+def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
+    """Of all weights, bit for bit; a second or two for a gigabyte, once as long as they do not change."""
+    if not graphs.digest:
+        digest = hashlib.blake2b(digest_size=16)
+        for model in (drafter.require_binding().model, drafter):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        graphs.digest = digest.hexdigest()
+    return graphs.digest
+
+
+def _network(drafter: Eagle31Drafter) -> list[str]:
+    """The target's modules and what hangs on them: adapters and hooks change what a graph must compute."""
+    own, told = __name__.partition(".")[0], []
+    for name, module in drafter.require_binding().model.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        foreign = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks if not _is_of(own, hook)]
+        told.append(f"{name} {type(module).__qualname__} {foreign}")
+    return told
+
+
+def _is_of(package: str, hook: object) -> bool:
+    return getattr(hook, "__module__", "").partition(".")[0] == package
+
+
+@cache
+def _processor() -> tuple[str, ...]:
+    """Model and abilities of the CPU: code that is compiled for one may be more than another one knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine(), platform.processor()
+    wanted = {"model name", "flags", "Features"}
+    return tuple(sorted({line for line in lines if line.partition(":")[0].strip() in wanted}))
+
+
+@contextmanager
+def compiling_ahead(
+    drafter: Eagle31Drafter, on_compile: Callable[[GraphKey], None] = lambda key: None
+) -> Iterator[CompilesAhead]:
+    """While open, this pair's generations compile each graph they meet, and keep it for later processes.
+
+    Raises:
+        ConfigurationError: graphs of this pair cannot be kept, or the folder takes nothing.
+    """
+    binding, graphs = drafter.require_binding(), Graphs.of(drafter)
+    if reason := refusal(drafter, graphs):
+        raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
+    packages = GraphPackages(pair_folder(drafter) / weights_digest(drafter, graphs))
+    try:
+        packages.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"graphs cannot be kept in {packages.folder} ({error.strerror}); name another folder by ${CACHE_VARIABLE}"
+        ) from error
+    binding.ahead = CompilesAhead(packages, [binding.model, drafter], on_compile)
+    try:
+        yield binding.ahead
+    finally:
+        binding.ahead = None

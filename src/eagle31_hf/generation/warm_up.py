@@ -1,0 +1,56 @@
+"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for, written by `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..compiled import shapes
+from ..compiled.graphs import GraphKey, Graphs
+from ..decoding.kept_graphs import compiling_ahead
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+
+NEW_TOKENS = 40
+"""Written after each prompt: a few rounds, so that each kind of graph is met."""
+
+
+def warm_up(
+    drafter: Eagle31Drafter, *, tokens: int, on_compile: Callable[[GraphKey], None] = lambda key: None, **how: Any
+) -> list[GraphKey]:
+    """Compile what texts of up to `tokens` tokens take, and keep it for `acceleration="auto"`.
+
+    Args:
+        drafter: attached; its settings say what is drafted.
+        tokens: prompt and answer.
+        on_compile: told of each graph before it is compiled.
+        how: what later calls pass to `generate` beside prompts and lengths; graphs that draw tokens have it built in.
+
+    Returns:
+        What was compiled; graphs that were kept before are left alone.
+
+    Raises:
+        ConfigurationError: no graphs can be kept for this pair, or compiling failed.
+    """
+    binding = drafter.require_binding()
+    model: Any = binding.model
+    vocabulary = binding.text_config.vocab_size
+    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
+        for length in prompt_lengths(tokens):
+            ids = (torch.arange(length)[None] * 7 % vocabulary).to(binding.input_device)
+            ended = {"eos_token_id": vocabulary, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}  # never by a token
+            model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **ended, **how)
+            if reason := Graphs.of(drafter).disabled_reason:
+                raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
+    return maker.made
+
+
+def prompt_lengths(tokens: int) -> list[int]:
+    """Prompts whose texts lie in each of the lengths that rows of caches get, up to texts of `tokens`."""
+    lengths, bucket = [shapes.NODE_BUCKET], shapes.SLOT_BUCKET
+    while bucket < tokens:
+        lengths.append(bucket + 1)
+        bucket *= 2
+    return lengths

@@ -1,0 +1,329 @@
+"""`acceleration="auto"`: graphs that were compiled ahead write the plain text, whatever is wrong with them.
+
+The compiler is left out where it is not what is tested: a package then is the exported step itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf.compiled import graphs, packages, shapes
+from eagle31_hf.decoding import draft_backoff, kept_graphs
+from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.generation.warm_up import prompt_lengths, warm_up
+from helpers import configured, left_padded, random_drafter, random_prompts, target_of
+
+SETTINGS: dict[str, Any] = {"num_assistant_tokens": 3, "speculation_loop": "own"}
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9}
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    _leave_the_compiler_out(monkeypatch)
+
+
+def _leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
+    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    monkeypatch.setattr(packages, "_write_package", lambda exported, path: torch.export.save(exported, path))
+    monkeypatch.setattr(packages, "_load_package", _load_exported)
+
+
+def _load_exported(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    module = torch.export.load(path).module(check_guards=False)
+    return lambda tensors: list(module(*tensors))
+
+
+def make_pair() -> Eagle31Drafter:
+    drafter = random_drafter(target_of("llama"), aux_layers=[1, 2, 4])
+    for name, value in SETTINGS.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
+
+
+@pytest.fixture
+def pair() -> Eagle31Drafter:
+    return make_pair()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with this pair's graphs for greedy and drawn texts."""
+    folder = tmp_path_factory.mktemp("kept") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(store.CACHE_VARIABLE, str(folder))
+        _leave_the_compiler_out(patch)
+        for how in (GREEDY, SAMPLING):
+            assert len(warm_up(make_pair(), tokens=100, **how)) >= 2
+    return folder
+
+
+@pytest.fixture
+def warmed(kept: Path, pair: Eagle31Drafter) -> Eagle31Drafter:
+    """The pair, its graphs kept, in a process that knows nothing of them yet."""
+    shutil.copytree(kept, store.cache_folder())
+    return pair
+
+
+def forgotten(drafter: Eagle31Drafter) -> Eagle31Drafter:
+    drafter.require_binding().compiled = None
+    return drafter
+
+
+def write(drafter: Eagle31Drafter | None, seed: int = 0, rows: int = 1, **how: Any) -> Tensor:
+    target = target_of("llama")
+    torch.manual_seed(seed)
+    inputs = left_padded(random_prompts(rows, seed=seed))
+    return target.generate(**inputs, max_new_tokens=40, assistant_model=drafter, **(GREEDY | how))
+
+
+def kinds(drafter: Eagle31Drafter) -> set[str]:
+    made = drafter.require_binding().compiled
+    return set() if made is None else {key.kind for key in made.keys}
+
+
+def kept_files(ending: str) -> list[Path]:
+    return sorted((store.cache_folder() / "graphs").rglob(f"*{ending}"))
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_eager_until_graphs_are_kept_and_writes_the_same_text(
+    pair: Eagle31Drafter, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("auto compiles nothing")))
+    texts = [write(None, seed) for seed in range(3)]
+    assert pair.generation_config.acceleration == "auto"
+    assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
+    assert not kinds(pair)
+    shutil.copytree(kept, store.cache_folder())
+    assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
+    assert kinds(pair) == {"absorb", "chain", "verify", "advance"}
+    assert pair.stats is not None
+    assert pair.stats.fallbacks == []
+    assert pair.stats.rounds > 5
+
+
+def test_drawn_texts_are_those_of_graphs_made_at_once(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have the target's distribution (tests/contract): the same numbers draw the same tokens."""
+    kept = [write(warmed, seed, **SAMPLING) for seed in range(4)]
+    assert "advance" in kinds(warmed)
+    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    with configured(forgotten(warmed), acceleration="compile"):
+        assert all(torch.equal(write(warmed, seed, **SAMPLING), text) for seed, text in enumerate(kept))
+    assert len(set(map(str, kept))) == 4
+
+
+def test_switching_between_rounds_writes_the_plain_text(
+    warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice, step, used = random.Random(0), SpeculativeDecoder.step, set()
+
+    def step_and_switch(self: SpeculativeDecoder) -> None:
+        step(self)
+        used.add(self.compiles)
+        self.use_rounds(compiled=dice.random() < 0.5)
+
+    monkeypatch.setattr(SpeculativeDecoder, "step", step_and_switch)
+    for seed in range(4):
+        assert torch.equal(write(warmed, seed), write(None, seed))
+    assert used == {True, False}
+
+
+def test_what_is_kept_later_waits_for_the_next_text(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a text depends on when another process has compiled something."""
+    (later,) = (path for path in kept_files(".json") if path.name.startswith("verify"))
+    told, load = later.read_text(), packages.GraphPackages.load
+    later.unlink()
+
+    def load_and_keep_more(self: packages.GraphPackages, *given: Any) -> Any:
+        later.write_text(told)
+        return load(self, *given)
+
+    monkeypatch.setattr(packages.GraphPackages, "load", load_and_keep_more)
+    write(warmed)
+    assert "advance" in kinds(warmed)
+    assert "verify" not in kinds(warmed)
+    write(warmed)
+    assert "verify" in kinds(warmed)
+
+
+def test_a_seed_writes_one_text_in_a_process_whatever_another_one_keeps(pair: Eagle31Drafter, kept: Path) -> None:
+    before = write(pair, **SAMPLING)
+    shutil.copytree(kept, store.cache_folder())
+    assert torch.equal(write(pair, **SAMPLING), before)
+    assert not kinds(pair), "drawn by eager code as the first"
+    write(pair)
+    assert kinds(pair), "where nothing is drawn the text is the same"
+
+
+@pytest.mark.parametrize(
+    "how", [{"rows": 2}, {"do_sample": True, "temperature": 0.5}, {"num_beams": 2}, {"repetition_penalty": 1.3}]
+)
+def test_what_was_not_compiled_for_is_eager(warmed: Eagle31Drafter, how: dict[str, Any]) -> None:
+    write(warmed, **how)
+    assert "advance" not in kinds(warmed)
+
+
+def test_longer_texts_than_were_compiled_for(warmed: Eagle31Drafter) -> None:
+    ids = torch.arange(3, 93)[None]
+    model = target_of("llama")
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 80}
+    assert torch.equal(model.generate(ids, assistant_model=warmed, **how), model.generate(ids, **how))
+    assert {key.shape[-1] for key in warmed.require_binding().compiled.keys if key.kind == "advance"} == {128}
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_compiled_twice(warmed: Eagle31Drafter) -> None:
+    assert warm_up(warmed, tokens=100, **GREEDY) == []
+
+
+def test_every_length_of_rows_is_compiled_for() -> None:
+    assert prompt_lengths(100) == [8]
+    assert prompt_lengths(600) == [8, 129, 257, 513]
+
+
+def change_a_weight(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter.fc.weight.data[0, 0] += 0.5
+
+
+def come_from_another_machine(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_graphs, "_processor", lambda: ("another CPU",))
+
+
+def hang_a_hook_on_the_target(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_graphs, "_network", lambda drafter: ["another network"])
+
+
+@pytest.mark.parametrize("differs", [change_a_weight, come_from_another_machine, hang_a_hook_on_the_target])
+def test_graphs_of_others_are_not_touched(
+    warmed: Eagle31Drafter, differs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differs(warmed, monkeypatch)
+    monkeypatch.setattr(packages.GraphPackages, "load", failing(AssertionError("looked at")))
+    assert torch.equal(write(warmed), write(None))
+    assert not kinds(warmed)
+
+
+def test_a_hook_tells_targets_apart(pair: Eagle31Drafter) -> None:
+    before = kept_graphs.pair_folder(pair)
+    hook = target_of("llama").model.layers[0].register_forward_hook(lambda *_: None)
+    try:
+        assert kept_graphs.pair_folder(pair) != before
+    finally:
+        hook.remove()
+    assert kept_graphs.pair_folder(pair) == before
+
+
+def cut_packages_short() -> None:
+    for path in kept_files(".pt2"):
+        path.write_bytes(path.read_bytes()[:100])
+
+
+def break_what_is_told() -> None:
+    for path in kept_files(".json"):
+        path.write_text("[]")
+
+
+def turn_inputs_around() -> None:
+    """Other strides than the package was made for."""
+    for path in kept_files(".json"):
+        told = json.loads(path.read_text())
+        told["signature"] = [[shape, [1] * len(stride), dtype] for shape, stride, dtype in told["signature"]]
+        path.write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("break_", [cut_packages_short, break_what_is_told, turn_inputs_around])
+def test_what_is_broken_is_done_without_and_made_anew(
+    warmed: Eagle31Drafter, break_: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    break_()
+    with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
+        texts = [write(warmed, seed) for seed in (0, 1)]
+    assert all(torch.equal(text, write(None, seed)) for seed, text in enumerate(texts))
+    assert not kinds(warmed)
+    assert caplog.text.count("a kept graph cannot be used") == 1, "said once"
+    assert len(warm_up(forgotten(warmed), tokens=100, **GREEDY)) == 4
+    write(forgotten(warmed))
+    assert "advance" in kinds(warmed)
+
+
+def test_a_graph_that_disagrees_is_given_up(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def load_wrong(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+        right = _load_exported(path)
+        return lambda tensors: [out.flip(-1) if out.is_floating_point() else out for out in right(tensors)]
+
+    monkeypatch.setattr(packages, "_load_package", load_wrong)
+    assert torch.equal(write(warmed), write(None))
+    assert not kinds(warmed)
+
+
+# --- what cannot be kept ----------------------------------------------------------------------------------------------
+
+
+def failing(failure: Exception) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise failure
+
+    return fail
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no C++ compiler"), OSError(errno.ENOSPC, "No space left on device")])
+def test_without_a_compiler_or_room_nothing_is_kept(
+    pair: Eagle31Drafter, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "_write_package", failing(failure))
+    with pytest.raises(ConfigurationError, match=r"g\+\+"):
+        warm_up(pair, tokens=100, **GREEDY)
+    assert [path for path in kept_files("") if path.is_file()] == []
+    assert torch.equal(write(forgotten(pair)), write(None))
+
+
+def test_a_folder_that_cannot_be_used(pair: Eagle31Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(file))
+    with pytest.raises(ConfigurationError, match=rf"cannot be kept in .*{store.CACHE_VARIABLE}"):
+        warm_up(pair, tokens=100, **GREEDY)
+    assert torch.equal(write(pair), write(None))
+
+
+def test_pairs_that_graphs_are_not_kept_for(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    with configured(pair, cache_type="int8"), pytest.raises(ConfigurationError, match="8 bits"):
+        warm_up(pair, tokens=100, **GREEDY)
+    monkeypatch.setattr(graphs, "PACKED_BYTES", 10)
+    with pytest.raises(ConfigurationError, match="hold a copy"):
+        warm_up(forgotten(pair), tokens=100, **GREEDY)
+
+
+@pytest.mark.slow
+def test_compiled_packages(pair: Eagle31Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler."""
+    monkeypatch.undo()
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    assert len(warm_up(pair, tokens=100, **GREEDY)) == 4
+    forgotten(pair)
+    for seed in range(3):
+        assert torch.equal(write(pair, seed), write(None, seed))
+    assert kinds(pair) == {"absorb", "chain", "verify", "advance"}
+    assert not pair.require_binding().compiled.disabled_reason
