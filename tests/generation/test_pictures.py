@@ -19,7 +19,7 @@ from eagle31_hf.decoding.eager_round import EagerRound
 from eagle31_hf.decoding.memory_ladder import FallbackStep
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import UnsupportedGenerationError
-from eagle31_hf.generation import continuation_test, model_inputs
+from eagle31_hf.generation import continuation, model_inputs
 from eagle31_hf.target.prompt_forward import PromptForward
 from families import GPT_2, IDS, IMAGE, SEEING_FAMILIES, VIDEO, hearing_inputs, hearing_model, picture_of
 from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts, random_target
@@ -204,8 +204,8 @@ def test_positions_that_were_counted_wrong_would_be_found_out(monkeypatch: pytes
 def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SEEING_FAMILIES["gemma3"].model()
     drafter = random_drafter(model, aux_layers=[1, 2, 4])
-    tried, attempt = [], continuation_test._try
-    monkeypatch.setattr(continuation_test, "_try", lambda call: tried.append(call) or attempt(call))
+    tried, attempt = [], continuation._try
+    monkeypatch.setattr(continuation, "_try", lambda call: tried.append(call) or attempt(call))
     for picture in (1, 2):
         greedy(model, SEEING_FAMILIES["gemma3"].inputs(picture), assistant_model=drafter)
     assert len(tried) == 1

@@ -1,7 +1,7 @@
 """What a `generate` call hands to the model itself, and which loop would let it arrive.
 
 Our loop places tokens, masks and positions on its own. What else belongs to the prompt (a picture) the model reads in
-its own first forward (`PromptForward`), and whether our rounds go on from there is tried (`continuation_test`). What
+its own first forward (`PromptForward`), and whether our rounds go on from there is tried (`continuation`). What
 our loop knows nothing of has to go by another one, or the text would silently be another one.
 """
 

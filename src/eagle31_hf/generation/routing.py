@@ -18,7 +18,7 @@ from transformers.cache_utils import QuantizedCache
 
 from ..errors import UnsupportedGenerationError
 from .call import Call
-from .continuation_test import why_not_continued
+from .continuation import why_not_continued
 from .model_inputs import why_no_draft, why_not_our_loop
 
 Loop = Literal["own", "stock", "plain"]
