@@ -239,8 +239,10 @@ def test_a_wrong_draft_vocabulary_is_named(
         drafter.d2t.copy_((drafter.draft_ids + drafter.d2t).clamp(max=8191) - torch.arange(len(drafter.d2t)))
     drafter._draft_ids = None
     texts = texts_for(drafter, written, prompts)
-    replays = [replay(drafter, text, depth=DEPTH) for text in texts]
-    assert score_vocabulary(drafter, texts, replays).is_wrong
+    scores, (vocabulary, layers) = examination.reading_findings(drafter, texts)
+    assert (vocabulary.check, vocabulary.level) == ("draft vocabulary", "problem")
+    assert not scores
+    assert layers.level == "note", "nothing else is blamed for it"
 
 
 def test_a_fine_tuned_target_is_named(

@@ -105,7 +105,7 @@ def examine(
     drawn = draw_texts(patient.drafter, prompts, new_tokens=new_tokens)
     texts = _long_enough(_read(patient.drafter, [*seen.greedy.texts, *drawn], prompts * 2))
     if texts:
-        seen.readings, findings = _readings(patient.drafter, texts)
+        seen.readings, findings = reading_findings(patient.drafter, texts)
         seen.findings += findings
     if drift:
         seen.drift = probe_both_forms(patient, new_tokens, beside)
@@ -289,7 +289,7 @@ def draw_texts(
 
 def _read(drafter: Eagle31Drafter, written: Sequence[Tensor], prompts: Sequence[dict[str, Tensor]]) -> list[TargetText]:
     binding = drafter.require_binding()
-    readings = other_readings(drafter.config, len(binding.layers))
+    readings = other_readings(drafter.config, _num_layers(drafter))
     keep = sorted(layers_to_keep(readings, binding.aux_layers))
     return [
         read_text(binding, ids, prompt["input_ids"].shape[1], keep)
@@ -301,33 +301,34 @@ def _long_enough(texts: Sequence[TargetText]) -> list[TargetText]:
     return [text for text in texts if len(text.starts(DEPTH)) > 0]
 
 
-def _readings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:
-    readings = other_readings(drafter.config, len(drafter.require_binding().layers))
-    scores = score_readings(drafter, texts, readings, depth=DEPTH)
-    findings = []
-    better = [score for score in scores if score.is_better]
-    if better:
-        best = better[0]
-        findings.append(
-            Finding(
-                "layers and norms",
-                "problem",
-                f"{best.reading.name} fits the same text better: log-probability of a token {best.gain:+.3f} (standard "
-                f"error {best.standard_error:.3f}), acceptance length {best.acceptance_length:.2f} instead of "
-                f"{best.acceptance_before:.2f}",
-                f"its config.json seems wrong: set {_as_fields(best)} and save the drafter again",
-            )
-        )
-    else:
-        findings.append(Finding("layers and norms", "ok", f"none of {len(scores)} other readings fits the text better"))
+def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:
+    """What other readings of the configuration, and of d2t, say of the same texts; layers only where d2t is right."""
     vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
     text = f"{vocabulary.as_mapped:.0%} of first drafts right by d2t, {vocabulary.as_seen:.0%} by what followed them"
-    if vocabulary.is_wrong:
+    if vocabulary.is_wrong:  # every reading is then measured on wrong tokens
         advice = "d2t maps draft ids to the wrong tokens: offsets and ids may be mixed up, or it is of another drafter"
-        findings.append(Finding("draft vocabulary", "problem", text, advice))
-    else:
-        findings.append(Finding("draft vocabulary", "ok", text))
-    return scores, findings
+        wrong = Finding("draft vocabulary", "problem", text, advice)
+        return [], [wrong, Finding("layers and norms", "note", "not tried while d2t is wrong")]
+    scores = score_readings(drafter, texts, other_readings(drafter.config, _num_layers(drafter)), depth=DEPTH)
+    return scores, [_reading_finding(scores), Finding("draft vocabulary", "ok", text)]
+
+
+def _reading_finding(scores: Sequence[ReadingScore]) -> Finding:
+    best = next((score for score in scores if score.is_better), None)
+    if best is None:
+        return Finding("layers and norms", "ok", f"none of {len(scores)} other readings fits the text better")
+    return Finding(
+        "layers and norms",
+        "problem",
+        f"{best.reading.name} fits the same text better: log-probability of a token {best.gain:+.3f} (standard "
+        f"error {best.standard_error:.3f}), acceptance length {best.acceptance_length:.2f} instead of "
+        f"{best.acceptance_before:.2f}",
+        f"its config.json seems wrong: set {_as_fields(best)} and save the drafter again",
+    )
+
+
+def _num_layers(drafter: Eagle31Drafter) -> int:
+    return len(drafter.require_binding().layers)
 
 
 def _as_fields(score: ReadingScore) -> str:
