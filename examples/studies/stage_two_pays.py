@@ -36,7 +36,7 @@ from eagle31_hf.training.data.packing import collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.distillation.known_texts import KnownTexts, rounds_of, write_texts
 from eagle31_hf.training.distillation.optimizers import make_optimizer
-from eagle31_hf.training.distillation.trainer import DistillationModel, packed
+from eagle31_hf.training.distillation.training_model import DistillationModel, packed
 from eagle31_hf.training.policy.policy_model import make_policy_model
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings

@@ -48,10 +48,12 @@ def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: type[BaseException]) -> None:
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     before = signal.getsignal(signal.SIGTERM)
     written = io.StringIO()
     with pytest.raises(raised), telling_what_is_kept(out, Console(file=written)):
         signal.raise_signal(number)
+    signal.signal(signal.SIGINT, interrupted)
     assert written.getvalue().startswith(f"stopped; kept in {out}: 2 self-written prompts")
     assert "--resume" in written.getvalue()
     assert signal.getsignal(signal.SIGTERM) is before

@@ -20,7 +20,7 @@ from eagle31_hf.training.data.rendering import Document, render_documents
 from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.distillation.losses import cross_entropy
 from eagle31_hf.training.distillation.objective import DistillationSettings
-from eagle31_hf.training.distillation.trainer import DistillationModel
+from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.distillation.unroll import position_weights
 from eagle31_hf.training.policy.objective import PolicySettings
 from eagle31_hf.training.policy.policy_model import make_policy_model

@@ -34,13 +34,10 @@ from eagle31_hf.training.distillation.known_texts import (
     write_texts,
 )
 from eagle31_hf.training.distillation.losses import LOSSES, acceptance
-from eagle31_hf.training.distillation.trainer import (
-    DistillationModel,
-    DistillationSettings,
-    DistillationTrainer,
-    OptimizerSettings,
-    last_checkpoint,
-)
+from eagle31_hf.training.distillation.objective import DistillationSettings
+from eagle31_hf.training.distillation.optimizers import OptimizerSettings
+from eagle31_hf.training.distillation.trainer import DistillationTrainer, last_checkpoint
+from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.distillation.unroll import make_teacher, step_losses, supervised_positions, unroll
 from eagle31_hf.training.policy.policy_model import (
     PolicyModel,

@@ -35,7 +35,8 @@ from eagle31_hf.training.distillation.features import (
     compute_features,
     store_features,
 )
-from eagle31_hf.training.distillation.trainer import DistillationModel, DistillationSettings
+from eagle31_hf.training.distillation.objective import DistillationSettings
+from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.setup import resolve

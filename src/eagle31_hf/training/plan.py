@@ -14,7 +14,7 @@ from ..trees.shape import DraftShape
 from .data.packing import collate
 from .distillation.evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .distillation.known_texts import KnownTexts, rounds_of
-from .distillation.trainer import DistillationModel, packed
+from .distillation.training_model import DistillationModel, packed
 from .distillation.unroll import supervised_positions
 
 Work = Callable[[dict[str, Tensor]], None]

@@ -30,7 +30,8 @@ from .data.regeneration import own_temperature
 from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
 from .distillation.known_texts import KnownTexts, served_processing, write_texts
 from .distillation.optimizers import OptimizerSettings
-from .distillation.trainer import DistillationModel, DistillationTrainer, copy_weights, last_checkpoint
+from .distillation.trainer import DistillationTrainer, copy_weights, last_checkpoint
+from .distillation.training_model import DistillationModel
 from .plan import (
     StagePlan,
     TrainingPlan,

@@ -41,7 +41,7 @@ from ...checkpoints import Checkpoint
 from ...drafter.drafter import Eagle31Drafter
 from ...trees.draft_tree import DraftTree
 from ..distillation.objective import DistillationSettings
-from ..distillation.trainer import DistillationModel, LossOutput, packed
+from ..distillation.training_model import DistillationModel, LossOutput, packed
 from .objective import PolicySettings
 from .rollouts import (
     ChainRollout,

@@ -32,7 +32,7 @@ from ..data.packing import NOT_WRITTEN, PackedBatch
 from ..data.rendering import Document
 from ..distillation.known_texts import served_processing
 from ..distillation.objective import DistillationSettings
-from ..distillation.trainer import DistillationModel, LossOutput
+from ..distillation.training_model import DistillationModel, LossOutput
 from ..distillation.unroll import StepLosses, draft_rows, unroll, weighted_sum
 from .objective import PolicySettings
 from .rollouts import tokens_left

@@ -1,0 +1,111 @@
+"""What is trained in stage 1: the drafter with the token loss around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...drafter.drafter import Eagle31Drafter
+from ..data.packing import PackedBatch
+from .features import compute_features
+from .losses import find_loss
+from .objective import DistillationSettings
+from .unroll import StepLosses, Teacher, make_teacher, position_weights, step_losses, weighted_sum
+
+
+@dataclass
+class LossOutput:
+    """What one forward of a training model gives.
+
+    Attributes:
+        loss: to be differentiated: summed over positions, not yet divided.
+        steps: its token loss in parts, for the log.
+        figures: further figures for the log, each a mean.
+    """
+
+    loss: Tensor
+    steps: StepLosses
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class DistillationModel(nn.Module):
+    """The drafter with the token loss around it: what `Trainer` and its wrappers (DDP, FSDP) see as the model.
+
+    The target is no submodule: it is neither trained, moved nor saved.
+    """
+
+    accepts_loss_kwargs = True  # tells Trainer that accumulated batches are already weighted
+
+    def __init__(self, drafter: Eagle31Drafter, settings: DistillationSettings):
+        super().__init__()
+        self.drafter = drafter
+        self.settings = settings
+        self.loss_function = find_loss(settings.loss)
+        self.gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Compute draft logits twice instead of keeping those of all steps: they are most of the memory."""
+        self.gradient_checkpointing = True
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        written_at: Tensor,
+        aux: Tensor | None = None,
+        head_input: Tensor | None = None,
+    ) -> LossOutput:
+        """Token loss of a packed batch; see `PackedBatch` for the fields.
+
+        Args:
+            aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; computed by the target if absent.
+        """
+        batch = PackedBatch(input_ids, loss_mask, document_ids, position_ids, written_at)
+        aux, teacher = self.teacher_inputs(batch, aux, head_input)
+        losses = step_losses(
+            self.drafter,
+            batch,
+            aux,
+            teacher,
+            loss=self.loss_function,
+            steps=self.settings.steps,
+            checkpoint_head=self.gradient_checkpointing,
+        )
+        return LossOutput(weighted_sum(losses, self.settings.step_decay), losses)
+
+    @torch.no_grad()
+    def teacher_inputs(
+        self, batch: PackedBatch, aux: Tensor | None, head_input: Tensor | None
+    ) -> tuple[Tensor, Teacher]:
+        """The aux states `(B, T, A*Ht)` and the teacher of a batch, both on the drafter's device."""
+        weights = self.counted(batch).flatten()
+        rows = weights.nonzero().squeeze(1)
+        aux, logits = self.read_target(batch, aux, head_input, rows)
+        return aux, make_teacher(logits, rows, self.drafter.draft_ids, weights[rows])
+
+    def read_target(
+        self, batch: PackedBatch, aux: Tensor | None, head_input: Tensor | None, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The aux states `(B, T, A*Ht)` and the target's logits: of all positions `(B*T, V)` where it is run for them,
+        of flat positions `rows (M,)` alone, `(M, V)`, where its states are stored.
+        """
+        drafter = self.drafter
+        if aux is None or head_input is None:
+            features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
+            return features.aux.to(drafter.device), features.logits.flatten(0, 1).to(drafter.device)
+        head: Any = drafter.require_binding().lm_head
+        return aux, head(head_input.flatten(0, 1)[rows])
+
+    def counted(self, batch: PackedBatch) -> Tensor:
+        """`(B, T)` what each position counts for in the loss, and in what it is divided by."""
+        return position_weights(batch, self.settings.given_weight)
+
+
+def packed(inputs: dict[str, Tensor]) -> PackedBatch:
+    """The fields of a batch as `collate` gives them, without stored features."""
+    return PackedBatch(**{field.name: inputs[field.name] for field in fields(PackedBatch)})
