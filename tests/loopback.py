@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import openai
+import pytest
 import torch
 import uvicorn
 
@@ -19,6 +20,8 @@ from eagle31_hf.serving.prompts import encode_chat
 
 MODEL = "demo"
 SIZES = EngineSettings(max_rows=4, context=512, max_waiting=32, prefill_chunk=32)
+QUESTION = "What is the weather going to be like in Portland this weekend?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
 
 TOOL_TEMPLATE = (
     "{{ bos_token }}{% if tools %}<|system|>Tools: {{ tools | tojson }} Answer <tool_call>{...}</tool_call>.<|end|>"
@@ -72,3 +75,17 @@ def serving(pair: Pair, sizes: EngineSettings = SIZES, **settings: Any) -> Itera
         server.should_exit = True
         thread.join(timeout=30)
         assert not thread.is_alive()
+
+
+def chat(client: openai.OpenAI, messages: Any = MESSAGES, **settings: Any) -> Any:
+    """What the server answers, greedily."""
+    return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **settings)
+
+
+def error_of(client: openai.OpenAI, status: int, **settings: Any) -> Any:
+    """What it tells of an error with this status."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "temperature": 0, **settings})
+    assert caught.value.status_code == status
+    assert caught.value.body["message"]
+    return caught.value.body

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors import SafetensorError
-from test_checkpoints import (
+from tiny_checkpoints import (
     D2T,
     GROUPED_FORMATS,
     PLAIN,
@@ -32,7 +32,7 @@ CANNOT_BE_LEFT_OUT = {"wider_target"}
 
 
 def variant(name: str, formats: tuple[str, ...]):
-    """The tiny drafter of `test_checkpoints`; with its own embedding where a layout always holds one."""
+    """The tiny drafter of `tiny_checkpoints`; with its own embedding where a layout always holds one."""
     changes = dict(VARIANTS[name])
     if "nemo" in formats and "own_lm_head" not in changes:
         changes["own_embedding"] = True

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_checkpoints import PLAIN, SPECFORGE, layout, save, sharded, speculators_config
+from tiny_checkpoints import PLAIN, SPECFORGE, layout, save, sharded, speculators_config
 from transformers.activations import ACT2FN
 
 from eagle31_hf import Eagle31Drafter

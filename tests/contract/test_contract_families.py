@@ -22,7 +22,6 @@ from helpers import (
     random_drafter,
     random_prompts,
     random_target,
-    use_fixed_shapes_only,
 )
 
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
@@ -35,11 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 NO_TREES = ("bloom", "gpt_neo")
 """Families whose layers take no mask of one's own: the self-test finds out, and another loop serves them."""
-
-
-@pytest.fixture(autouse=True)
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fixed_shapes_only(monkeypatch)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,3 +26,8 @@ def served(pair: Pair) -> Iterator[Served]:
     """One server for all tests that leave it as it was."""
     with serving(pair) as made:
         yield made
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    return served.client()

@@ -1,0 +1,98 @@
+"""A cache of 8 bits beside plain lists of rounded vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.quantized import CODES, EightBitCode
+
+PACKED = tuple(CODES)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS, KEY_DIM, VALUE_DIM = 2, 8, 5
+
+
+def rounded(code: EightBitCode, states: Tensor) -> Tensor:
+    return code.decode(*code.encode(states), torch.empty_like(states))
+
+
+@cache
+def vectors_of_token(seed: int, width: int) -> Tensor:
+    """`(heads, width)`, large ones and small ones."""
+    dice = torch.Generator().manual_seed(seed)
+    size = 10.0 ** torch.randint(-3, 3, (HEADS, 1), generator=dice)
+    return torch.randn(HEADS, width, generator=dice) * size
+
+
+@dataclass
+class Mirror:
+    """The cache beside plain lists: per row the tokens it holds, per token the vectors a reader must get."""
+
+    kind: str
+    windows: list[int | None]
+    batch_size: int = 1
+    slab: int | None = None
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    cache: SpeculativeCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = SpeculativeCache(
+            self.windows,
+            batch_size=self.batch_size,
+            capacity=96,
+            block=8,
+            slab=self.slab,
+            layer_types=["sliding_attention" if w else "full_attention" for w in self.windows],
+            cache_type=self.kind,
+        )
+        self.rows: list[list[int]] = [[] for _ in range(self.batch_size)]  # tokens, by number
+        self.next_token = 1
+
+    def states(self, tokens: Tensor, layer: int, width: int) -> Tensor:
+        """Random vectors `(B, heads, T, width)` that follow from token and layer alone."""
+        seed = self.seed * 10_000_019 + layer * 11 + width
+        made = [[vectors_of_token(seed + int(token) * 101, width) for token in row] for row in tokens]
+        return torch.stack([torch.stack(row, 1) for row in made]).to(self.dtype)
+
+    def write(self, num_tokens: int, after: int = 0, tokens: Tensor | None = None) -> Tensor:
+        """Write tokens `(B, T)`, new ones unless given, through every layer; check what a reader of them gets."""
+        if tokens is None:
+            size = self.batch_size * num_tokens
+            tokens = torch.arange(self.next_token, self.next_token + size).view(-1, num_tokens)
+            self.next_token += size
+        self.cache.place(tokens.shape[1], after=after)
+        for layer in range(len(self.windows)):
+            keys, values = self.states(tokens, layer, KEY_DIM), self.states(tokens, layer, VALUE_DIM)
+            for seen, written in zip(self.cache.update(keys, values, layer), (keys, values), strict=True):
+                wanted = rounded(CODES[self.kind], written)
+                for b, length in enumerate(self.cache.lengths):
+                    window = self.windows[layer]
+                    first = (length if window is None else window - 1) + after
+                    assert torch.equal(seen[b, :, first : first + tokens.shape[1]], wanted[b])
+        return tokens
+
+    def check(self) -> None:
+        assert self.cache.lengths == [len(row) for row in self.rows]
+        for index, (layer, window) in enumerate(zip(self.cache.layers, self.windows, strict=True)):
+            if not layer.is_initialized:
+                continue
+            for b, row in enumerate(self.rows):
+                newest = row if window is None else row[max(0, len(row) - (window - 1)) :]
+                for held, width in zip(layer.held_row(b, len(row)), (KEY_DIM, VALUE_DIM), strict=True):
+                    assert held.shape == (1, HEADS, len(newest), width)
+                    if newest:
+                        states = self.states(torch.tensor([newest]), index, width)
+                        assert torch.equal(held, rounded(CODES[self.kind], states))
+
+    def stored(self) -> list[Tensor]:
+        """Every bit that belongs to a committed token, codes and scales, layer by layer and row by row."""
+        found = []
+        for layer in self.cache.layers:
+            for b, row in enumerate(self.rows):
+                found += [buffer[b, :, layer.slots_of(len(row))] for buffer in layer.buffers]
+        return found

@@ -1,0 +1,127 @@
+"""Masks and positions against the formula, cell by cell."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stock_models import MIXED, random_tree
+
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.masks import RESIDENT_QUERIES
+
+
+def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):
+    """Cell by cell: full layers by slot; windowed layers by ring slot, then block."""
+    num_queries, num_nodes = ancestors.shape[1:]
+    ring = None if window is None else max(window - 1, 1)
+    width = (max(lengths) if ring is None else ring) + num_nodes
+    mask = torch.full((len(lengths), 1, num_queries, width), torch.finfo(torch.float32).min)
+    for b, length in enumerate(lengths):
+        node_slot = length if ring is None else ring
+        held = {p if ring is None else p % ring: p for p in range(length)}
+        for query in range(num_queries):
+            position = length + int(depths[b, after + query])
+            candidates = list(held.items())
+            candidates += [
+                (node_slot + j, length + int(depths[b, j])) for j in range(num_nodes) if ancestors[b, query, j]
+            ]
+            for slot, key_position in candidates:
+                near = window is None or (
+                    position // window == key_position // window if chunked else position - key_position < window
+                )
+                if near:
+                    mask[b, 0, query, slot] = 0
+    return mask
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    batch_size=st.integers(1, 3),
+    shared=st.booleans(),
+    slab=st.sampled_from([None, 7]),
+    kind=st.sampled_from(["sliding_attention", "chunked_attention"]),
+    window=st.integers(1, 6),
+)
+def test_masks_equal_the_formula_after_every_round(seed, batch_size, shared, slab, kind, window):
+    """Rounds of random tree, acceptance and rollback: the resident mask must never remember a rejected block."""
+    rng = random.Random(seed)
+    cache = SpeculativeCache(
+        [None, window],
+        batch_size=batch_size,
+        capacity=90,
+        block=9,
+        slab=slab,
+        layer_types=["full_attention", kind],
+    )
+    for _ in range(10):
+        size, after = rng.randint(1, 6), rng.randint(0, 3)
+        trees = [random_tree(rng, after + size)] * batch_size
+        if not shared:
+            trees = [random_tree(rng, after + size) for _ in range(batch_size)]
+        ancestors = torch.stack([t.ancestors for t in trees])
+        depths = torch.stack([t.depths for t in trees])
+        if after:
+            cache.place(after)
+            cache.attention_mask(ancestors[:, :after, :after])
+        cache.place(size, after=after)
+        queries = ancestors[:, after:]
+        masks = cache.attention_mask(queries[0] if shared else queries, depths[0] if shared else depths)
+        wanted = naive_mask(cache.lengths, queries, depths, after)
+        full = masks["full_attention"]
+        if full is None:
+            assert not wanted.any()
+        else:
+            assert torch.equal(full.expand_as(wanted), wanted)
+        wanted = naive_mask(cache.lengths, queries, depths, after, window, kind == "chunked_attention")
+        assert torch.equal(masks[kind].expand_as(wanted), wanted)
+        wanted_positions = torch.tensor(cache.lengths)[:, None] + depths[:, after:]
+        assert torch.equal(cache.position_ids(depths), wanted_positions)
+
+        count = rng.randint(0, after + size)
+        cache.commit([count if rng.random() < 0.7 else rng.randint(0, after + size) for _ in range(batch_size)])
+        if rng.random() < 0.2:
+            cache.reset()
+        if max(cache.lengths) > 75:
+            break
+
+
+def test_a_chain_needs_no_ancestors():
+    for lengths in ([4], [4, 4], [2, 9]):
+        for num_tokens in (1, 3, 9):
+            cache = SpeculativeCache([None], batch_size=len(lengths), capacity=40, block=9)
+            cache.place(9)
+            cache.commit(lengths)
+            cache.place(num_tokens)
+            got = cache.attention_mask()
+            chain = torch.ones(num_tokens, num_tokens).tril().bool().expand(len(lengths), -1, -1)
+            depths = torch.arange(num_tokens).expand(len(lengths), -1)
+            wanted = naive_mask(lengths, chain, depths, 0)
+            assert wanted.any() == (got is not None)
+            if got is not None:
+                assert torch.equal(got.expand_as(wanted), wanted)
+
+
+def test_a_prefill_chunk_does_not_stay_in_the_resident_mask():
+    cache = SpeculativeCache([None], batch_size=1, capacity=4096, block=RESIDENT_QUERIES + 1)
+    cache.place(RESIDENT_QUERIES + 1)
+    assert cache.attention_mask().shape == (1, 1, RESIDENT_QUERIES + 1, RESIDENT_QUERIES + 1)
+    assert cache.num_bytes == 0
+    cache.commit(RESIDENT_QUERIES + 1)
+    cache.place(4)
+    mask = cache.attention_mask()
+    assert not mask[..., : RESIDENT_QUERIES + 1].any()
+    assert mask[..., RESIDENT_QUERIES + 1 :].count_nonzero() == 6
+    assert cache.num_bytes == 4 * 4096 * 4
+
+
+def test_masks_follow_the_dtype():
+    cache = SpeculativeCache([None, 3], batch_size=1, capacity=20, block=4, layer_types=MIXED[1:])
+    cache.place(4)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for mask in cache.attention_mask(dtype=dtype).values():
+            assert mask.dtype == dtype
+            assert mask.min() == torch.finfo(dtype).min

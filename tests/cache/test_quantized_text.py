@@ -1,0 +1,165 @@
+"""Text over keys and values in 8 bits: drafting leaves it as token-by-token decoding writes it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+from quantized_mirror import PACKED
+from torch import Tensor
+from transformers import DynamicCache
+
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.compiled import graphs
+from helpers import configured, demo_tokenizer, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
+from matrix import WHOLE, pairwise
+
+NEW_TOKENS = 20
+SHAPES = {
+    "chain": {"draft_top_k": 1, "num_assistant_tokens": 4},
+    "static": {"draft_top_k": 2, "num_assistant_tokens": 3, "draft_tree": "static", "draft_tree_size": 7},
+    "dynamic": {"draft_top_k": 2, "num_assistant_tokens": 3, "draft_tree": "dynamic", "draft_tree_size": 7},
+}
+
+
+@cache
+@torch.no_grad()
+def token_by_token(name: str, prompt: tuple[int, ...], kind: str, new_tokens: int = NEW_TOKENS) -> list[Tensor]:
+    """Logits after each token of the target's greedy text over such a cache, one token per forward, prompt included.
+
+    Returns `(V,)` per token from the prompt's last one on.
+    """
+    binding = drafter_of(name).require_binding()
+    cache = SpeculativeCache.from_config(
+        binding.text_config, batch_size=1, capacity=len(prompt) + new_tokens, block=1,
+        masks_by_type=binding.masks_by_type, cache_type=kind,
+    )  # fmt: skip
+    found: list[Tensor] = []
+    token_ids = list(prompt)
+    while len(found) < new_tokens:
+        token = token_ids[cache.lengths[0]]
+        cache.place(1)
+        mask = cache.attention_mask(dtype=binding.compute_dtype)
+        logits = binding.forward(torch.tensor([[token]]), cache.position_ids(), mask, cache).logits[0, -1]
+        cache.commit(1)
+        if cache.lengths[0] >= len(prompt):
+            found.append(logits)
+            token_ids.append(int(logits.argmax()))
+    return found
+
+
+def plain_text(name: str, prompts: Sequence[Sequence[int]], kind: str) -> tuple[Tensor, list[list[Tensor]]]:
+    """New tokens `(B, n)` of token-by-token decoding, and the logits behind them."""
+    logits = [token_by_token(name, tuple(prompt), kind) for prompt in prompts]
+    return torch.tensor([[int(step.argmax()) for step in row] for row in logits]), logits
+
+
+def assert_same_text(found: Tensor, plain: Tensor, logits: list[list[Tensor]]) -> None:
+    """Equal up to the first token where the two candidates are as near as the step between two codes can move them.
+
+    A number that falls on the border between two codes goes either way with the last bit of the arithmetic.
+    """
+    for b, row in enumerate(found):
+        differences = (row != plain[b]).nonzero()
+        if len(differences):
+            at = int(differences[0])
+            step = logits[b][at]
+            assert step[plain[b, at]] - step[row[at]] < 1e-3 * (step.max() - step.min()), (b, at)
+
+
+CELLS = [
+    *itertools.product(WHOLE, SHAPES, PACKED, (1, 3)),
+    *pairwise(("mistral", "gpt_neox", "mixtral"), [*SHAPES], [*PACKED], (1, 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "kind", "batch_size"), CELLS)
+def test_drafting_does_not_change_the_text(name: str, shape: str, kind: str, batch_size: int) -> None:
+    prompts = prompts_for(name, batch_size, seed=batch_size)
+    plain, logits = plain_text(name, prompts, kind)
+    inputs = left_padded(prompts)
+    length = inputs["input_ids"].shape[1]
+    truth = torch.cat((inputs["input_ids"], plain), 1)
+    with configured(drafter_of(name), cache_type=kind, **SHAPES[shape]) as eagle, oracle_drafts(truth, length):
+        out = target_of(name).generate(
+            **inputs, assistant_model=eagle, max_new_tokens=NEW_TOKENS, do_sample=False, prefill_chunk_size=5
+        )
+        assert eagle.stats.loop == "own"
+        assert eagle.stats.cache_type == kind
+        assert eagle.stats.accepted > 0
+    assert_same_text(out[:, length:], plain, logits)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_no_draft_length_changes_the_text(kind: str, depth: int) -> None:
+    prompts = prompts_for("llama", 1, seed=3)
+    plain, logits = plain_text("llama", prompts, kind)
+    inputs = left_padded(prompts)
+    length = inputs["input_ids"].shape[1]
+    truth = torch.cat((inputs["input_ids"], plain), 1)
+    with (
+        configured(drafter_of("llama"), cache_type=kind, num_assistant_tokens=depth) as eagle,
+        oracle_drafts(truth, length),
+    ):
+        out = target_of("llama").generate(**inputs, assistant_model=eagle, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert_same_text(out[:, length:], plain, logits)
+
+
+def test_a_cache_of_few_bits_is_really_used() -> None:
+    """The logits are those of rounded keys and values: near the full ones, and not equal to them."""
+    prompt = tuple(prompts_for("llama", 1)[0])
+    full, fp8 = (token_by_token("llama", prompt, kind, new_tokens=1)[0] for kind in ("full", "fp8"))
+    difference = (full - fp8).abs().max() / (full.max() - full.min())
+    assert 1e-4 < difference < 0.2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str, kind: str) -> None:
+    """The carried cache is a stock one in full precision; rounding it again must change nothing."""
+    (prompt,) = prompts_for(name, 1, seed=5)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    with configured(drafter_of(name), cache_type=kind) as eagle:
+        carried = DynamicCache(config=target_of(name).config)
+        first = target_of(name).generate(
+            torch.tensor([prompt]), assistant_model=eagle, past_key_values=carried, **options
+        )
+        longer = torch.cat((first, torch.tensor([[5, 6, 7]])), 1)
+        again = target_of(name).generate(longer, assistant_model=eagle, **options)
+        went_on = target_of(name).generate(longer, assistant_model=eagle, past_key_values=carried, **options)
+    assert torch.equal(went_on, again)
+
+
+def test_verification_over_such_a_cache_stays_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    prompt = torch.tensor([prompts_for("llama", 1)[0]])
+    found = {}
+    for how in ("eager", "compile"):
+        with configured(drafter_of("llama"), cache_type="int8", acceleration=how) as eagle:
+            found[how] = target_of("llama").generate(prompt, assistant_model=eagle, **options)
+            assert ("not compiled" in "".join(eagle.stats.fallbacks)) == (how == "compile")
+    assert torch.equal(found["eager"], found["compile"])
+
+
+@cache
+def demo_acceptance_length(kind: str) -> float:
+    rounds = accepted = 0
+    with configured(drafter_of("demo-target"), cache_type=kind, num_assistant_tokens=5) as eagle:
+        for prompt in prompts_for("demo-target", 4):
+            target_of("demo-target").generate(
+                torch.tensor([prompt]), assistant_model=eagle, max_new_tokens=64, do_sample=False,
+                eos_token_id=None, pad_token_id=demo_tokenizer().pad_token_id,
+            )  # fmt: skip
+            rounds, accepted = rounds + eagle.stats.rounds, accepted + eagle.stats.accepted
+    return 1 + accepted / rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PACKED)
+def test_the_trained_drafter_drafts_as_well_over_such_a_cache(kind: str) -> None:
+    assert demo_acceptance_length(kind) > 0.9 * demo_acceptance_length("full") > 2

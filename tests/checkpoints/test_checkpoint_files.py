@@ -1,0 +1,200 @@
+"""Shards, folders, interrupted writes and the Hub: what is there is read, what is missing is said."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import errors as hub
+from tiny_checkpoints import KEPT_IDS, PLAIN, layout, make, save, sharded, t2d
+
+from eagle31_hf.checkpoints import inspect_checkpoint, read_checkpoint, resolve_checkpoint, write_checkpoint
+from eagle31_hf.errors import CheckpointFormatError, CheckpointNotFoundError
+
+# ---------------------------------------------------------------- files and folders
+
+
+def test_shards_are_joined(tmp_path):
+    tensors = sharded(tmp_path)
+    checkpoint = read_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.tensors["fc.weight"], tensors["fc.weight"])
+    assert len(checkpoint.tensors) == len(tensors) - 1  # t2d is implied
+
+
+@pytest.mark.parametrize("how", ["missing shard", "outside", "no index", "wrong shard", "empty"])
+def test_broken_shards(tmp_path, how):
+    sharded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    if how == "missing shard":
+        (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    elif how == "outside":
+        content["weight_map"]["d2t"] = "../elsewhere.safetensors"
+    elif how == "wrong shard":
+        content["weight_map"]["d2t"] = "model-00002-of-00002.safetensors"
+    elif how == "empty":
+        content["weight_map"] = {}
+    index.write_text(json.dumps(content))
+    if how == "no index":
+        index.unlink()
+    messages = {
+        "missing shard": r"lacks the shards \['model-00002",
+        "outside": "wanted names of safetensors files beside it",
+        "no index": "no model.safetensors.index.json",
+        "wrong shard": r"puts \['d2t'\] in shards that do not hold them",
+        "empty": "no weight_map",
+    }
+    with pytest.raises(CheckpointFormatError, match=messages[how]):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "has no config.json"), ("{", "not valid JSON"), ("[]", "holds a list"), ("\xff", "not valid JSON")],
+)
+def test_bad_config_files(tmp_path, content, message):
+    save(tmp_path, PLAIN, layout("midlayer"))
+    (tmp_path / "config.json").unlink()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointFormatError, match=message):
+        read_checkpoint(tmp_path)
+
+
+def test_a_folder_without_weights_and_a_file_in_place_of_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    with pytest.raises(CheckpointFormatError, match="no weights"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="is a file"):
+        read_checkpoint(tmp_path / "config.json")
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("step", ["weights", "first rename", "second rename"])
+def test_an_interrupted_write_never_leaves_a_mixed_checkpoint(tmp_path, monkeypatch, step):
+    write_checkpoint(make(), tmp_path)
+    (tmp_path / "README.md").write_text("kept")
+    old = read_checkpoint(tmp_path)
+    renames = []
+
+    def half_written(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise Broken
+
+    def failing_rename(source, target):
+        renames.append(target)
+        if len(renames) == (1 if step == "first rename" else 2):
+            raise Broken
+        Path(source).rename(target)
+
+    if step == "weights":
+        monkeypatch.setattr("eagle31_hf.checkpoints.files.save_file", half_written)
+    else:
+        monkeypatch.setattr("eagle31_hf.checkpoints.files.os.replace", failing_rename)
+    with pytest.raises(Broken):
+        write_checkpoint(make(norm_output=True), tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"README.md", "config.json", "model.safetensors"}
+    if step == "weights":
+        assert read_checkpoint(tmp_path).config.to_dict() == old.config.to_dict()
+    else:
+        with pytest.raises(CheckpointFormatError, match=r"has no config\.json"):
+            read_checkpoint(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "kept"
+
+
+def test_writing_over_shards_removes_them(tmp_path):
+    sharded(tmp_path)
+    write_checkpoint(make(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fc.weight": torch.ones(8, 23)}, r"fc\.weight is \[8, 23\]"),
+        ({"norm.weight": torch.full((8,), float("nan"))}, "NaN"),
+        ({"d2t": KEPT_IDS.clone()}, "absolute target ids|no vocabulary map"),
+        ({"t2d": t2d()}, "spare: t2d"),
+    ],
+)
+def test_unsound_tensors_are_not_written(tmp_path, change, message):
+    checkpoint = make()
+    broken = replace(checkpoint, tensors=checkpoint.tensors | change)
+    with pytest.raises(CheckpointFormatError, match=message):
+        write_checkpoint(broken, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tied_and_strided_tensors_are_written(tmp_path):
+    checkpoint = make(draft_vocab_size=20, own_embedding=True)
+    checkpoint.tensors["embed_tokens.weight"] = checkpoint.tensors["lm_head.weight"]
+    checkpoint.tensors["layers.0.mlp.up_proj.weight"] = torch.ones(8, 12).T
+    write_checkpoint(checkpoint, tmp_path)
+    read = read_checkpoint(tmp_path)
+    assert torch.equal(read.tensors["embed_tokens.weight"], read.tensors["lm_head.weight"])
+
+
+# ---------------------------------------------------------------- the Hub
+
+
+def raised(kind: type[Exception]) -> Exception:
+    """An error of the Hub client without the HTTP response its constructor asks for."""
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (raised(hub.RepositoryNotFoundError), "neither a local folder nor a Hub id"),
+        (raised(hub.GatedRepoError), "is gated"),
+        (raised(hub.RevisionNotFoundError), "no revision 'v9'"),
+        (hub.LocalEntryNotFoundError("no"), "the Hub could not be asked"),
+        (hub.OfflineModeIsEnabled("no"), "HF_HUB_OFFLINE"),
+        (ConnectionError("no"), "no network"),
+    ],
+)
+def test_hub_failures_say_what_to_do(monkeypatch, error, message):
+    def failing(*args, **options):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
+    for use in (resolve_checkpoint, read_checkpoint, inspect_checkpoint):
+        with pytest.raises(CheckpointNotFoundError, match=message) as caught:
+            use("someone/drafter", revision="v9")
+        assert "local folder" in str(caught.value)
+
+
+def test_offline_without_a_cached_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for options in ({}, {"local_files_only": True}):
+        with pytest.raises(CheckpointNotFoundError, match="local folder"):
+            read_checkpoint("someone/drafter", cache_dir=tmp_path, **options)
+
+
+def test_a_mistyped_path_is_not_asked_of_the_hub():
+    with pytest.raises(CheckpointNotFoundError, match="cannot be a Hub id"):
+        read_checkpoint("./no/such/folder")
+
+
+@pytest.mark.parametrize("has_safetensors", [True, False])
+def test_a_pickle_is_downloaded_only_without_safetensors(tmp_path, monkeypatch, has_safetensors):
+    asked = []
+
+    def snapshot(repo_id, *, allow_patterns, **options):
+        asked.append((tuple(allow_patterns), options["revision"], options["token"]))
+        if has_safetensors or "pytorch_model.bin" in allow_patterns:
+            file = "model.safetensors" if has_safetensors else "pytorch_model.bin"
+            save(tmp_path, PLAIN, layout("midlayer"), file)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    read_checkpoint("someone/drafter", revision="main", token="t")
+    wanted_pickle = [any("bin" in pattern for pattern in patterns) for patterns, *_ in asked]
+    assert wanted_pickle == ([False] if has_safetensors else [False, True])
+    assert all(rest == ["main", "t"] for _, *rest in asked)

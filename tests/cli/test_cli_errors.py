@@ -1,0 +1,90 @@
+"""What commands refuse, and that they say so in one line."""
+
+import socket
+
+import pytest
+from command_line import DRAFTER, TARGET, error_of, run
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
+
+from eagle31_hf.errors import CheckpointNotFoundError
+
+
+def test_an_unknown_hub_id_is_named_with_a_way_out():
+    message = error_of("inspect", "nobody/nothing")
+    assert "nobody/nothing" in message
+    assert "local folder" in message
+    message = error_of("generate", "--target", "nobody/nothing", "--drafter", DRAFTER, "--prompt", "x")
+    assert "nobody/nothing" in message
+    assert "local folder" in message
+
+
+def test_a_missing_folder_and_a_folder_without_a_model_are_told_apart(tmp_path):
+    assert "no such folder" in error_of("generate", "--target", tmp_path / "no", "--drafter", DRAFTER, "--prompt", "x")
+    assert "config.json" in error_of("generate", "--target", tmp_path, "--drafter", DRAFTER, "--prompt", "x")
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    message = error_of("generate", "--target", tmp_path, "--drafter", DRAFTER, "--prompt", "x")
+    assert "holds no complete target" in message
+
+
+def test_a_target_needs_a_drafter():
+    assert "--drafter" in error_of("generate", "--target", TARGET, "--prompt", "x")
+
+
+def test_a_target_with_another_vocabulary_is_refused(tmp_path):
+    other = LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=99
+    )
+    LlamaForCausalLM(other).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
+    message = error_of("generate", "--target", tmp_path, "--drafter", DRAFTER, "--prompt", "x")
+    assert "8192" in message
+    assert "99" in message
+
+
+def test_an_encoder_decoder_target_is_refused(tmp_path):
+    T5Config().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
+    message = error_of("generate", "--target", tmp_path, "--drafter", DRAFTER, "--prompt", "x")
+    assert "decoder-only" in message
+
+
+def test_traceback_shows_the_whole_error():
+    with pytest.raises(CheckpointNotFoundError):
+        run("inspect", "nobody/nothing", "--traceback")
+
+
+def test_json_into_a_missing_folder_is_refused_before_measuring(tmp_path):
+    result = run("demo", "--json", tmp_path / "no" / "demo.json", code=2)
+    assert "no folder" in " ".join(result.stderr.split())
+
+
+def test_train_refuses_a_missing_prompt_file_in_one_line(tmp_path):
+    missing = tmp_path / "nothing.jsonl"
+    result = run("train", TARGET, "--prompts", missing, "--out", tmp_path / "out", code=1)
+    assert str(missing.name) in result.output
+
+
+@pytest.mark.parametrize("option", [("--schedule", "pid"), ("--tree-width", 2), ("--acceleration", "compile")])
+def test_serve_refuses_what_a_running_batch_cannot_draft(option):
+    told = run("serve", "--target", "nowhere", *option, code=1)
+    assert f"serve cannot do {option[0]} {option[1]}" in told.output
+
+
+def test_serve_wants_the_origin_of_a_page_and_no_address_in_it():
+    assert "scheme, host and port" in error_of("serve", "--allow-origin", "http://localhost:3000/chat")
+    assert "scheme, host and port" in error_of("serve", "--allow-origin", "*")
+
+
+def test_serve_needs_a_plan_with_a_row_to_read_prompts_in(tmp_path):
+    path = tmp_path / "plan.json"
+    run("plan", TARGET, "--drafter", DRAFTER, "--card", "this machine", "--context", 256, "--batch", 3, "--json", path)
+    told = run("serve", "--port", 0, "--memory", path, "--max-batch", 3, code=1)
+    assert "for 3 rows, and --max-batch 3 takes 4" in told.stderr
+    assert "pass --max-batch 2" in told.stderr
+
+
+def test_serve_says_that_a_port_is_taken_before_it_loads_anything():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        told = run("serve", "--target", "nowhere", "--port", other.getsockname()[1], code=1)
+    assert "give another --port" in " ".join(told.output.split())

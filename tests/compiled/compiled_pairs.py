@@ -1,0 +1,49 @@
+"""Pairs to compile for, what they write, and whether graphs judge drafts as the eager rule does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.sampling.acceptance import Acceptance
+from helpers import CONFIGS, configured, left_padded, oracle_drafts, random_drafter, random_target
+
+CHAIN: dict[str, Any] = {"num_assistant_tokens": 5}
+# As many nodes as are compiled for a chain.
+NARROW: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 8, "num_assistant_tokens": 4}
+# Graphs that are really compiled draft two tokens deep: every step is in the graph once more, and compiled again.
+SHORT_CHAIN: dict[str, Any] = {"num_assistant_tokens": 2}
+SHORT_TREE = NARROW | {"num_assistant_tokens": 2}
+WINDOWED = ("mistral", "gemma3")  # families with sliding windows
+NEW_TOKENS = 40
+
+
+def pair_of(family: str, layers: int = 4, **overrides: Any) -> Eagle31Drafter:
+    """A drafter of its own attached to a target of its own, so that no test sees another's graphs."""
+    config = CONFIGS[family]()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return random_drafter(random_target(config), aux_layers=[0, 1, min(2, layers)], **overrides)
+
+
+def write(drafter: Eagle31Drafter, prompts: list[list[int]], oracle_seed: int = 0, **fields: Any) -> tuple[Any, Any]:
+    """What the target writes plainly, and with the drafter under these settings."""
+    target, inputs = drafter.require_binding().model, left_padded(prompts)
+    kwargs = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(**kwargs)
+    with (
+        configured(drafter, speculation_loop="own", acceleration="compile", **fields),
+        oracle_drafts(plain, inputs["input_ids"].shape[1], oracle_seed),
+    ):
+        return plain, target.generate(**kwargs, assistant_model=drafter)
+
+
+def assert_judged_alike(judged: list[tuple[Acceptance, Acceptance]]) -> None:
+    """The same drafts are accepted, and the same token is drawn after them."""
+    assert len(judged) > 8
+    for at_once, eager in judged:
+        for name in ("length", "best", "bonus", "path"):
+            assert torch.equal(getattr(at_once, name), getattr(eager, name)), name

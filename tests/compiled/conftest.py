@@ -1,0 +1,74 @@
+"""What is compiled and what is not, and what graphs accept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf.compiled import graphs
+from eagle31_hf.compiled.round_graphs import AcceptAndDraft, RoundGraph, TreeAcceptAndDraft
+from eagle31_hf.decoding import draft_backoff
+from eagle31_hf.sampling.acceptance import Acceptance, accept_greedy, accept_sampled_target
+from eagle31_hf.sampling.rejection import accept_rejection
+from eagle31_hf.trees.draft_tree import DraftTree
+from helpers import use_fixed_shapes_only
+
+
+@pytest.fixture
+def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying products for every shape takes longer than all the rest here: tests that want it ask for it."""
+    monkeypatch.setattr(graphs, "PACKED_BYTES", 0)
+
+
+@pytest.fixture
+def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "PACKED_BYTES", 2**30)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fixed_shapes_only(monkeypatch)
+
+
+@pytest.fixture
+def compile_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Called with names of steps: from now on these go to the compiler, and the others run as they are."""
+    compile_ = graphs._compile
+
+    def only(*steps: str) -> None:
+        monkeypatch.setattr(
+            graphs, "_compile", lambda step, device: compile_(step, device) if step.__name__ in steps else step
+        )
+
+    return only
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Acceptance, Acceptance]]:
+    """What graphs accept from now on, and what the eager rule accepts by the same numbers."""
+    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    kept: list[tuple[Acceptance, Acceptance]] = []
+    in_a_graph = RoundGraph.__call__
+
+    def by_the_rule(step: AcceptAndDraft, tree: DraftTree, logits: Tensor) -> Acceptance:
+        if not step.sample:
+            return accept_greedy(tree, logits.argmax(-1))
+        accept = accept_sampled_target if isinstance(step, TreeAcceptAndDraft) else accept_rejection
+        return accept(tree, step.warping.probs(logits))
+
+    def accept_twice(self: RoundGraph, tree: DraftTree, logits: Tensor, aux: Tensor) -> Any:
+        before = torch.get_rng_state()
+        made = in_a_graph(self, tree, logits, aux)
+        if made is not None:
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            kept.append((made[0], by_the_rule(self.step, tree, logits)))
+            torch.set_rng_state(after)
+        return made
+
+    monkeypatch.setattr(RoundGraph, "__call__", accept_twice)
+    return kept

@@ -1,0 +1,93 @@
+"""The contract for what else `generate` returns: scores, logits, streams, several sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from agreement import LOOPS, NEW_TOKENS, SHAPES, Batch, assert_loop_agrees, batch_of, greedy
+from torch import Tensor
+
+from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_scores_and_logits(loop: str, size: int) -> None:
+    if loop == "stock" and size > 1:
+        pytest.skip("the stock loop takes one row")
+    kwargs = {"repetition_penalty": 1.3, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for name in ("llama", "gemma3"):
+        inputs = left_padded(prompts_for(name, size, seed=17))
+        plain = greedy(name, inputs, **kwargs)
+        with (
+            configured(drafter_of(name), **LOOPS[loop]) as drafter,
+            oracle_drafts(plain.sequences, inputs["input_ids"].shape[1]),
+        ):
+            ours = greedy(name, inputs, assistant_model=drafter, **kwargs)
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert ours.speculation_stats is drafter.stats
+        for mine, theirs in ((ours.scores, plain.scores), (ours.logits, plain.logits)):
+            assert len(mine) == len(theirs) == NEW_TOKENS
+            for step in range(NEW_TOKENS):
+                torch.testing.assert_close(mine[step], theirs[step], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("loop", SHAPES)
+def test_scores_of_rows_that_end_early(loop: str) -> None:
+    free = batch_of("llama", 3)
+    kwargs = {"eos_token_id": int(free.plain[2, -15]), "return_dict_in_generate": True, "output_logits": True}
+    plain = greedy("llama", free.inputs, **kwargs)
+    with (
+        configured(drafter_of("llama"), num_assistant_tokens=6, **SHAPES[loop]) as drafter,
+        oracle_drafts(free.plain, free.prompt_length, right=6),
+    ):
+        ours = greedy("llama", free.inputs, assistant_model=drafter, **kwargs)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert len(ours.logits) == len(plain.logits)
+    new = plain.sequences[:, free.prompt_length :]
+    for row in range(3):
+        ends = (new[row] == kwargs["eos_token_id"]).nonzero()
+        written = int(ends[0]) + 1 if len(ends) else new.shape[1]
+        for step in range(written):
+            torch.testing.assert_close(ours.logits[step][row], plain.logits[step][row], atol=1e-4, rtol=1e-4)
+        assert not any(bool(step[row].any()) for step in ours.logits[written:]), "nothing was written there"
+
+
+class Recorder(hf.generation.streamers.BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("loop", LOOPS)
+def test_streamer_gets_the_text(loop: str) -> None:
+    for name, at in (("llama", -8), ("demo-target", -6)):
+        batch = batch_of(name, 1, eos_token_id=int(batch_of(name, 1).plain[0, at]))
+        eos = int(batch.plain[0, -1])
+        recorder = Recorder()
+        assert_loop_agrees(name, batch, LOOPS[loop], streamer=recorder, eos_token_id=eos)
+        assert recorder.tokens == batch.plain[0].tolist()
+        assert recorder.ended == 1
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("shape", SHAPES)
+def test_several_sequences_for_each_prompt(shape: str) -> None:
+    """Sampling from the one likeliest token is greedy, and allowed to return several."""
+    batch = batch_of("llama", 3)
+    three = Batch(batch.inputs, batch.plain.repeat_interleave(3, dim=0))
+    with configured(drafter_of("llama"), **SHAPES[shape]) as drafter:
+        ours = greedy("llama", batch.inputs, assistant_model=drafter, do_sample=True, top_k=1, num_return_sequences=3)
+    assert torch.equal(ours, three.plain)

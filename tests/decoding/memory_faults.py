@@ -1,0 +1,205 @@
+"""Memory that runs out where and as often as a test says, and generations that have to survive it.
+
+Faults are injected: a forward hook or a method raises what CUDA, Metal or a CPU allocator raises, at its n-th call, a
+given number of times or for as long as its cause is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.layers import SlotLayer
+from eagle31_hf.decoding import decoder, eager_round
+from eagle31_hf.decoding.carried_cache import CacheResume
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.eager_round import EagerRound
+from eagle31_hf.decoding.memory_ladder import FallbackStep
+from eagle31_hf.decoding.text import Sequences
+from eagle31_hf.drafter.session import DraftSession
+from helpers import configured, drafter_of, left_padded, oracle_drafts, target_of
+
+SAID = {
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    "mps": RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB, max allowed: 9.07 GB)."),
+    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    "windows": RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1000 bytes."),
+    "python": MemoryError(),
+}
+FREED, SHORTENED, CHUNKED, FORGOT, DROPPED, MOVED = (step.value for step in FallbackStep)
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_assistant_tokens": 3},
+    "tree": {"num_assistant_tokens": 3, "draft_top_k": 2, "draft_tree_size": 8},
+}
+NEW_TOKENS = 10
+LENGTHS = {1: (13,), 3: (13, 9, 4)}
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fault:
+    """Raises `error` at call number `first` (1-based) and the `times - 1` after it, as long as `holds(*call)`."""
+
+    first: int = 1
+    times: int = 1
+    error: BaseException = field(default_factory=lambda: SAID["cuda"])
+    holds: Callable[..., bool] = lambda *_: True
+    calls: int = 0
+    raised: int = 0
+
+    def __call__(self, *call: Any) -> None:
+        if not self.holds(*call):
+            return
+        self.calls += 1
+        if self.first <= self.calls < self.first + self.times:
+            self.raised += 1
+            raise self.error
+
+    @contextmanager
+    def in_module(self, module: nn.Module) -> Iterator[Fault]:
+        handle = module.register_forward_pre_hook(self)
+        try:
+            yield self
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def before(self, owner: Any, name: str) -> Iterator[Fault]:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self(*args)
+            return function(*args, **kwargs)
+
+        with mock.patch.object(owner, name, failing):
+            yield self
+
+    @contextmanager
+    def after(self, owner: Any, name: str) -> Iterator[Fault]:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self(*args)
+            return result
+
+        with mock.patch.object(owner, name, failing):
+            yield self
+
+
+def modules_of(name: str) -> dict[str, nn.Module]:
+    """Where a forward pass of target or drafter may run out of memory."""
+    target, drafter = target_of(name), drafter_of(name)
+    decoder = target.get_decoder()
+    places: dict[str, nn.Module] = {"embedding": decoder.embed_tokens, "norm": decoder.norm, "head": target.lm_head}
+    places |= {f"layer {index}": layer for index, layer in enumerate(decoder.layers)}
+    places |= {"attention": decoder.layers[1].self_attn, "mlp": decoder.layers[2].mlp}
+    drafting = {"fc": drafter.fc, "layer": drafter.layers[0], "attention": drafter.layers[0].self_attn,
+                "norm": drafter.norm}  # fmt: skip
+    return places | {f"drafter {place}": module for place, module in drafting.items()}
+
+
+METHODS: dict[str, tuple[Any, str]] = {
+    "place": (SpeculativeCache, "place"),
+    "mask": (SpeculativeCache, "attention_mask"),
+    "first write": (SlotLayer, "lazy_initialization"),
+    "growth": (SlotLayer, "_grow"),
+    "write": (SlotLayer, "update"),
+    "commit": (SpeculativeCache, "commit"),
+    "keep": (SpeculativeCache, "keep"),
+    "copy": (SlotLayer, "copy"),
+    "rows of the cache": (SpeculativeCache, "select_rows"),
+    "rows of a layer": (SlotLayer, "select_rows"),
+    "rows of the drafter": (DraftSession, "select_rows"),
+    "draft step": (DraftSession, "step"),
+    "absorb": (DraftSession, "absorb"),
+    "draft logits": (Eagle31Drafter, "draft_logits"),
+    "verify": (EagerRound, "verify"),
+    "accept": (EagerRound, "accept"),
+    "read back": (decoder, "sync_accepted"),
+    "first token": (SpeculativeDecoder, "choose_first"),
+    "text": (Sequences, "append"),
+    "stop": (Sequences, "_must_stop"),
+    "time": (Sequences, "stop_if_out_of_time"),
+    "path": (eager_round, "aux_of_path"),
+    "roots": (SpeculativeDecoder, "set_roots"),
+    "start": (CacheResume, "load"),
+}
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def prompts_of(batch: int) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(5)
+    return left_padded([torch.randint(3, 90, (n,), generator=dice).tolist() for n in LENGTHS[batch]])
+
+
+@functools.cache
+def truth_of(name: str, batch: int, end: bool = False) -> Tensor:
+    """What the target writes alone; with `end`, some token of row 0 ends a row."""
+    inputs = prompts_of(batch)
+    with torch.no_grad():
+        return target_of(name).generate(**inputs, **how(name, batch, end))
+
+
+def how(name: str, batch: int, end: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "prefill_chunk_size": 5}
+    if end:
+        free = truth_of(name, batch)
+        settings |= {"eos_token_id": int(free[0, -5]), "pad_token_id": 0}
+    return settings
+
+
+def speculative(name: str, batch: int, *, end: bool = False, **more: Any) -> Any:
+    """The same with drafts that are right by lot."""
+    inputs = prompts_of(batch)
+    with oracle_drafts(truth_of(name, batch, end), inputs["input_ids"].shape[1], seed=3):
+        return target_of(name).generate(**inputs, assistant_model=drafter_of(name), **{**how(name, batch, end), **more})
+
+
+def steps_of(name: str) -> dict[str, int]:
+    stats = drafter_of(name).stats
+    assert stats is not None
+    assert stats.loop == "own"
+    return stats.memory_steps
+
+
+def assert_survives(name: str, shape: str, batch: int, fault: Any, *, end: bool = False) -> dict[str, int]:
+    """With the fault and after it, the text is the undisturbed one. Returns the steps that were taken."""
+    truth = truth_of(name, batch, end)
+    with configured(drafter_of(name), **SHAPES[shape]):
+        with fault as raised:
+            assert torch.equal(speculative(name, batch, end=end), truth)
+            steps = dict(steps_of(name))
+        assert bool(steps) == bool(raised.raised), (steps, raised.raised)
+    return steps
+
+
+def assert_undisturbed(name: str, shape: str, batch: int) -> None:
+    with configured(drafter_of(name), **SHAPES[shape]):
+        assert torch.equal(speculative(name, batch), truth_of(name, batch))
+        assert not steps_of(name)
+
+
+def live_storages() -> set[int]:
+    """Of dense tensors: ours are, and a sparse one that another test left has no storage to count."""
+    gc.collect()
+    alive = [o for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)]
+    tensors = [tensor for tensor in alive if tensor.device.type != "meta" and tensor.layout == torch.strided]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}

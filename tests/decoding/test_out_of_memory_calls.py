@@ -1,0 +1,174 @@
+"""Memory runs out beneath what a call brings along: scores, streamers, sampling, carried caches, the stock loop."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers as hf
+from memory_faults import (
+    DROPPED,
+    FORGOT,
+    FREED,
+    METHODS,
+    SHAPES,
+    SHORTENED,
+    Fault,
+    assert_undisturbed,
+    prompts_of,
+    speculative,
+    truth_of,
+)
+from torch import Tensor
+
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.decoding.carried_cache import CacheExport, CacheResume, CarriedCache
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.drafter.session import DraftSession
+from helpers import configured, drafter_of, target_of
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+# --- what else a call brings along -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["text", "keep", "absorb", "verify", "first token", "read back"])
+def test_scores_are_those_of_the_text(place: str) -> None:
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    with configured(drafter_of("llama"), **SHAPES["tree"]):
+        truth = speculative("llama", 3, **asked)
+        with Fault(1).after(*METHODS[place]) as fault:
+            output = speculative("llama", 3, **asked)
+    assert fault.raised
+    assert torch.equal(output.sequences, truth.sequences)
+    for found, wanted in ((output.scores, truth.scores), (output.logits, truth.logits)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+class Listener:
+    """A streamer that notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[int] = []
+
+    def put(self, ids: Tensor) -> None:
+        self.shown += ids.flatten().tolist()
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("place", ["text", "stop", "keep", "absorb", "roots", "first token"])
+def test_nothing_is_streamed_twice_or_left_out(place: str) -> None:
+    for fault, when in ((Fault(1), "after"), (Fault(3), "after"), (Fault(2), "before")):
+        listener = Listener()
+        with configured(drafter_of("llama"), **SHAPES["chain"]), getattr(fault, when)(*METHODS[place]):
+            text = speculative("llama", 1, end=True, streamer=listener)
+        assert listener.shown == text[0].tolist()
+
+
+def test_what_a_streamer_raises_is_its_own() -> None:
+    listener = Listener()
+    with Fault(3, error=MemoryError("mine")).before(listener, "put"), pytest.raises(MemoryError, match="mine"):
+        speculative("llama", 1, streamer=listener)
+    assert_undisturbed("llama", "chain", 1)
+
+
+@pytest.mark.parametrize("place", ["verify", "accept", "draft step", "first token", "read back"])
+def test_sampling_goes_on(place: str) -> None:
+    """With one token to choose from, whatever is drawn is the greedy text."""
+    with configured(drafter_of("llama"), **SHAPES["chain"]), Fault(2).before(*METHODS[place]) as fault:
+        text = speculative("llama", 1, do_sample=True, top_k=1)
+    assert fault.raised or place == "first token"
+    assert torch.equal(text, truth_of("llama", 1))
+
+
+TURN = {"return_dict_in_generate": True, "max_new_tokens": 6, "do_sample": False}
+
+
+def two_turns(disturbance: Any) -> list[list[int]]:
+    """Text of two turns over one cache, the first one disturbed, and of one more that starts from what is left."""
+    target, drafter = target_of("llama"), drafter_of("llama")
+    ids, cache, texts = prompts_of(1)["input_ids"], hf.DynamicCache(config=target.config), []
+    for turn in range(3):
+        with disturbance if turn == 1 else nullcontext():
+            output = target.generate(ids, past_key_values=cache, assistant_model=drafter, **TURN)
+        texts.append(output.sequences[0].tolist())
+        ids = torch.cat((output.sequences, torch.tensor([[7, 8, 9]])), dim=1)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "times", "step"),
+    [
+        (CacheExport, "take", 1, FREED),
+        (CacheExport, "take", 10**6, FORGOT),
+        (CacheResume, "load", 1, FREED),
+        (CarriedCache, "close", 1, None),
+        (CarriedCache, "close", 10**6, FORGOT),
+        (DraftSession, "absorb", 10**6, DROPPED),
+        (SpeculativeCache, "keep", 1, FREED),
+    ],
+)
+def test_a_conversation_goes_on(owner: Any, name: str, times: int, step: str | None) -> None:
+    taken: list[dict[str, int]] = []
+    finish = SpeculativeDecoder.finish
+
+    def finishing(self: SpeculativeDecoder) -> Tensor:
+        taken.append(self.request.stats.memory_steps)
+        return finish(self)
+
+    with mock.patch.object(SpeculativeDecoder, "finish", finishing):
+        assert two_turns(Fault(times=times).before(owner, name)) == two_turns(nullcontext())
+    assert not taken[0]
+    assert (step in taken[1]) if step else not taken[1]
+
+
+@pytest.mark.parametrize("place", ["take", "rows"])
+def test_a_batch_whose_rows_end_one_by_one_hands_its_caches_over(place: str) -> None:
+    owner, name = {"take": (CacheExport, "take"), "rows": METHODS["rows of a layer"]}[place]
+    asked = {"return_dict_in_generate": True}
+    for first in (1, 2):
+        with configured(drafter_of("llama"), **SHAPES["tree"]), Fault(first).before(owner, name):
+            output = speculative("llama", 3, end=True, **asked)
+        assert torch.equal(output.sequences, truth_of("llama", 3, True))
+
+
+# --- the stock loop ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "times", "step"),
+    [
+        ("draft step", 1, SHORTENED),
+        ("draft step", 10**6, SHORTENED),
+        ("absorb", 1, DROPPED),
+        ("absorb", 10**6, DROPPED),
+    ],
+)
+def test_the_stock_loop_goes_on_without_drafts(place: str, times: int, step: str) -> None:
+    drafter = drafter_of("llama")
+    with (
+        configured(drafter, speculation_loop="stock", num_assistant_tokens=4),
+        Fault(2, times=times).before(*METHODS[place]),
+    ):
+        text = speculative("llama", 1, prefill_chunk_size=None)
+    assert torch.equal(text, truth_of("llama", 1))
+    assert list(drafter.stats.memory_steps) == [step]
+    with configured(drafter, speculation_loop="stock"):
+        assert torch.equal(speculative("llama", 1, prefill_chunk_size=None), truth_of("llama", 1))
+    assert not drafter.stats.memory_steps
+
+
+def test_elsewhere_the_stock_loop_lets_the_error_pass_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        configured(drafter_of("llama"), speculation_loop="stock"),
+        Fault(3).in_module(target_of("llama").lm_head),
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
+    ):
+        speculative("llama", 1, prefill_chunk_size=None)
+    assert "shorten the prompt" in caplog.text
+    assert_undisturbed("llama", "chain", 1)

@@ -1,0 +1,99 @@
+"""Targets and drafters to pack, how they are packed, and whether every loop agrees on their text."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.checkpoints import PackingScheme
+from eagle31_hf.drafter.packed_linear import PackedLinear
+from helpers import (
+    GROUPED,
+    SIZES,
+    assert_same_or_own_tie,
+    configured,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    target_of,
+)
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # LLM.int8 tells of every cast, at every call
+
+PACKINGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-dq": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+INNER = {"intermediate_size": 128}  # bitsandbytes' kernel for AVX512-BF16 wants rows of whole blocks
+FAMILIES: dict[str, Any] = {
+    "llama": hf.LlamaConfig(**GROUPED | INNER),
+    "mixtral": hf.MixtralConfig(**GROUPED | INNER, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_neox": hf.GPTNeoXConfig(**SIZES | INNER, rotary_pct=0.5),
+}
+LOOPS: dict[str, dict[str, Any]] = {
+    "chain": {"speculation_loop": "own"},
+    "static": {"speculation_loop": "own", "draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
+    "dynamic": {"speculation_loop": "own", "draft_top_k": 2, "draft_tree_size": 15},
+    "stock": {"speculation_loop": "stock"},
+}
+
+
+def load(folder: Path, packing: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    config = BitsAndBytesConfig(**PACKINGS[packing] | fields)
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).eval()
+
+
+def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, prompts: list[list[int]], new_tokens: int) -> int:
+    """Returns how many texts ended in a tie."""
+    binding, ties = drafter.require_binding(), 0
+    assert not binding.tree_unsupported_reason
+    for index, prompt in enumerate(prompts):
+        inputs = {**left_padded([prompt]), "max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        plain = target.generate(**inputs)
+        for loop in LOOPS.values():
+            with configured(drafter, num_assistant_tokens=4, **loop), oracle_drafts(plain, len(prompt), seed=index):
+                ours = target.generate(**inputs, assistant_model=drafter)
+            assert drafter.stats is not None
+            assert drafter.stats.loop == loop["speculation_loop"]
+            ties += assert_same_or_own_tie(binding, plain[0], ours[0], len(prompt))
+    return ties
+
+
+SCHEMES_OF_DRAFTERS = {"int8": PackingScheme("int8"), "nf4": PackingScheme("nf4"), "nf4-dq": PackingScheme("nf4", True),
+                       "fp4": PackingScheme("fp4")}  # fmt: skip
+
+
+def matrix_of(packed: PackedLinear) -> Tensor:
+    """What a packed layer multiplies with: its answers to the unit vectors, in fp32."""
+    return packed(torch.eye(packed.in_features)).T
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle 3.1": {"aux_norm": "per_slot", "norm_output": True, "draft_vocab_size": 40},
+    "biases": {"aux_norm": "concatenated", "fc_bias": True, "attention_bias": True, "mlp_bias": True},
+    "own embedding": {"own_embedding": True},
+    "shared rows": {"own_lm_head": False, "draft_vocab_size": 40},
+    "shared head": {"own_lm_head": False},
+    "two layers": {"num_hidden_layers": 2},
+}
+
+
+@cache
+def drafter_folder(name: str, parent: Path) -> Path:
+    """A random drafter for `target_of("llama")`, written unpacked."""
+    folder = parent / name.replace(" ", "-")
+    random_drafter(target_of("llama"), aux_layers=[1, 2, 4], **DRAFTERS[name]).save_pretrained(folder)
+    return folder
+
+
+def bits(scheme: str, **fields: Any) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(**PACKINGS[scheme] | fields)

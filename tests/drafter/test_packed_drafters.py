@@ -1,0 +1,285 @@
+"""Drafters packed by ourselves: what is packed, saved, read, drafted, refused and planned."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from packed_pairs import (
+    DRAFTERS,
+    LOOPS,
+    PACKINGS,
+    SCHEMES_OF_DRAFTERS,
+    assert_every_loop_agrees,
+    bits,
+    drafter_folder,
+    load,
+    matrix_of,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from eagle31_hf import Eagle31Drafter, plan_memory
+from eagle31_hf.checkpoints import PackingScheme, inspect_checkpoint, packable_shapes, read_checkpoint
+from eagle31_hf.drafter.packed_linear import FourBitLinear, Int8Linear, packed_modules
+from eagle31_hf.errors import CheckpointFormatError, ConfigurationError
+from eagle31_hf.memory.drafter_facts import drafter_facts
+from eagle31_hf.memory.quantization_schemes import SCHEMES
+from eagle31_hf.memory.weight_bytes import storage_bytes
+from helpers import (
+    DEMO_DRAFTER,
+    GROUPED,
+    configured,
+    left_padded,
+    oracle_drafts,
+    prompts_for,
+    random_prompts,
+    random_target,
+    target_of,
+)
+
+pytest.importorskip("bitsandbytes")
+
+
+# --- packed drafters --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_matrices_are_packed_and_nothing_else(drafters: Path, name: str, packing: str) -> None:
+    drafter = Eagle31Drafter.from_pretrained(
+        drafter_folder(name, drafters), target=target_of("llama"), quantization_config=bits(packing)
+    )
+    scheme = drafter.packing
+    assert scheme == SCHEMES_OF_DRAFTERS[packing]
+    worth = {n for n, shape in packable_shapes(drafter.config).items() if scheme.packs(n, shape, 4)}
+    assert packed_modules(drafter).keys() == worth
+    assert "layers.0.mlp.gate_up_proj" in worth
+    assert type(drafter.fc) is nn.Linear
+    assert all(p.dtype == torch.float32 for p in drafter.parameters())
+    assert drafter.dtype == torch.float32
+    assert not drafter.training
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("packing", ["int8", "nf4-dq"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packing: str, dtype: str) -> None:
+    target = random_target(hf.LlamaConfig(**GROUPED)).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    drafter = Eagle31Drafter.from_pretrained(
+        drafter_folder(name, drafters), target=target, quantization_config=bits(packing)
+    )
+    held = storage_bytes(drafter) + sum(
+        rows.untyped_storage().nbytes() if isinstance(rows, Tensor) else storage_bytes(rows)
+        for rows in drafter._head_rows
+    )
+    precision = SCHEMES[f"bnb-{packing}"].__class__(**{**vars(SCHEMES[f"bnb-{packing}"]), "dtype": dtype})
+    facts = drafter_facts(drafter.config, precision.dtype_bytes)
+    assert facts.weight_bytes(precision) + facts.head_bytes(precision) == held
+
+
+@pytest.mark.parametrize("with_target", [True, False])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_saved_and_read_again_it_is_the_same(
+    drafters: Path, tmp_path: Path, name: str, packing: str, with_target: bool
+) -> None:
+    target = target_of("llama") if with_target else None
+    folder = drafter_folder(name, drafters)
+    packed = Eagle31Drafter.from_pretrained(folder, target=target, quantization_config=bits(packing))
+    hidden, ids = torch.randn(1, 3, 64), torch.tensor([[3, 4, 5]])
+
+    @torch.no_grad()
+    def outputs(drafter: Eagle31Drafter) -> list[Tensor]:
+        embedded = drafter.embed(ids) if with_target or drafter.config.own_embedding else hidden
+        out = drafter.decode(embedded, hidden, drafter.rotary(torch.arange(3)[None]))
+        has_head = with_target or drafter.config.own_lm_head
+        return [out.normed, out.feedback, *([drafter.draft_logits(out.normed)] if has_head else [])]
+
+    before = outputs(packed)  # running it must not change what is written
+    packed.save_pretrained(tmp_path)
+    for options in ({}, {"quantization_config": bits(packing)}):
+        again = Eagle31Drafter.from_pretrained(tmp_path, target=target, **options)
+        ours, theirs = packed.state_dict(), again.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[n], theirs[n]) and ours[n].dtype == theirs[n].dtype for n in ours)
+        assert again.packing == packed.packing
+        assert all(torch.equal(a, b) for a, b in zip(before, outputs(again), strict=True))
+    again.to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    scales = read_checkpoint(tmp_path / "bf16").packed
+    assert all(torch.equal(tensor, ours[n]) for n, tensor in scales.items())
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", ["eagle 3.1", "shared rows"])
+def test_packed_drafters_write_the_plain_text(drafters: Path, name: str, packing: str) -> None:
+    target = target_of("llama")
+    drafter = Eagle31Drafter.from_pretrained(
+        drafter_folder(name, drafters), target=target, quantization_config=bits(packing)
+    )
+    (prompt,) = random_prompts(1, seed=11)
+    inputs = {**left_padded([prompt]), "max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**inputs)
+    for loop in LOOPS.values():
+        with configured(drafter, num_assistant_tokens=3, **loop), oracle_drafts(plain, len(prompt)):
+            assert torch.equal(target.generate(**inputs, assistant_model=drafter), plain)
+
+
+def test_gathered_rows_are_packed_too(drafters: Path) -> None:
+    folder = drafter_folder("shared rows", drafters)
+    full = Eagle31Drafter.from_pretrained(folder, target=target_of("llama"))
+    packed = Eagle31Drafter.from_pretrained(folder, target=target_of("llama"), quantization_config=bits("int8"))
+    kept = bits("int8", llm_int8_skip_modules=["lm_head"])
+    skipped = Eagle31Drafter.from_pretrained(folder, target=target_of("llama"), quantization_config=kept)
+    (rows,), (exact,) = packed._head_rows, full._head_rows
+    assert isinstance(rows, Int8Linear)
+    assert isinstance(exact, Tensor)
+    assert (matrix_of(rows) - exact).abs().max() <= exact.abs().max() / 127
+    assert torch.equal(skipped._head_rows[0], exact)
+    assert isinstance(skipped.layers[0].mlp.down_proj, Int8Linear)
+    hidden = torch.randn(2, 3, 64)
+    torch.testing.assert_close(packed.draft_logits(hidden), rows(hidden))
+    packed.detach()
+    assert not packed._head_rows
+
+
+def test_a_packed_drafter_beside_a_packed_target(saved: dict[str, Path], drafters: Path) -> None:
+    target = load(saved["llama"], "nf4", torch.bfloat16, llm_int8_skip_modules=[])
+    drafter = Eagle31Drafter.from_pretrained(
+        drafter_folder("shared rows", drafters), target=target, quantization_config=bits("nf4-dq")
+    )
+    assert drafter.dtype == torch.bfloat16
+    assert isinstance(drafter.layers[0].self_attn.o_proj, FourBitLinear)
+    assert_every_loop_agrees(target, drafter, random_prompts(1, seed=2), new_tokens=10)
+
+
+def test_what_is_packed_is_told_by_inspect(drafters: Path, tmp_path: Path) -> None:
+    folder = drafter_folder("eagle 3.1", drafters)
+    Eagle31Drafter.from_pretrained(folder, quantization_config=bits("nf4")).save_pretrained(tmp_path)
+    packed, plain = inspect_checkpoint(tmp_path), inspect_checkpoint(folder)
+    assert packed.parameters == plain.parameters
+    assert packed.stored_bytes < plain.stored_bytes / 2
+    for verdict in packed.engines:
+        assert not verdict.reads
+        assert any("packed" in reason for reason in verdict.reasons)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert PackingScheme.of(config) == PackingScheme("nf4")
+
+
+@torch.no_grad()
+def drafted(drafter: Eagle31Drafter, ids: Tensor) -> Tensor:
+    """What the drafter holds likeliest after each true token of a text `(1, T)`."""
+    binding = drafter.require_binding()
+    with binding.capturing():
+        binding.model(ids)
+        hidden = drafter.fuse_aux(binding.take_aux()[:, :-1])
+    rotary = drafter.rotary(torch.arange(ids.shape[1] - 1)[None])
+    return drafter.draft_logits(drafter.decode(drafter.embed(ids[:, 1:]), hidden, rotary).normed).argmax(-1)
+
+
+def test_packed_demo_drafters_draft_nearly_the_same() -> None:
+    """Acceptance lengths over many prompts are in docs/quantization.md; a wrong scale or row would agree by chance."""
+    target = target_of("demo-target")
+    full = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
+    texts = [torch.tensor([prompt]) for prompt in prompts_for("demo-target", 3)]
+    for packing, least in {"int8": 0.97, "nf4": 0.85, "nf4-dq": 0.85}.items():
+        packed = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target, quantization_config=bits(packing))
+        same = torch.cat([drafted(packed, ids) == drafted(full, ids) for ids in texts], -1)
+        assert float(same.float().mean()) > least, packing
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "packed by bitsandbytes"),
+        ({"load_in_4bit": False}, "load_in_8bit=True"),
+        (17, "got quantization_config=17"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int3"}, "'int3'; wanted one of int8, nf4, fp4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+        ({"load_in_8bit": True, "llm_int8_has_fp16_weight": True}, "cannot be trained"),
+    ],
+)
+def test_settings_that_cannot_be_followed(config: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Eagle31Drafter.from_pretrained(DEMO_DRAFTER, quantization_config=config)
+
+
+@pytest.mark.parametrize(("version", "message"), [(None, "'bitsandbytes>=0.50'"), ("0.49.1", "0.50 or later")])
+def test_without_bitsandbytes_one_is_told_what_to_install(
+    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = random_target(hf.LlamaConfig(**GROUPED))
+
+    def imported(name: str) -> Any:
+        if version is None:
+            raise ImportError(f"No module named {name!r}")
+        return SimpleNamespace(__version__=version)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    with pytest.raises(ConfigurationError, match=message):
+        Eagle31Drafter.from_pretrained(DEMO_DRAFTER, quantization_config={"load_in_8bit": True}, target=target)
+    assert not any(module._forward_pre_hooks for module in target.modules())
+
+
+def test_a_packed_checkpoint_is_not_packed_again(drafters: Path, tmp_path: Path) -> None:
+    folder = drafter_folder("eagle 3.1", drafters)
+    packed = Eagle31Drafter.from_pretrained(folder, quantization_config=bits("nf4"))
+    packed.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="packed already"):
+        Eagle31Drafter.from_pretrained(tmp_path, quantization_config=bits("int8"))
+    with pytest.raises(ConfigurationError, match="speculators format has no words for weights packed"):
+        packed.save_pretrained(tmp_path / "other", format="speculators")
+
+
+@pytest.mark.parametrize("damage", ["scheme", "missing", "shape", "unmarked", "spare", "nan"])
+def test_damaged_packed_checkpoints_are_refused(drafters: Path, tmp_path: Path, damage: str) -> None:
+    folder = drafter_folder("eagle 3.1", drafters)
+    Eagle31Drafter.from_pretrained(folder, quantization_config=bits("nf4")).save_pretrained(tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    name = "midlayer.self_attn.o_proj"
+    if damage == "scheme":
+        config["quantization_config"]["bnb_4bit_use_double_quant"] = True
+    elif damage == "unmarked":
+        del config["quantization_config"]["layout"]
+    elif damage == "missing":
+        del tensors[f"{name}.absmax"]
+    elif damage == "shape":
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"][:-1]
+    elif damage == "spare":
+        tensors[f"{name}.offset"] = torch.zeros(())
+    else:
+        tensors[f"{name}.absmax"][0] = float("nan")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointFormatError):
+        Eagle31Drafter.from_pretrained(tmp_path)
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_planner_packs_the_drafter_before_it_gives_it_up() -> None:
+    config = hf.LlamaConfig(**GROUPED | {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000,
+                                         "num_attention_heads": 16, "head_dim": 128, "max_position_embeddings": 8192,
+                                         "num_hidden_layers": 16})  # fmt: skip
+    options: dict[str, Any] = {"context": 512, "margin": 0, "cache_type": "full", "prefill_chunk": 256}
+    peaks = {
+        precision: plan_memory(config, card="24GiB", drafter_precision=precision, **options).peak_bytes
+        for precision in ("full", "int8", "nf4")
+    }
+    assert peaks["full"] > peaks["int8"] > peaks["nf4"]
+    for precision, peak in peaks.items():
+        plan = plan_memory(config, card=peak + 2**20, **options)
+        assert plan.fits
+        assert plan.settings.speculates
+        assert plan.settings.drafter_precision in (precision, "full")
+    assert plan.settings.drafter_precision == "nf4"

@@ -1,0 +1,134 @@
+"""What a call reports: counts of drafts, times of tokens and phases."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from greedy_calls import greedy, one, stats_of
+
+from eagle31_hf import SpeculationStats
+from eagle31_hf.stats import PhaseClock
+from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
+
+
+@pytest.mark.parametrize("loop", ["own", "stock"])
+def test_stats_tell_what_happened(loop: str) -> None:
+    inputs = one()
+    plain = greedy("llama", inputs)
+    settings = {"num_assistant_tokens": 4, "speculation_loop": loop}
+    with configured(drafter_of("llama"), **settings) as drafter, oracle_drafts(plain, inputs["input_ids"].shape[1]):
+        out = greedy("llama", inputs, assistant_model=drafter, return_dict_in_generate=True)
+    stats = stats_of()
+    assert out.speculation_stats is stats
+    assert stats.loop == loop
+    assert stats.reason == ("" if loop == "own" else "asked for")
+    assert stats.new_tokens == 16
+    assert 0 < stats.accepted < stats.drafted
+    # The first token comes from the prefill; each round adds what it accepted and one token, the last ones maybe less.
+    assert stats.rounds + stats.accepted >= 15
+    assert stats.acceptance_length == pytest.approx((stats.accepted + stats.rounds) / stats.rounds)
+    assert len(stats.drafted_at) == len(stats.reached_at) == len(stats.accepted_at) == 4
+    assert stats.drafted_at[0] == stats.reached_at[0]
+    assert sum(stats.accepted_at) == stats.accepted
+    assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
+    assert all(0 <= rate <= 1 for rate in stats.cumulative_acceptance + stats.conditional_acceptance)
+    assert min(stats.prefill_s, stats.draft_s, stats.verify_s) > 0
+    assert stats.other_s >= 0
+    assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
+    assert f"{stats.acceptance_length:.2f}" in str(stats)
+
+
+def test_stats_are_of_the_last_call() -> None:
+    drafter = drafter_of("llama")
+    greedy("llama", one(), assistant_model=drafter)
+    first = stats_of()
+    greedy("llama", one(), assistant_model=drafter, max_new_tokens=5)
+    assert stats_of() is not first
+    assert stats_of().new_tokens == 5
+    assert first.new_tokens == 16
+
+
+def test_stats_of_a_batch_sum_over_rows() -> None:
+    inputs = left_padded(prompts_for("llama", 5))
+    greedy("llama", inputs, assistant_model=drafter_of("llama"))
+    assert stats_of().new_tokens == 5 * 16
+    assert stats_of().rounds >= 5
+
+
+def test_drafts_behind_a_rows_end_still_count_for_the_drafter() -> None:
+    """Rows that are nearly done draft as deep as the others need; that must not look like a bad drafter."""
+    inputs = left_padded(prompts_for("llama", 3))
+    length = inputs["input_ids"].shape[1]
+    plain = greedy("llama", inputs, max_new_tokens=40)
+    settings = {"num_assistant_tokens": 4, "speculation_loop": "own"}
+    truth = plain.clone()  # two rows meet one wrong draft each, so the rows drift apart
+    truth[0, length + 1] = (truth[0, length + 1] + 1) % 96
+    truth[1, length + 6] = (truth[1, length + 6] + 1) % 96
+    for end in (5, 17, 30):
+        with configured(drafter_of("llama"), **settings) as drafter, oracle_drafts(truth, length, right=4):
+            greedy("llama", inputs, assistant_model=drafter, max_new_tokens=end)
+        assert stats_of().drafted - stats_of().accepted <= 2 * 4, "more than the two wrong drafts was refused"
+
+
+def test_record_round_counts_by_hand() -> None:
+    stats = SpeculationStats()
+    assert stats.acceptance_length == 0.0
+    stats.record_round(depth=2, nodes=2, accepted=[2, 0])
+    stats.record_round(depth=3, nodes=7, accepted=[1])
+    stats.record_round(depth=0, nodes=0, accepted=[0])
+    assert (stats.rounds, stats.drafted, stats.accepted) == (4, 11, 3)
+    assert stats.drafted_at == [3, 3, 1]
+    assert stats.reached_at == [3, 2, 0]
+    assert stats.accepted_at == [2, 1, 0]
+    assert stats.acceptance_length == 7 / 4
+    assert stats.cumulative_acceptance == [2 / 3, 1 / 3, 0.0]
+    assert stats.conditional_acceptance == [2 / 3, 1 / 2, 0.0]
+
+
+def test_steadiness_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens a second, then eight in two; what memory took back and was written again is counted once."""
+    now = iter([100.0, 100.5, 101.5, 102.5, 103.5])
+    monkeypatch.setattr("eagle31_hf.stats.time.perf_counter", lambda: next(now))
+    stats = SpeculationStats()
+    assert (stats.first_token_s, stats.speed_variation, stats.slow_tok_per_s) == (None, None, None)
+    clock = PhaseClock(stats)
+    for total in (1, 9, 13, 11, 17):
+        clock.note_tokens(total)
+    assert stats.arrivals == [(0.5, 1), (1.5, 8), (2.5, 4), (3.5, 4)]
+    assert stats.first_token_s == 0.5
+    assert stats.speed_over_time == [8.0, 4.0]
+    assert stats.speed_variation == pytest.approx(1 / 3)
+    assert stats.slow_tok_per_s == 4.0
+    assert stats.to_dict()["slow_tok_per_s"] == 4.0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_token_has_its_time(rows: int) -> None:
+    inputs = left_padded(prompts_for("llama", rows))
+    target_of("llama").generate(**inputs, max_new_tokens=20, pad_token_id=0, assistant_model=drafter_of("llama"))
+    stats = drafter_of("llama").stats
+    assert sum(count for _, count in stats.arrivals) == stats.new_tokens
+    assert stats.arrivals == sorted(stats.arrivals)
+    assert len(stats.arrivals) == stats.passes + 1
+
+
+def test_phase_clock_charges_phases_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 3.0, 3.5, 4.0, 10.0])
+    monkeypatch.setattr("eagle31_hf.stats.time.perf_counter", lambda: next(now))
+    stats = SpeculationStats()
+    clock = PhaseClock(stats)
+    with clock.phase("draft"):
+        pass
+    with pytest.raises(ZeroDivisionError), clock.phase("verify"):
+        raise ZeroDivisionError
+    clock.stop()
+    assert (stats.draft_s, stats.verify_s, stats.other_s) == (2.0, 0.5, 7.5)
+
+
+def test_old_names_of_figures_are_understood_for_a_version() -> None:
+    stats = SpeculationStats(other_s=2.5, skipped_rounds=3)
+    with pytest.deprecated_call(match="other_s"):
+        assert stats.rest_s == 2.5
+    with pytest.deprecated_call(match="skipped_rounds"):
+        assert stats.rests == 3

@@ -1,0 +1,265 @@
+"""Which loop takes a `generate` call and why, and what a loop asked for by name refuses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from greedy_calls import greedy, one, stats_of
+from torch import Tensor
+
+from eagle31_hf.errors import UnsupportedGenerationError
+from eagle31_hf.generation import hooks
+from helpers import (
+    CONFIGS,
+    configured,
+    demo_tokenizer,
+    drafter_of,
+    left_padded,
+    oracle_drafts,
+    prompts_for,
+    random_drafter,
+    random_target,
+    seeded,
+    target_of,
+)
+
+
+def test_own_loop_is_the_first_choice() -> None:
+    greedy("llama", one(), assistant_model=drafter_of("llama"))
+    assert (stats_of().loop, stats_of().reason) == ("own", "")
+
+
+@pytest.mark.parametrize("loop", ["plain", "stock", "own"])
+def test_new_tokens_are_those_that_were_written(loop: str) -> None:
+    """What fills up an ended row was not written, and neither was what the stock loop accepts behind the end."""
+    rows = 1 if loop == "stock" else 3
+    inputs = left_padded(prompts_for("llama", rows))
+    length = inputs["input_ids"].shape[1]
+    free = greedy("llama", inputs, max_new_tokens=20)
+    end = int(free[0, length + 6])
+    text = greedy("llama", inputs, max_new_tokens=20, eos_token_id=end)[:, length:]
+    written = sum(row.index(end) + 1 if end in row else len(row) for row in text.tolist())
+    with configured(drafter_of("llama"), speculation_loop=loop) as drafter, oracle_drafts(free, length):
+        for kwargs in ({}, {"return_dict_in_generate": True}):
+            greedy("llama", inputs, max_new_tokens=20, eos_token_id=end, assistant_model=drafter, **kwargs)
+            assert (stats_of().loop, stats_of().new_tokens) == (loop, written)
+    assert written < 20 * rows, "or no row has ended early"
+
+
+@pytest.mark.parametrize("loop", ["plain", "own"])
+def test_pads_that_were_written_count(loop: str) -> None:
+    """A row that a criterion ends with the very token that fills it up, beside rows that write on."""
+    inputs = left_padded(prompts_for("llama", 3))
+    length = inputs["input_ids"].shape[1]
+    free = greedy("llama", inputs, max_new_tokens=12)
+
+    def ends(ids: Tensor, _scores: Any) -> Tensor:
+        """Row 0 after 5 tokens, whichever rows it is shown together with."""
+        first = free[0, : length + 5]
+        return torch.tensor([torch.equal(row[: len(first)], first) for row in ids])
+
+    settings = {"stopping_criteria": [ends], "pad_token_id": int(free[0, length + 4]), "max_new_tokens": 12}
+    for eos, written in (([95], 5 + 12 + 12), (None, 3 * 12)):
+        assert eos is None or not torch.isin(free[:, length:], torch.tensor(eos)).any()
+        with configured(drafter_of("llama"), speculation_loop=loop) as drafter, oracle_drafts(free, length):
+            greedy("llama", inputs, assistant_model=drafter, eos_token_id=eos, **settings)
+        assert (stats_of().loop, stats_of().new_tokens) == (loop, written)
+
+
+def test_plain_can_be_asked_for() -> None:
+    with configured(drafter_of("llama"), speculation_loop="plain") as drafter:
+        out = greedy("llama", one(), assistant_model=drafter)
+    assert torch.equal(out, greedy("llama", one()))
+    assert (stats_of().loop, stats_of().reason) == ("plain", "asked for")
+
+
+SYNTH_ID = {"watermarking_config": hf.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3]), "do_sample": True}
+FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
+    "SynthID": (SYNTH_ID, "SynthIDTextWatermarkLogitsProcessor"),
+    "hidden_states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "no_cache": ({"use_cache": False}, "use_cache=False"),
+    "static_cache": ({"cache_implementation": "static"}, "StaticCache"),
+    "guidance": ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_plain_fallback_says_why(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    kwargs, word = FALLBACKS[case]
+    drafter = random_drafter(random_target(CONFIGS["llama"]()))
+    model = drafter.require_binding().model
+    rows = 3 if word.startswith(("SynthID", "Unbatched")) else 1  # one row of theirs is served by the own loop
+    settings: dict[str, Any] = left_padded(prompts_for("llama", rows)) | {"max_new_tokens": 8, "pad_token_id": 0}
+    settings |= {"do_sample": False} | kwargs
+    hooks._logged.clear()
+    with seeded(3):
+        plain = model.generate(**settings)
+    with caplog.at_level(logging.WARNING, logger="eagle31_hf.generation.hooks"):
+        for _ in range(2):
+            with seeded(3):
+                ours = model.generate(**settings, assistant_model=drafter)
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "plain"
+    assert word in drafter.stats.reason
+    said = [record.getMessage() for record in caplog.records if record.name == "eagle31_hf.generation.hooks"]
+    assert len(said) == 1, "once, not at every call"
+    assert word in said[0]
+    if hasattr(plain, "sequences"):
+        assert ours.speculation_stats is drafter.stats
+        assert len(ours.hidden_states or ours.attentions) == 8
+        plain, ours = plain.sequences, ours.sequences
+    assert torch.equal(plain, ours)
+
+
+def test_a_cache_object_of_another_kind_falls_back() -> None:
+    target = target_of("llama")
+    cache = hf.StaticCache(config=target.config, max_cache_len=64)
+    out = greedy("llama", one(), assistant_model=drafter_of("llama"), past_key_values=cache)
+    assert "StaticCache" in stats_of().reason
+    assert torch.equal(out, greedy("llama", one()))
+
+
+def test_a_target_without_trees_goes_to_the_stock_loop() -> None:
+    drafter = random_drafter(random_target(CONFIGS["llama"]()))
+    binding = drafter.require_binding()
+    binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"
+    out = binding.model.generate(**one(), max_new_tokens=16, do_sample=False, assistant_model=drafter)
+    assert torch.equal(out, greedy("llama", one()))
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "stock"
+    assert "tree self-test" in drafter.stats.reason
+    batch = left_padded(prompts_for("llama", 3))
+    out = binding.model.generate(**batch, max_new_tokens=16, do_sample=False, assistant_model=drafter, pad_token_id=0)
+    assert torch.equal(out, greedy("llama", batch))
+    assert drafter.stats.loop == "plain"
+
+
+class Never(hf.StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Pass(hf.LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+class Favouring(hf.LogitsProcessor):
+    """Likes what its prefix makes it like, and keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.shown += input_ids.tolist()
+        liked = input_ids.sum(1, keepdim=True) % scores.shape[1]
+        return scores.scatter_add(1, liked, torch.full(liked.shape, 3.0))
+
+
+@pytest.mark.parametrize(("kind", "do_sample"), [("static", False), ("dynamic", False), ("dynamic", True)])
+def test_processors_of_prefixes_are_shown_the_text_alone(kind: str, do_sample: bool) -> None:
+    """Of a tree only the nodes that the text passes are processed, one after the other."""
+    inputs, length = one(), one()["input_ids"].shape[1]
+    plain = greedy("llama", inputs, logits_processor=[Favouring()], max_new_tokens=30)
+    shown = Favouring()
+    how = {"logits_processor": [shown], "do_sample": do_sample, "max_new_tokens": 30}
+    shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 12, "draft_tree": kind}
+    with configured(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, length):
+        text = greedy("llama", inputs, assistant_model=eagle, **how)[0].tolist()
+    assert stats_of().loop == "own"
+    within = [prefix for prefix in shown.shown if len(prefix) < len(text)]
+    assert within == [text[:end] for end in range(length, len(text))]
+    if not do_sample:
+        assert text == plain[0].tolist()
+        assert stats_of().rounds < 25, "drafts were accepted"
+
+
+REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "stock_batch": ("stock", 3, {}, "one row at a time"),
+    "stock_criteria": ("stock", 1, {"stopping_criteria": [Never()]}, "Never"),
+    "stock_chunks": ("stock", 1, {"prefill_chunk_size": 4}, "prefill_chunk_size"),
+    "stock_static": ("stock", 1, {"cache_implementation": "static"}, "StaticCache"),
+    "own_static": ("own", 1, {"cache_implementation": "static"}, "StaticCache"),
+    "own_hidden": ("own", 1, {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "own_unknown_processor": ("own", 3, {"logits_processor": [Pass()]}, "Pass"),
+    "stock_stop_string": ("stock", 1, {"stop_strings": ["zebra"]}, "StopStringCriteria"),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loop_asked_for_by_name_refuses_what_it_cannot_do(case: str) -> None:
+    loop, rows, kwargs, word = REFUSED[case]
+    name = "demo-target" if "stop_strings" in kwargs else "llama"
+    if "stop_strings" in kwargs:
+        kwargs = kwargs | {"tokenizer": demo_tokenizer()}
+    inputs = left_padded(prompts_for(name, rows))
+    refusal = pytest.raises(UnsupportedGenerationError, match=f"speculation_loop='{loop}'")
+    with configured(drafter_of(name), speculation_loop=loop) as drafter, refusal as caught:
+        greedy(name, inputs, assistant_model=drafter, **kwargs)
+    assert word in str(caught.value)
+    assert "auto" in str(caught.value), "says what to do"
+
+
+def test_stop_string_is_not_left_to_the_stock_loop() -> None:
+    drafter = random_drafter(target_of("demo-target"))
+    drafter.require_binding().tree_unsupported_reason = "tried in a test"
+    inputs = one("demo-target")
+    text = demo_tokenizer().decode(greedy("demo-target", inputs)[0, inputs["input_ids"].shape[1] :])
+    kwargs = {"stop_strings": [text[6:9]], "tokenizer": demo_tokenizer()}
+    plain = greedy("demo-target", inputs, **kwargs)
+    assert torch.equal(greedy("demo-target", inputs, assistant_model=drafter, **kwargs), plain)
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "plain"
+    drafter.detach()
+
+
+@pytest.mark.contract
+def test_prompt_that_ends_with_end_of_sequence() -> None:
+    """The stock loop of transformers 5.17 would write nothing."""
+    inputs = one()
+    kwargs = {"eos_token_id": int(inputs["input_ids"][0, -1])}
+    plain = greedy("llama", inputs, **kwargs)
+    assert plain.shape[1] > inputs["input_ids"].shape[1]
+    drafter = drafter_of("llama")
+    assert torch.equal(greedy("llama", inputs, assistant_model=drafter, **kwargs), plain)
+    with (
+        configured(drafter, speculation_loop="stock"),
+        pytest.raises(UnsupportedGenerationError, match="end-of-sequence"),
+    ):
+        greedy("llama", inputs, assistant_model=drafter, **kwargs)
+
+
+def test_ensemble_weight_is_refused() -> None:
+    with pytest.raises((UnsupportedGenerationError, ValueError, TypeError), match="assistant_ensemble_weight"):
+        greedy("llama", one(), assistant_model=drafter_of("llama"), assistant_ensemble_weight=0.5)
+
+
+@pytest.mark.contract
+def test_pads_on_the_right_are_refused() -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
+    for mask in ([[1, 1, 1, 1], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 0, 1, 1]], [[1, 1, 1, 1], [0, 0, 0, 0]]):
+        with pytest.raises(UnsupportedGenerationError, match="left"):
+            greedy(
+                "llama", {"input_ids": ids, "attention_mask": torch.tensor(mask)}, assistant_model=drafter_of("llama")
+            )
+
+
+@pytest.mark.contract
+def test_masks_of_another_length_than_the_prompt() -> None:
+    """A longer one moves the text's positions; a shorter one is plain's error before ours could be silent."""
+    inputs, drafter = one(), drafter_of("llama")
+    mask = inputs["attention_mask"]
+    for wide in (torch.cat((mask, mask), 1), torch.cat((0 * mask, mask), 1)):
+        longer = inputs | {"attention_mask": wide}
+        assert torch.equal(greedy("llama", longer, assistant_model=drafter), greedy("llama", longer))
+        assert "mask is longer" in stats_of().reason
+    for short in (mask[:, 2:], torch.cat((0 * mask[:, :1], mask[:, 3:]), 1)):
+        with pytest.raises(UnsupportedGenerationError, match="attention mask covers"):
+            greedy("llama", inputs | {"attention_mask": short}, assistant_model=drafter)

@@ -1,0 +1,100 @@
+"""Following the target's choice down a tree of drafts, against a naive walk."""
+
+from __future__ import annotations
+
+import torch
+from counted_outcomes import P_VALUE, ROWS, P, V, chi_square, seeded, tokens_added
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle31_hf.sampling import acceptance
+from eagle31_hf.sampling.acceptance import accept_greedy, accept_sampled_target
+from eagle31_hf.sampling.rejection import accept_rejection
+from eagle31_hf.sampling.tree_walk import accept_tree_walk
+from eagle31_hf.trees.draft_tree import DraftTree
+from eagle31_hf.trees.dynamic import TreeGrowth
+
+
+def random_tree(generator: torch.Generator, rows: int, size: int, width: int, vocab: int) -> DraftTree:
+    """Trees of random shape whose siblings differ, as drafted ones do."""
+    growth = TreeGrowth.start(torch.randn(rows, vocab, generator=generator).log_softmax(-1), width)
+    while growth.num_candidates < size:
+        growth = growth.expand(growth.frontier(), torch.randn(rows, width, vocab, generator=generator).log_softmax(-1))
+    return growth.prune(torch.zeros(rows, dtype=torch.long), size)
+
+
+def naive_walk(tree: DraftTree, choice: list[list[int]], row: int) -> tuple[list[int], int]:
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    path = [0]
+    while True:
+        wanted = choice[row][path[-1]]
+        step = [i for i in range(1, tree.size) if parents[i] == path[-1] and tokens[i] == wanted]
+        if not step:
+            return path, wanted
+        path.append(step[0])
+
+
+@given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_greedy_walk_matches_a_naive_walk(seed: int, size: int, width: int) -> None:
+    generator = seeded(seed)
+    tree = random_tree(generator, rows=4, size=size, width=width, vocab=4)
+    choice = torch.randint(0, 4, (4, size), generator=generator)
+    accepted = accept_greedy(tree, choice)
+    walked = accept_tree_walk(
+        tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
+    )
+    for name in ("length", "bonus", "best"):
+        assert torch.equal(getattr(walked, name), getattr(accepted, name)), name
+    added = tokens_added(accepted, tree)
+    for row in range(4):
+        path, bonus = naive_walk(tree, choice.tolist(), row)
+        count = int(accepted.length[row])
+        assert accepted.path[row, :count].tolist() == walked.path[row, :count].tolist() == path
+        assert (int(accepted.best[row]), int(accepted.bonus[row])) == (path[-1], bonus)
+        assert added[row, :count].tolist() == [int(tree.tokens[row, node]) for node in path[1:]] + [bonus]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_walks_end_where_a_tree_was_cut(seed: int, depth: int) -> None:
+    """Before a text's end a compiled tree keeps the nodes that are too deep; a path must not reach them."""
+    generator = seeded(seed)
+    whole = random_tree(generator, rows=4, size=30, width=2, vocab=2)
+    assert whole.max_depth > depth, "nothing to cut"
+    tree = whole.cut_to(depth)
+    choice = torch.randint(0, 2, (4, 30), generator=generator)
+    accepted = accept_greedy(tree, choice)
+    walked = accept_tree_walk(
+        tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
+    )
+    for name in ("path", "length", "bonus", "best"):
+        assert torch.equal(getattr(walked, name), getattr(accepted, name)), name
+
+
+def test_walking_asks_about_live_rows_alone() -> None:
+    tree = random_tree(seeded(1), rows=3, size=9, width=2, vocab=4)
+    asked: list[int] = []
+    walked = accept_tree_walk(tree, lambda rows, paths: asked.extend(rows) or [9] * len(rows), [2])  # type: ignore[func-returns-value]
+    assert asked == [2]
+    assert walked.length.tolist() == [1, 1, 1]
+    assert walked.bonus.tolist() == [0, 0, 9]
+
+
+def test_chain_path_equals_tree_path() -> None:
+    tokens = torch.randint(0, 2, (200, 5), generator=seeded(3))
+    choice = torch.randint(0, 2, (200, 5), generator=seeded(4))
+    tree = DraftTree.chain(tokens)
+    fast, general = acceptance._follow_chain(tree, choice), acceptance._follow_tree(tree, choice)
+    assert fast.length.unique().numel() == 5
+    assert torch.equal(tokens_added(fast, tree)[:, 0], tokens_added(general, tree)[:, 0])
+    for field in ("length", "bonus", "best"):
+        assert torch.equal(getattr(fast, field), getattr(general, field)), field
+
+
+def test_root_alone_yields_the_targets_token() -> None:
+    tree = DraftTree.chain(torch.zeros(ROWS, 1, dtype=torch.long))
+    for accept in (accept_sampled_target, accept_rejection):
+        accepted = accept(tree, P.expand(ROWS, 1, V), generator=seeded())
+        assert (accepted.length == 1).all()
+        assert chi_square(accepted.bonus, P) > P_VALUE

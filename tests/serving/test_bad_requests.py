@@ -1,0 +1,96 @@
+"""Bad input is told what is wrong in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+from loopback import MODEL, chat, error_of, serving
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "says"),
+    [
+        ({"model": "other"}, 404, "'demo' is"),
+        ({"messages": []}, 400, "at least one"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "text"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"temperature": 3}, 400, "temperature"),
+        ({"n": 1000}, 400, "n:"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"top_logprobs": 2}, 400, "logprobs"),
+        ({"stop": ["a"] * 99}, 400, "99"),
+        ({"tool_choice": "required"}, 400, "without tools"),
+        ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+        ({"response_format": {"type": "yaml"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        ({"modalities": ["audio"]}, 400, "modalities"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}},
+            400,
+            "banana",
+        ),
+        ({"messages": [{"role": "user", "content": "many words " * 400}]}, 400, "512"),
+        ({"max_tokens": 5000}, 400, "512"),
+    ],
+)
+def test_bad_input_is_told_what_is_wrong_and_the_server_goes_on(client, pair, settings, status, says):
+    if "response_format" in settings:
+        pytest.importorskip("llguidance")
+    assert says in error_of(client, status, **settings)["message"]
+    assert chat(client, max_tokens=2).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "code"),
+    [
+        (b"{", "application/json", 400, "invalid_json"),
+        (b"[" * 100_000, "application/json", 400, "invalid_json"),
+        (b"[]", "application/json", 400, "invalid_json"),
+        (b"\xff", "application/json", 400, "invalid_json"),
+        (b"{}", "text/plain", 415, "invalid_json"),
+        (b"{}", "application/json", 400, "invalid_type"),
+        (b" " * (9 * 2**20), "application/json", 413, "body_too_large"),
+    ],
+)
+def test_bodies_that_are_no_request_get_an_error_in_openais_shape(served, body, kind, status, code):
+    told = httpx2.post(f"{served.url}/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=30)
+    assert told.status_code == status
+    assert set(told.json()["error"]) == {"message", "type", "param", "code"}
+    assert told.json()["error"]["code"] == code
+
+
+def test_unknown_paths_and_methods_get_the_same_shape(served):
+    for told in (httpx2.get(f"{served.url}/v1/nothing"), httpx2.get(f"{served.url}/v1/chat/completions")):
+        assert told.status_code in (404, 405)
+        assert told.json()["error"]["message"]
+
+
+def test_a_key_is_asked_for(pair):
+    with serving(pair, api_key="sesame") as locked:
+        assert locked.client("sesame").models.list().data[0].id == MODEL
+        for key in ("wrong", "sesam"):
+            told = httpx2.get(f"{locked.url}/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert told.status_code == 401
+            assert told.json()["error"]["code"] == "invalid_api_key"
+        assert httpx2.get(f"{locked.url}/v1/models").status_code == 401
+        assert httpx2.get(f"{locked.url}/health").json()["status"] == "ok"
+
+
+def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair):
+    named, other = "http://localhost:3000", "http://localhost:3001"
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with serving(pair, allow_origins=(named,), api_key="sesame") as made:
+        path = f"{made.url}/v1/chat/completions"
+        told = httpx2.options(path, headers={"origin": named, **asking})
+        assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, named)
+        refused = httpx2.post(path, json={}, headers={"origin": named})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, named), "errors are told"
+        assert "access-control-allow-origin" not in httpx2.options(path, headers={"origin": other, **asking}).headers
+
+
+def test_without_a_name_no_page_may_ask(served):
+    told = httpx2.get(f"{served.url}/v1/models", headers={"origin": "http://localhost:3000"})
+    assert "access-control-allow-origin" not in told.headers

@@ -1,0 +1,117 @@
+"""Answers inside a grammar: JSON that follows its schema, functions that have to be called."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from eagle31_hf.serving.grammar import GrammarProcessor
+from loopback import MESSAGES, MODEL, TOOL_TEMPLATE, chat, serving
+
+FREE = "Tell me of a river."
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "day": {"enum": ["Saturday", "Sunday"]}},
+    "required": ["city", "day"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"day": {"enum": ["Saturday", "Sunday"]}},
+            "required": ["day"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_an_answer_follows_its_json_schema(client):
+    pytest.importorskip("llguidance")
+    wanted = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": SCHEMA}}
+    told = json.loads(chat(client, response_format=wanted).choices[0].message.content)
+    assert set(told) == {"city", "day"}
+    assert told["day"] in ("Saturday", "Sunday")
+    drawn = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=1.5, seed=1, n=3, response_format=wanted
+    )
+    assert all(json.loads(choice.message.content)["day"] for choice in drawn.choices)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5, "logit_bias": {"300": 2}}])
+def test_json_is_drafted_inside_its_grammar(client, monkeypatch, how):
+    """The same texts as without, alone and beside others, by more accepted drafts: where one token alone may come."""
+    pytest.importorskip("llguidance")
+    wanted = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": SCHEMA}}
+
+    def ask(content):
+        settings = (
+            {"temperature": 0, "max_tokens": 128} | how | ({} if content == FREE else {"response_format": wanted})
+        )
+        messages = [{"role": "user", "content": content}]
+        return client.chat.completions.create(model=MODEL, messages=messages, **settings)
+
+    questions = ["How will the weather be?", "Where shall we go on Sunday?", FREE]
+    alone = [ask(each) for each in questions]
+    with ThreadPoolExecutor(len(questions)) as pool:
+        together = list(pool.map(ask, questions))
+    monkeypatch.setattr(GrammarProcessor, "fork_for_drafts", None)
+    outside = [ask(each) for each in questions]
+    texts = [[told.choices[0].message.content for told in way] for way in (alone, together, outside)]
+    assert texts[0] == texts[1] == texts[2]
+    inside, without = (
+        [told.usage.completion_tokens_details.accepted_prediction_tokens for told in way[:2]]
+        for way in (alone, outside)
+    )
+    assert all(json.loads(text)["day"] for text in texts[0][:2])
+    assert all(more >= less + 5 for more, less in zip(inside, without, strict=True)), (inside, without)
+
+
+@pytest.fixture(scope="module")
+def with_tools(pair):
+    """The same pair under a template that has a place for tools."""
+    from transformers import AutoTokenizer
+
+    from eagle31_hf.demo import target_path
+
+    tokenizer = AutoTokenizer.from_pretrained(target_path())
+    tokenizer.chat_template = TOOL_TEMPLATE
+    with serving(pair._replace(tokenizer=tokenizer)) as made:
+        yield made.client()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_function_that_has_to_be_called_is(with_tools, choice):
+    pytest.importorskip("llguidance")
+    told = chat(with_tools, tools=[WEATHER], tool_choice=choice).choices[0]
+    (call,) = told.message.tool_calls
+    assert told.finish_reason == "tool_calls"
+    assert told.message.content is None
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["day"] in ("Saturday", "Sunday")
+    answered = [
+        *MESSAGES,
+        told.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
+    ]
+    assert chat(with_tools, answered, tools=[WEATHER], tool_choice="none", max_tokens=8).choices[0].message.content
+
+
+def test_a_streamed_call_is_a_call(with_tools):
+    pytest.importorskip("llguidance")
+    chunks = list(chat(with_tools, tools=[WEATHER], tool_choice="required", stream=True))
+    calls = [call for chunk in chunks for call in (chunk.choices[0].delta.tool_calls or [])]
+    assert [call.function.name for call in calls] == ["get_weather"]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+def test_a_template_without_tools_says_so(client):
+    with pytest.raises(openai.BadRequestError, match="template has no place for tools"):
+        chat(client, tools=[WEATHER])

@@ -1,0 +1,70 @@
+"""Clients that go, a queue that is full, a server that is stopped, a round that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import openai
+import pytest
+
+from loopback import QUESTION, SIZES, chat, error_of, serving
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def test_a_client_that_goes_away_frees_its_row(served, client):
+    cancelled = served.engine.totals.requests.get("cancelled", 0)
+    stream = chat(client, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: served.engine.totals.requests.get("cancelled", 0) == cancelled + 1)
+    with pytest.raises(openai.APITimeoutError):
+        chat(client.with_options(timeout=0.3), extra_body={"ignore_eos": True}, n=4)
+    wait_until(lambda: served.engine.running == served.engine.waiting == 0)
+    assert served.engine.batch.texts == []
+
+
+def test_a_full_queue_says_when_to_come_back(pair):
+    with serving(pair, replace(SIZES, max_rows=1, max_waiting=1)) as small:
+        client = small.client()
+        endless = {"stream": True, "extra_body": {"ignore_eos": True}}
+        first = chat(client, **endless)
+        next(iter(first))
+        second = threading.Thread(target=lambda: chat(client, max_tokens=2))
+        second.start()
+        wait_until(lambda: small.engine.waiting == 1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            chat(client)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        first.close()
+        second.join(timeout=30)
+        assert not second.is_alive()
+        assert chat(client, max_tokens=2).choices[0].message.content
+
+
+def test_a_server_that_is_stopped_finishes_what_runs(pair):
+    with serving(pair, grace_s=20.0) as made:
+        client = made.client()
+        stream = chat(client, stream=True)
+        pieces = iter(stream)
+        first = next(pieces)
+    text = (first.choices[0].delta.content or "") + "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert text == pair.answer(QUESTION)
+    assert not made.engine.is_alive
+
+
+def test_a_failure_in_a_round_ends_its_texts_and_no_others(served, client, monkeypatch):
+    def fail():
+        raise RuntimeError("a card has caught fire")
+
+    monkeypatch.setattr(served.engine.batch, "round", fail)
+    assert "fire" in error_of(client, 500)["message"]
+    monkeypatch.undo()
+    assert chat(client, max_tokens=4).choices[0].finish_reason == "length"

@@ -1,0 +1,156 @@
+"""The policy gradient of stage 2: exact in expectation, rewards by hand, rollouts as they were drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tiny_training import ROW, batch_of, make_documents, make_drafter, make_target
+from transformers import LlamaForCausalLM
+
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate, pack_row
+from eagle31_hf.training.data.rendering import Document
+from eagle31_hf.training.distillation.objective import DistillationSettings
+from eagle31_hf.training.policy.policy_model import (
+    PolicyModel,
+    PolicySettings,
+    best_branch,
+    chain_policy_loss,
+    node_chances,
+    standardised,
+    tree_reward,
+)
+from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains, roll_out_trees
+from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return make_target()
+
+
+def toy_policy(logits: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities `(B, K, V)` along chains of a drafter whose distribution depends on the token before."""
+    first = logits[0].expand(len(drafted), 1, -1)
+    rest = logits[1 + drafted[:, :-1]]
+    return torch.cat((first, rest), dim=1).log_softmax(-1)
+
+
+def test_policy_gradient_is_the_exact_gradient_in_expectation() -> None:
+    """All 3^3 chains in groups of two: the weighted mean of the estimates equals the gradient of E[accepted]."""
+    torch.manual_seed(0)
+    depth, size = 3, 3
+    logits = torch.randn(1 + size, size, dtype=torch.float64, requires_grad=True)
+    p_table = (torch.randn(1 + size, size + 1, dtype=torch.float64)).log_softmax(-1)[:, :size]  # one token undraftable
+    chains = torch.tensor(list(itertools.product(range(size), repeat=depth)))
+    target_log_probs = torch.cat((p_table[0].expand(len(chains), 1, -1), p_table[1 + chains[:, :-1]]), dim=1)
+
+    log_q = toy_policy(logits, chains)
+    token_log_q = log_q.gather(-1, chains[..., None]).squeeze(-1)
+    w = (target_log_probs.gather(-1, chains[..., None]).squeeze(-1) - token_log_q).clamp(max=0).exp()
+    accepted = w.cumprod(1).sum(1)  # the definition: every factor sampled
+    (exact,) = torch.autograd.grad((token_log_q.sum(1).exp() * accepted).sum(), logits)
+
+    probability = token_log_q.detach().sum(1).exp()
+    estimate = torch.zeros_like(logits)
+    for first, second in itertools.product(range(len(chains)), repeat=2):
+        pair = chains[[first, second]]
+        log_probs = toy_policy(logits, pair)
+        old = log_probs.detach().gather(-1, pair[..., None]).squeeze(-1)
+        loss = chain_policy_loss(log_probs, old, target_log_probs[[first, second]], pair, group=2, clip=0.2)
+        (gradient,) = torch.autograd.grad(-loss, logits)
+        estimate += probability[first] * probability[second] * gradient
+    assert torch.allclose(estimate, exact, atol=1e-10)
+    assert exact.abs().max() > 1e-2
+
+
+def test_tree_values_and_reward_by_hand() -> None:
+    #        0 -> 1 (token 1, p .5) -> 3 (token 2, p .4);  0 -> 2 (token 2, p .3)
+    parents = torch.tensor([[0, 0, 0, 1]])
+    ancestors = ancestors_from_parents(parents, 2)
+    tree = DraftTree(torch.tensor([[9, 1, 2, 2]]), parents, ancestors.sum(2) - 1, ancestors, 2, 2)
+    probs = torch.zeros(1, 4, 10)
+    probs[0, 0, 1], probs[0, 0, 2], probs[0, 1, 2] = 0.5, 0.3, 0.4
+    chances = node_chances(tree, probs)
+    assert chances[0].tolist() == pytest.approx([1.0, 0.5, 0.3, 0.5 * 0.4])
+    assert tree_reward(chances).item() == pytest.approx(0.5 + 0.3 + 0.2)
+    nodes, valid = best_branch(tree, chances)
+    assert nodes[0][valid[0]].tolist() == [1, 3]
+    # A branch carries a gradient down to where it may be accepted; where nothing may, nothing does.
+    probs[0, 1, 2] = 0
+    nodes, valid = best_branch(tree, node_chances(tree, probs))
+    assert nodes[0][valid[0]].tolist() == [1]
+    probs[:] = 0
+    assert not best_branch(tree, node_chances(tree, probs))[1].any()
+    assert tree_reward(node_chances(tree, probs)).item() == 0
+    cut = dataclasses.replace(tree, valid=torch.tensor([[True, True, False, True]]))
+    assert node_chances(cut, torch.ones_like(probs))[0].tolist() == [1, 1, 0, 1]
+
+
+def test_rewards_that_hardly_differ_are_called_equal() -> None:
+    assert standardised(torch.tensor([0.0, 0.0, 0.0, 1e-4]), 4).abs().max() < 1e-3
+    assert standardised(torch.tensor([0.0, 2.0]), 2).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+def test_contexts_end_in_what_the_target_wrote() -> None:
+    documents = [Document("a", list(range(3, 20)), [True] * 17, 9, 1.0), Document("b", list(range(30, 36)), [True] * 6)]
+    batch = PackedBatch(**collate([pack_row(documents, ROW)]))
+    roots = set(choose_contexts(batch, 200, 1).roots.tolist())
+    assert roots == set(range(12, 19))  # tokens 9 to 15 of the first; nothing stands behind the 16th
+    given = PackedBatch(**collate([pack_row([Document("b", list(range(30, 36)), [True] * 6)], ROW)]))
+    assert set(choose_contexts(given, 200, 1).roots.tolist()) == {31, 32, 33, 34}
+    runs = choose_contexts(batch, 50, 4).roots.view(50, 4)
+    assert runs[:, -1].max() <= 18
+    assert torch.equal(runs - runs[:, :1], torch.arange(4).expand(50, -1))
+
+
+def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
+    drafter = make_drafter(target)
+    batch = batch_of(make_documents())
+    contexts = choose_contexts(batch, 3, 1)
+    assert contexts is not None
+    rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=0.7)
+    again = (chain_logits(drafter, rollout.contexts, rollout.tokens) / 0.7).log_softmax(-1)
+    assert torch.allclose(again, rollout.draft_log_probs, atol=1e-5)
+    # And the target judged them as it would in a forward of its own.
+    row = torch.cat((contexts.tokens[1, : contexts.lengths[1]], contexts.roots[1:2], rollout.tokens[2]))
+    logits = target(row[None]).logits[0, contexts.lengths[1] : contexts.lengths[1] + 3] / 0.7
+    assert torch.allclose(logits.log_softmax(-1)[:, drafter.draft_ids], rollout.target_log_probs[2], atol=1e-4)
+
+
+def test_greedy_tree_reward_is_the_accepted_length(target) -> None:
+    """One-hot probabilities: the best branch's value is how many of its tokens the target takes."""
+    drafter = make_drafter(target)
+    contexts = choose_contexts(batch_of(make_documents()), 4, 1)
+    assert contexts is not None
+    rollout = roll_out_trees(drafter, contexts, depth=3, top_k=4, size=12, temperature=0)
+    from eagle31_hf.sampling.acceptance import accept_greedy
+
+    accepted = accept_greedy(rollout.tree, rollout.target_probs.argmax(-1)).length - 1
+    assert tree_reward(node_chances(rollout.tree, rollout.target_probs)).tolist() == accepted.tolist()
+
+
+@pytest.mark.parametrize("reward", ["chain", "tree"])
+def test_policy_model_has_gradients_and_keeps_its_anchor(target, reward: str) -> None:
+    drafter = make_drafter(target)
+    policy = PolicySettings(reward=reward, depth=3, contexts=3, group=2, temperature=1.0, top_k=2, tree_size=6)
+    model = PolicyModel(drafter, DistillationSettings(steps=2), policy)
+    before = {name: tensor.clone() for name, tensor in model._anchor[0].state_dict().items()}
+    output = model(**collate([PackedDocuments(make_documents(), ROW, seed=0)[0]]))
+    output.loss.backward()
+    assert output.figures["anchor_kl"] == pytest.approx(0, abs=1e-5)  # it starts as the stage-1 drafter
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(parameter.grad if parameter.grad is not None else 0.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model._anchor[0].state_dict().items())
+    assert not any(name.startswith("_anchor") for name, _ in model.named_parameters())
+
+
+def test_policy_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least 2 samples"):
+        PolicySettings(group=1).check()
+    with pytest.raises(ConfigurationError, match="reward='tree'"):
+        PolicySettings(temperature=0.0).check()

@@ -1,0 +1,123 @@
+"""Texts the target writes to train on: turns, temperatures, and going on after a kill."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from chat_rows import CHAT, chat
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from eagle31_hf.demo import target_path
+from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.training.data.conversations import Conversation
+from eagle31_hf.training.data.regeneration import RegenerationSettings, _batches, _temperature, regenerate
+from eagle31_hf.training.preparation import Preparation
+from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.setup import resolve
+
+
+def conversations(count: int) -> list[Conversation]:
+    return [replace(chat(), id=f"row-{i}", messages=tuple(CHAT[: 2 + 2 * (i % 2)])) for i in range(count)]
+
+
+def test_the_target_writes_every_turn_after_its_own_turns(tmp_path: Path, target, tokenizer) -> None:
+    how = RegenerationSettings(turns="each", temperatures=(0.0,), max_new_tokens=12, batch_size=3)
+    written = regenerate(conversations(4), target, tokenizer, tmp_path / "c.jsonl", how)
+    assert [c.id for c in written] == ["row-0", "row-1", "row-2", "row-3"]
+    for row in written:
+        prompt = tokenizer.apply_chat_template(
+            list(row.messages[:-1]), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        plain = target.generate(**prompt, do_sample=False, max_new_tokens=12)[0, prompt["input_ids"].shape[1] :]
+        assert list(row.answer_ids) == plain.tolist()
+        assert row.messages[-1]["content"] == tokenizer.decode(plain, skip_special_tokens=True)
+        assert CHAT[1]["content"] not in [message["content"] for message in row.messages]
+
+
+def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None:
+    how = RegenerationSettings(turns="last", temperatures=(0.0,), max_new_tokens=6, batch_size=2)
+    file = tmp_path / "c.jsonl"
+    whole = regenerate(conversations(5), target, tokenizer, file, how)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * 0.7)])  # in the middle of a line
+    kept = file.read_bytes().count(b"\n")
+    progress: list[int] = []
+    again = regenerate(conversations(5), target, tokenizer, file, how, on_rows=progress.append)
+    assert again == whole
+    assert progress[0] == kept > 0
+    with pytest.raises(TrainingError, match="max_new_tokens: 6, now 7"):
+        regenerate(conversations(5), target, tokenizer, file, replace(how, max_new_tokens=7))
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=40),
+    size=st.integers(1, 7),
+    turns=st.sampled_from(["each", "last"]),
+)
+def test_every_conversation_is_written_once_beside_its_like(lengths: list, size: int, turns: str) -> None:
+    rows = [
+        Conversation(str(i), "c", ({"role": "user", "content": "x" * a}, {"role": "assistant", "content": "x" * b}))
+        for i, (a, b) in enumerate(lengths)
+    ]
+    batches = _batches(rows, RegenerationSettings(turns=turns, batch_size=size))
+    assert sorted(row.id for batch in batches for row in batch) == sorted(row.id for row in rows)
+    assert all(len(batch) == size for batch in batches[:-1])
+    work = [[len(row.messages[1]["content"]).bit_length() for row in batch] for batch in batches]
+    assert [length for batch in work for length in batch] == sorted((n for batch in work for n in batch), reverse=True)
+
+
+def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
+    rows = conversations(12)
+    how = RegenerationSettings(turns="last", temperatures=(0.0, 5.0, 0.0), max_new_tokens=8, batch_size=4)
+    batches = _batches(rows, how)
+    assert sorted(row.id for batch in batches for row in batch) == sorted(row.id for row in rows), "each once"
+    assert all(len({_temperature(row, how) for row in batch}) == 1 for batch in batches)
+    written = regenerate(rows, target, tokenizer, tmp_path / "mixed.jsonl", how)
+    greedy = regenerate(rows, target, tokenizer, tmp_path / "greedy.jsonl", replace(how, temperatures=(0.0,)))
+    same = [one.answer_ids == other.answer_ids for one, other in zip(written, greedy, strict=True)]
+    assert same == [_temperature(row, how) == 0 for row in rows]
+    assert {True, False} == set(same), "both kinds are there"
+
+
+def test_a_target_that_says_nothing_of_sampling_writes_both_ways(tmp_path: Path, target) -> None:
+    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path)
+    assert resolve(told, target).temperature == (0.0, 1.0)
+    assert resolve(replace(told, temperature=(0.6,)), target).temperature == (0.6,)
+    with mock.patch.object(target.generation_config, "do_sample", True):
+        assert resolve(told, target).temperature == (), "as its generation config says"
+    with pytest.raises(ConfigurationError, match="wanted 0"):
+        replace(told, temperature=(-1.0,)).check()
+
+
+def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokenizer) -> None:
+    how = RegenerationSettings(temperatures=(0.0,), max_new_tokens=4, max_prompt_tokens=3)
+    assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == []
+    with pytest.raises(ConfigurationError, match="turns is 'some'"):
+        regenerate([], target, tokenizer, tmp_path / "d.jsonl", replace(how, turns="some"))
+
+
+def test_further_runs_read_what_the_first_let_the_target_write(tmp_path: Path, target, tokenizer) -> None:
+    rows, judged = tmp_path / "rows.jsonl", tmp_path / "judged.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(6)))
+    judged.write_text(json.dumps({"id": "j", "conversations": CHAT[:2]}))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), held_out=(str(judged),), out=tmp_path / "out", max_rows=5,
+        regenerate="last", max_new_tokens=4, max_length=64,
+    )  # fmt: skip
+    preparation = Preparation(resolve(told, target), target, tokenizer, Console(file=io.StringIO()))
+    written = preparation.read_texts().documents.documents
+    further = preparation.settings_of_further_runs()
+    assert further == replace(preparation.settings, prompts=further.prompts, regenerate="none", max_rows=None)
+    again = Preparation(further, target, tokenizer, Console(file=io.StringIO()))
+    read = again.read_texts().documents.documents
+    # In the order of the file, which is that of the batches.
+    assert sorted(document.input_ids for document in read) == sorted(document.input_ids for document in written)
+    assert len(read) == 5
+    assert again.settings_of_further_runs() is further

@@ -1,0 +1,112 @@
+"""Whole runs of training: from prompts to a drafter, on after an interruption, by one process and by two."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+from chat_rows import CHAT
+from rich.console import Console
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import target_path
+from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.training import train
+from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
+from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.train import train_drafter
+from hub_stand_in import StandInHub
+from warm_processes import finish, start_group
+
+
+@pytest.mark.slow
+def test_from_prompts_to_a_drafter_and_on_after_an_interruption(tmp_path: Path, hub: StandInHub) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
+        max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
+        dtype="float32", stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit", reward="text",
+    )  # fmt: skip
+    report = train_drafter(told)
+    assert [stage.name for stage in report.stages] == ["stage1", "stage2"]
+    assert [(stage.name, stage.steps) for stage in report.plan.stages] == [("stage1", 2), ("stage2", 2)]
+    drafter = Eagle31Drafter.from_pretrained(told.out)
+    assert drafter.config.is_eagle31
+    assert drafter.config.draft_vocab_size == 256
+    card = (told.out / "README.md").read_text()
+    assert all(
+        word in card for word in ("vllm serve", "sglang", "stage1", "stage2", "assistant_model", "without a drafter")
+    )
+    assert str(tmp_path) not in card
+    stored = json.loads((told.out / "config.json").read_text())
+    assert stored["target_model"] == {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
+    record = (told.out / "training_report.json").read_text()
+    assert json.loads(record)["data"] == ["rows.jsonl"]
+    assert str(tmp_path) not in record
+    uploaded = hub.repositories["owner/drafter"].files
+    assert {name: (told.out / name).read_bytes() for name in uploaded} == uploaded
+    assert set(uploaded) == {"README.md", "config.json", "model.safetensors", "training_report.json"}
+    with pytest.raises(TrainingError, match="earlier run"):
+        train_drafter(told)
+    shutil.rmtree(told.out / "stage2")
+    again = train_drafter(replace(told, resume=True))
+    assert again.stages[0] == report.stages[0]  # finished before: not trained again
+    assert again.stages[1] == report.stages[1]  # trained again from the same drafter, data and seed
+
+
+def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
+    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none", resume=True)
+    with pytest.raises(TrainingError, match="nothing to resume"):
+        train_drafter(told)
+    for wrong in ({"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}):
+        with pytest.raises(ConfigurationError):
+            train_drafter(replace(told, **wrong))
+
+
+def test_where_known_texts_cannot_tell_generate_does(tmp_path: Path, target, tokenizer, drafter, monkeypatch) -> None:
+    told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path, eval_new_tokens=4)
+    written = io.StringIO()
+    PartialState(cpu=True)
+    run = train._Run(told, target, tokenizer, Console(file=written))
+    run.bf16 = False
+    prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
+    known = run._known_texts(drafter, prompts)
+    assert [texts.temperature for texts in known] == [0.0, 1.0]  # what a target that says nothing of sampling writes at
+    assert run._arguments("stage1", 4).metric_for_best_model == "acceptance_length"
+    run.known = known
+    assert run._arguments("stage1", 4).metric_for_best_model == "served_length"
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.3)
+    assert run._known_texts(drafter, prompts) == []
+    assert "chosen by greedy acceptance alone: the target is served with RepetitionPenalty" in written.getvalue()
+
+
+def joint_run(rows: str, out: str, batch_rows: int) -> None:
+    train_drafter(TrainingSettings(
+        target=str(target_path()), prompts=(rows,), out=Path(out), batch_rows=batch_rows,
+        temperature=(0.0,),  # what is drawn depends on which rows are written together
+        max_new_tokens=6, max_length=32, draft_vocab_size=256, epochs=1.0, eval_steps=9, eval_new_tokens=4,
+        device="cpu", dtype="float32",
+    ))  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
+    joint_run(str(rows), str(tmp_path / "1"), batch_rows=2)
+    for process in start_group(2, joint_run, str(rows), str(tmp_path / "2"), 1, log=tmp_path / "log"):
+        assert finish(process) == 0, [log.read_text()[-3000:] for log in tmp_path.glob("log.*")]
+    one, two = (json.loads((tmp_path / name / "training_report.json").read_text()) for name in ("1", "2"))
+    for name in ("rows", "tokens", "supervised_tokens", "coverage"):
+        assert one["plan"][name] == two["plan"][name], name
+    assert one["plan"]["stages"][0]["steps"] == two["plan"]["stages"][0]["steps"]
+    vocabularies = [(tmp_path / name / "draft_vocabulary.json").read_text() for name in ("1", "2")]
+    assert vocabularies[0] == vocabularies[1]
+    assert two["stages"][0]["loss"] == pytest.approx(one["stages"][0]["loss"], rel=1e-3)
+    assert (tmp_path / "2" / "data" / "conversations-1.jsonl").exists()

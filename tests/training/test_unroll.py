@@ -1,0 +1,132 @@
+"""The training-time test: what is trained is exactly what generation drafts, in losses and in gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_training import ROW, batch_of, make_documents, make_drafter, make_target
+from transformers import LlamaForCausalLM
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.training.data.packing import PackedDocuments, collate
+from eagle31_hf.training.data.rendering import Document
+from eagle31_hf.training.distillation import unroll as unrolling
+from eagle31_hf.training.distillation.features import compute_features
+from eagle31_hf.training.distillation.losses import LOSSES
+from eagle31_hf.training.distillation.objective import DistillationSettings
+from eagle31_hf.training.distillation.training_model import DistillationModel
+from eagle31_hf.training.distillation.unroll import make_teacher, step_losses, supervised_positions, unroll
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return make_target()
+
+
+def naive_losses(drafter: Eagle31Drafter, document: Document, steps: int, loss_name: str) -> list[float]:
+    """Sum of the losses of each step over one document, position by position, each chain drafted by `DraftSession`."""
+    ids, mask = document.input_ids, document.loss_mask
+    binding = drafter.require_binding()
+    tokens = torch.tensor([ids])
+    features = compute_features(binding, tokens, torch.arange(len(ids))[None])
+    draft_ids = drafter.draft_ids
+    sums = [0.0] * steps
+    for row in range(len(ids) - 2):
+        session = DraftSession(drafter, batch_size=1, capacity=len(ids) + steps, block=len(ids))
+        session.absorb(tokens[:, 1 : row + 2], features.aux[:, : row + 1], [row + 1])
+        state = session.root
+        for step in range(steps):
+            predicted = row + 2 + step
+            if predicted >= len(ids):
+                break
+            z = features.logits[0, predicted - 1]
+            if mask[predicted] and int(z.argmax()) in draft_ids.tolist():
+                log_p = z.log_softmax(-1)[draft_ids]
+                sums[step] += LOSSES[loss_name](state.logits[0], log_p[None]).item()
+            if step + 1 < steps:
+                state = session.step(tokens[:, predicted : predicted + 1], state.feedback, after=step, depth=step)
+    return sums
+
+
+@pytest.mark.parametrize("fields", [{}, {"norm_output": False, "aux_norm": "none", "norm_before_residual": True}])
+@pytest.mark.parametrize("loss", list(LOSSES))
+@torch.no_grad()
+def test_vectorised_loss_equals_a_loop_over_inference(
+    target, fields: dict, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks, shifts, packing and blocks: what is trained is exactly what generation drafts, for S = 1..4."""
+    drafter = make_drafter(target, **fields)
+    monkeypatch.setattr(unrolling, "CACHED_NUMBERS", 3 * len(drafter.draft_ids))  # several blocks, the last one short
+    documents = make_documents(4)
+    batch = batch_of(documents, rows=9)
+    logits = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
+    rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
+    teacher = make_teacher(logits.logits.flatten(0, 1), rows, drafter.draft_ids)
+    wanted = [sum(sums) for sums in zip(*(naive_losses(drafter, d, 4, loss) for d in documents), strict=True)]
+    for steps in range(1, 5):
+        found = step_losses(drafter, batch, logits.aux, teacher, loss=LOSSES[loss], steps=steps)
+        assert found.sums.tolist() == pytest.approx(wanted[:steps], rel=1e-5, abs=1e-5)
+    assert min(wanted) > 0
+
+
+def test_gradient_checkpointing_and_blocks_change_no_gradient(target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_drafter(target)
+    model = DistillationModel(drafter, DistillationSettings(steps=3))
+    inputs = collate([PackedDocuments(make_documents(), ROW, seed=0)[0]])
+    gradients = []
+    for enabled, rows_of_a_block in ((False, 10_000), (True, 10_000), (False, 2)):
+        model.zero_grad()
+        model.gradient_checkpointing = enabled
+        monkeypatch.setattr(unrolling, "CACHED_NUMBERS", rows_of_a_block * len(drafter.draft_ids))
+        model(**inputs).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None]))
+    assert all(torch.allclose(gradients[0], other, rtol=1e-5, atol=1e-6) for other in gradients[1:])
+    assert gradients[0].abs().sum() > 0
+
+
+def test_gradients_flow_through_earlier_steps(target) -> None:
+    """The last step's loss must reach `fc`, which only step 0 applies."""
+    drafter = make_drafter(target)
+    batch = batch_of(make_documents())
+    aux = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids).aux
+    *_, last = unroll(drafter, batch, aux, 4)
+    (gradient,) = torch.autograd.grad(last.square().sum() + last.sum(), drafter.fc.weight)
+    assert gradient.abs().max() > 1e-6
+
+
+def test_both_ways_of_attending_agree(target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores in memory (CPU) and a mask over the keys of all steps (elsewhere): same states, same gradients."""
+    drafter = make_drafter(target)  # grouped keys: 4 heads, 2 of keys
+    batch = batch_of(make_documents())
+    aux = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids).aux
+    real = batch.document_ids >= 0
+    found = []
+    for compact in (True, False):
+        monkeypatch.setattr(unrolling, "holds_scores", lambda _, compact=compact: compact)
+        states = torch.stack(list(unroll(drafter, batch, aux, 4)))[:, real]
+        gradients = torch.autograd.grad(states[..., 0].sum() + states[-1].square().sum(), drafter.fc.weight)
+        found.append((states.detach(), *gradients))
+    assert all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in zip(*found, strict=True))
+    assert found[0][0].std() > 0.1
+
+
+@torch.no_grad()
+def test_hits_are_the_targets_likeliest_tokens(target) -> None:
+    drafter = make_drafter(target)
+    batch = batch_of(make_documents(), rows=9)
+    features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
+    rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
+    logits = features.logits.flatten(0, 1)
+    teacher = make_teacher(logits, rows, drafter.draft_ids)
+    draftable = torch.isin(logits[rows].argmax(-1), drafter.draft_ids)
+    assert teacher.rows.tolist() == rows[draftable].tolist()
+    assert torch.equal(drafter.draft_ids[teacher.best], logits[teacher.rows].argmax(-1))
+    assert torch.equal(teacher.best, teacher.log_probs.argmax(-1))
+    # Drafting from the teacher's own states: every hit is one, and no other.
+    first = next(unroll(drafter, batch, features.aux, 1)).flatten(0, 1)[teacher.rows - 1]
+    expected = int((drafter.draft_logits(first).argmax(-1) == teacher.best).sum())
+    found = step_losses(drafter, batch, features.aux, teacher, loss=LOSSES["kl"], steps=1)
+    assert found.correct.tolist() == [expected]
+    unsorted = drafter.draft_ids.flip(0)  # a published mapping need not ascend
+    assert torch.equal(make_teacher(logits, rows, unsorted).best, len(unsorted) - 1 - teacher.best)

@@ -1,0 +1,53 @@
+"""A tiny decided target, its drafter, and random documents to train on."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate
+from eagle31_hf.training.data.rendering import Document
+
+VOCABULARY, DRAFT_VOCABULARY, ROW = 61, 29, 24
+
+
+def make_target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # a decided target
+    return model
+
+
+def make_drafter(target: LlamaForCausalLM, **fields) -> Eagle31Drafter:
+    torch.manual_seed(1)
+    drafter = Eagle31Drafter.from_target(target, draft_vocab_size=DRAFT_VOCABULARY, **fields)
+    ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCABULARY].sort().values
+    drafter.d2t.copy_(ids - torch.arange(DRAFT_VOCABULARY))
+    drafter._draft_ids = None
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.2)
+    return drafter
+
+
+def make_documents(count: int = 12, seed: int = 3) -> list[Document]:
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for number in range(count):
+        length = int(torch.randint(5, ROW, (1,), generator=generator))
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        mask = (torch.rand(length, generator=generator) < 0.8).tolist()
+        documents.append(Document(str(number), ids, [*mask[:-1], True]))
+    return documents
+
+
+def batch_of(documents: list[Document], rows: int = 3) -> PackedBatch:
+    data = PackedDocuments(documents, ROW, seed=0)
+    return PackedBatch(**collate([data[i] for i in range(min(rows, len(data)))]))
