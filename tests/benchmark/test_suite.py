@@ -354,8 +354,9 @@ def test_a_process_killed_while_it_writes_is_gone_on_with(record_file, tmp_path)
 def test_the_command_compares_two_runs(record_file, tmp_path):
     path, _ = record_file
     out = command("--compare", path, path).stdout
-    assert "within the noise" in out
-    assert json.loads(out.splitlines()[-1])["differences"][0]["ratio"] == 1.0
+    assert "acceptance" in out
+    same = json.loads(out.splitlines()[-1])["differences"][0]
+    assert (same["verdict"], same["ratio"]) == ("noise", 1.0)
     other = tmp_path / "other.jsonl"
     other.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"', 1))
     assert "--allow pair.dtype" in " ".join(command("--compare", path, other, code=1).stderr.split())

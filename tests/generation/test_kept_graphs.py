@@ -16,45 +16,35 @@ from typing import Any
 
 import pytest
 import torch
+from kept_pairs import (
+    GREEDY,
+    SAMPLING,
+    failing,
+    forgotten,
+    keep_graphs,
+    kept_files,
+    kinds,
+    leave_the_compiler_out,
+    load_exported,
+    make_pair,
+    write,
+)
 from torch import Tensor
 
-from eagle31_hf.compiled import graphs, packages, shapes
-from eagle31_hf.decoding import draft_backoff, kept_graphs
+from eagle31_hf.compiled import graphs, packages
+from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation.warm_up import prompt_lengths, warm_up
-from helpers import configured, left_padded, random_drafter, random_prompts, target_of
-
-SETTINGS: dict[str, Any] = {"num_assistant_tokens": 3, "speculation_loop": "own"}
-GREEDY: dict[str, Any] = {"do_sample": False}
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9}
+from helpers import configured, target_of
 
 
 @pytest.fixture(autouse=True)
 def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
-    _leave_the_compiler_out(monkeypatch)
-
-
-def _leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
-    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
-    monkeypatch.setattr(packages, "_write_package", lambda exported, path: torch.export.save(exported, path))
-    monkeypatch.setattr(packages, "_load_package", _load_exported)
-
-
-def _load_exported(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    module = torch.export.load(path).module(check_guards=False)
-    return lambda tensors: list(module(*tensors))
-
-
-def make_pair() -> Eagle31Drafter:
-    drafter = random_drafter(target_of("llama"), aux_layers=[1, 2, 4])
-    for name, value in SETTINGS.items():
-        setattr(drafter.generation_config, name, value)
-    return drafter
+    leave_the_compiler_out(monkeypatch)
 
 
 @pytest.fixture
@@ -65,13 +55,8 @@ def pair() -> Eagle31Drafter:
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with this pair's graphs for greedy and drawn texts."""
-    folder = tmp_path_factory.mktemp("kept") / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(store.CACHE_VARIABLE, str(folder))
-        _leave_the_compiler_out(patch)
-        for how in (GREEDY, SAMPLING):
-            assert len(warm_up(make_pair(), tokens=100, **how)) >= 2
-    return folder
+        return keep_graphs(tmp_path_factory.mktemp("kept") / "cache", patch)
 
 
 @pytest.fixture
@@ -79,27 +64,6 @@ def warmed(kept: Path, pair: Eagle31Drafter) -> Eagle31Drafter:
     """The pair, its graphs kept, in a process that knows nothing of them yet."""
     shutil.copytree(kept, store.cache_folder())
     return pair
-
-
-def forgotten(drafter: Eagle31Drafter) -> Eagle31Drafter:
-    drafter.require_binding().compiled = None
-    return drafter
-
-
-def write(drafter: Eagle31Drafter | None, seed: int = 0, rows: int = 1, **how: Any) -> Tensor:
-    target = target_of("llama")
-    torch.manual_seed(seed)
-    inputs = left_padded(random_prompts(rows, seed=seed))
-    return target.generate(**inputs, max_new_tokens=40, assistant_model=drafter, **(GREEDY | how))
-
-
-def kinds(drafter: Eagle31Drafter) -> set[str]:
-    made = drafter.require_binding().compiled
-    return set() if made is None else {key.kind for key in made.keys}
-
-
-def kept_files(ending: str) -> list[Path]:
-    return sorted((store.cache_folder() / "graphs").rglob(f"*{ending}"))
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
@@ -234,6 +198,14 @@ def test_a_hook_tells_targets_apart(pair: Eagle31Drafter) -> None:
     assert kept_graphs.pair_folder(pair) == before
 
 
+def test_a_targets_folder_is_no_difference(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kept_graphs.pair_folder(pair)
+    monkeypatch.setattr(target_of("llama").config, "_name_or_path", "another/folder")
+    assert kept_graphs.pair_folder(pair) == before
+    monkeypatch.setattr(target_of("llama").config, "rms_norm_eps", 0.5)
+    assert kept_graphs.pair_folder(pair) != before
+
+
 def cut_packages_short() -> None:
     for path in kept_files(".pt2"):
         path.write_bytes(path.read_bytes()[:100])
@@ -270,7 +242,7 @@ def test_what_is_broken_is_done_without_and_made_anew(
 def test_a_graph_that_disagrees_is_given_up(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_wrong(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-        right = _load_exported(path)
+        right = load_exported(path)
         return lambda tensors: [out.flip(-1) if out.is_floating_point() else out for out in right(tensors)]
 
     monkeypatch.setattr(packages, "_load_package", load_wrong)
@@ -279,13 +251,6 @@ def test_a_graph_that_disagrees_is_given_up(warmed: Eagle31Drafter, monkeypatch:
 
 
 # --- what cannot be kept ----------------------------------------------------------------------------------------------
-
-
-def failing(failure: Exception) -> Callable[..., Any]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise failure
-
-    return fail
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no C++ compiler"), OSError(errno.ENOSPC, "No space left on device")])
@@ -312,14 +277,18 @@ def test_pairs_that_graphs_are_not_kept_for(pair: Eagle31Drafter, monkeypatch: p
     with configured(pair, cache_type="int8"), pytest.raises(ConfigurationError, match="8 bits"):
         warm_up(pair, tokens=100, **GREEDY)
     monkeypatch.setattr(graphs, "PACKED_BYTES", 10)
-    with pytest.raises(ConfigurationError, match="hold a copy"):
+    with pytest.raises(ConfigurationError, match="read a copy"):
         warm_up(forgotten(pair), tokens=100, **GREEDY)
 
 
 @pytest.mark.slow
-def test_compiled_packages(pair: Eagle31Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the compiler."""
+@pytest.mark.parametrize("largest_held", [graphs.FROZEN_BYTES, 0])
+def test_compiled_packages(
+    largest_held: int, pair: Eagle31Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the compiler, weights held and lent."""
     monkeypatch.undo()
+    monkeypatch.setattr(graphs, "FROZEN_BYTES", largest_held)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
     assert len(warm_up(pair, tokens=100, **GREEDY)) == 4
     forgotten(pair)

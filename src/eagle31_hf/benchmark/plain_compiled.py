@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..compiled.fixed_cache import FixedShapeCache
-from ..compiled.graphs import GraphKey, Graphs, Step
+from ..compiled.graphs import CompilesAtOnce, GraphKey, Graphs, Step
 from ..compiled.inputs import GraphInputs
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.eager_round import EagerRound
@@ -92,7 +92,8 @@ class PlainCompiledRound(RoundWrapper):
     def __init__(self, drafter: Eagle31Drafter, inner: EagerRound):
         super().__init__(inner)
         self.binding, self.clock, self.stats = drafter.require_binding(), inner.clock, inner.request.stats
-        self.graphs, self.inputs = Graphs.of(drafter), GraphInputs(inner.caches.target)
+        self.graphs = Graphs.of(drafter).made_by(drafter.require_binding().ahead or CompilesAtOnce())
+        self.inputs = GraphInputs(inner.caches.target)
         self.first_rows = inner.caches.batch_size
 
     def verify(self, tree: DraftTree) -> TargetOutput:

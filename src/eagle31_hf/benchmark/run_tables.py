@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from .comparing import ComparedRuns
+from .comparing import PROCESSES_DIFFER, ComparedRuns
 from .loop_tables import make_table, without_empty_columns
 from .ratios import spread_texts, times_text
 from .record_file import Records
@@ -20,6 +20,9 @@ def run_parts(summary: RunSummary) -> Iterator[Text | Table]:
     for setting in summary.settings:
         methods = summary.of(setting)
         yield speed_table(setting, methods)
+        shares = shares_table(setting, methods)
+        if shares.rows:
+            yield shares
         yield text_table(setting, methods)
         if any(len(method.categories) > 1 for method in methods):
             yield category_table(setting, methods)
@@ -39,10 +42,9 @@ def _conditions(summary: RunSummary) -> Text:
 
 
 def speed_table(setting: Setting, methods: list[MethodSummary]) -> Table:
-    """Speeds, and what of a speedup is the compiler's and what the drafter's."""
-    headings = ("tokens/s", "speedup", "spread", "95 %", "compiler", "drafter", "ceiling", "accepts")
+    """Speeds, and how sure they are."""
+    headings = ("tokens/s", "speedup", "spread", "95 %", "accepts")
     table = make_table(f"{setting}: against plain generate", ("method",), headings)
-    has_compiled = any(method.is_compiled for method in methods)
     for method in methods:
         accepts = method.acceptance_length
         table.add_row(
@@ -50,11 +52,25 @@ def speed_table(setting: Setting, methods: list[MethodSummary]) -> Table:
             f"{method.tok_per_s.median:.1f}",
             speedup_text(method),
             *spread_texts(method.speedup),
-            times_text(method.by_compiler),
-            times_text(method.by_drafter) if method.drafts and has_compiled else "",
-            "" if method.ceiling is None else f"{method.ceiling:.2f}×",
             "" if accepts is None else f"{accepts:.2f}",
         )
+    return table
+
+
+def shares_table(setting: Setting, methods: list[MethodSummary]) -> Table:
+    """What of a speedup is the compiler's and what the drafter's, and the most that bare rounds allow."""
+    table = make_table(
+        f"{setting}: where the speedup comes from", ("method",), ("compiler", "drafter", "ceiling", "of ceiling")
+    )
+    has_compiled = any(method.is_compiled for method in methods)
+    for method in methods:
+        drafter = times_text(method.by_drafter) if method.drafts and has_compiled else ""
+        ceiling, reached = "", ""
+        if method.ceiling is not None:
+            ceiling = f"{method.ceiling:.2f}×"
+            reached = "" if method.speedup is None else f"{method.speedup.median / method.ceiling:.0%}"
+        if any(told := (times_text(method.by_compiler), drafter, ceiling, reached)):
+            table.add_row(method.method, *told)
     return without_empty_columns(table)
 
 
@@ -66,7 +82,7 @@ def speedup_text(method: MethodSummary) -> Text:
 
 def text_table(setting: Setting, methods: list[MethodSummary]) -> Table:
     """What a reader notices: when the text begins, how steadily it comes, whether it is right; and what it takes."""
-    headings = ("first token", "slow 5 %", "variation", "answers", "peak", "J/token", "per 1M")
+    headings = ("begins", "slow 5 %", "varies", "answers", "peak", "J/token", "per 1M")
     table = make_table(f"{setting}: how the text comes", ("method",), headings)
     for method in methods:
         table.add_row(
@@ -122,27 +138,32 @@ def run_notes(summary: RunSummary) -> list[str]:
     return notes + ([f"{summary.cut}; figures are of what comes before."] if summary.cut else [])
 
 
-def compared_parts(compared: ComparedRuns, before: Records, after: Records) -> Iterator[Text | Table]:
-    """One line per figure, and whether its difference is larger than the noise."""
-    table = make_table(
-        f"{before.name} → {after.name}",
-        ("figure", "method", "setting"),
-        ("before", "after", "ratio", "95 %", "verdict"),
-    )
+def _compared_table(title: str, setting: Setting, compared: ComparedRuns) -> Table:
+    table = make_table(title, ("method", "figure"), ("before", "after", "ratio", "95 %", "verdict"))
     styles = {"better": "green", "worse": "red"}
     for found in compared.differences:
-        table.add_row(
-            found.what,
-            found.method,
-            str(found.setting),
-            f"{found.before:.2f}",
-            f"{found.after:.2f}",
-            f"{found.ratio:.3f}",
-            f"{found.interval[0]:.3f}–{found.interval[1]:.3f}",
-            Text(found.verdict, style=styles.get(found.verdict, "dim")),
-        )
-    yield table
-    yield Text("A ratio whose 95 % interval holds 1 is within the noise of prompts and repeats.", style="dim")
+        if found.setting == setting:
+            table.add_row(
+                found.method,
+                found.what.removesuffix(" length"),
+                f"{found.before:.2f}",
+                f"{found.after:.2f}",
+                f"{found.ratio:.3f}",
+                f"{found.interval[0]:.2f}–{found.interval[1]:.2f}",
+                Text(found.verdict, style=styles.get(found.verdict, "dim")),
+            )
+    return table
+
+
+def compared_parts(compared: ComparedRuns, before: Records, after: Records) -> Iterator[Text | Table]:
+    """One line per figure, and whether its difference is larger than the noise."""
+    for setting in dict.fromkeys(found.setting for found in compared.differences):
+        yield _compared_table(f"{before.name} → {after.name}: {setting}", setting, compared)
+    yield Text(
+        "A ratio whose 95 % interval holds 1 is within the noise of prompts and repeats; speedups of one code differ "
+        f"by up to {PROCESSES_DIFFER:.0%} from process to process as well.",
+        style="dim",
+    )
     for records in (before, after):
         if records.cut_at:
             yield Text(f"{records.name} breaks off in line {records.cut_at} ({records.why_cut}).", style="dim")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.calibration.bare_meter import BareMeter
+from ..decoding.kept_graphs import keeping_what_is_compiled
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, MemoryPlanError
 from ..generation_config import FIXED_DEPTH
@@ -150,6 +151,8 @@ class BenchmarkRun:
             stack.enter_context(self._passes.counting())
             if self.settings.ignore_eos:
                 stack.enter_context(ends_off(self.binding.model))
+            if self.settings.compiled:
+                stack.enter_context(keeping_what_is_compiled(self.drafter))
             for turn in self._turns():
                 if turn.name not in skip:
                     yield self._measure(turn)

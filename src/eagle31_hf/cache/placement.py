@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedGenerationError
+from ..errors import MemoryPlanError, UnsupportedGenerationError
 from .slot_moves import DeviceCopies
 
 
@@ -73,6 +75,36 @@ class Placement:
         else:
             positions = self.lengths_tensor[:, None] + depths[..., depths.shape[-1] - self.num_tokens :]
         return positions if self.position_offsets is None else positions + self.position_offsets[:, :, None]
+
+    def require_room(self, num_tokens: int, after: int, capacity: int) -> None:
+        """Raise a `MemoryPlanError` unless so many tokens fit the block behind `after` others, and rows `capacity`."""
+        end = after + num_tokens
+        if not 1 <= num_tokens <= end <= self.block:
+            raise MemoryPlanError(
+                f"got {num_tokens} tokens to place after {after}; wanted 1 to block={self.block} in all: write fewer "
+                "per forward or make the cache with a larger block"
+            )
+        if self.longest + end > capacity:
+            raise MemoryPlanError(
+                f"a row of {self.longest} tokens and a block of {end} need {self.longest + end} slots, the cache was "
+                f"made for capacity={capacity}; make it with a larger capacity"
+            )
+
+    def kept_nodes(self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int]) -> list[Sequence[int]]:
+        """Each row's accepted nodes; see `SpeculativeCache.keep`."""
+        end = self.block_end
+        if path is None:
+            kept: list[Sequence[int]] = [range(count) for count in counts]
+        else:
+            rows = path.tolist() if isinstance(path, Tensor) else path
+            kept = [list(row[:count]) for row, count in zip(rows, counts, strict=True)]
+        wrong_nodes = any(not 0 <= node < end for row in kept for node in row) if path is not None else False
+        if len(counts) != self.batch_size or min(counts) < 0 or max(counts) > end or wrong_nodes:
+            raise UnsupportedGenerationError(
+                f"got counts {list(counts)} and path {path} to keep; wanted {self.batch_size} counts of 0 to {end} and "
+                f"nodes below {end}, the tokens placed since the last commit"
+            )
+        return kept
 
     def check(self, key_states: Tensor) -> None:
         """Raise an `UnsupportedGenerationError` unless keys `(B, heads, T, D)` are those of the placed tokens."""

@@ -152,18 +152,8 @@ class SpeculativeCache(Cache):
         Raises:
             MemoryPlanError: a row would outgrow `capacity`, or the block `block`.
         """
-        placement = self._placement
-        end = after + num_tokens
-        if not 1 <= num_tokens <= end <= placement.block:
-            raise MemoryPlanError(
-                f"got {num_tokens} tokens to place after {after}; wanted 1 to block={placement.block} in all: write "
-                "fewer per forward or make the cache with a larger block"
-            )
-        if placement.longest + end > self.capacity:
-            raise MemoryPlanError(
-                f"a row of {placement.longest} tokens and a block of {end} need {placement.longest + end} slots, the "
-                f"cache was made for capacity={self.capacity}; make it with a larger capacity"
-            )
+        placement, end = self._placement, after + num_tokens
+        placement.require_room(num_tokens, after, self.capacity)
         self._reserve(placement.longest + end)
         placement.num_tokens, placement.after = num_tokens, after
         placement.visible_slots = placement.longest + end
@@ -274,19 +264,7 @@ class SpeculativeCache(Cache):
         Raises:
             UnsupportedGenerationError: a count or node number lies outside the placed block.
         """
-        end = self._placement.block_end
-        if path is None:
-            kept: list[Sequence[int]] = [range(count) for count in counts]
-        else:
-            rows = path.tolist() if isinstance(path, Tensor) else path
-            kept = [list(row[:count]) for row, count in zip(rows, counts, strict=True)]
-        wrong_nodes = any(not 0 <= node < end for row in kept for node in row) if path is not None else False
-        if len(counts) != self.batch_size or min(counts) < 0 or max(counts) > end or wrong_nodes:
-            raise UnsupportedGenerationError(
-                f"got counts {list(counts)} and path {path} to keep; wanted {self.batch_size} counts of 0 to {end} and "
-                f"nodes below {end}, the tokens placed since the last commit"
-            )
-        self._commit_nodes(kept)
+        self._commit_nodes(self._placement.kept_nodes(path, counts))
 
     def _commit_nodes(self, kept: Sequence[Sequence[int]]) -> None:
         before = self.lengths

@@ -129,6 +129,11 @@ class Graphs:
         self._guards_checked: set[GraphKey] = set()  # graphs that were found to fit the models as they are now
 
     @property
+    def reads_packed_weights(self) -> bool:
+        """Whether products read weights as the processor likes them laid out, built in or shared."""
+        return self.freezes_weights or (self.compiler is not None and self.compiler.weights is not None)
+
+    @property
     def disabled_reason(self) -> str:
         """Why nothing more is compiled; empty while all is well."""
         return self._reasons[-1] if self._reasons else ""

@@ -1,9 +1,10 @@
 """Graphs that outlive a process: a step exported and compiled ahead of time, loaded later without any compiling.
 
 `torch.compile` keeps some of its work on disk, but every process traces and lowers its steps anew, and tracing rewinds
-random numbers and holds up the thread that writes. A package (AOTInductor) is machine code and weights: it is loaded in
-the time its bytes take to read. It holds the weights of one pair, so its folder is for these weights alone, and it
-asks nothing of its inputs, so what they looked like when it was made is written beside it and compared at every call.
+random numbers and holds up the thread that writes. A package (AOTInductor) is machine code: it is loaded in the time
+its bytes take to read. A small pair's holds the weights, too, and its folder is for these weights alone; a larger
+pair's step is several packages that are lent the weights (`piece_program`). A package asks nothing of its inputs, so
+what they looked like when it was made is written beside it and compared at every call.
 """
 
 from __future__ import annotations
@@ -12,28 +13,33 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import config as inductor
 from torch.utils import _pytree as pytree
 
 from .fixed_cache import FixedShapeCache
 from .graphs import FREEZING, GraphKey, OtherInputsError, Step
+from .piece_program import Code, PieceProgram, bound
+from .repeated_layers import LayerCompiler
 
 Signature = list[tuple[tuple[int, ...], tuple[int, ...], str]]
 """Shape, strides and dtype of each tensor a graph reads."""
 
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-AHEAD_OF_TIME = {
-    **FREEZING,
+PIECES = {
     "aot_inductor.compile_wrapper_opt_level": "O1",  # it calls kernels, and takes a compiler longest
+    "size_asserts": False,  # packed tensors have no strides
 }
+"""Settings of inductor for packages that are lent their weights."""
+
+AHEAD_OF_TIME = {**PIECES, **FREEZING}
+"""For packages that hold them."""
 
 
 class StepInputs(NamedTuple):
@@ -99,10 +105,10 @@ class FlatStep(nn.Module):
         models: whose weights it reads.
     """
 
-    def __init__(self, step: Step, inputs: tuple, models: list[nn.Module]):
+    def __init__(self, step: Step, inputs: tuple, models: nn.ModuleList):
         super().__init__()
         self.step, self.parts, self.cache = step, StepInputs.of(inputs), inputs[-1]
-        self.models = nn.ModuleList(models)
+        self.models = models
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves, (_, kept, spec, places) = iter(tensors), self.parts
@@ -123,7 +129,7 @@ class PackagedStep:
         signature: what the package was made for.
     """
 
-    def __init__(self, package: Callable[[list[Tensor]], list[Tensor]], step: Step, signature: Signature):
+    def __init__(self, package: Code, step: Step, signature: Signature):
         self.package, self.step, self.signature = package, step, signature
         self._form: tuple[list[Any], Any] | None = None
 
@@ -150,36 +156,50 @@ class _NoTensor:
 
 @dataclass(frozen=True)
 class GraphPackages:
-    """Packages of one pair with the weights it has now.
+    """Packages of one pair.
 
     Args:
         folder: theirs alone.
+        models: whose weights the steps read.
+        compiler: cuts steps into pieces that are lent the weights; `None`: each step is one package that holds them.
     """
 
     folder: Path
+    models: nn.ModuleList
+    compiler: LayerCompiler | None
 
     def names(self) -> frozenset[str]:
-        """Of the packages that are whole."""
+        """Of the graphs that are whole."""
         try:
             return frozenset(path.stem for path in self.folder.glob("*.json"))
         except OSError:
             return frozenset()
 
     def load(self, key: GraphKey, step: Step) -> PackagedStep:
-        """The package of `key` in the place of `step`.
+        """The graph of `key` in the place of `step`.
 
         Raises:
-            OSError, ValueError, KeyError, RuntimeError: it is not there, or is broken.
+            OSError, ValueError, LookupError, TypeError, RuntimeError: it is not there, or is broken.
         """
-        name = name_of(key)
-        told = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
-        package = self.folder / f"{name}.pt2"
-        if not isinstance(told, dict) or told["key"] != repr(key) or told["bytes"] != package.stat().st_size:
-            raise ValueError("it is another graph's, or only a part of one")
+        told = json.loads((self.folder / f"{name_of(key)}.json").read_text(encoding="utf-8"))
+        if not isinstance(told, dict) or told["key"] != repr(key):
+            raise ValueError("it is another graph's")
+        codes = [self._load_whole(name, size) for name, size in told["packages"]]
+        if told["calls"] is None:
+            (code,) = codes
+        else:
+            packed = None if self.compiler is None else self.compiler.weights
+            code = bound(codes, told["calls"], told["outputs"], _tensors_by_name(self.models), packed)
         signature = [(tuple(shape), tuple(stride), dtype) for shape, stride, dtype in told["signature"]]
-        return PackagedStep(_load_package(package), step, signature)
+        return PackagedStep(code, step, signature)
 
-    def compile(self, key: GraphKey, step: Step, inputs: tuple, models: list[nn.Module]) -> PackagedStep:
+    def _load_whole(self, name: str, size: int) -> Code:
+        package = self.folder / Path(name).name
+        if package.stat().st_size != size:
+            raise ValueError("it is only a part of one")
+        return _load_package(package)
+
+    def compile(self, key: GraphKey, step: Step, inputs: tuple) -> PackagedStep:
         """Compile `step` and keep it, which takes a CPU a minute or so.
 
         Raises:
@@ -187,19 +207,31 @@ class GraphPackages:
             Exception: whatever a compiler stumbles over.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = name_of(key)
-        unfinished = self.folder / f"{name}.{os.getpid()}.pt2"
-        signature = StepInputs.of(inputs).signature
+        exported = _export(FlatStep(step, inputs, self.models), inputs)
+        told: dict[str, Any] = {"key": repr(key), "signature": StepInputs.of(inputs).signature, "calls": None}
+        if self.compiler is None:
+            packages = [self._write(f"{name_of(key)}.pt2", exported, AHEAD_OF_TIME)]
+        else:
+            program = PieceProgram.of(exported, self.compiler, _tensors_by_name(self.models))
+            names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
+            pieces = [_export_piece(piece) for piece in program.pieces]
+            packages = [self._write(*each, PIECES) for each in zip(names, pieces, strict=True)]
+            told |= {"calls": program.calls, "outputs": program.outputs}
+        unfinished = self.folder / f"{name_of(key)}.{os.getpid()}"
+        unfinished.write_text(json.dumps(told | {"packages": packages}), encoding="utf-8")
+        unfinished.replace(self.folder / f"{name_of(key)}.json")  # last: packages without it are not looked at
+        return self.load(key, step)
+
+    def _write(self, name: str, exported: torch.export.ExportedProgram, settings: dict[str, Any]) -> tuple[str, int]:
+        """One package; its name and its bytes."""
+        unfinished = self.folder / f"{os.getpid()}.{name}"
         try:
-            _write_package(_export(step, inputs, models), unfinished)
-            told = {"key": repr(key), "bytes": unfinished.stat().st_size, "signature": signature}
-            unfinished.replace(self.folder / f"{name}.pt2")
+            _write_package(exported, unfinished, settings)
+            size = unfinished.stat().st_size
+            unfinished.replace(self.folder / name)
         finally:
             unfinished.unlink(missing_ok=True)
-        beside = self.folder / f"{name}.{os.getpid()}"
-        beside.write_text(json.dumps(told), encoding="utf-8")
-        beside.replace(self.folder / f"{name}.json")  # last: a package without it is not looked at
-        return self.load(key, step)
+        return name, size
 
 
 def name_of(key: GraphKey) -> str:
@@ -216,8 +248,19 @@ def _digest(told: object) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
-def _export(step: Step, inputs: tuple, models: list[nn.Module]) -> torch.export.ExportedProgram:
-    flat = FlatStep(step, inputs, models)
+def _tensors_by_name(models: nn.ModuleList) -> dict[str, Tensor]:
+    """Weights, buffers and other tensors that modules hold, as `FlatStep` names them."""
+    weights = (*models.named_parameters("models", remove_duplicate=False), *models.named_buffers("models"))
+    held = {
+        f"models.{place}.{name}": value
+        for place, module in models.named_modules(remove_duplicate=False)
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+    return held | dict(weights)
+
+
+def _export(flat: FlatStep, inputs: tuple) -> torch.export.ExportedProgram:
     try:
         with torch.no_grad():
             return torch.export.export(flat, tuple(t.clone() for t in flat.parts.tensors), strict=False)
@@ -225,14 +268,22 @@ def _export(step: Step, inputs: tuple, models: list[nn.Module]) -> torch.export.
         _lend(inputs[-1], flat.parts.tensors[len(flat.parts.places) :])  # tracing has left tensors of its own in it
 
 
-def _write_package(exported: torch.export.ExportedProgram, path: Path) -> None:
-    settings = {name: value for name, value in AHEAD_OF_TIME.items() if _is_setting(name)}
+def _export_piece(piece: fx.GraphModule) -> torch.export.ExportedProgram:
+    looks = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    examples = tuple(torch.empty_strided(look.shape, look.stride(), dtype=look.dtype) for look in looks)
+    with torch.no_grad():
+        return torch.export.export(piece, examples, strict=False)
+
+
+def _write_package(exported: torch.export.ExportedProgram, path: Path, settings: dict[str, Any]) -> None:
+    known = {name: value for name, value in settings.items() if _is_setting(name)}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=settings)
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec", category=FutureWarning)
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=known)
 
 
-def _load_package(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+def _load_package(path: Path) -> Code:
     loaded: Any = torch._inductor.aoti_load_package(str(path))
     return lambda tensors: loaded.loader.boxed_run(tensors)
 

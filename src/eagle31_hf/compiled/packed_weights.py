@@ -33,13 +33,13 @@ torch.library.register_fake("eagle31_hf::packed_linear", _packed_linear_shape, l
 @cache
 def _tell_inductor() -> None:
     """Graphs call the product itself, without a way through Python. Inductor's own lowering of it wants constants."""
-    from torch._inductor.lowering import fallback_handler, register_lowering  # slow to import
-
-    product = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+    from torch._inductor import mkldnn_ir  # slow to import
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
 
     @register_lowering(torch.ops.eagle31_hf.packed_linear.default, type_promotion_kind=None)
     def lowered(states: Any, packed: Any, bias: Any) -> Any:
-        return product(states, packed, bias, "none", [], "")
+        return TensorBox.create(mkldnn_ir.LinearUnary.create(states, packed, bias, "none", [], ""))
 
 
 class PackedWeights:
@@ -88,6 +88,10 @@ def _layout(packed: Tensor) -> bytes:
     return torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
 
 
+LINEAR = frozenset({torch._C._nn.linear, torch.ops.aten.linear.default})
+"""A product with a weight, as dynamo captures it and as it is exported."""
+
+
 class PackedInput(NamedTuple):
     """A graph's input beyond those it was captured with: the inputs at `places`, packed for `rows` rows."""
 
@@ -99,7 +103,7 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
     """Let `graph` read packed weights, which become further placeholders in the order returned.
 
     Args:
-        graph: as captured by dynamo; changed in place.
+        graph: as captured by dynamo or exported; changed in place.
         inputs: what it was captured with.
         weights: say which inputs are weights.
     """
@@ -107,7 +111,7 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
     placeholders = graph.find_nodes(op="placeholder")
     place = {node: index for index, node in enumerate(placeholders)}
     groups: dict[tuple, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=torch._C._nn.linear):
+    for node in [node for node in graph.nodes if node.target in LINEAR]:
         states, weight, bias = _arguments(node)
         if weight in place and weights.may_pack(inputs[place[weight]]):
             # Products of other states, or with a bias, stay alone.
@@ -115,7 +119,7 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
     packed: dict[PackedInput, fx.Node] = {}
     for products in groups.values():
         states = _arguments(products[0])[0]
-        sizes = states.meta["example_value"].shape
+        sizes = looks(states).shape
         read = PackedInput(tuple(place[_arguments(node)[1]] for node in products), sizes[:-1].numel())
         if read not in packed:
             with graph.inserting_after(placeholders[-1]):
@@ -123,6 +127,11 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
             placeholders.append(packed[read])
         _replace(graph, products, packed[read])
     return list(packed)
+
+
+def looks(node: fx.Node) -> Any:
+    """A value without data that looks as `node`'s will; `None` if nobody has noted it."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
@@ -137,7 +146,7 @@ def _replace(graph: fx.Graph, products: list[fx.Node], packed: fx.Node) -> None:
         joined = graph.call_function(torch.ops.eagle31_hf.packed_linear.default, (states, packed, bias))
         parts: list[fx.Node] = [joined]
         if len(products) > 1:
-            widths = [node.meta["example_value"].shape[-1] for node in products]
+            widths = [looks(node).shape[-1] for node in products]
             split = graph.call_function(torch.split, (joined, widths, -1))
             parts = [graph.call_function(operator.getitem, (split, index)) for index in range(len(widths))]
             split.meta = dict(first.meta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
-from .packed_weights import PackedInput, PackedWeights, pack_products
+from .packed_weights import PackedInput, PackedWeights, looks, pack_products
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +53,33 @@ class LayerCompiler:
             return compile_whole(captured, inputs)
 
     def _compile(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        pieces, packed = self.cut(captured, inputs)
+        # Packed tensors have no strides to be asserted.
+        with inductor.patch(size_asserts=False, freezing=False, max_autotune=False):
+            _compile_pieces(pieces)
+        return _with_packed_inputs(pieces.forward, packed, self.weights)
+
+    def cut(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> CutGraph:
+        """Pieces of a graph, each a module: a new one wherever a layer begins or ends.
+
+        Args:
+            captured: by dynamo, or exported; it stays as it is.
+            inputs: what it was captured with; those that are weights with their data.
+        """
         module = _copy(captured)
         packed = [] if self.weights is None else pack_products(module.graph, inputs, self.weights)
         module.recompile()
         _find_shapes(module, inputs, packed)
         segments = _segments(module.graph, self.layers)
         pieces = split_module(module, module, segments.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
-        # Packed tensors have no strides to be asserted.
-        with inductor.patch(size_asserts=False, freezing=False, max_autotune=False):
-            _compile_pieces(pieces)
-        return _with_packed_inputs(pieces.forward, packed, self.weights)
+        return CutGraph(pieces, packed)
+
+
+class CutGraph(NamedTuple):
+    """A graph of calls to its pieces, and what it reads packed: further inputs, in this order."""
+
+    pieces: fx.GraphModule
+    packed: list[PackedInput]
 
 
 def _copy(captured: fx.GraphModule) -> fx.GraphModule:
@@ -76,7 +93,7 @@ def _copy(captured: fx.GraphModule) -> fx.GraphModule:
 def _find_shapes(module: fx.GraphModule, inputs: Sequence[Any], packed: Sequence[PackedInput]) -> None:
     """Write to each node's `meta["val"]` what it computes, without data."""
     placeholders = module.graph.find_nodes(op="placeholder")
-    known = [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=False)]
+    known = [given if looks(node) is None else looks(node) for node, given in zip(placeholders, inputs, strict=False)]
     mode = next(value.fake_mode for value in known if isinstance(value, FakeTensor))
     with mode:
         for read in packed:
@@ -87,32 +104,38 @@ def _find_shapes(module: fx.GraphModule, inputs: Sequence[Any], packed: Sequence
 
 def _segments(graph: fx.Graph, layers: frozenset[type]) -> dict[fx.Node, int]:
     """Which piece each node belongs to: a new one wherever a layer begins or ends."""
+    kinds = layers | {f"{layer.__module__}.{layer.__qualname__}" for layer in layers}  # export has names of classes
     segments: dict[fx.Node, int] = {}
     number, here = 0, None
     for node in graph.nodes:
         if node.op not in ("placeholder", "output", "get_attr"):
-            layer = _layer_of(node, layers)
+            layer = _layer_of(node, kinds)
             number += layer != here
             segments[node], here = number, layer
     return segments
 
 
-def _layer_of(node: fx.Node, layers: frozenset[type]) -> str | None:
+def _layer_of(node: fx.Node, kinds: frozenset[type | str]) -> str | None:
     """The call of a layer that `node` was captured in."""
     stack = node.meta.get("nn_module_stack") or {}
-    return next((call for call, (_, kind) in stack.items() if kind in layers), None)
+    return next((call for call, (_, kind) in stack.items() if kind in kinds), None)
 
 
 def _compile_pieces(pieces: fx.GraphModule) -> None:
     """Put compiled code in the place of each piece, the same one where two compute the same."""
-    compiled: dict[Hashable, _Piece] = {}
-    for name, piece in list(pieces.named_children()):
-        assert isinstance(piece, fx.GraphModule), "nothing else was split off"
-        known = _computation(piece.graph)
-        if known not in compiled:
-            inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-            compiled[known] = _Piece(compile_whole(piece, inputs))
-        setattr(pieces, name, compiled[known])
+    for piece, names in distinct(pieces):
+        code = _Piece(compile_whole(piece, [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]))
+        for name in names:
+            setattr(pieces, name, code)
+
+
+def distinct(pieces: fx.GraphModule) -> list[tuple[fx.GraphModule, list[str]]]:
+    """One piece of each computation there is, and the names of all that compute the same."""
+    found: dict[Hashable, tuple[fx.GraphModule, list[str]]] = {}
+    for name, piece in pieces.named_children():
+        if isinstance(piece, fx.GraphModule):
+            found.setdefault(_computation(piece.graph), (piece, []))[1].append(name)
+    return list(found.values())
 
 
 class _Piece(nn.Module):

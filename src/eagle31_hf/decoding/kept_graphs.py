@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..compiled.graphs import FROZEN_BYTES, CompilesAtOnce, GraphKey, GraphMaker, Graphs, Step
+from ..compiled.graphs import PACKED_BYTES, CompilesAtOnce, GraphKey, GraphMaker, Graphs, Step
 from ..compiled.packages import GraphPackages, StepInputs, name_of, prefix_of
 from ..compiled.round_graphs import RoundGraph
 from ..drafter.drafter import Eagle31Drafter
@@ -27,9 +27,12 @@ from .calibration.store import CACHE_VARIABLE, cache_folder, calibration_key, di
 from .pair_history import PairHistory
 from .policy_choice import RequestedDraft
 
-__all__ = ["GraphMaker", "compiling_ahead", "graph_maker"]
+__all__ = ["GraphMaker", "compiling_ahead", "graph_maker", "keeping_what_is_compiled"]
 
 FOLDER = "graphs"
+
+LENT_WEIGHTS = "weights-lent"
+"""Folder of graphs that serve whatever weights a pair of these shapes has."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,6 @@ class CompilesAhead:
     """
 
     packages: GraphPackages
-    models: list[nn.Module]
     on_compile: Callable[[GraphKey], None]
     made: list[GraphKey] = field(default_factory=list)
     traces, failure = False, "compiling failed"
@@ -67,12 +69,12 @@ class CompilesAhead:
 
     def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
         if name_of(key) in self.packages.names():
-            with suppress(OSError, ValueError, KeyError, RuntimeError):  # broken: made anew
+            with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):  # broken: made anew
                 loaded = self.packages.load(key, step)
                 if StepInputs.of(inputs).fits(loaded.signature):
                     return loaded
         self.on_compile(key)
-        compiled = self.packages.compile(key, step, inputs, self.models)
+        compiled = self.packages.compile(key, step, inputs)
         self.made.append(key)
         return compiled
 
@@ -85,10 +87,10 @@ def graph_maker(drafter: Eagle31Drafter, requested: RequestedDraft, processing: 
         processing: the call's.
     """
     asked, binding = drafter.generation_config.acceleration, drafter.require_binding()
+    if asked != "eager" and binding.ahead is not None:
+        return binding.ahead
     if asked == "compile":
         return CompilesAtOnce()
-    if binding.ahead is not None:
-        return binding.ahead
     if asked != "auto" or not _suits(drafter, requested, processing):
         return None
     packages = kept_packages(drafter)
@@ -114,7 +116,13 @@ def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:
     graphs = Graphs.of(drafter) if folder.is_dir() else None
     if graphs is None or refusal(drafter, graphs):
         return None
-    return GraphPackages(folder / weights_digest(drafter, graphs))
+    return packages_in(folder, drafter, graphs)
+
+
+def packages_in(folder: Path, drafter: Eagle31Drafter, graphs: Graphs) -> GraphPackages:
+    """Those of this pair that lie there. Graphs that hold weights have a folder for each state these were ever in."""
+    own = folder / (weights_digest(drafter, graphs) if graphs.freezes_weights else LENT_WEIGHTS)
+    return GraphPackages(own, nn.ModuleList([drafter.require_binding().model, drafter]), graphs.compiler)
 
 
 def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
@@ -124,8 +132,8 @@ def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
         return "its keys and values are stored in 8 bits, which graphs cannot read"
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
-    if not graphs.freezes_weights:
-        return f"its weights are packed, or take more than {FROZEN_BYTES >> 20} MiB, and each graph would hold a copy"
+    if not graphs.reads_packed_weights:
+        return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
     return graphs.disabled_reason
 
 
@@ -184,15 +192,24 @@ def compiling_ahead(
     binding, graphs = drafter.require_binding(), Graphs.of(drafter)
     if reason := refusal(drafter, graphs):
         raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
-    packages = GraphPackages(pair_folder(drafter) / weights_digest(drafter, graphs))
+    packages = packages_in(pair_folder(drafter), drafter, graphs)
     try:
         packages.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
             f"graphs cannot be kept in {packages.folder} ({error.strerror}); name another folder by ${CACHE_VARIABLE}"
         ) from error
-    binding.ahead = CompilesAhead(packages, [binding.model, drafter], on_compile)
+    binding.ahead = CompilesAhead(packages, on_compile)
     try:
         yield binding.ahead
     finally:
         binding.ahead = None
+
+
+@contextmanager
+def keeping_what_is_compiled(drafter: Eagle31Drafter) -> Iterator[None]:
+    """The same where graphs can be kept; where not, `acceleration="compile"` makes them for this process alone."""
+    with ExitStack() as stack:
+        with suppress(ConfigurationError):
+            stack.enter_context(compiling_ahead(drafter))
+        yield

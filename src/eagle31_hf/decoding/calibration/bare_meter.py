@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...compiled.draft_session import CompiledDrafting
-from ...compiled.graphs import Graphs
+from ...compiled.graphs import CompilesAtOnce, Graphs
 from ...compiled.verify import CompiledVerification
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import ConfigurationError
@@ -137,7 +137,7 @@ class BareMeter:
         self._verification: CompiledVerification | None = None
         self._drafting: CompiledDrafting | None = None
         if compiled:
-            graphs = Graphs.of(drafter)
+            graphs = Graphs.of(drafter).made_by(self.binding.ahead or CompilesAtOnce())
             self._verification = CompiledVerification(self.binding, self.cache, graphs, most_nodes=shape.nodes)
             self._drafting = CompiledDrafting(self.session, graphs)
         with torch.no_grad(), self.binding.masked_attention():

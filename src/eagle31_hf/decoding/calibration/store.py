@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import ConfigurationError
@@ -46,12 +47,12 @@ def calibration_key(drafter: Eagle31Drafter, *, compiled: bool) -> dict[str, Any
         "device": torch.cuda.get_device_name(device) if is_cuda else f"{device.type} {platform.processor()}",
         "machine": platform.node(),
         "threads": torch.get_num_threads(),
-        "target": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16],
+        "target": _shape_of(config),
         "attention": binding.model.config._attn_implementation,
         "quantization": str(getattr(getattr(binding.model, "hf_quantizer", None), "quantization_config", "")),
         "cache_type": drafter.generation_config.stored_cache_type,
         "dtype": str(binding.model.dtype),
-        "drafter": hashlib.sha256(drafter.config.to_json_string(use_diff=False).encode()).hexdigest()[:16],
+        "drafter": _shape_of(drafter.config),
         "drafter_dtype": str(drafter.dtype),
         "drafter_packing": str(drafter.packing),
         "compiled": compiled,
@@ -61,6 +62,13 @@ def calibration_key(drafter: Eagle31Drafter, *, compiled: bool) -> dict[str, Any
             "eagle31_hf": version("eagle31-hf"),
         },
     }
+
+
+def _shape_of(config: PreTrainedConfig) -> str:
+    """Of a configuration, wherever the model was loaded from: a folder that was moved is no change."""
+    told = json.loads(config.to_json_string(use_diff=False))
+    told.pop("_name_or_path", None)
+    return digest_of(told)[:16]
 
 
 def calibration_file(key: dict[str, Any]) -> Path:

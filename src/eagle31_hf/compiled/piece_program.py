@@ -1,0 +1,186 @@
+"""A step as calls of compiled pieces, whose weights stay where the models have them.
+
+An exported step is cut where decoder layers begin and end (`repeated_layers`). What is kept on disk is the code of each
+piece and, as plain data, which call reads what: a weight by its name, weights packed together, an input of the step, a
+result of an earlier call. So nothing on disk grows with the weights, or belongs to their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .packed_weights import PackedInput, PackedWeights
+from .repeated_layers import LayerCompiler, distinct
+
+Code = Callable[[list[Tensor]], list[Tensor]]
+
+Source = list[Any]
+"""Where a tensor comes from: `["weight", name]`, `["packed", [name, ...], rows]`, `["constant", values, dtype]`,
+`["input", place]` or `["result", call, place]`."""
+
+MOST_CONSTANTS = 4096
+"""Elements of a constant that is kept among the plain data."""
+
+
+class PieceProgram(NamedTuple):
+    """What a step does.
+
+    Attributes:
+        pieces: what is to be compiled, each with shapes noted.
+        calls: for each call the piece's number and where its inputs come from.
+        outputs: where the step's come from.
+    """
+
+    pieces: list[fx.GraphModule]
+    calls: list[tuple[int, list[Source]]]
+    outputs: list[Source]
+
+    @classmethod
+    def of(
+        cls, exported: torch.export.ExportedProgram, compiler: LayerCompiler, named: Mapping[str, Tensor]
+    ) -> PieceProgram:
+        """Cut an exported step.
+
+        Args:
+            named: what will be lent, by name.
+
+        Raises:
+            ValueError: it reads something else than tensors, or large constants.
+        """
+        sources, given = _inputs(exported, {_place(tensor): name for name, tensor in named.items()})
+        graph, packed = compiler.cut(exported.graph_module, given)
+        sources += [_packed_source(read, sources) for read in packed]
+        found = distinct(graph)
+        number = {name: index for index, (_, names) in enumerate(found) for name in names}
+        known: dict[fx.Node, Source] = dict(zip(graph.graph.find_nodes(op="placeholder"), sources, strict=True))
+        calls: list[tuple[int, list[Source]]] = []
+        made_by: dict[fx.Node, int] = {}
+        outputs: list[Source] = []
+        for node in graph.graph.nodes:
+            if node.op == "call_module":
+                made_by[node], known[node] = len(calls), ["result", len(calls), 0]
+                calls.append((number[str(node.target)], [known[read] for read in _nodes(node.args)]))
+            elif node.op == "call_function":  # takes one of a call's results
+                call, place = node.args
+                known[node] = ["result", made_by[call], place]
+            elif node.op == "output":
+                outputs = [known[read] for read in _nodes(node.args[0])]
+        return cls([piece for piece, _ in found], calls, outputs)
+
+
+def _inputs(exported: torch.export.ExportedProgram, names: Mapping[tuple, str]) -> tuple[list[Source], list[Any]]:
+    """Of each placeholder, where it comes from and what it is; of the step's own inputs only how they look."""
+    signature = exported.graph_signature
+    weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    constants = signature.inputs_to_lifted_tensor_constants
+    sources: list[Source] = []
+    given: list[Any] = []
+    own = list(signature.user_inputs)
+    for node in exported.graph.find_nodes(op="placeholder"):
+        look = node.meta["val"]
+        if node.name in weights:
+            name = weights[node.name]
+            sources.append(["weight", name])
+            given.append(exported.state_dict.get(name, exported.constants.get(name)))
+        elif node.name in constants:
+            constant = exported.constants[constants[node.name]]
+            name = names.get(_place(constant), "")
+            sources.append(["weight", name] if name else _constant_source(constant))
+            given.append(look)
+        elif node.name in own and isinstance(look, Tensor):
+            sources.append(["input", own.index(node.name)])
+            given.append(look)
+        else:
+            raise ValueError(f"the step reads {node.name}, which is no tensor")
+    return sources, given
+
+
+def _place(tensor: Tensor) -> tuple:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+def _constant_source(constant: Tensor) -> Source:
+    if constant.numel() > MOST_CONSTANTS:
+        raise ValueError(f"the step has a constant of {constant.numel()} elements, {MOST_CONSTANTS} are the most")
+    return ["constant", constant.tolist(), str(constant.dtype)]
+
+
+def _packed_source(read: PackedInput, sources: Sequence[Source]) -> Source:
+    return ["packed", [sources[place][1] for place in read.places], read.rows]
+
+
+def _nodes(arguments: Any) -> list[fx.Node]:
+    nodes = [arguments] if isinstance(arguments, fx.Node) else list(arguments)
+    if not all(isinstance(node, fx.Node) for node in nodes):
+        raise ValueError(f"a piece reads or gives {arguments}; wanted tensors alone")
+    return nodes
+
+
+def bound(
+    codes: Sequence[Code],
+    calls: Sequence[tuple[int, list[Source]]],
+    outputs: Sequence[Source],
+    named: Mapping[str, Tensor],
+    weights: PackedWeights | None,
+) -> Code:
+    """A program as a function of the step's inputs, with the weights it reads.
+
+    Args:
+        codes: of the pieces.
+        calls, outputs: as `PieceProgram` has them.
+        named: weights by name.
+        weights: gives packed ones.
+
+    Raises:
+        KeyError, IndexError, ValueError: what was kept names something that is not there.
+    """
+
+    def ready(source: Source) -> Tensor:
+        kind, told, *more = source
+        if kind == "weight":
+            return named[told].detach()
+        if kind == "constant":
+            return torch.tensor(told, dtype=getattr(torch, more[0].removeprefix("torch.")))
+        if kind == "packed" and weights is not None:
+            return weights.of([named[name] for name in told], more[0])
+        raise ValueError(f"{source} is not where a tensor can come from")
+
+    prepared: list[_Call] = []
+    for piece, sources in calls:
+        held = [None if source[0] in ("input", "result") else ready(source) for source in sources]
+        holes = [(place, *_made(source)) for place, source in enumerate(sources) if held[place] is None]
+        prepared.append(_Call(codes[piece], held, holes))
+    ends = [_made(source) for source in outputs]
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        made = [tensors]
+        for code, held, holes in prepared:
+            inputs = held.copy()
+            for place, call, number in holes:
+                inputs[place] = made[call][number]
+            made.append(code(inputs))  # type: ignore[arg-type]
+        return [made[call][number] for call, number in ends]
+
+    return run
+
+
+class _Call(NamedTuple):
+    """Of a piece: the weights it reads in their places, and which places get which result of which call."""
+
+    code: Code
+    held: list[Tensor | None]
+    holes: list[tuple[int, int, int]]
+
+
+def _made(source: Source) -> tuple[int, int]:
+    """The call, counted from 1, and the place of its result there; the step's inputs are those of call 0."""
+    kind, *places = source
+    if kind == "input":
+        return 0, places[0]
+    if kind == "result":
+        return places[0] + 1, places[1]
+    raise ValueError(f"{source} is no result")

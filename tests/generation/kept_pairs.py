@@ -1,0 +1,86 @@
+"""A pair whose graphs are kept, and packages without a compiler: a package then is the exported step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf.compiled import packages, shapes
+from eagle31_hf.decoding import draft_backoff
+from eagle31_hf.decoding.calibration import store
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.generation.warm_up import warm_up
+from helpers import left_padded, random_drafter, random_prompts, target_of
+
+SETTINGS: dict[str, Any] = {"num_assistant_tokens": 3, "speculation_loop": "own"}
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9}
+
+
+def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
+    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    monkeypatch.setattr(packages, "_write_package", lambda exported, path, settings: torch.export.save(exported, path))
+    monkeypatch.setattr(packages, "_load_package", load_exported)
+
+
+def load_exported(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    module = torch.export.load(path).module(check_guards=False)
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        outputs = module(*tensors)
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    return run
+
+
+def make_pair() -> Eagle31Drafter:
+    return settle(random_drafter(target_of("llama"), aux_layers=[1, 2, 4]))
+
+
+def settle(drafter: Eagle31Drafter) -> Eagle31Drafter:
+    for name, value in SETTINGS.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
+
+
+def forgotten(drafter: Eagle31Drafter) -> Eagle31Drafter:
+    drafter.require_binding().compiled = None
+    return drafter
+
+
+def write(drafter: Eagle31Drafter | None, seed: int = 0, rows: int = 1, target: Any = None, **how: Any) -> Tensor:
+    target = target or target_of("llama")
+    torch.manual_seed(seed)
+    inputs = left_padded(random_prompts(rows, seed=seed))
+    return target.generate(**inputs, max_new_tokens=40, assistant_model=drafter, **(GREEDY | how))
+
+
+def kinds(drafter: Eagle31Drafter) -> set[str]:
+    made = drafter.require_binding().compiled
+    return set() if made is None else {key.kind for key in made.keys}
+
+
+def kept_files(ending: str) -> list[Path]:
+    return sorted((store.cache_folder() / "graphs").rglob(f"*{ending}"))
+
+
+def failing(failure: Exception) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise failure
+
+    return fail
+
+
+def keep_graphs(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """`folder`, with this pair's graphs for greedy and drawn texts."""
+    patch.setenv(store.CACHE_VARIABLE, str(folder))
+    leave_the_compiler_out(patch)
+    for how in (GREEDY, SAMPLING):
+        assert len(warm_up(make_pair(), tokens=100, **how)) >= 2
+    return folder

@@ -1,0 +1,109 @@
+"""Graphs of pairs too large to hold a copy of their weights each: pieces that are lent the weights write the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kept_pairs import (
+    SAMPLING,
+    forgotten,
+    keep_graphs,
+    kept_files,
+    kinds,
+    leave_the_compiler_out,
+    make_pair,
+    settle,
+    write,
+)
+
+from eagle31_hf.compiled import graphs
+from eagle31_hf.decoding.calibration import store
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from helpers import configured, random_drafter, target_of
+
+
+@pytest.fixture(scope="module")
+def kept_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with this pair's graphs as pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "FROZEN_BYTES", 0)
+        return keep_graphs(tmp_path_factory.mktemp("kept") / "cache", patch)
+
+
+@pytest.fixture
+def lent(kept_pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle31Drafter:
+    """The pair as one too large for graphs that hold its weights, and its graphs as pieces."""
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(graphs, "FROZEN_BYTES", 0)
+    leave_the_compiler_out(monkeypatch)
+    shutil.copytree(kept_pieces, store.cache_folder())
+    return make_pair()
+
+
+def test_pieces_write_the_same_texts(lent: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(3):
+        assert torch.equal(write(lent, seed), write(None, seed))
+    assert kinds(lent) == {"absorb", "chain", "verify", "advance"}
+    assert lent.stats is not None
+    assert lent.stats.fallbacks == []
+    drawn = [write(lent, seed, **SAMPLING) for seed in range(3)]
+    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    with configured(forgotten(lent), acceleration="compile"):
+        assert all(torch.equal(write(lent, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
+
+
+def test_a_layer_is_kept_once(lent: Eagle31Drafter) -> None:
+    """What comes before the layers, one the drafter reads and one it does not, what comes after; and no weights."""
+    (verify,) = (path for path in kept_files(".json") if path.name.startswith("verify"))
+    told = json.loads(verify.read_text())
+    first, *layers, last = (piece for piece, _ in told["calls"])
+    assert len(layers) == len(lent.require_binding().layers)
+    assert len(set(layers)) == 2
+    assert (first, last, len(told["packages"])) == (0, 3, 4)
+    exported = [torch.export.load(verify.parent / name) for name, _ in told["packages"]]
+    assert all(not each.state_dict for each in exported)
+
+
+def test_pieces_serve_weights_that_were_changed(lent: Eagle31Drafter) -> None:
+    """A target that was trained further keeps its graphs, also while they are in use."""
+    target = copy.deepcopy(target_of("llama"))
+    drafter = settle(random_drafter(target, aux_layers=[1, 2, 4]))
+    for weight in (target.model.layers[2].mlp.up_proj.weight, target.lm_head.weight):
+        with torch.no_grad():
+            weight.mul_(-1.5)
+        assert torch.equal(write(drafter, target=target), write(None, target=target))
+        assert "advance" in kinds(drafter)
+
+
+def name_another_weight(told: dict[str, Any]) -> None:
+    """A file that another version has written, say."""
+    for _, sources in told["calls"]:
+        for source in sources:
+            if source[0] in ("weight", "packed"):
+                source[1] = "models.7.weight" if source[0] == "weight" else ["models.7.weight"]
+
+
+def read_a_later_result(told: dict[str, Any]) -> None:
+    told["calls"][0][1][0] = ["result", 99, 0]
+
+
+@pytest.mark.parametrize("break_", [name_another_weight, read_a_later_result])
+def test_pieces_put_together_wrong_are_done_without(
+    lent: Eagle31Drafter, break_: Callable[[dict[str, Any]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in kept_files(".json"):
+        told = json.loads(path.read_text())
+        break_(told)
+        path.write_text(json.dumps(told))
+    with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
+        assert torch.equal(write(lent), write(None))
+    assert not kinds(lent)
+    assert caplog.text.count("a kept graph cannot be used") == 1
