@@ -16,6 +16,8 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.benchmark.memory_peaks import RUNS, AllocatorMeter, PeakRun, StorageMeter, measure_peak
 from eagle31_hf.benchmark.storages import StorageCounter
+from eagle31_hf.compiled.captured import CapturedCode
+from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.memory.cards import measure_card
 from helpers import (
     CONFIGS,
@@ -177,6 +179,31 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
     kinds = {kind for kind, *_ in compiled.keys}
     whole = {"chain": {"chain", "advance"}, "dynamic": {"tree", "advance"}}
     assert kinds & {"chain", "tree", "advance"} == whole.get(shape, set())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+def test_captured_steps_write_the_plain_text(shape: str, rows: int) -> None:
+    """What `acceleration="auto"` does on a card. On the CPU: tests/generation/test_captured_steps.py."""
+    drafter, made = _pair("llama", "cuda"), CapturedCode._record
+    recorded: list[int] = []
+
+    def record(self: CapturedCode, *given: Any) -> Any:
+        recorded.append(len(given))
+        return made(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapturedCode, "_record", record)
+        patch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 1)
+        for seed in range(4):
+            inputs = _inputs(rows, "cuda", seed)
+            plain = _greedy(drafter, inputs)
+            assert torch.equal(_with_drafts(drafter, inputs, plain, **SHAPES[shape]), plain)
+            assert drafter.stats is not None
+            assert drafter.stats.fallbacks == []
+    assert recorded
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def write(drafter: Eagle31Drafter | None, seed: int = 0, rows: int = 1, target: 
     target = target or target_of("llama")
     torch.manual_seed(seed)
     inputs = left_padded(random_prompts(rows, seed=seed))
-    return target.generate(**inputs, max_new_tokens=40, assistant_model=drafter, **(GREEDY | how))
+    return target.generate(**inputs, assistant_model=drafter, **{"max_new_tokens": 40, **GREEDY, **how})
 
 
 def kinds(drafter: Eagle31Drafter) -> set[str]:

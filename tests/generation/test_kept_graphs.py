@@ -161,6 +161,29 @@ def test_nothing_is_compiled_twice(warmed: Eagle31Drafter) -> None:
     assert warm_up(warmed, tokens=100, **GREEDY) == []
 
 
+def test_what_a_benchmark_compiles_is_kept(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("for this process alone")))
+    with configured(pair, acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
+        first = write(pair)
+    kept = kept_files(".json")
+    assert len(kept) == 4
+    monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("it is there")))
+    with configured(forgotten(pair), acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
+        assert torch.equal(write(pair), first)
+    assert "advance" in kinds(pair)
+
+
+def test_what_cannot_be_kept_is_compiled_for_this_process(
+    pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(graphs, "PACKED_BYTES", 10)
+    with configured(pair, acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
+        assert torch.equal(write(pair), write(None))
+    assert "advance" in kinds(pair)
+    assert kept_files(".json") == []
+
+
 def test_every_length_of_rows_is_compiled_for() -> None:
     assert prompt_lengths(100) == [8]
     assert prompt_lengths(600) == [8, 129, 257, 513]

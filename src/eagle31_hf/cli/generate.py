@@ -150,7 +150,7 @@ def _measure(
     )
     console.print()
     if shown.compiled:
-        console.print("Compiling: a minute or two the first time, then inductor's cache on disk has part of it.")
+        console.print("Compiling what no earlier run has left: a minute or two the first time, nothing the second.")
     with progress_bar(console) as (progress, bar):
 
         def show(share: float) -> None:  # between measurements only: drawing while one runs would slow it

@@ -15,22 +15,16 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor
-from torch.utils import _pytree as pytree
 
-from .fixed_cache import FixedShapeCache
-from .graphs import FREEZING, GraphKey, OtherInputsError, Step
-from .piece_program import Code, PieceProgram, bound
+from .flat_steps import Code, FlatStep, ReshapedStep, StepInputs, lend
+from .graphs import FREEZING, GraphKey, Step
+from .piece_program import PieceProgram, bound
 from .repeated_layers import LayerCompiler
-
-Signature = list[tuple[tuple[int, ...], tuple[int, ...], str]]
-"""Shape, strides and dtype of each tensor a graph reads."""
-
-DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 PIECES = {
     "aot_inductor.compile_wrapper_opt_level": "O1",  # it calls kernels, and takes a compiler longest
@@ -40,115 +34,6 @@ PIECES = {
 
 AHEAD_OF_TIME = {**PIECES, **FREEZING}
 """For packages that hold them."""
-
-
-class StepInputs(NamedTuple):
-    """A step's inputs taken apart: their tensors, and how the rest is put together around them.
-
-    Attributes:
-        tensors: of the inputs, then keys and values of each layer, then slots of the running block if it has any.
-        leaves, spec: of all inputs but the cache, as pytree has them; a tensor's leaf is `None`.
-        places: which leaves are tensors.
-    """
-
-    tensors: list[Tensor]
-    leaves: list[Any]
-    spec: Any
-    places: list[int]
-
-    @classmethod
-    def of(cls, inputs: tuple) -> StepInputs:
-        """Of what a step takes, its cache last."""
-        *others, cache = inputs
-        leaves, spec = pytree.tree_flatten(tuple(others))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[place] for place in places] + _buffers(cache)
-        return cls(tensors, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec, places)
-
-    @property
-    def signature(self) -> Signature:
-        """What a package was made for."""
-        return [(tuple(t.shape), t.stride(), str(t.dtype)) for t in self.tensors]
-
-    def fits(self, signature: Signature) -> bool:
-        """Whether a package made for that may read these."""
-        if len(signature) != len(self.tensors):
-            return False
-        return all(
-            tensor.shape == shape and tensor.stride() == stride and DTYPES[dtype] is tensor.dtype
-            for tensor, (shape, stride, dtype) in zip(self.tensors, signature, strict=True)
-        )
-
-
-def _buffers(cache: FixedShapeCache) -> list[Tensor]:
-    held = [buffer for layer in cache.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
-    slots = getattr(cache.block, "slots", None)
-    return held if slots is None else [*held, slots]
-
-
-def _lend(cache: FixedShapeCache, buffers: list[Tensor]) -> None:
-    """What `_buffers` found, put back in."""
-    held = iter(buffers)
-    for layer in cache.layers:
-        if layer.is_initialized:
-            layer.keys, layer.values = next(held), next(held)
-    for slots in held:
-        cache.block.slots = slots
-
-
-class FlatStep(nn.Module):
-    """A step that takes tensors alone and gives tensors alone, as export wants it.
-
-    Args:
-        step: to be exported.
-        inputs: what it takes; the cache among them is lent to it.
-        models: whose weights it reads.
-    """
-
-    def __init__(self, step: Step, inputs: tuple, models: nn.ModuleList):
-        super().__init__()
-        self.step, self.parts, self.cache = step, StepInputs.of(inputs), inputs[-1]
-        self.models = models
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        leaves, (_, kept, spec, places) = iter(tensors), self.parts
-        inputs = list(kept)
-        for place in places:
-            inputs[place] = next(leaves)
-        _lend(self.cache, list(leaves))
-        outputs, _ = pytree.tree_flatten(self.step(*pytree.tree_unflatten(inputs, spec), self.cache))
-        return tuple(output for output in outputs if isinstance(output, Tensor))
-
-
-class PackagedStep:
-    """A loaded package in a step's place.
-
-    Args:
-        package: takes and gives lists of tensors.
-        step: what it was made of; serves the first call, by which the outputs' form is known.
-        signature: what the package was made for.
-    """
-
-    def __init__(self, package: Code, step: Step, signature: Signature):
-        self.package, self.step, self.signature = package, step, signature
-        self._form: tuple[list[Any], Any] | None = None
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Raises `OtherInputsError` for inputs that the package was not made for."""
-        parts = StepInputs.of(inputs)
-        if not parts.fits(self.signature):
-            raise OtherInputsError("the kept graph was made for inputs of other shapes, strides or precisions")
-        with torch.no_grad():
-            tensors = iter(self.package(parts.tensors))
-            if self._form is None:
-                outputs, spec = pytree.tree_flatten(self.step(*inputs))
-                self._form = [_NoTensor if isinstance(each, Tensor) else each for each in outputs], spec
-        leaves, spec = self._form
-        return pytree.tree_unflatten([next(tensors) if leaf is _NoTensor else leaf for leaf in leaves], spec)
-
-
-class _NoTensor:
-    """Where a tensor belongs."""
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -175,7 +60,7 @@ class GraphPackages:
         except OSError:
             return frozenset()
 
-    def load(self, key: GraphKey, step: Step) -> PackagedStep:
+    def load(self, key: GraphKey, step: Step) -> ReshapedStep:
         """The graph of `key` in the place of `step`.
 
         Raises:
@@ -191,7 +76,7 @@ class GraphPackages:
             packed = None if self.compiler is None else self.compiler.weights
             code = bound(codes, told["calls"], told["outputs"], _tensors_by_name(self.models), packed)
         signature = [(tuple(shape), tuple(stride), dtype) for shape, stride, dtype in told["signature"]]
-        return PackagedStep(code, step, signature)
+        return ReshapedStep(code, step, signature)
 
     def _load_whole(self, name: str, size: int) -> Code:
         package = self.folder / Path(name).name
@@ -199,7 +84,7 @@ class GraphPackages:
             raise ValueError("it is only a part of one")
         return _load_package(package)
 
-    def compile(self, key: GraphKey, step: Step, inputs: tuple) -> PackagedStep:
+    def compile(self, key: GraphKey, step: Step, inputs: tuple) -> ReshapedStep:
         """Compile `step` and keep it, which takes a CPU a minute or so.
 
         Raises:
@@ -265,7 +150,7 @@ def _export(flat: FlatStep, inputs: tuple) -> torch.export.ExportedProgram:
         with torch.no_grad():
             return torch.export.export(flat, tuple(t.clone() for t in flat.parts.tensors), strict=False)
     finally:
-        _lend(inputs[-1], flat.parts.tensors[len(flat.parts.places) :])  # tracing has left tensors of its own in it
+        lend(inputs[-1], flat.parts.tensors[len(flat.parts.places) :])  # tracing has left tensors of its own in it
 
 
 def _export_piece(piece: fx.GraphModule) -> torch.export.ExportedProgram:

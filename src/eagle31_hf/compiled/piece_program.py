@@ -7,16 +7,15 @@ result of an earlier call. So nothing on disk grows with the weights, or belongs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from .flat_steps import Code
 from .packed_weights import PackedInput, PackedWeights
 from .repeated_layers import LayerCompiler, distinct
-
-Code = Callable[[list[Tensor]], list[Tensor]]
 
 Source = list[Any]
 """Where a tensor comes from: `["weight", name]`, `["packed", [name, ...], rows]`, `["constant", values, dtype]`,

@@ -1,7 +1,7 @@
-"""`acceleration="auto"`: graphs where an earlier `eagle31 warmup` has left them for this pair, versions and machine.
+"""`acceleration="auto"`: on a GPU captured graphs, on a CPU those that an earlier `eagle31 warmup` has left.
 
-Whether a generation is computed by them is decided before it begins and by what lies in the folder then, so nothing
-about a text depends on how long anything took. Nothing is compiled while somebody waits for a token.
+Whether a generation is computed by them is decided before it begins, by its length and by what lies in the folder then,
+so nothing about a text depends on how long anything took. Nothing is compiled while somebody waits for a token.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..compiled.captured import CAPTURES, CapturesSteps
+from ..compiled.flat_steps import StepInputs
 from ..compiled.graphs import PACKED_BYTES, CompilesAtOnce, GraphKey, GraphMaker, Graphs, Step
-from ..compiled.packages import GraphPackages, StepInputs, name_of, prefix_of
+from ..compiled.packages import GraphPackages, name_of, prefix_of
 from ..compiled.round_graphs import RoundGraph
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
@@ -79,12 +81,19 @@ class CompilesAhead:
         return compiled
 
 
-def graph_maker(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> GraphMaker | None:
+FEWEST_CAPTURED_TOKENS = 48
+"""New tokens from which on a generation's steps are captured, which takes about as long as half a dozen rounds."""
+
+
+def graph_maker(
+    drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing, *, new_tokens: int
+) -> GraphMaker | None:
     """Where a generation's graphs come from, by the drafter's `acceleration`; `None` if it is to be eager.
 
     Args:
         requested: what is drafted where rounds are computed by graphs.
         processing: the call's.
+        new_tokens: that a row may get.
     """
     asked, binding = drafter.generation_config.acceleration, drafter.require_binding()
     if asked != "eager" and binding.ahead is not None:
@@ -93,6 +102,10 @@ def graph_maker(drafter: Eagle31Drafter, requested: RequestedDraft, processing: 
         return CompilesAtOnce()
     if asked != "auto" or not _suits(drafter, requested, processing):
         return None
+    capture = CAPTURES.get(binding.head_device.type)
+    if capture is not None:
+        pays = new_tokens >= FEWEST_CAPTURED_TOKENS and drafter.generation_config.stored_cache_type == "full"
+        return CapturesSteps(capture) if pays and not Graphs.of(drafter).disabled_reason else None
     packages = kept_packages(drafter)
     names = frozenset() if packages is None else packages.names()
     if requested.sampled:

@@ -93,7 +93,8 @@ def requested_draft(call: Call) -> tuple[RequestedDraft, GraphMaker | None]:
     `None`: rounds are eager.
     """
     by_graphs = _requested(call, compiled=True)
-    maker = graph_maker(call.drafter, by_graphs, call.processing)
+    new_tokens = call.rules.max_length - call.input_ids.shape[1]
+    maker = graph_maker(call.drafter, by_graphs, call.processing, new_tokens=new_tokens)
     return (_requested(call, compiled=False), None) if maker is None else (by_graphs, maker)
 
 

@@ -1,0 +1,134 @@
+"""Graphs without a compiler: what a step launches is recorded once, in the time of two eager runs, and replayed.
+
+A recording reads and writes the very memory it was made with. So small inputs are copied into tensors of its own before
+each replay, keys and values are those of the running generation, and a generation that brings other ones is recorded
+anew, which a few replays win back. What is computed is what eager code computes.
+
+Only a CUDA device records launches. The tests let a CPU run the step again where a card would replay it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .fixed_cache import FixedShapeCache, RunningBlock
+from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
+from .graphs import GraphKey, Step
+
+
+class Recording(NamedTuple):
+    """What was captured: `replay` computes `outputs` again, in place."""
+
+    replay: Callable[[], None]
+    outputs: Sequence[Tensor]
+
+
+Capture = Callable[[Callable[[], Sequence[Tensor]]], Recording]
+"""Records what a function without arguments launches."""
+
+
+def capture_on_cuda(run: Callable[[], Sequence[Tensor]]) -> Recording:
+    """By a CUDA graph. Other threads may go on using the device."""
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        run()  # libraries set themselves up, which must not be recorded
+    here.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = run()
+    return Recording(graph.replay, outputs)
+
+
+CAPTURES: dict[str, Capture] = {"cuda": capture_on_cuda}
+"""By type of device."""
+
+
+@dataclass(frozen=True)
+class CapturesSteps:
+    """A `GraphMaker` that compiles nothing.
+
+    Args:
+        capture: of the device at hand.
+    """
+
+    capture: Capture
+    traces, failure = False, "capturing failed"
+
+    def can_make(self, key: GraphKey) -> bool:
+        return True
+
+    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        return ReshapedStep(CapturedCode(step, inputs, self.capture), step, StepInputs.of(inputs).signature)
+
+
+MOST_RECORDINGS = 4
+"""Of one step, each for one cache: so many threads may write by it without recording it over and over."""
+
+
+class CapturedCode:
+    """A step as `Code`, recorded for each cache it is called with.
+
+    Args:
+        step: to be recorded.
+        inputs: what it takes; say how tensors are put together to inputs.
+    """
+
+    def __init__(self, step: Step, inputs: tuple, capture: Capture):
+        parts = StepInputs.of(inputs)
+        held = sum(2 for layer in inputs[-1].layers if layer.is_initialized)
+        self._lent = slice(parts.num_own, parts.num_own + held)  # keys and values among the tensors
+        self._flat = FlatStep(step, (*inputs[:-1], _stand_in(inputs[-1])), nn.ModuleList())
+        self._flat.parts.tensors.clear()  # they are nobody's to keep
+        self._capture = capture
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}  # by where keys and values lie
+        self._lock = threading.Lock()
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        lent = tensors[self._lent]
+        small = tensors[: self._lent.start] + tensors[self._lent.stop :]
+        place = tuple(tensor.data_ptr() for tensor in lent)
+        with self._lock:
+            if place not in self._recorded:
+                if len(self._recorded) == MOST_RECORDINGS:
+                    del self._recorded[next(iter(self._recorded))]  # the oldest
+                self._recorded[place] = self._record(small, lent)
+            own, recording = self._recorded[place]
+            if own:
+                torch._foreach_copy_(own, small)
+            recording.replay()
+            return [output.clone() for output in recording.outputs]
+
+    def _record(self, small: Sequence[Tensor], lent: Sequence[Tensor]) -> _Recorded:
+        own, start = [tensor.clone() for tensor in small], self._lent.start
+        tensors = [*own[:start], *lent, *own[start:]]
+        try:
+            return _Recorded(own, self._capture(lambda: self._flat(*tensors)))
+        finally:
+            lend(self._flat.cache, [torch.empty(0)] * (len(tensors) - start))  # keys and values go with their text
+
+
+class _Recorded(NamedTuple):
+    own: list[Tensor]  # what is read beside keys and values
+    recording: Recording
+
+
+def _stand_in(cache: FixedShapeCache) -> FixedShapeCache:
+    """A cache of the same form that holds what it is lent, so that `cache` may go."""
+    own = copy.copy(cache)
+    own.block = RunningBlock()
+    if hasattr(cache.block, "slots"):
+        own.block.slots = torch.empty(0)
+    own.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in own.layers:
+        layer.block = own.block
+        if layer.is_initialized:
+            layer.keys = layer.values = torch.empty(0)
+    return own

@@ -1,0 +1,135 @@
+"""Steps as functions from tensors to tensors: what exporting and capturing want, and what their code is called by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .fixed_cache import FixedShapeCache
+from .graphs import OtherInputsError, Step
+
+Code = Callable[[list[Tensor]], list[Tensor]]
+
+Signature = list[tuple[tuple[int, ...], tuple[int, ...], str]]
+"""Shape, strides and dtype of each tensor a graph reads."""
+
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class StepInputs(NamedTuple):
+    """A step's inputs taken apart: their tensors, and how the rest is put together around them.
+
+    Attributes:
+        tensors: of the inputs, then keys and values of each layer, then slots of the running block if it has any.
+        leaves, spec: of all inputs but the cache, as pytree has them; a tensor's leaf is `None`.
+        places: which leaves are tensors.
+    """
+
+    tensors: list[Tensor]
+    leaves: list[Any]
+    spec: Any
+    places: list[int]
+
+    @classmethod
+    def of(cls, inputs: tuple) -> StepInputs:
+        """Of what a step takes, its cache last."""
+        *others, cache = inputs
+        leaves, spec = pytree.tree_flatten(tuple(others))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[place] for place in places] + buffers_of(cache)
+        return cls(tensors, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec, places)
+
+    @property
+    def num_own(self) -> int:
+        """How many of the tensors, at the beginning, are not the cache's."""
+        return len(self.places)
+
+    @property
+    def signature(self) -> Signature:
+        """What code for these is made for."""
+        return [(tuple(t.shape), t.stride(), str(t.dtype)) for t in self.tensors]
+
+    def fits(self, signature: Signature) -> bool:
+        """Whether code made for that may read these."""
+        if len(signature) != len(self.tensors):
+            return False
+        return all(
+            tensor.shape == shape and tensor.stride() == stride and DTYPES[dtype] is tensor.dtype
+            for tensor, (shape, stride, dtype) in zip(self.tensors, signature, strict=True)
+        )
+
+
+def buffers_of(cache: FixedShapeCache) -> list[Tensor]:
+    """Keys and values of each layer, then the slots of the running block if there are any."""
+    held = [buffer for layer in cache.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+    slots = getattr(cache.block, "slots", None)
+    return held if slots is None else [*held, slots]
+
+
+def lend(cache: FixedShapeCache, buffers: list[Tensor]) -> None:
+    """Put in what `buffers_of` found, or other tensors in their places."""
+    held = iter(buffers)
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = next(held), next(held)
+    for slots in held:
+        cache.block.slots = slots
+
+
+class FlatStep(nn.Module):
+    """A step that takes tensors alone and gives tensors alone, as exporting and capturing want it.
+
+    Args:
+        step: what is computed.
+        inputs: what it takes; the cache among them is lent to it.
+        models: whose weights it reads.
+    """
+
+    def __init__(self, step: Step, inputs: tuple, models: nn.ModuleList):
+        super().__init__()
+        self.step, self.parts, self.cache = step, StepInputs.of(inputs), inputs[-1]
+        self.models = models
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves, (_, kept, spec, places) = iter(tensors), self.parts
+        inputs = list(kept)
+        for place in places:
+            inputs[place] = next(leaves)
+        lend(self.cache, list(leaves))
+        outputs, _ = pytree.tree_flatten(self.step(*pytree.tree_unflatten(inputs, spec), self.cache))
+        return tuple(output for output in outputs if isinstance(output, Tensor))
+
+
+class ReshapedStep:
+    """Code that knows tensors alone, in a step's place.
+
+    Args:
+        code: takes and gives lists of tensors.
+        step: what it was made of; serves the first call, by which the outputs' form is known.
+        signature: what the code was made for.
+    """
+
+    def __init__(self, code: Code, step: Step, signature: Signature):
+        self.code, self.step, self.signature = code, step, signature
+        self._form: tuple[list[Any], Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Raises `OtherInputsError` for inputs that the code was not made for."""
+        parts = StepInputs.of(inputs)
+        if not parts.fits(self.signature):
+            raise OtherInputsError("the graph was made for inputs of other shapes, strides or precisions")
+        with torch.no_grad():
+            tensors = iter(self.code(parts.tensors))
+            if self._form is None:
+                outputs, spec = pytree.tree_flatten(self.step(*inputs))
+                self._form = [_NoTensor if isinstance(each, Tensor) else each for each in outputs], spec
+        leaves, spec = self._form
+        return pytree.tree_unflatten([next(tensors) if leaf is _NoTensor else leaf for leaf in leaves], spec)
+
+
+class _NoTensor:
+    """Where a tensor belongs."""

@@ -1,0 +1,165 @@
+"""`acceleration="auto"` on a device that records launches: the plain text, from memory that stays where it is.
+
+A CPU records nothing, so here a replay runs the step again on the very tensors it was recorded with, and puts the
+outputs where the recorded ones were: what a card does, without the card.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from kept_pairs import GREEDY, SAMPLING, failing, forgotten, kinds, make_pair, write
+from torch import Tensor
+
+from eagle31_hf.compiled import captured, graphs, shapes
+from eagle31_hf.compiled.captured import Recording
+from eagle31_hf.decoding import draft_backoff, kept_graphs
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from helpers import configured
+
+
+class Recorder:
+    """Counts what is recorded and replayed."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+        self.recorded += 1
+        run()
+        outputs = list(run())
+
+        def replay() -> None:
+            self.replayed += 1
+            for place, fresh in enumerate(run()):
+                if 0 in outputs[place].stride():  # expanded: all its elements share memory
+                    outputs[place] = fresh
+                else:
+                    outputs[place].copy_(fresh)
+
+        return Recording(replay, outputs)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setitem(captured.CAPTURES, "cpu", made)
+    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
+    monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
+    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("auto compiles nothing")))
+    return made
+
+
+@pytest.fixture
+def pair() -> Eagle31Drafter:
+    return make_pair()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_plain_text(rows: int, pair: Eagle31Drafter, recorder: Recorder) -> None:
+    for seed in range(3):
+        assert torch.equal(write(pair, seed, rows), write(None, seed, rows))
+    assert kinds(pair) == {"absorb", "chain", "verify", "advance"}
+    assert pair.stats is not None
+    assert pair.stats.fallbacks == []
+    assert recorder.replayed > 20
+
+
+def test_drawn_texts_are_those_of_graphs_made_at_once(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which have the target's distribution (tests/contract): the same numbers draw the same tokens."""
+    drawn = [write(pair, seed, **SAMPLING) for seed in range(4)]
+    assert recorder.replayed
+    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    with configured(forgotten(pair), acceleration="compile"):
+        assert all(torch.equal(write(pair, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
+    assert len(set(map(str, drawn))) == 4
+
+
+def test_trees(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    with configured(pair, draft_top_k=2, draft_tree_size=6):
+        assert torch.equal(write(pair), write(None))
+    assert "advance" in kinds(pair)
+    assert recorder.replayed
+
+
+def test_a_step_is_recorded_once_in_a_generation(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    write(pair, 0)
+    first = recorder.recorded
+    assert first <= 2 * len(kinds(pair))
+    write(pair, 1)
+    assert recorder.recorded <= 2 * first, "for the other cache, and no more"
+    assert recorder.replayed >= 5 * recorder.recorded
+
+
+def test_threads_share_recordings(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    plain = [write(None, seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda seed: write(pair, seed), range(4)))
+    assert all(map(torch.equal, texts, plain))
+    assert recorder.replayed
+
+
+def test_keys_and_values_of_a_text_that_has_ended_are_let_go(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    record = captured.CapturedCode._record
+
+    def record_and_see(self: Any, small: Sequence[Tensor], lent: Sequence[Tensor]) -> Any:
+        seen.extend(weakref.ref(tensor) for tensor in lent)
+        return record(self, small, lent)
+
+    # A card's replay holds no tensors; the stand-in for it does.
+    class Forgetful(Recorder):
+        def __call__(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+            return Recording(lambda: None, [output.clone() for output in run()])
+
+    gc.collect()
+    monkeypatch.setitem(captured.CAPTURES, "cpu", Forgetful())
+    monkeypatch.setattr(captured.CapturedCode, "_record", record_and_see)
+    write(pair, max_new_tokens=20)
+    gc.collect()
+    assert seen
+    assert not any(tensor() is not None for tensor in seen)
+
+
+def test_short_texts_are_not_worth_recording(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    assert torch.equal(write(pair, max_new_tokens=9), write(None, max_new_tokens=9))
+    assert not recorder.recorded
+
+
+def test_a_device_that_cannot_record(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(captured.CAPTURES, "cpu", failing(RuntimeError("operation not permitted when capturing")))
+    assert torch.equal(write(pair), write(None))
+    assert pair.stats is not None
+    assert "operation not permitted" in pair.stats.fallbacks[0]
+    assert torch.equal(write(pair, 1), write(None, 1))
+    assert caplog.text.count("capturing failed") == 1, "said once"
+
+
+def test_a_recording_that_is_wrong_is_given_up(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record_wrong(run: Callable[[], Sequence[Tensor]]) -> Recording:
+        return Recording(lambda: None, [out.flip(-1) if out.is_floating_point() else out for out in run()])
+
+    monkeypatch.setitem(captured.CAPTURES, "cpu", record_wrong)
+    assert torch.equal(write(pair), write(None))
+    assert not kinds(pair)
+
+
+def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    with configured(pair, cache_type="int8"):
+        write(pair, **GREEDY)
+    assert not recorder.recorded
