@@ -36,7 +36,8 @@ def test_figures_from_before_records_stand_in_the_history_they_link_to(page):
 def test_records_say_how_they_were_made(record):
     facts = json.loads(record.read_text(encoding="utf-8"))
     assert {"command", "written", "commit", "torch", "transformers", "python", "processor"} <= facts.keys()
-    assert re.fullmatch("[0-9a-f]{12}", facts["commit"]), "made from a checkout with changes, or from none"
+    assert re.fullmatch(r"[0-9a-f]{12}\+?", facts["commit"]), "made from no checkout"
+    assert facts["commit"].endswith("+") == bool(facts.get("changes")), "what had changed is not told"
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Records on disk: whole turns, files that break off, runs that are taken up again."""
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.benchmark.calls import CallRecord, Drafting, TextPart, Verdict
+from eagle31_hf.benchmark.provenance import checkout_of
 from eagle31_hf.benchmark.record_file import RecordFileError, RecordWriter, differences, read_records
 from eagle31_hf.stats import variation, windows
 
@@ -134,3 +136,20 @@ def test_variation_of_equal_values_is_none():
     assert variation([2.0, 2.0]) == 0
     assert variation([1.0, 3.0]) == pytest.approx(0.5)
     assert variation([1.0]) is None
+
+
+def test_records_tell_the_commit_and_what_has_changed_since(tmp_path):
+    package = tmp_path / "src" / "package"
+    (package / "benchmark").mkdir(parents=True)
+    (package / "benchmark" / "provenance.py").write_text("x = 1\n")
+    (package / "other.py").write_text("y = 1\n")
+    assert checkout_of(package / "benchmark") == ("", [])
+    for arguments in (["init", "-q"], ["add", "."], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "c"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    commit, changes = checkout_of(package / "benchmark")
+    assert len(commit) == 12
+    assert changes == []
+    (tmp_path / "notes.txt").write_text("not of the package")
+    assert checkout_of(package / "benchmark") == (commit, [])
+    (package / "other.py").write_text("y = 2\n")
+    assert checkout_of(package / "benchmark") == (f"{commit}+", ["src/package/other.py"])

@@ -26,8 +26,7 @@ MUST_AGREE = ("machine.device", "machine.processor", "machine.threads", "pair.ta
 
 
 PROCESSES_DIFFER = 0.05
-"""Share by which speedups of one code differ from process to process: up to 4.4 % was measured (docs/records/run-a.json
-and run-b.json)."""
+"""Share by which speedups of one code differ from process to process: up to 4.4 % was measured."""
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,12 @@ def run_facts(
 
 
 def software() -> dict[str, Any]:
-    """Versions, and the commit of the package's source where that is a checkout."""
+    """Versions, and the commit of the package's source where that is a checkout, with what has changed since."""
+    commit, changes = checkout_of(Path(__file__).parent)
     return {
         "eagle31_hf": version("eagle31-hf"),
-        "commit": commit_of(Path(__file__).parent),
+        "commit": commit,
+        **({"changes": changes} if changes else {}),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -59,22 +61,25 @@ def origin() -> dict[str, Any]:
     }
 
 
-def commit_of(folder: Path) -> str:
-    """Short commit of the checkout `folder` is in, `+` behind it where source differs from it; empty if there is none.
+def checkout_of(folder: Path) -> tuple[str, list[str]]:
+    """Short commit of the checkout `folder` is in, and which files of the package differ from it; empty without one.
+
+    Where files differ, a `+` stands behind the commit.
 
     Only a checkout that tracks the folder counts: a package installed into some project's tree is not that project.
     """
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        return done.stdout.rstrip() if done.returncode == 0 else ""
 
     try:
         if not git("ls-files", "--error-unmatch", "provenance.py"):
-            return ""
-        return git("rev-parse", "--short=12", "HEAD") + "+" * bool(git("status", "--porcelain", "--", ".."))
+            return "", []
+        changes = [line[3:] for line in git("status", "--porcelain", "--", "..").splitlines()]
+        return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changes), changes
     except (OSError, subprocess.TimeoutExpired):
-        return ""
+        return "", []
 
 
 def machine(binding: TargetBinding) -> dict[str, Any]:
