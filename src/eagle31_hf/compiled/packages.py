@@ -150,7 +150,7 @@ def _export(flat: FlatStep, inputs: tuple) -> torch.export.ExportedProgram:
         with torch.no_grad():
             return torch.export.export(flat, tuple(t.clone() for t in flat.parts.tensors), strict=False)
     finally:
-        lend(inputs[-1], flat.parts.tensors[len(flat.parts.places) :])  # tracing has left tensors of its own in it
+        lend(inputs[-1], flat.parts.tensors[flat.parts.num_own :])  # tracing has left tensors of its own in it
 
 
 def _export_piece(piece: fx.GraphModule) -> torch.export.ExportedProgram:

@@ -2,7 +2,7 @@
 
 An exported step is cut where decoder layers begin and end (`repeated_layers`). What is kept on disk is the code of each
 piece and, as plain data, which call reads what: a weight by its name, weights packed together, an input of the step, a
-result of an earlier call. So nothing on disk grows with the weights, or belongs to their values.
+result of an earlier call, a small constant of the code. So nothing on disk grows with the weights or is one of them.
 """
 
 from __future__ import annotations
