@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Generator
+from weakref import WeakSet
 
 import pytest
 from hypothesis import settings
 
 from eagle31_hf.cli.processor import avoid_unusable_tiles
-from eagle31_hf.decoding.calibration.store import CACHE_VARIABLE
+from eagle31_hf.decoding.calibration.store import CACHE_VARIABLE, cache_folder
+from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.target.binding import TargetBinding
 from helpers import SHARED
 from hub_stand_in import hub
 
@@ -47,6 +52,24 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("eagle31-cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_learnt_before(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
+    """What pairs that many tests share learnt in one of them decides nothing in the next: workers run any order."""
+    met: WeakSet[TargetBinding] = WeakSet()
+    history_of = PairHistory.of
+
+    def of(drafter: Eagle31Drafter) -> PairHistory:
+        binding = drafter.require_binding()
+        if binding not in met:
+            met.add(binding)
+            binding.history = None
+        return history_of(drafter)
+
+    monkeypatch.setattr(PairHistory, "of", of)
+    yield
+    shutil.rmtree(cache_folder() / "calibrations", ignore_errors=True)
 
 
 @pytest.fixture
