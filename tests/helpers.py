@@ -24,11 +24,12 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import graphs, shapes
-from eagle31_hf.decoding import decoder
+from eagle31_hf.decoding import decoder, kept_graphs
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.draft_policy import DraftPlan, RoundState, RoundStats
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
+from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation import own_loop
 from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
 from eagle31_hf.target.binding import TargetBinding
@@ -145,6 +146,8 @@ def use_fixed_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that compiling needs (buckets, padding, fixed buffers), without the compiler and with buckets that fill."""
     monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
     monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
+    nothing_is_kept = mock.Mock(side_effect=ConfigurationError("what is kept would be compiled"))
+    monkeypatch.setattr(kept_graphs, "compiling_ahead", nothing_is_kept)
 
 
 @contextmanager
