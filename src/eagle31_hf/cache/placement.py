@@ -109,7 +109,7 @@ class Placement:
     def check(self, key_states: Tensor) -> None:
         """Raise an `UnsupportedGenerationError` unless keys `(B, heads, T, D)` are those of the placed tokens."""
         batch_size, _, num_tokens, _ = key_states.shape
-        if num_tokens != self.num_tokens or batch_size != self.batch_size:
+        if num_tokens != self.num_tokens or batch_size != len(self.lengths):
             placed = f"{self.batch_size} rows of {self.num_tokens} tokens" if self.num_tokens else "nothing"
             raise UnsupportedGenerationError(
                 f"a forward wrote {batch_size} rows of {num_tokens} tokens, but {placed} had been placed; call "

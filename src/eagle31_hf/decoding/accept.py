@@ -36,7 +36,8 @@ class Acceptor:
             logits: the target's `(B, N, V)`.
             batch: the rows.
         """
-        if tree.proposal is None and self.goes_by_level:  # rejection sampling looks at every node
+        is_bare = tree.size == 1 and self.processing.scores_only  # nowhere to go: every node is the root
+        if tree.proposal is None and self.goes_by_level and not is_bare:  # rejection sampling looks at every node
             return self._accept_by_level(tree, logits, batch)
         scores = self._score_all_nodes(tree, logits, batch)
         return Accepted(tree, self._accept(tree, scores, batch.live), scores)

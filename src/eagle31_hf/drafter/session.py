@@ -18,6 +18,7 @@ from torch import Tensor
 from ..cache import SpeculativeCache
 from .drafter import Eagle31Drafter
 from .reach import attention_window, layer_windows, warn_of_length
+from .unread import UnreadPositions
 
 
 class NextTokenProbs(NamedTuple):
@@ -83,7 +84,7 @@ class DraftSession:
         )
         self._root: DraftState | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None  # (B, depths, d) from the present lengths on
-        self._unread: list[tuple[Tensor, Tensor]] = []  # arguments of `absorb` that were put off
+        self._unread = UnreadPositions(min(MOST_UNREAD, self.cache.block))  # arguments of `absorb` that were put off
         self._depths: list[int] = []  # of the draft's positions that were stepped over
         self._trained_length = drafter.config.max_position_embeddings
 
@@ -107,8 +108,7 @@ class DraftSession:
             counts: valid positions per row, first come; a row with 0 keeps its state.
             read: what stands in for `read` of this session.
         """
-        if self._unread:
-            self.catch_up()
+        self.catch_up()
         self._absorb(tokens, aux, counts, read=read)
 
     def put_off(self, tokens: Tensor, aux: Tensor) -> None:
@@ -118,16 +118,18 @@ class DraftSession:
         Args:
             tokens, aux: as `absorb` takes them; all positions of all rows are valid.
         """
-        waiting = sum(before.shape[1] for before, _ in self._unread)
-        if waiting + tokens.shape[1] > min(MOST_UNREAD, self.cache.block):
+        rows, width = tokens.shape
+        if width > self._unread.room:
+            return self.absorb(tokens, aux, [width] * rows)
+        if not self._unread.fits(width):
             self.catch_up()
-        self._unread.append((tokens, aux))
+        self._unread.add(tokens, aux)
 
     def catch_up(self) -> None:
         """Absorb what was put off."""
-        if not self._unread:
+        if not self._unread.count:
             return
-        tokens, aux = (torch.cat(parts, 1) for parts in zip(*self._unread, strict=True))
+        tokens, aux = self._unread.waiting
         self._absorb(tokens, aux, [tokens.shape[1]] * tokens.shape[0])
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
 

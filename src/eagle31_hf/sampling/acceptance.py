@@ -76,6 +76,8 @@ def accept_sampled_target(
 
 
 def _follow_chain(tree: DraftTree, target_choice: Tensor) -> Acceptance:
+    if tree.size == 1:
+        return chain_acceptance(tree, tree.depths[:, 0], target_choice[:, 0])
     return chain_acceptance(tree, *match_prefix(tree.tokens, target_choice))
 
 

@@ -242,4 +242,5 @@ def _module_device(module: nn.Module) -> torch.device:
     hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if hook_device is not None:
         return torch.device(hook_device)
-    return next(module.parameters()).device
+    weight = getattr(module, "weight", None)  # at once where there is one: this is asked in every round
+    return weight.device if isinstance(weight, Tensor) else next(module.parameters()).device

@@ -1,0 +1,48 @@
+"""What is put off is read as if it had been read at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf.drafter.session import MOST_UNREAD, DraftSession
+from eagle31_hf.drafter.unread import UnreadPositions
+from helpers import VOCABULARY, drafter_of, seeded
+
+
+def positions(rows: int, count: int) -> tuple[Tensor, Tensor]:
+    drafter = drafter_of("llama")
+    width = len(drafter.require_binding().aux_layers) * drafter.config.target_hidden_size
+    with seeded(0):
+        return torch.randint(3, VOCABULARY, (rows, count)), torch.randn(rows, count, width)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("block", [16, 200])
+@torch.no_grad()
+def test_parts_that_were_put_off_are_read_in_order(rows: int, block: int) -> None:
+    """Single tokens, a part that is wider than there is room for, and more of them than may wait."""
+    parts = [1, 1, 5, MOST_UNREAD + 3, 1, 2, *[1] * MOST_UNREAD, 1]
+    tokens, aux = positions(rows, sum(parts))
+    at_once, later = (DraftSession(drafter_of("llama"), batch_size=rows, capacity=256, block=block) for _ in range(2))
+    at_once.absorb(tokens, aux, [sum(parts)] * rows)
+    start = 0
+    for width in parts:
+        later.put_off(tokens[:, start : start + width], aux[:, start : start + width])
+        start += width
+    later.catch_up()
+    assert later.cache.lengths == at_once.cache.lengths
+    torch.testing.assert_close(later.root.logits, at_once.root.logits)
+    torch.testing.assert_close(later.root.feedback, at_once.root.feedback)
+
+
+def test_buffers_follow_the_rows() -> None:
+    unread = UnreadPositions(room=4)
+    for rows in (2, 1, 1):
+        tokens, aux = positions(rows, 3)
+        unread.add(tokens[:, :1], aux[:, :1])
+        unread.add(tokens[:, 1:], aux[:, 1:])
+        assert not unread.fits(2)
+        assert all(map(torch.equal, unread.waiting, (tokens, aux)))
+        unread.clear()
