@@ -17,7 +17,6 @@ from typing import Any
 
 from eagle31_hf.decoding.adaptive.controller import DraftController, Source
 from eagle31_hf.decoding.adaptive.costs import RoundCosts, RoundTable
-from eagle31_hf.decoding.adaptive.guard import GuardState
 from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule, LengthSchedule
 
 LONGEST = 12
@@ -148,13 +147,8 @@ def write(
         on_event=lambda what, why: events.append((what, why)),
         **settings,
     )
-    at, seconds, rounds, unread = 0, 0.0, [], 0
+    at, seconds, rounds = 0, 0.0, []
     while at < len(trace):
-        if controller.guard.state is GuardState.TRYING and unread and "reading_s" in settings:
-            seconds += settings["reading_s"]
-            recent = [trace.right[t] > 0 for t in range(at - unread, at)][-16:]
-            controller.record_reading(sum(recent), len(recent))
-            unread = 0
         decision = controller.decide()
         depth = decision.depth if decision.source is Source.DRAFTER else 0
         depth = trace.drafted(at, depth, decision.min_confidence) if depth else 0
@@ -163,7 +157,6 @@ def write(
         seconds += table.speculative_s[depth]
         controller.record(decision, depth, [accepted])
         at += accepted + 1
-        unread = 0 if depth else unread + 1
     return Written(seconds, tuple(rounds), tuple(events))
 
 

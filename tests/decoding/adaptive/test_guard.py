@@ -68,19 +68,6 @@ def test_what_was_won_makes_the_next_rest_short_again() -> None:
     assert rested == SHORTEST_REST
 
 
-def test_reading_without_a_draft_makes_a_rest_go_on() -> None:
-    guard = CollapseGuard(0.7, 0.1, starts_resting=True)
-    lengths = []
-    for _ in range(5):
-        rested = 0
-        while guard.rests:
-            guard.record_rest(1)
-            rested += 1
-        lengths.append(rested)
-        assert guard.give_up_trial() is GuardState.RESTING
-    assert lengths == [REST_BOUNDS[1], SHORTEST_REST, 16, 30, 30]
-
-
 @given(st.lists(st.tuples(st.floats(-3, 12), st.floats(0.1, 5)), max_size=200), st.floats(0.01, 5))
 def test_no_rest_is_longer_than_its_bound(rounds: list[tuple[float, float]], trial_loss: float) -> None:
     guard, resting = CollapseGuard(trial_loss), 0

@@ -31,16 +31,14 @@ from eagle31_hf.decoding.adaptive.schedules import ConstantSchedule, HeuristicSc
 MACHINES = tuple(COSTS)
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["drafts to try", "reads before a trial"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("machine", MACHINES)
-def test_close_to_the_best_in_hindsight(machine: str, kind: str, reads: bool) -> None:
+def test_close_to_the_best_in_hindsight(machine: str, kind: str) -> None:
     costs = COSTS[machine]
-    settings = {"reading_s": costs.absorb_s} if reads else {}
     spent = best = oracle = 0.0
     for seed in range(2):
         trace = synthetic(kind, 1500, seed)
-        spent += write(trace, costs, **settings).seconds
+        spent += write(trace, costs).seconds
         best += best_fixed_s(trace, costs)
         oracle += oracle_s(trace, costs)
     assert spent <= 1.05 * best
@@ -90,7 +88,7 @@ def test_the_guard_keeps_every_schedule_near_plain_decoding(machine: str, schedu
     costs = COSTS[machine]
     for kind in ("never", "bad", "collapsing"):
         trace = synthetic(kind, 1500)
-        assert write(trace, costs, make, reading_s=costs.absorb_s).seconds <= 1.03 * fixed_s(trace, costs, 0), kind
+        assert write(trace, costs, make).seconds <= 1.03 * fixed_s(trace, costs, 0), kind
 
 
 @given(hits=st.lists(st.booleans(), min_size=50, max_size=300), machine=st.sampled_from(MACHINES))
@@ -101,17 +99,15 @@ def test_no_text_makes_it_much_slower_than_plain(hits: list[bool], machine: str)
     assert write(trace, costs).seconds <= 1.06 * plain_s + 5 * costs.rounds(1).plain_s
 
 
-@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_comes_back_within_64_tokens(machine: str, reads: bool) -> None:
+def test_comes_back_within_64_tokens(machine: str) -> None:
     """Good, then a stretch in which nothing is right, then good again: the speed of before is there 64 tokens later."""
     costs = COSTS[machine]
     away, back, end = 400, 1000, 2000
-    settings = {"reading_s": costs.absorb_s} if reads else {}
     before = after = 0.0
     for seed in range(4):
         trace = bernoulli(lambda t: 0.0 if away <= t < back else 0.9, end, seed)
-        written = write(trace, costs, **settings)
+        written = write(trace, costs)
         before += speed(written, costs, 0, away)
         after += speed(written, costs, back + 64, end)
         assert any(what == "resume" for what, _ in written.events)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from math import exp, sqrt
-from operator import mul
+from math import exp
 
 from .acceptance_rates import AcceptanceRates, Prior
 from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
@@ -66,8 +65,6 @@ class DraftController:
         prior: what earlier generations say of the drafter.
         asks_confidence: whether reading the drafter's confidence costs nothing: a draft may then be as long as any, and
             ends where the drafter is less sure of it than pays.
-        reading_s: what the drafter takes to read what a rest has passed over, if a trial may depend on what it makes of
-            that (`record_reading`); `None`: a trial drafts at once.
         longest_trial: what a drafter in doubt gets to draft at most; `None`: what the schedule says (drafts of other
             lengths cannot be had).
         on_event: told what changed and why.
@@ -80,7 +77,6 @@ class DraftController:
         *,
         prior: Prior | None = None,
         asks_confidence: bool = False,
-        reading_s: float | None = None,
         longest_trial: int | None = LONGEST_TRIAL,
         on_event: Callable[[str, str], None] | None = None,
     ):
@@ -95,7 +91,6 @@ class DraftController:
         self.doubt = DoubtThreshold(self._further_token_s())
         self.guard = CollapseGuard(
             trial_loss=table.break_even_tokens(expected.depth) - 1.0,
-            reading_loss=None if reading_s is None else reading_s / table.plain_s,
             starts_resting=expected.speedup < 1.0,
         )
         if self.guard.rests:
@@ -125,20 +120,6 @@ class DraftController:
             self._record_drafts(drafted, accepted, tokens)
         elif self.guard.record_rest(round(tokens)) is GuardState.TRYING:
             self.rates.doubt_past()
-
-    def record_reading(self, right: int, tried: int) -> None:
-        """Before a trial the drafter has read what the rest passed over.
-
-        Args:
-            right, tried: of the last tokens there, how many the drafter would have drafted.
-        """
-        if self.guard.state is not GuardState.TRYING or not tried:
-            return
-        rate = (right + 0.5) / (tried + 1.0)
-        rate += sqrt(rate * (1.0 - rate) / tried)  # a trial is denied where even a standard error more would not pay
-        reach = list(accumulate([rate] * self.longest, mul))
-        if choose_length(self.table, reach, range(1, self.longest + 1)).speedup < 1.0:
-            self.guard.give_up_trial()
 
     # --- the drafter ---------------------------------------------------------------------------------------------
 

@@ -39,15 +39,12 @@ class CollapseGuard:
 
     Args:
         trial_loss: tokens that a draft in vain costs.
-        reading_loss: tokens that it costs to have the drafter read on, if that alone may tell that a trial is vain.
         starts_resting: whether what earlier generations accepted speaks against drafting.
     """
 
-    def __init__(self, trial_loss: float, reading_loss: float | None = None, *, starts_resting: bool = False):
+    def __init__(self, trial_loss: float, *, starts_resting: bool = False):
         self.longest_rest = _longest_rest(trial_loss)
-        self.longest_unread = self.longest_rest if reading_loss is None else _longest_rest(reading_loss)
         self.state = GuardState.RESTING if starts_resting else GuardState.DRAFTING
-        self._next_unread = SHORTEST_REST
         # What earlier texts have shown need not be learnt again by short rests.
         self._rest_left = self._next_rest = self.longest_rest if starts_resting else SHORTEST_REST
         self._balance = 0.0  # tokens won by the drafts of this state
@@ -91,15 +88,9 @@ class CollapseGuard:
         self._rest_left -= tokens
         return self._enter(GuardState.TRYING) if self._rest_left <= 0 else None
 
-    def give_up_trial(self) -> GuardState:
-        """The drafter has read what was written, and would not have foretold it: rest on without a draft."""
-        self._rest_left = self._next_unread
-        self._next_unread = min(2 * self._next_unread, self.longest_unread)
-        return self._enter(GuardState.RESTING)
-
     def _begin_rest(self) -> GuardState:
         """Rest, and longer the next time, unless drafting wins something before."""
-        self._rest_left, self._next_unread = self._next_rest, SHORTEST_REST
+        self._rest_left = self._next_rest
         self._next_rest = min(2 * self._next_rest, self.longest_rest)
         return self._enter(GuardState.RESTING)
 
