@@ -5,17 +5,19 @@
 
 Each way writes every prompt, one way after the other and another one first each time: plain decoding, drafts of fixed
 lengths, the default (calibrated first), prompt lookup alone, and the default with a drafter that was never trained.
-Ratios are of one repeat's tokens per second to plain decoding's in that repeat. The best fixed setting is chosen for
-each repeat by the others: the luckiest of several in a repeat says more of luck than of settings. All is eager, as
-plain decoding is. Without --target the embedded pair writes, in about a quarter of an hour on two cores. Run it on a
-machine that does nothing else.
+Ratios are of all tokens per second of all texts, with intervals (95 %) by drawing texts again: where tokens are drawn
+each way writes texts of its own. The best fixed setting is chosen for each text by the others: the luckiest of several
+says more of luck than of settings. All is eager, as plain decoding is. Without --target the embedded pair writes; three
+prompts of each kind take a quarter of an hour on two cores. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,9 @@ PLAIN, DEFAULT, LOOKUP, RANDOM, DOUBT = "plain", "default", "prompt lookup", "ra
 MOST_SLOWER = 0.97
 """What the default may fall to, of plain decoding and of the best fixed setting."""
 
+DRAWS = 2000
+"""Of texts, for an interval."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -52,20 +57,21 @@ class Way:
 
 @dataclass
 class Written:
-    """One way's texts of one kind at one temperature. By repeat: tokens and seconds; over all: the rest."""
+    """One way's texts of one kind at one temperature. In order: tokens and seconds of each; over all: the rest."""
 
-    tokens: dict[int, int] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     rounds: int = 0
     accepted: int = 0
     skipped: int = 0
     equal_texts: int = 0
-    texts: int = 0
 
-    def tok_per_s(self, repeat: int) -> float:
-        return self.tokens[repeat] / self.seconds[repeat]
+    def tok_per_s(self, texts: Sequence[int] | None = None) -> float:
+        """Over these texts, or all of them."""
+        chosen = range(len(self.tokens)) if texts is None else texts
+        return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
 
 
 def ways_of(pair: Pair, given: Any) -> list[Way]:
@@ -115,13 +121,12 @@ def write(pair: Pair, way: Way, inputs: dict[str, Any], told: dict[str, Any], se
         return out[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - started, started, clock
 
 
-def note(written: Written, way: Way, repeat: int, result: tuple) -> None:
+def note(written: Written, way: Way, result: tuple) -> None:
     text, seconds, started, clock = result
-    written.tokens[repeat] = written.tokens.get(repeat, 0) + len(text)
-    written.seconds[repeat] = written.seconds.get(repeat, 0.0) + seconds
+    written.tokens.append(len(text))
+    written.seconds.append(seconds)
     written.first_token_s.append(clock.arrivals[0][0] - started)
     written.speeds += window_speeds(windows(clock.arrivals))
-    written.texts += 1
     stats = None if way.drafter is None else way.drafter.stats
     if stats is not None:
         written.rounds, written.accepted = written.rounds + stats.rounds, written.accepted + stats.accepted
@@ -141,7 +146,7 @@ def measure(pair: Pair, ways: list[Way], prompts: list[Prompt], temperature: flo
             for way in ways[first:] + ways[:first]:
                 results[way.name] = write(pair, way, each, told, seed=1000 * max(repeat, 0) + number)
                 if repeat >= 0:
-                    note(found[way.name], way, repeat, results[way.name])
+                    note(found[way.name], way, results[way.name])
             for way in ways if repeat >= 0 else ():
                 found[way.name].equal_texts += results[way.name][0] == results[PLAIN][0]
     return found
@@ -152,54 +157,59 @@ def summary(found: dict[str, Written]) -> list[dict[str, Any]]:
     plain, rows = found[PLAIN], []
     slow_plain = median(plain.speeds)
     for name, written in found.items():
-        ratios = [written.tok_per_s(repeat) / plain.tok_per_s(repeat) for repeat in plain.tokens]
         slowest = sorted(written.speeds)[len(written.speeds) // 20]
         rows.append(
             {
                 "way": name,
-                "tokens_per_s": median(written.tok_per_s(repeat) for repeat in plain.tokens),
-                "over_plain": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
-                "over_plain_by_repeat": ratios,
+                "tokens_per_s": written.tok_per_s(),
+                "over_plain": ratio(written, [plain] * len(plain.tokens)),
                 "acceptance_length": 1.0 + written.accepted / written.rounds if written.rounds else 1.0,
                 "skipped_rounds": written.skipped,
                 "first_token_s": median(written.first_token_s),
                 "speed_variation": variation(written.speeds),
                 "slowest_twentieth_over_plain": slowest / slow_plain,
                 "equal_texts": written.equal_texts,
-                "texts": written.texts,
+                "texts": len(written.tokens),
             }
         )
     return rows
 
 
-def verdicts(kind: str, rows: list[dict[str, Any]]) -> list[str]:
+def verdicts(kind: str, found: dict[str, Written]) -> list[dict[str, Any]]:
     """What must hold, each with its figure."""
-    over = {row["way"]: row["over_plain"]["median"] for row in rows}
-    by_repeat = {row["way"]: row["over_plain_by_repeat"] for row in rows}
-    fixed = [name for name in over if name.startswith("fixed") or name == DOUBT]
+    plain = [found[PLAIN]] * len(found[PLAIN].tokens)
+    fixed = [written for name, written in found.items() if name.startswith("fixed") or name == DOUBT]
     told = [
-        _verdict("the default against plain", over[DEFAULT], MOST_SLOWER),
-        _verdict("a random drafter against plain", over[RANDOM], MOST_SLOWER),
-        _verdict("the default against the best fixed setting", against_best(by_repeat, fixed), MOST_SLOWER),
+        _verdict("the default against plain", ratio(found[DEFAULT], plain), MOST_SLOWER),
+        _verdict("a random drafter against plain", ratio(found[RANDOM], plain), MOST_SLOWER),
+        _verdict("the default against the best fixed setting", against_best(found[DEFAULT], fixed), MOST_SLOWER),
     ]
     if "copy" in kind:
-        better = against_best(by_repeat, [LOOKUP, DOUBT])
+        better = against_best(found[DEFAULT], [found[LOOKUP], found[DOUBT]])
         told.append(_verdict("the default against the better of lookup and EAGLE alone", better, 1.0))
     return told
 
 
-def against_best(by_repeat: dict[str, list[float]], others: list[str]) -> float:
-    """The default's speed over that of the best of `others`, chosen for each repeat by all the other repeats."""
-    ratios = []
-    for repeat, ours in enumerate(by_repeat[DEFAULT]):
-        elsewhere = {name: sum(by_repeat[name]) - by_repeat[name][repeat] for name in others}
-        best = max(elsewhere, key=elsewhere.__getitem__)
-        ratios.append(ours / by_repeat[best][repeat])
-    return median(ratios)
+def against_best(ours: Written, others: Sequence[Written]) -> dict[str, float]:
+    """Our speed over that of the best of `others`, chosen for each text by all the other texts."""
+    texts = range(len(ours.tokens))
+    return ratio(ours, [max(others, key=lambda way, i=i: way.tok_per_s([j for j in texts if j != i])) for i in texts])
 
 
-def _verdict(what: str, figure: float, least: float) -> str:
-    return f"{'holds' if figure >= least else 'FALLS SHORT'}: {what} {figure:.2f} (wanted {least})"
+def ratio(ours: Written, theirs: Sequence[Written]) -> dict[str, float]:
+    """Speed of our texts over theirs, each of which another way may have written, with a 95 % interval."""
+
+    def of(texts: Sequence[int]) -> float:
+        their_speed = sum(theirs[i].tokens[i] for i in texts) / sum(theirs[i].seconds[i] for i in texts)
+        return ours.tok_per_s(texts) / their_speed
+
+    texts, dice = range(len(ours.tokens)), random.Random(0)
+    drawn = sorted(of(dice.choices(texts, k=len(texts))) for _ in range(DRAWS))
+    return {"ratio": of(texts), "low": drawn[DRAWS // 40], "high": drawn[-1 - DRAWS // 40]}
+
+
+def _verdict(what: str, figure: dict[str, float], least: float) -> dict[str, Any]:
+    return {"what": what, **figure, "wanted": least}
 
 
 def copying(prompts: list[Prompt]) -> list[Prompt]:
@@ -238,8 +248,8 @@ def main() -> None:
         for kind in dict.fromkeys(prompt.suite for prompt in kinds):
             for temperature in given.temperatures:
                 prompts = [prompt for prompt in kinds if prompt.suite == kind]
-                rows = summary(measure(pair, ways, prompts, temperature, given))
-                told = verdicts(kind, rows)
+                found = measure(pair, ways, prompts, temperature, given)
+                rows, told = summary(found), verdicts(kind, found)
                 record.append({"kind": kind, "temperature": temperature, "ways": rows, "verdicts": told})
                 show(kind, temperature, rows, told)
     if given.json is not None:
@@ -252,17 +262,21 @@ def main() -> None:
         given.json.write_text(json.dumps({**facts, "kinds": record}, indent=1) + "\n", encoding="utf-8")
 
 
-def show(kind: str, temperature: float, rows: list[dict[str, Any]], told: list[str]) -> None:
+def show(kind: str, temperature: float, rows: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
     print(f"\n{kind}, temperature {temperature:g}")
     for row in rows:
         over = row["over_plain"]
         print(
-            f"  {row['way']:15} {row['tokens_per_s']:7.1f} tokens/s  {over['median']:.2f} x plain "
-            f"({over['min']:.2f} to {over['max']:.2f})  accepted {row['acceptance_length']:.2f}  "
+            f"  {row['way']:15} {row['tokens_per_s']:7.1f} tokens/s  {over['ratio']:.2f} x plain "
+            f"({over['low']:.2f} to {over['high']:.2f})  accepted {row['acceptance_length']:.2f}  "
             f"slowest twentieth {row['slowest_twentieth_over_plain']:.2f} x plain"
         )
-    for line in told:
-        print(f"  {line}")
+    for each in told:
+        verdict = "holds" if each["ratio"] >= each["wanted"] else "FALLS SHORT"
+        print(
+            f"  {verdict}: {each['what']} {each['ratio']:.2f} ({each['low']:.2f} to {each['high']:.2f}, "
+            f"wanted {each['wanted']})"
+        )
 
 
 if __name__ == "__main__":
