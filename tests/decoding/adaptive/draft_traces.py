@@ -70,6 +70,15 @@ def from_hits(hits: Sequence[bool], phases: Sequence[int] = ()) -> Trace:
     return Trace(tuple(reversed(right)), tuple(phases))
 
 
+def drawn(rate: float, length: int, seed: int) -> Trace:
+    """Drafts of a text that is drawn: each token has its own chance, `rate` on average, and the drafter doubts some."""
+    dice = random.Random(seed)
+    chances = [dice.betavariate(2.0 * rate, 2.0 * (1.0 - rate)) for _ in range(length + LONGEST)]
+    right = from_hits([dice.random() < chance for chance in chances]).right[:length]
+    percents = [max(1, int(100 * chance**1.5)) for chance in chances]
+    return Trace(right, (), tuple(tuple(percents[t : t + LONGEST]) for t in range(length)))
+
+
 @cache
 def recorded(kind: str) -> Trace:
     """What the embedded drafter drafts on texts of a kind (`record_traces.py`); "switching" goes through them all."""

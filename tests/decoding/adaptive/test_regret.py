@@ -14,6 +14,7 @@ from draft_traces import (
     Trace,
     bernoulli,
     best_fixed_s,
+    drawn,
     fixed_s,
     from_hits,
     oracle_s,
@@ -25,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.decoding.adaptive.acceptance_rates import Prior
-from eagle31_hf.decoding.adaptive.costs import choose_length
+from eagle31_hf.decoding.adaptive.costs import RoundCosts, choose_length
 from eagle31_hf.decoding.adaptive.schedules import ConstantSchedule, HeuristicSchedule, PidSchedule
 
 MACHINES = tuple(COSTS)
@@ -58,6 +59,18 @@ def test_close_to_the_best_on_recorded_drafts(machine: str, asks: bool) -> None:
         assert spent[-1] <= 1.15 * oracle_s(recorded(kind), costs), kind
     assert sum(spent) <= 1.05 * sum(best), "each text's own best length, known beforehand"
     assert spent[-1] <= 1.05 * best[-1], "from one kind of text to another"
+
+
+SMALL_TARGET = RoundCosts(((1, 0.0072), (2, 0.0085), (8, 0.0087), (16, 0.0093), (32, 0.0107)), 0.0006, 0.0009, 0.0014)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.4, 0.45, 0.5, 0.6, 0.8])
+@pytest.mark.parametrize("costs", [COSTS["fp32"], COSTS["bf16"], COSTS["gpu"], SMALL_TARGET])
+def test_chance_alone_begins_few_rests(costs: RoundCosts, rate: float) -> None:
+    """Short texts whose drafts are right by chance: near break-even a dozen bad rounds say little of the next ones."""
+    texts = [drawn(rate, 256, seed) for seed in range(40)]
+    spent = sum(write(text, costs, asks_confidence=True).seconds for text in texts)
+    assert spent <= 1.05 * min(sum(fixed_s(text, costs, depth) for text in texts) for depth in range(LONGEST + 1))
 
 
 def test_doubt_that_is_never_right_is_overcome() -> None:

@@ -16,8 +16,8 @@ from .lookup_rates import LookupRates
 from .prompt_lookup import NOTHING, Lookup
 from .schedules import LengthSchedule
 
-SPEED_KEEP = exp(-1.0 / 12.0)
-PRIOR_ROUNDS = 2.0
+SPEED_KEEP = exp(-1.0 / 24.0)
+PRIOR_ROUNDS = 4.0
 
 LONGEST_TRIAL = 2
 """Tokens that a drafter in doubt gets to draft: a right second one shows as much as a right fifth, and costs less."""
@@ -41,7 +41,7 @@ class Decision:
 
 
 class RealisedSpeed:
-    """Tokens that the drafter's rounds wrote, over what plain decoding would have, in the last dozen of them."""
+    """Tokens that the drafter's rounds wrote, over what plain decoding would have, in the last two dozen of them."""
 
     def __init__(self, prior: float):
         self._tokens, self._plain_tokens = prior * PRIOR_ROUNDS, PRIOR_ROUNDS

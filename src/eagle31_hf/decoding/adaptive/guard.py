@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN = 1.0, 0.3
+SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN = 1.0, 0.4
 """Tokens that may be lost since drafting last was at its best: more of them the less a further round is expected to
 lose, since near break-even chance alone loses some."""
 
