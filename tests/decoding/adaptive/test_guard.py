@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.decoding.adaptive.guard import REST_BOUNDS, SHORTEST_REST, CollapseGuard, GuardState
+from eagle31_hf.decoding.adaptive.guard import REST_BOUNDS, ROUNDS_OF_GRACE, SHORTEST_REST, CollapseGuard, GuardState
 
 LOSING, WINNING = (-0.8, 0.4), (1.5, 1.6)  # tokens won by a round, speedup expected of the next
 
@@ -32,9 +32,18 @@ def test_rests_double_up_to_a_bound() -> None:
 
 def test_a_loss_alone_is_no_reason_to_rest() -> None:
     guard = CollapseGuard(0.7)
+    guard.record_drafts(*WINNING)
     for _ in range(20):
         assert guard.record_drafts(-0.8, 1.2) is None
     assert guard.record_drafts(-0.8, 0.9) is GuardState.RESTING
+
+
+def test_what_has_never_won_is_not_believed_for_long() -> None:
+    guard = CollapseGuard(0.7)
+    assert [guard.record_drafts(-0.4, 1.2) for _ in range(ROUNDS_OF_GRACE)] == [
+        *[None] * (ROUNDS_OF_GRACE - 1),
+        GuardState.RESTING,
+    ]
 
 
 def test_near_break_even_chance_is_not_taken_for_collapse() -> None:

@@ -8,6 +8,7 @@ next rest longer, up to a bound within which a returning domain is noticed.
 from __future__ import annotations
 
 from enum import Enum
+from math import inf
 
 SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN = 1.0, 0.4
 """Tokens that may be lost since drafting last was at its best: more of them the less a further round is expected to
@@ -15,6 +16,9 @@ lose, since near break-even chance alone loses some."""
 
 TRIAL_LOSS, TRIAL_GAIN = 0.3, 0.8
 """Tokens lost at which a trial has failed, and won at which it has succeeded."""
+
+ROUNDS_OF_GRACE = 4
+"""Rounds that a drafter gets which has won nothing in this text yet; of one that has, more is expected."""
 
 SHORTEST_REST = 8
 """Tokens (of a row) before the first trial."""
@@ -49,6 +53,8 @@ class CollapseGuard:
         self._rest_left = self._next_rest = self.longest_rest if starts_resting else SHORTEST_REST
         self._balance = 0.0  # tokens won by the drafts of this state
         self._best = 0.0  # the most they ever were
+        self._has_won = False  # whether drafts ever did
+        self._rounds = 0  # with drafts
 
     @property
     def rests(self) -> bool:
@@ -69,10 +75,10 @@ class CollapseGuard:
         """
         self._balance += won
         self._best = max(self._best, self._balance)
+        self._rounds += 1
+        self._has_won = self._has_won or self._balance >= TRIAL_GAIN
         if self.state is GuardState.DRAFTING:
-            slowdown = 1.0 - expected_speedup
-            lost = self._best - self._balance
-            if slowdown <= 0.0 or lost < max(SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN / slowdown):
+            if self._best - self._balance < self._bearable_loss(expected_speedup):
                 return None
             if self._balance > 0:
                 self._next_rest = SHORTEST_REST
@@ -80,6 +86,13 @@ class CollapseGuard:
         if self._balance <= -TRIAL_LOSS:
             return self._begin_rest()
         return self._enter(GuardState.DRAFTING) if self._balance >= TRIAL_GAIN else None
+
+    def _bearable_loss(self, expected_speedup: float) -> float:
+        """Tokens that drafts may lose before a rest begins."""
+        if not self._has_won and self._rounds >= ROUNDS_OF_GRACE:
+            return SMALLEST_LOSS
+        slowdown = 1.0 - expected_speedup
+        return max(SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN / slowdown) if slowdown > 0.0 else inf
 
     def record_rest(self, tokens: int) -> GuardState | None:
         """After a round that did not ask the drafter and wrote so many tokens per row."""
