@@ -17,7 +17,10 @@ from .prompt_lookup import NOTHING, Lookup
 from .schedules import LengthSchedule
 
 SPEED_KEEP = exp(-1.0 / 24.0)
+"""Of what is known of the speed, after each round: a dozen bad rounds are often nothing but chance."""
+
 PRIOR_ROUNDS = 4.0
+"""Rounds that the expected speed counts for before any was measured."""
 
 LONGEST_TRIAL = 2
 """Tokens that a drafter in doubt gets to draft: a right second one shows as much as a right fifth, and costs less."""
