@@ -105,6 +105,22 @@ def test_a_chain_needs_no_ancestors():
                 assert torch.equal(got.expand_as(wanted), wanted)
 
 
+def test_the_first_chunk_needs_no_mask_where_none_is_causal():
+    for windows, lengths, after, wants in (
+        ([None], [0, 0], 0, False),
+        ([None, 3], [0, 0], 0, True),  # a ring's slots are no chain
+        ([None], [0, 2], 0, True),
+        ([None], [0, 0], 1, True),
+    ):
+        cache = SpeculativeCache(windows, batch_size=2, capacity=20, block=6, layer_types=MIXED[: len(windows)])
+        cache.place(2)
+        cache.commit(lengths)
+        cache.place(4, after=after)
+        made = cache.attention_mask(none_is_causal=True).values()
+        assert any(mask is not None for mask in made) == wants
+        assert all(mask is not None for mask in cache.attention_mask().values()), "unless the model says so"
+
+
 def test_a_prefill_chunk_does_not_stay_in_the_resident_mask():
     cache = SpeculativeCache([None], batch_size=1, capacity=4096, block=RESIDENT_QUERIES + 1)
     cache.place(RESIDENT_QUERIES + 1)

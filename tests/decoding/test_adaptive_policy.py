@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -319,14 +318,15 @@ def test_what_a_rest_passed_over_is_read_at_once(rows: int, acceleration: str) -
             self.rounds = 0
 
         def next_draft(self, state: RoundState) -> DraftPlan:
-            plan = DraftPlan.skip() if self.rounds < 12 else DraftPlan(state.largest)
-            return replace(plan, skips=not reads_on) if plan.skips else plan
+            return DraftPlan.skip() if self.rounds < 12 else DraftPlan(state.largest)
 
         def record(self, stats: RoundStats) -> None:
             self.rounds += 1
 
     class Watching(RoundWrapper):
         def draft(self, batch: RoundBatch) -> DraftTree:
+            if reads_on and self.caches.drafter is not None:
+                self.caches.drafter.catch_up()
             tree = super().draft(batch)
             if tree.size > 1:
                 drafts[reads_on].append(tree.tokens.flatten().tolist())
@@ -342,7 +342,7 @@ def test_what_a_rest_passed_over_is_read_at_once(rows: int, acceleration: str) -
             wrapped_rounds(Watching),
         ):
             write(rows)
-    assert 12 in reads, "one pass over all of the rest"
+    assert max(reads[1:]) >= 12, "one pass over all of the rest; the first is over the prompt"
     assert drafts[True] == drafts[False]
 
 

@@ -158,7 +158,12 @@ class BlockMasks:
         return {kind: full if span.window is None else span.ring + block for kind, span in self.spans.by_mask.items()}
 
     def build(
-        self, ancestors: Tensor | None, depths: Tensor | None, dtype: torch.dtype
+        self,
+        ancestors: Tensor | None,
+        depths: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        none_is_causal: bool = False,
     ) -> Tensor | dict[str, Tensor | None] | None:
         """See `SpeculativeCache.attention_mask`."""
         placement = self.placement
@@ -166,7 +171,9 @@ class BlockMasks:
         spans = self.spans.by_mask
         # One query, rows alike, nothing of the block hidden from it: there is nothing to mask in a full layer.
         open_ended = placement.num_tokens == 1 and placement.rows_alike and (ancestors is None or placement.after == 0)
-        if open_ended and all(span.window is None for span in spans.values()):
+        # The first chunk of all rows: kernels for causal attention skip half of it, and no mask has to be read.
+        begins = none_is_causal and ancestors is None and placement.longest == placement.after == 0
+        if (open_ended or begins) and all(span.window is None for span in spans.values()):
             return dict.fromkeys(spans) if self.spans.types else None
         visible = block_visibility(ancestors, placement.num_tokens, placement.block_end, placement.device)
         made: dict[AttentionSpan, Tensor | None] = {}

@@ -236,6 +236,8 @@ class SpeculativeCache(Cache):
         ancestors: Tensor | None = None,
         depths: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
+        *,
+        none_is_causal: bool = False,
     ) -> Tensor | dict[str, Tensor | None] | None:
         """What stock models take as `attention_mask` for the placed tokens.
 
@@ -245,13 +247,14 @@ class SpeculativeCache(Cache):
             depths: depth of every node of the block, `(M,)` or `(B, M)`. `None` derives them from `ancestors`, which
                 then must be square.
             dtype: the model's.
+            none_is_causal: whether the model takes `None` for several queries without a past to mean a chain.
 
         Returns:
             One float mask `(1 or B, 1, T, slots)`, or a dict of them by layer type; 0 is visible, `finfo.min` hidden.
-            `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Valid until the
-            next call (the resident mask is reused).
+            `None` stands for a mask that hides nothing: eager and SDPA read it so for a single query. Or for a chain;
+            see `none_is_causal`. Valid until the next call (the resident mask is reused).
         """
-        return self._masks.build(ancestors, depths, dtype)
+        return self._masks.build(ancestors, depths, dtype, none_is_causal=none_is_causal)
 
     def keep(self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int]) -> None:
         """Commit accepted nodes, root included, in path order; whatever else the block holds is dropped.

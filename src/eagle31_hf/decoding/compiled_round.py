@@ -50,14 +50,15 @@ class CompiledRound:
             self.request.stats.fall_back("verification is not compiled over a cache in 8 bits")
         self._round_graphs: dict[DraftShape, RoundGraph] = {}
         self._next: NextDraft | None = None
+        self._by_graphs = True  # whether this round's drafts are
         self.request.stats.fall_back(self.graphs.disabled_reason)
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         made, self._next = self._next, None
         plan, depth = batch.plan, batch.draft_depth
-        if plan is None or depth < 1 or plan.tokens is not None:
+        self._by_graphs = plan is not None and depth > 0 and plan.tokens is None
+        if plan is None or not self._by_graphs:
             return self.eager.draft(batch)
-        self.eager.reads_later = False
         with self.clock.phase("draft"):
             self.drafting.session.catch_up()
             tree = None
@@ -124,7 +125,7 @@ class CompiledRound:
             session.commit(made.state, made.rotary, counts, made.width)
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
-        if self.eager.reads_later:
+        if not self._by_graphs:
             self.eager.absorb(tokens, aux)
         elif aux is not None:
             with self.clock.phase("draft"):

@@ -38,11 +38,9 @@ class EagerRound:
         self.binding = drafter.require_binding()
         self.acceptor = Acceptor(request)
         self._verify = Verification(self.binding, caches.target)
-        self.reads_later = False  # this round's drafts are not the drafter's, so that it need not be up to date
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         session, plan, depth = self.caches.drafter, batch.plan, batch.draft_depth
-        self.reads_later = plan is not None and (plan.skips or plan.tokens is not None)
         with self.clock.phase("draft"):
             if plan is None or depth < 1:
                 return DraftTree.chain(batch.roots[:, None])
@@ -67,11 +65,12 @@ class EagerRound:
         self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+        """Leave it to the next draft to read this: before a rest that need not be soon, at a text's end never."""
         session = self.caches.drafter
         if session is not None and aux is not None:
             with self.clock.phase("draft"):
                 ids, states, counts = absorbed(tokens, aux)
-                if self.reads_later and min(counts) == max(counts):
+                if min(counts) == max(counts):
                     session.put_off(ids, states)
                 else:
                     session.absorb(ids, states, counts)

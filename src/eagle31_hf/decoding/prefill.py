@@ -120,7 +120,7 @@ class ChunkedPrefill:
             return self.binding.forward(
                 columns,
                 self.cache.position_ids(),
-                self.cache.attention_mask(dtype=self.binding.compute_dtype),
+                self.cache.attention_mask(dtype=self.binding.compute_dtype, none_is_causal=self.binding.none_is_causal),
                 self.cache,
                 logits_to_keep=torch.tensor(keep, device=columns.device),
             )

@@ -167,6 +167,11 @@ class TargetBinding:
                 if self._masking == 0:
                     self._attend_by(self._own_attention)
 
+    @property
+    def none_is_causal(self) -> bool:
+        """Whether the target's attention takes no mask for a causal one; see `SpeculativeCache.attention_mask`."""
+        return self.model.config._attn_implementation == "sdpa"
+
     def _attend_by(self, implementation: str) -> None:
         if self._own_attention not in ("eager", "sdpa"):
             self.model.set_attn_implementation(implementation)

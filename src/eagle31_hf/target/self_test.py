@@ -53,7 +53,7 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
         device=tokens.device,
     )  # fmt: skip
     cache.place(length)
-    mask = cache.attention_mask(dtype=binding.compute_dtype)
+    mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
     binding.forward(prefix, cache.position_ids(), mask, cache, logits_to_keep=1)
     cache.commit(length)
     found = Verification(binding, cache)(tree).logits[0].float()

@@ -147,7 +147,10 @@ class Written:
 def write(
     trace: Trace, costs: RoundCosts, make: Callable[[RoundTable], LengthSchedule] | None = None, **settings: Any
 ) -> Written:
-    """Write the trace's text by a controller's decisions, with the schedule that `make` makes."""
+    """Write the trace's text by a controller's decisions, with the schedule that `make` makes.
+
+    The first draft after a rest waits for the drafter to read what it has missed.
+    """
     events: list[tuple[str, str]] = []
     table = costs.rounds(LONGEST)
     controller = DraftController(
@@ -156,14 +159,15 @@ def write(
         on_event=lambda what, why: events.append((what, why)),
         **settings,
     )
-    at, seconds, rounds = 0, 0.0, []
+    at, seconds, rounds, is_behind = 0, 0.0, [], False
     while at < len(trace):
         decision = controller.decide()
         depth = decision.depth if decision.source is Source.DRAFTER else 0
         depth = trace.drafted(at, depth, decision.min_confidence) if depth else 0
         accepted = min(trace.right[at], depth)
         rounds.append((at, depth))
-        seconds += table.speculative_s[depth]
+        seconds += table.speculative_s[depth] + (table.reading_s if depth and is_behind else 0.0)
+        is_behind = not depth
         controller.record(decision, depth, [accepted])
         at += accepted + 1
     return Written(seconds, tuple(rounds), tuple(events))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 import pytest
@@ -88,6 +88,16 @@ def test_a_random_drafter_costs_three_percent_at_most(machine: str) -> None:
     assert fixed_s(long, costs, 0) >= 0.97 * write(long, costs).seconds, "the first text"
     known = Prior(rate=0.02, weight=4.0)  # by texts before it
     assert fixed_s(short, costs, 0) >= 0.97 * write(short, costs, prior=known).seconds
+
+
+def test_a_trial_pays_for_what_the_drafter_has_to_read_first() -> None:
+    """A draft of one token in vain costs a quarter of a token here, and reading before it another tenth: one fails."""
+    costs = RoundCosts(((1, 1.0), (64, 1.0)), drafter_step_s=0.1, absorb_s=0.1, round_s=0.15)
+    nothing_right = Trace((0,) * 200, (), ((0,) * LONGEST,) * 200)  # nor is the drafter sure of anything
+    drafts = [at for at, depth in write(nothing_right, costs, asks_confidence=True).rounds if depth]
+    trials = drafts[next(i for i in range(1, len(drafts)) if drafts[i] > drafts[i - 1] + 1) :]
+    assert len(trials) > 3
+    assert all(later > earlier + 8 for earlier, later in pairwise(trials)), "no trial takes a second round"
 
 
 @pytest.mark.parametrize("machine", MACHINES)

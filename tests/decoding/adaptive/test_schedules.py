@@ -36,6 +36,7 @@ def test_seconds_of_rounds() -> None:
     assert table.plain_s == 1.25
     assert table.speculative_s == pytest.approx((1.25, 2.7, 3.3, 3.9))
     assert table.lookup_s == pytest.approx((1.25, 2.5, 3.0, 3.5))
+    assert table.reading_s == pytest.approx(0.2)
     assert costs.rounds(2, rows=2).speculative_s == pytest.approx((2.25, 3.7, 4.8))
     assert costs.rounds(2, nodes=4).speculative_s[1:] == pytest.approx((3.7, 3.8))
 

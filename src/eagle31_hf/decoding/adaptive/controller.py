@@ -96,6 +96,7 @@ class DraftController:
             trial_loss=table.break_even_tokens(expected.depth) - 1.0,
             starts_resting=expected.speedup < 1.0,
         )
+        self._is_behind = False  # the drafter, by a rest: its next draft begins with reading
         if self.guard.rests:
             self._tell("rest", "as in earlier texts")
 
@@ -122,6 +123,7 @@ class DraftController:
         if decision.source is Source.DRAFTER and drafted:
             self._record_drafts(drafted, accepted, tokens)
         elif self.guard.record_rest(round(tokens)) is GuardState.TRYING:
+            self._is_behind = True
             self.rates.doubt_past()
 
     # --- the drafter ---------------------------------------------------------------------------------------------
@@ -152,6 +154,9 @@ class DraftController:
 
     def _record_drafts(self, drafted: int, accepted: Sequence[int], tokens: float) -> None:
         plain_tokens = self.table.break_even_tokens(drafted)
+        if self._is_behind:
+            plain_tokens += self.table.reading_s / self.table.plain_s
+            self._is_behind = False
         self._realised.record(tokens, plain_tokens)
         before = self._expected().depth
         self.rates.record(drafted, accepted)

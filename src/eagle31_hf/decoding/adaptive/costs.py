@@ -90,6 +90,11 @@ class RoundTable(NamedTuple):
     def plain_s(self) -> float:
         return self.speculative_s[0]
 
+    @property
+    def reading_s(self) -> float:
+        """Of the drafter over what it has missed: as long as over what one round wrote, or nearly."""
+        return self.speculative_s[1] - self.lookup_s[1]
+
     def break_even_tokens(self, depth: int) -> float:
         """Tokens a round must bring a row to be as fast as plain decoding."""
         return self.speculative_s[depth] / self.plain_s
