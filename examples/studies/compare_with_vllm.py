@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.benchmark.prompts import read_prompts
 from eagle31_hf.checkpoints import inspect_checkpoint
+from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.errors import ConfigurationError, Eagle31Error
 
@@ -161,7 +162,12 @@ def saved_drafter(given: argparse.Namespace, target: Any) -> Path:
 def all_ways(
     given: argparse.Namespace, target: Any, drafter: Eagle31Drafter, engines: dict[str, EngineProcess]
 ) -> dict[str, Way]:
-    chain = {"num_assistant_tokens": given.draft_tokens, "draft_min_confidence": 0.0}
+    draft_backoff.ROUNDS_IN_VAIN = sys.maxsize  # vLLM drafts in every round, in vain or not: counts are compared
+    chain = {
+        "num_assistant_tokens": given.draft_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "draft_min_confidence": 0.0,
+    }
     ways = {PLAIN: by_transformers(target, given.new_tokens, None)}
     for name, acceleration in ((EAGER, "eager"), (COMPILED, "compile")):
         if acceleration == "eager" or not given.eager:

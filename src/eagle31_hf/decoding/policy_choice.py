@@ -71,6 +71,7 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
         table,
         _schedule(drafter, schedule, table, requested),
         prior=None if requested.sampled else history.prior,
+        sampled=requested.sampled,
         longest_trial=None if has_one_size else max(LONGEST_TRIAL, shortest),
         asks_confidence=schedule == "calibrated" and requested.shape.min_confidence > 0,
         on_event=tell,

@@ -117,3 +117,8 @@ def test_reach_falls_with_depth() -> None:
     reach = LookupRates().reach(2, 10)
     assert reach == sorted(reach, reverse=True)
     assert reach[0] == pytest.approx(0.35)
+
+
+def test_a_drawn_text_is_expected_to_repeat_itself_less() -> None:
+    drawn, greedy = LookupRates(sampled=True), LookupRates()
+    assert all(here < there for here, there in zip(drawn.reach(2, 8), greedy.reach(2, 8), strict=True))

@@ -14,14 +14,22 @@ MATCH_CLASSES = (2, 3, 4, 6, 8)
 """Shortest match of each class: matches of one class are taken to be equally telling."""
 
 PRIOR_RATES = (0.35, 0.5, 0.65, 0.75, 0.85)
+PRIOR_RATES_DRAWN = (0.3, 0.35, 0.55, 0.65, 0.75)
+"""Of texts drawn at temperature 1, which repeat themselves less: two pairs' rates on four kinds of text."""
+
 PRIOR_WEIGHT = 4.0
 KEEP = exp(-1.0 / 64.0)
 
 
 class LookupRates:
-    """Chance of each looked-up token to be right, by the length of the match it was found by."""
+    """Chance of each looked-up token to be right, by the length of the match it was found by.
 
-    def __init__(self) -> None:
+    Args:
+        sampled: whether the text is drawn.
+    """
+
+    def __init__(self, *, sampled: bool = False) -> None:
+        self._prior = PRIOR_RATES_DRAWN if sampled else PRIOR_RATES
         self._right = [0.0] * len(MATCH_CLASSES)
         self._tried = [0.0] * len(MATCH_CLASSES)
 
@@ -40,7 +48,7 @@ class LookupRates:
 
     def _rate(self, match: int) -> float:
         which = match_class(match)
-        return (self._right[which] + PRIOR_RATES[which] * PRIOR_WEIGHT) / (self._tried[which] + PRIOR_WEIGHT)
+        return (self._right[which] + self._prior[which] * PRIOR_WEIGHT) / (self._tried[which] + PRIOR_WEIGHT)
 
 
 def match_class(match: int) -> int:
