@@ -97,11 +97,11 @@ class Round(Protocol):
         ...
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
-        """Keep what was written in the target's cache, and bring the drafter up to date with it."""
+        """Keep what was written in the target's cache, and let the drafter read it (see `absorb`)."""
         ...
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
-        """Bring the drafter up to date with `tokens` of each row; `aux` `(B, T, A*Ht)` of the positions before them."""
+        """By its next draft the drafter has read `tokens` of each row; `aux` `(B, T, A*Ht)`: of those before them."""
         ...
 
     def select_rows(self, rows: Sequence[int]) -> None:
