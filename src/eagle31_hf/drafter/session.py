@@ -231,9 +231,7 @@ class DraftSession:
         depths = None  # of a tree's nodes; where no window hides any, masks do not ask for them
         if ancestors is not None and cache.has_windows:
             depths = torch.tensor(self._depths, device=self.device)
-        mask: Tensor | None = cache.attention_mask(  # type: ignore[assignment]
-            ancestors, depths, self.dtype, none_is_causal=True
-        )
+        mask: Tensor | None = cache.attention_mask(ancestors, depths, self.dtype)  # type: ignore[assignment]
         out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
         return out.normed, out.feedback
 
