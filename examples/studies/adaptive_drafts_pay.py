@@ -76,13 +76,6 @@ class Written:
 
 def ways_of(pair: Pair, given: Any) -> list[Way]:
     """All of them, plain first."""
-    untrained = Eagle31Drafter.from_pretrained(given.drafter or drafter_path(), target=pair.target)
-    untrained.generation_config.acceleration = "eager"
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in untrained.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=0.02)
     constant = {"num_assistant_tokens_schedule": "constant"}
     fixed = [Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED]
     return [
@@ -91,8 +84,20 @@ def ways_of(pair: Pair, given: Any) -> list[Way]:
         Way(DOUBT, pair.drafter, constant),
         Way(DEFAULT, pair.drafter),
         Way(LOOKUP, told={"prompt_lookup_num_tokens": 10}),
-        Way(RANDOM, untrained),
+        Way(RANDOM, untrained_drafter(pair, given.drafter)),
     ]
+
+
+def untrained_drafter(pair: Pair, like: str | None) -> Eagle31Drafter:
+    """Of the size of `like`, or of the embedded one."""
+    untrained = Eagle31Drafter.from_pretrained(like or drafter_path(), target=pair.target)
+    untrained.generation_config.acceleration = "eager"
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in untrained.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.02)
+    return untrained
 
 
 @contextmanager

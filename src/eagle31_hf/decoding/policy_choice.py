@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..drafter.drafter import Eagle31Drafter
+from ..generation_config import DraftLength
 from ..stats import DraftEvent, SpeculationStats
 from ..trees.shape import DraftShape
 from .adaptive.controller import LONGEST_TRIAL, DraftController
@@ -46,6 +47,22 @@ class RequestedDraft:
     context: int
     sampled: bool
     compiled: bool
+
+    @classmethod
+    def of(
+        cls, drafter: Eagle31Drafter, length: DraftLength, *, rows: int, context: int, sampled: bool, compiled: bool
+    ) -> RequestedDraft:
+        """By a drafter's settings, for drafts of `length`; the rest as above."""
+        settings = drafter.generation_config
+        shortest, longest = settings.steered_bounds(length.depth, compiled=compiled)
+        return cls(
+            shape=settings.draft_shape(replace(length, depth=longest)),
+            start=min(max(length.depth, shortest), longest),
+            rows=rows,
+            context=context,
+            sampled=sampled,
+            compiled=compiled,
+        )
 
 
 def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: SpeculationStats) -> DraftPolicy:

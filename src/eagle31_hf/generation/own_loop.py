@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,13 +98,10 @@ def requested_draft(call: Call) -> tuple[RequestedDraft, GraphMaker | None]:
 
 
 def _requested(call: Call, *, compiled: bool) -> RequestedDraft:
-    settings, rows = call.drafter.generation_config, call.batch_size
-    length = draft_length(call.drafter, call.generation_config, batch_size=rows, compiled=compiled)
-    shortest, longest = settings.steered_bounds(length.depth, compiled=compiled)
-    return RequestedDraft(
-        shape=settings.draft_shape(replace(length, depth=longest)),
-        start=min(max(length.depth, shortest), longest),
-        rows=rows,
+    return RequestedDraft.of(
+        call.drafter,
+        draft_length(call.drafter, call.generation_config, batch_size=call.batch_size, compiled=compiled),
+        rows=call.batch_size,
         context=call.input_ids.shape[1],
         sampled=bool(call.generation_config.do_sample),
         compiled=compiled,

@@ -15,9 +15,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from eagle31_hf.decoding.adaptive.controller import DraftController, Source
+from eagle31_hf.benchmark.policy_replay import DraftTrace, replay
+from eagle31_hf.decoding.adaptive.controller import DraftController
 from eagle31_hf.decoding.adaptive.costs import RoundCosts, RoundTable
 from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule, LengthSchedule
+from eagle31_hf.decoding.adaptive_policy import AdaptivePolicy
+from eagle31_hf.trees.shape import DraftShape
 
 LONGEST = 12
 
@@ -32,27 +35,10 @@ COSTS = {
 
 
 @dataclass(frozen=True)
-class Trace:
-    """`right[t]`: draft tokens that are right if a draft begins after token `t`; `phases`: where the text changes.
+class Trace(DraftTrace):
+    """With `phases`: where the text changes."""
 
-    `sure[t]`: the drafter's largest probability of each of them, in percent; empty for a drafter that says nothing.
-    """
-
-    right: tuple[int, ...]
     phases: tuple[int, ...] = ()
-    sure: tuple[tuple[int, ...], ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.right)
-
-    def drafted(self, at: int, depth: int, min_confidence: float) -> int:
-        """Tokens of a draft behind token `at` that ends where the drafter doubts it; as `propose_chain` ends it."""
-        confidence = 1.0
-        for length, percent in enumerate(self.sure[at] if min_confidence else (), 1):
-            confidence *= percent / 100
-            if length == depth or confidence < min_confidence:
-                return length
-        return depth
 
 
 def bernoulli(rates: Callable[[int], float], length: int, seed: int, phases: Sequence[int] = ()) -> Trace:
@@ -67,7 +53,7 @@ def from_hits(hits: Sequence[bool], phases: Sequence[int] = ()) -> Trace:
     for hit in reversed(hits):
         right.append(run)
         run = min(run + 1, 64) if hit else 0
-    return Trace(tuple(reversed(right)), tuple(phases))
+    return Trace(tuple(reversed(right)), phases=tuple(phases))
 
 
 def drawn(rate: float, length: int, seed: int) -> Trace:
@@ -75,8 +61,8 @@ def drawn(rate: float, length: int, seed: int) -> Trace:
     dice = random.Random(seed)
     chances = [dice.betavariate(2.0 * rate, 2.0 * (1.0 - rate)) for _ in range(length + LONGEST)]
     right = from_hits([dice.random() < chance for chance in chances]).right[:length]
-    percents = [max(1, int(100 * chance**1.5)) for chance in chances]
-    return Trace(right, (), tuple(tuple(percents[t : t + LONGEST]) for t in range(length)))
+    sure = [max(0.01, chance**1.5) for chance in chances]
+    return Trace(right, tuple(tuple(sure[t : t + LONGEST]) for t in range(length)))
 
 
 @cache
@@ -84,11 +70,12 @@ def recorded(kind: str) -> Trace:
     """What the embedded drafter drafts on texts of a kind (`record_traces.py`); "switching" goes through them all."""
     stored = json.loads(Path(__file__).with_name("recorded_traces.json").read_text(encoding="utf-8"))
     if kind != "switching":
-        return Trace(tuple(stored[kind]["right"]), (), tuple(map(tuple, stored[kind]["sure"])))
+        sure = tuple(tuple(percent / 100 for percent in draft) for draft in stored[kind]["sure"])
+        return Trace(tuple(stored[kind]["right"]), sure)
     parts = [recorded(each) for each in stored]
     bounds = list(accumulate(map(len, parts)))
     right, sure = (sum((getattr(part, name) for part in parts), ()) for name in ("right", "sure"))
-    return Trace(right, tuple(bounds[:-1]), sure)
+    return Trace(right, sure, phases=tuple(bounds[:-1]))
 
 
 RECORDED = ("in domain", "out of domain", "copy-heavy", "code", "switching")
@@ -147,10 +134,7 @@ class Written:
 def write(
     trace: Trace, costs: RoundCosts, make: Callable[[RoundTable], LengthSchedule] | None = None, **settings: Any
 ) -> Written:
-    """Write the trace's text by a controller's decisions, with the schedule that `make` makes.
-
-    The first draft after a rest waits for the drafter to read what it has missed.
-    """
+    """Write the trace's text by a controller's decisions, with the schedule that `make` makes."""
     events: list[tuple[str, str]] = []
     table = costs.rounds(LONGEST)
     controller = DraftController(
@@ -159,18 +143,9 @@ def write(
         on_event=lambda what, why: events.append((what, why)),
         **settings,
     )
-    at, seconds, rounds, is_behind = 0, 0.0, [], False
-    while at < len(trace):
-        decision = controller.decide()
-        depth = decision.depth if decision.source is Source.DRAFTER else 0
-        depth = trace.drafted(at, depth, decision.min_confidence) if depth else 0
-        accepted = min(trace.right[at], depth)
-        rounds.append((at, depth))
-        seconds += table.speculative_s[depth] + (table.reading_s if depth and is_behind else 0.0)
-        is_behind = not depth
-        controller.record(decision, depth, [accepted])
-        at += accepted + 1
-    return Written(seconds, tuple(rounds), tuple(events))
+    largest = DraftShape(LONGEST)
+    replayed = replay(AdaptivePolicy(controller, largest, looks_up=False), trace, table, largest)
+    return Written(replayed.seconds, tuple((done.at, done.drafted) for done in replayed.rounds), tuple(events))
 
 
 def calibrated(table: RoundTable) -> LengthSchedule:

@@ -75,10 +75,10 @@ def test_chance_alone_begins_few_rests(costs: RoundCosts, rate: float) -> None:
 
 def test_doubt_that_is_never_right_is_overcome() -> None:
     """A drafter that doubts all and is always right is soon let draft on; one that is sure and wrong, no more."""
-    humble = Trace((LONGEST,) * 600, (), ((55,) * LONGEST,) * 600)
+    humble = Trace((LONGEST,) * 600, ((0.55,) * LONGEST,) * 600)
     costs = COSTS["gpu"]
     assert write(humble, costs, asks_confidence=True).seconds <= 1.25 * best_fixed_s(humble, costs)
-    boaster = Trace((0,) * 600, (), ((99,) * LONGEST,) * 600)
+    boaster = Trace((0,) * 600, ((0.99,) * LONGEST,) * 600)
     assert write(boaster, costs, asks_confidence=True).seconds <= 1.05 * fixed_s(boaster, costs, 0)
 
 
@@ -93,7 +93,7 @@ def test_a_random_drafter_costs_three_percent_at_most(machine: str) -> None:
 def test_a_trial_pays_for_what_the_drafter_has_to_read_first() -> None:
     """A draft of one token in vain costs a quarter of a token here, and reading before it another tenth: one fails."""
     costs = RoundCosts(((1, 1.0), (64, 1.0)), drafter_step_s=0.1, absorb_s=0.1, round_s=0.15)
-    nothing_right = Trace((0,) * 200, (), ((0,) * LONGEST,) * 200)  # nor is the drafter sure of anything
+    nothing_right = Trace((0,) * 200, ((0.0,) * LONGEST,) * 200)  # nor is the drafter sure of anything
     drafts = [at for at, depth in write(nothing_right, costs, asks_confidence=True).rounds if depth]
     trials = drafts[next(i for i in range(1, len(drafts)) if drafts[i] > drafts[i - 1] + 1) :]
     assert len(trials) > 3

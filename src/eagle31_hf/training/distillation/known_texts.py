@@ -233,36 +233,60 @@ def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, max_new_tokens: int,
     return TextRounds(known.category, len(known.log_probs), float(rounds), tuple(drafted), tuple(accepted))
 
 
-def _chain_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
+@dataclass(frozen=True)
+class KnownChains:
+    """Chains of `K` drafts behind each of a text's `T` tokens that may be a round's root.
+
+    Attributes:
+        kept: `(T, K)` chance that a round keeps drafts up to the k-th (`sampling.expected_rounds`); 0 behind the end.
+        inside: `(T, K)` whether the text goes on so far.
+        sure: `(T, K)` the drafter's largest probability at each level, behind the text's own tokens; what a chain that
+            ends in doubt asks for.
+    """
+
+    kept: Tensor
+    inside: Tensor
+    sure: Tensor
+
+
+@torch.no_grad()
+def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> KnownChains:
+    """What chains of `depth` drafts of an attached drafter in evaluation mode come to along one of `texts`."""
     text = known.text
     count = len(known.log_probs)  # roots y_0 .. y_{n-2}
     starts = torch.arange(text.prompt_length - 1, text.prompt_length - 1 + count)
     row_of = rows_of_ids(drafter)
-    given = []
+    given, sure = [], []
     for draft in drafts_along(drafter, text, starts, depth):
         wanted = draft.truth if row_of is None else row_of[draft.truth]
-        given.append(_log_probs(draft.logits, wanted, texts).cpu())
+        log_probs = texts.warping(draft.logits).log_softmax(-1)
+        given.append(_of_rows(log_probs, wanted, is_greedy=texts.temperature == 0).cpu())
+        sure.append(log_probs.amax(-1).exp().cpu())
     place = torch.arange(count)[:, None] + torch.arange(depth)  # which of y_1, y_2, ... each draft answers for
     inside = place < count
     draft_log_probs = torch.stack(given, 1).masked_fill(~inside, -math.inf)
     kept = chance_kept(draft_log_probs, known.log_probs[place.clamp(max=count - 1)])
-    visits = expected_visits(kept)
+    return KnownChains(kept, inside, torch.stack(sure, 1))
+
+
+def _chain_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
+    chains = chains_along(drafter, known, texts, depth)
+    visits = expected_visits(chains.kept)
     return TextRounds(
         category=known.category,
-        tokens=count,
+        tokens=len(known.log_probs),
         rounds=float(visits.sum()),
-        drafted_at=tuple((visits[:, None] * inside).sum(0).tolist()),
-        accepted_at=tuple((visits[:, None] * kept).sum(0).tolist()),
+        drafted_at=tuple((visits[:, None] * chains.inside).sum(0).tolist()),
+        accepted_at=tuple((visits[:, None] * chains.kept).sum(0).tolist()),
     )
 
 
-def _log_probs(logits: Tensor, wanted: Tensor, texts: KnownTexts) -> Tensor:
-    """`(S,)` log-probability that rows `wanted (S,)` of the draft head are drafted; -1 cannot be."""
-    if texts.temperature == 0:
-        drafted = argmax(logits) == wanted
-        return torch.zeros(len(wanted), device=logits.device).masked_fill(~drafted, -math.inf)
-    scores = texts.warping(logits).log_softmax(-1)
-    found = scores.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
+def _of_rows(log_probs: Tensor, wanted: Tensor, *, is_greedy: bool) -> Tensor:
+    """`(S,)` log-probability to draft these rows `(S,)` of the draft head, -1 cannot be; `log_probs` `(S, Vd)`."""
+    if is_greedy:
+        drafted = argmax(log_probs) == wanted
+        return torch.zeros(len(wanted), device=log_probs.device).masked_fill(~drafted, -math.inf)
+    found = log_probs.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
     return found.masked_fill(wanted < 0, -math.inf)
 
 

@@ -1,0 +1,220 @@
+"""Do drafts that adapt pay on every kind of text? Counted: all ways write the same texts with the same luck.
+
+    python examples/studies/adaptive_drafts_counted.py --prompts domain=chats.jsonl other=questions.jsonl \\
+        --copy copy=chats.jsonl --json docs/records/adaptive-counted.json
+
+`adaptive_drafts_pay.py` times `generate`. Where tokens are drawn each way writes texts of its own there, and their luck
+hides what ways differ by. Here the target writes each text once, alone; what drafts behind each of its tokens come to
+follows from passes of the drafter, and each way goes through the text by the code that `generate` runs. For drawn texts
+the chance that a round keeps so many drafts has a closed form (`sampling/expected_rounds.py`), by which every text is
+dealt `--deals` times, alike for all ways. Rounds take the seconds that this machine is calibrated to: let nothing else
+run until that is done; the rest is counted. The best fixed setting is the best of all in hindsight. Intervals (95 %) by
+drawing texts again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from adaptive_drafts_pay import (
+    DEFAULT,
+    DOUBT,
+    LOOKUP,
+    MOST_SLOWER,
+    PLAIN,
+    RANDOM,
+    Way,
+    configured,
+    copying,
+    untrained_drafter,
+)
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.benchmark.loop import ends_off
+from eagle31_hf.benchmark.policy_replay import DraftTrace, replay
+from eagle31_hf.benchmark.prompts import Prompt, read_prompts
+from eagle31_hf.benchmark.provenance import machine, origin, pair_facts
+from eagle31_hf.benchmark.ratios import RESAMPLES, interval_of
+from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
+from eagle31_hf.decoding.adaptive.prompt_lookup import TextIndex
+from eagle31_hf.decoding.calibration.calibration import Calibration
+from eagle31_hf.decoding.calibration.measure import AlwaysTheSame
+from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
+from eagle31_hf.generation_config import LONGEST_CHAIN
+from eagle31_hf.stats import SpeculationStats
+from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
+from eagle31_hf.training.distillation.known_texts import KnownTexts, chains_along, write_texts
+from eagle31_hf.trees.shape import DraftShape
+
+FIXED = range(1, 9)
+
+
+class LookupAlone:
+    """A `DraftPolicy`: ten tokens from the text itself wherever its last two came before, as prompt lookup does it."""
+
+    def __init__(self) -> None:
+        self._index = TextIndex()
+
+    def next_draft(self, state: RoundState) -> DraftPlan:
+        """What followed the last time."""
+        self._index.extend(state.sequences.text(0)[len(self._index) :])
+        tokens = self._index.lookup(10).tokens
+        return DraftPlan(DraftShape(len(tokens)), tokens=(tokens,)) if tokens else DraftPlan.skip()
+
+    def record(self, stats: RoundStats) -> None:
+        """Learns nothing."""
+
+
+def ways_of(pair: Pair, untrained: Eagle31Drafter) -> list[Way]:
+    """All of them."""
+    constant = {"num_assistant_tokens_schedule": "constant"}
+    return [
+        Way(PLAIN),
+        *(Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED),
+        Way(DOUBT, pair.drafter, constant),
+        Way(DEFAULT, pair.drafter),
+        Way(LOOKUP),
+        Way(RANDOM, untrained),
+    ]
+
+
+def traces_of(drafter: Eagle31Drafter, texts: KnownTexts, deals: int) -> list[DraftTrace]:
+    """`deals` of each text, which have the same luck with every drafter."""
+    found = []
+    for place, known in enumerate(texts.texts):
+        chains = chains_along(drafter, known, texts, LONGEST_CHAIN)
+        for deal in range(deals):
+            dice = torch.Generator().manual_seed(1000 * deal + place)
+            found.append(DraftTrace.dealt(known, chains, torch.rand(len(chains.kept), generator=dice)))
+    return found
+
+
+def policy_of(way: Way, context: int, *, sampled: bool) -> tuple[DraftPolicy, DraftShape]:
+    """As `generate` chooses it for a text of its own, and the largest draft."""
+    if way.drafter is None:
+        policy = LookupAlone() if way.name == LOOKUP else AlwaysTheSame(DraftPlan.skip())
+        return policy, DraftShape(LONGEST_CHAIN)
+    with configured(way):
+        length = way.drafter.generation_config.draft_length(
+            device_type="cpu", batch_size=1, sampled=sampled, compiled=False
+        )
+        requested = RequestedDraft.of(way.drafter, length, rows=1, context=context, sampled=sampled, compiled=False)
+        return choose_policy(way.drafter, requested, SpeculationStats()), requested.shape
+
+
+def count(way: Way, traces: list[DraftTrace], calibration: Calibration, *, sampled: bool) -> np.ndarray:
+    """Seconds of each trace."""
+    seconds = []
+    for trace in traces:
+        policy, largest = policy_of(way, len(trace.prompt), sampled=sampled)
+        table = calibration.costs(len(trace.prompt)).rounds(LONGEST_CHAIN)
+        seconds.append(replay(policy, trace, table, largest).seconds)
+    return np.array(seconds)
+
+
+def compared(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
+    """Our speed over theirs on the same texts, with its interval; `(texts, deals)` each."""
+    picks = np.random.default_rng(0).integers(len(ours), size=(RESAMPLES, len(ours)))
+    low, high = interval_of(theirs.sum(1)[picks].sum(1) / ours.sum(1)[picks].sum(1))
+    return {"ratio": float(theirs.sum() / ours.sum()), "low": low, "high": high}
+
+
+def verdicts(kind: str, seconds: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """What must hold, each with its figure."""
+
+    def against(what: str, name: str, others: list[str], wanted: float) -> dict[str, Any]:
+        best = min(others, key=lambda other: seconds[other].sum())
+        return {"what": what, "other": best, **compared(seconds[name], seconds[best]), "wanted": wanted}
+
+    fixed = [name for name in seconds if name.startswith("fixed") or name == DOUBT]
+    told = [
+        against("the default against plain", DEFAULT, [PLAIN], MOST_SLOWER),
+        against("a random drafter against plain", RANDOM, [PLAIN], MOST_SLOWER),
+        against("the default against the best fixed setting", DEFAULT, fixed, MOST_SLOWER),
+    ]
+    if "copy" in kind:
+        told.append(against("the default against the better of lookup and EAGLE alone", DEFAULT, [LOOKUP, DOUBT], 1.0))
+    return told
+
+
+def study(pair: Pair, untrained: Eagle31Drafter, prompts: list[Prompt], given: Any) -> list[dict[str, Any]]:
+    """A record for each kind and temperature."""
+    calibration = PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=False)
+    ways, record = ways_of(pair, untrained), []
+    for kind in dict.fromkeys(prompt.suite for prompt in prompts):
+        openings = [
+            EvaluationPrompt(encode(pair, prompt.opening)["input_ids"][0].tolist(), kind)
+            for prompt in prompts
+            if prompt.suite == kind
+        ]
+        for temperature in given.temperatures:
+            binding = pair.drafter.require_binding()
+            texts = write_texts(binding, openings, temperature, max_new_tokens=given.new_tokens)
+            deals = given.deals if temperature else 1
+            traces = {id(each): traces_of(each, texts, deals) for each in (pair.drafter, untrained)}
+            seconds = {
+                way.name: count(
+                    way, traces[id(way.drafter or pair.drafter)], calibration, sampled=temperature > 0
+                ).reshape(-1, deals)
+                for way in ways
+            }
+            figures = [{"way": name, "over_plain": compared(each, seconds[PLAIN])} for name, each in seconds.items()]
+            told = verdicts(kind, seconds)
+            record.append({"kind": kind, "temperature": temperature, "ways": figures, "verdicts": told})
+            show(record[-1], len(openings))
+    return record
+
+
+def show(found: dict[str, Any], texts: int) -> None:
+    print(f"\n{found['kind']}, temperature {found['temperature']:g}, {texts} texts", flush=True)
+    for row in found["ways"]:
+        over = row["over_plain"]
+        print(f"  {row['way']:15} {over['ratio']:.3f} x plain ({over['low']:.3f} to {over['high']:.3f})")
+    for each in found["verdicts"]:
+        verdict = "holds" if each["ratio"] >= each["wanted"] else "FALLS SHORT"
+        print(
+            f"  {verdict}: {each['what']} ({each['other']}) {each['ratio']:.3f} "
+            f"({each['low']:.3f} to {each['high']:.3f}, wanted {each['wanted']})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="folder or Hub id; default: the embedded pair")
+    parser.add_argument("--drafter")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", nargs="*", default=[], metavar="KIND=FILE", help="as `bench run` takes them")
+    parser.add_argument("--copy", nargs="*", default=[], metavar="KIND=FILE", help="to be repeated word by word")
+    parser.add_argument("--limit", type=int, default=24, help="prompts of each kind")
+    parser.add_argument("--deals", type=int, default=4, help="of each drawn text")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if not given.prompts and not given.copy:
+        parser.error("got no prompts; pass --prompts KIND=FILE ... for each kind of text, and --copy KIND=FILE")
+    prompts = read_prompts(given.prompts, given.limit) + copying(read_prompts(given.copy, given.limit))
+    pair = load_pair(PairSource(target=given.target, drafter=given.drafter, dtype=given.dtype))
+    pair.drafter.generation_config.acceleration = "eager"
+    with ends_off(pair.target):
+        record = study(pair, untrained_drafter(pair, given.drafter), prompts, given)
+    if given.json is not None:
+        facts = {
+            **origin(),
+            "machine": machine(pair.drafter.require_binding()),
+            "pair": pair_facts(pair.drafter, pair.tokenizer, (given.target, given.drafter)),
+            "prompts": [prompt.id for prompt in prompts],
+        }
+        given.json.write_text(json.dumps({**facts, "kinds": record}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
