@@ -7,7 +7,9 @@ over which its learning rate falls to nothing in a line. What differs is the obj
 
     token       cross-entropy on all tokens: more of stage 1
     written     cross-entropy on the tokens the target wrote: tells the objective from the choice of tokens
+    hybrid      LK-hybrid on the same tokens (`--loss lk_hybrid`)
     text        expected acceptance along written texts, in closed form (`eagle31 train --reward text`)
+    reach       the same, but how likely a draft is reached weighs it and is not learned
     chain, tree the policy gradient (`--reward chain`, `--reward tree`)
 
 Measured without a draw (`bench acceptance`): acceptance length of a chain at temperature 0 and 1, its ratio to that of
@@ -23,9 +25,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from eagle31_hf.benchmark.known_texts import DrafterAcceptance, acceptance_of
@@ -36,14 +40,16 @@ from eagle31_hf.training.data.packing import collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.distillation.known_texts import KnownTexts, rounds_of, write_texts
 from eagle31_hf.training.distillation.optimizers import make_optimizer
-from eagle31_hf.training.distillation.training_model import DistillationModel, packed
+from eagle31_hf.training.distillation.training_model import DistillationModel, LossOutput, packed
+from eagle31_hf.training.policy import text_model
 from eagle31_hf.training.policy.policy_model import make_policy_model
+from eagle31_hf.training.policy.text_model import TextModel
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
 from eagle31_hf.training.setup import load_target, multiplies_bfloat16, resolve
 from eagle31_hf.trees.shape import DraftShape
 
-BRANCHES = ("token", "written", "text", "chain", "tree")
+BRANCHES = ("token", "written", "hybrid", "text", "reach", "chain", "tree")
 
 
 def model_of(branch: str, drafter: Eagle31Drafter, told: ResolvedSettings) -> DistillationModel:
@@ -52,10 +58,31 @@ def model_of(branch: str, drafter: Eagle31Drafter, told: ResolvedSettings) -> Di
         return DistillationModel(drafter, token_loss)
     if branch == "written":
         return DistillationModel(drafter, replace(token_loss, given_weight=0.0))
+    if branch == "hybrid":
+        return DistillationModel(drafter, replace(token_loss, given_weight=0.0, loss="lk_hybrid"))
+    if branch == "reach":
+        return ReachModel(drafter, token_loss, replace(told, reward="text").to_policy())
     return make_policy_model(drafter, token_loss, replace(told, reward=branch).to_policy())
 
 
-def batches(dataset: Any, rows: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+class ReachModel(TextModel):
+    """`TextModel` with `sum_s stopgrad(prod_{r<s} chance_r) chance_s` for its expectation: a product's factors each
+    pull at all others, which is most of its noise.
+    """
+
+    def forward(self, **batch: Tensor) -> LossOutput:
+        """As `TextModel.forward`."""
+        with mock.patch.object(text_model, "expected_accepted", _reached_and_accepted):
+            return super().forward(**batch)
+
+
+def _reached_and_accepted(chances: Tensor) -> Tensor:
+    """`(N,)` of chances `(N, S)`."""
+    reach = torch.cat((torch.ones_like(chances[:, :1]), chances[:, :-1]), 1).cumprod(1).detach()
+    return (reach * chances).sum(1)
+
+
+def batches(dataset: Any, rows: int, seed: int) -> Iterator[dict[str, Tensor]]:
     """Without end, each pass over the rows in another order."""
     order = torch.Generator().manual_seed(seed)
     while True:
@@ -69,7 +96,7 @@ def train(model: DistillationModel, dataset: Any, told: ResolvedSettings, second
     optimizer = make_optimizer(model, told.optimizer, lr=rate, muon_lr=10 * rate)
     rates = [group["lr"] for group in optimizer.param_groups]
     bf16 = multiplies_bfloat16(model.drafter.device)
-    mean: dict[str, torch.Tensor] = {}
+    mean: dict[str, Tensor] = {}
     steps = averaged = 0
     started = time.process_time()
     for batch in batches(dataset, told.batch_rows, told.seed):
