@@ -7,8 +7,10 @@ Each way writes every prompt, one way after the other and another one first each
 lengths, the default (calibrated first), prompt lookup alone, and the default with a drafter that was never trained.
 Ratios are of all tokens per second of all texts, with intervals (95 %) by drawing texts again: where tokens are drawn
 each way writes texts of its own. The best fixed setting is chosen for each text by the others: the luckiest of several
-says more of luck than of settings. All is eager, as plain decoding is. Without --target the embedded pair writes; three
-prompts of each kind take a quarter of an hour on two cores. Run it on a machine that does nothing else.
+says more of luck than of settings. All is eager, as plain decoding is; with --graphs all is computed by graphs that are
+kept (made first, which takes minutes), plain decoding by one over single tokens, and chains have one length. Without
+--target the embedded pair writes; three prompts of each kind take a quarter of an hour on two cores. Run it on a
+machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ import torch
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.benchmark.gauges import TokenClock
 from eagle31_hf.benchmark.loop import ends_off
+from eagle31_hf.benchmark.plain_compiled import write_plain_compiled
+from eagle31_hf.benchmark.prompt_batches import PromptBatch
 from eagle31_hf.benchmark.prompts import Prompt, read_prompts
 from eagle31_hf.benchmark.provenance import machine, origin, pair_facts
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
+from eagle31_hf.decoding.kept_graphs import compiling_ahead
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import drafter_path
+from eagle31_hf.generation.warm_up import warm_up
 from eagle31_hf.stats import variation, window_speeds, windows
 
 FIXED = (2, 4, 8)
@@ -77,21 +83,18 @@ class Written:
 def ways_of(pair: Pair, given: Any) -> list[Way]:
     """All of them, plain first."""
     constant = {"num_assistant_tokens_schedule": "constant"}
+    untrained = Way(RANDOM, untrained_drafter(pair, given.drafter))
+    if given.graphs:
+        return [Way(PLAIN), Way("fixed, by graphs", pair.drafter, constant), Way(DEFAULT, pair.drafter), untrained]
     fixed = [Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED]
-    return [
-        Way(PLAIN),
-        *fixed,
-        Way(DOUBT, pair.drafter, constant),
-        Way(DEFAULT, pair.drafter),
-        Way(LOOKUP, told={"prompt_lookup_num_tokens": 10}),
-        Way(RANDOM, untrained_drafter(pair, given.drafter)),
-    ]
+    doubt, lookup = Way(DOUBT, pair.drafter, constant), Way(LOOKUP, told={"prompt_lookup_num_tokens": 10})
+    return [Way(PLAIN), *fixed, doubt, Way(DEFAULT, pair.drafter), lookup, untrained]
 
 
 def untrained_drafter(pair: Pair, like: str | None) -> Eagle31Drafter:
     """Of the size of `like`, or of the embedded one."""
     untrained = Eagle31Drafter.from_pretrained(like or drafter_path(), target=pair.target)
-    untrained.generation_config.acceleration = "eager"
+    untrained.generation_config.acceleration = pair.drafter.generation_config.acceleration
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in untrained.parameters():
@@ -116,14 +119,20 @@ def configured(way: Way):
             setattr(config, name, value)
 
 
-def write(pair: Pair, way: Way, inputs: dict[str, Any], told: dict[str, Any], seed: int):
+def write(pair: Pair, way: Way, inputs: dict[str, Any], told: dict[str, Any], seed: int, *, graphs: bool):
     """New tokens, seconds, and when they came."""
     clock, assistant = TokenClock(), {} if way.drafter is None else {"assistant_model": way.drafter}
     torch.manual_seed(seed)
     with configured(way):
         started = time.perf_counter()
-        out = pair.target.generate(**inputs, **told, **way.told, **assistant, streamer=clock)
-        return out[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - started, started, clock
+        if graphs and way.drafter is None:
+            prompt = PromptBatch(inputs["input_ids"], inputs["attention_mask"])
+            with configured(Way(PLAIN, pair.drafter, {"acceleration": "compile"})), compiling_ahead(pair.drafter):
+                new, _ = write_plain_compiled(pair.drafter, prompt, clock, **told)
+        else:
+            out = pair.target.generate(**inputs, **told, **way.told, **assistant, streamer=clock)
+            new = out[:, inputs["input_ids"].shape[1] :]
+        return new[0].tolist(), time.perf_counter() - started, started, clock
 
 
 def note(written: Written, way: Way, result: tuple) -> None:
@@ -140,8 +149,7 @@ def note(written: Written, way: Way, result: tuple) -> None:
 
 def measure(pair: Pair, ways: list[Way], prompts: list[Prompt], temperature: float, given: Any) -> dict[str, Written]:
     """All ways on the prompts of one kind; the first repeat warms up."""
-    sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
-    told = {"max_new_tokens": given.new_tokens, "do_sample": temperature > 0, **sampling}
+    told = {"max_new_tokens": given.new_tokens, **sampling(temperature)}
     found: dict[str, Written] = {way.name: Written() for way in ways}
     inputs = [encode(pair, prompt.opening) for prompt in prompts]
     for repeat in range(-1, given.repeats):
@@ -149,7 +157,8 @@ def measure(pair: Pair, ways: list[Way], prompts: list[Prompt], temperature: flo
             first = (repeat + number) % len(ways)
             results = {}
             for way in ways[first:] + ways[:first]:
-                results[way.name] = write(pair, way, each, told, seed=1000 * max(repeat, 0) + number)
+                seed = 1000 * max(repeat, 0) + number
+                results[way.name] = write(pair, way, each, told, seed, graphs=given.graphs)
                 if repeat >= 0:
                     note(found[way.name], way, results[way.name])
             for way in ways if repeat >= 0 else ():
@@ -189,7 +198,7 @@ def verdicts(kind: str, found: dict[str, Written]) -> list[dict[str, Any]]:
         _verdict("a random drafter against plain", ratio(found[RANDOM], plain), MOST_SLOWER),
         _verdict("the default against the best fixed setting", against_best(found[DEFAULT], fixed), MOST_SLOWER),
     ]
-    if "copy" in kind:
+    if "copy" in kind and LOOKUP in found:
         better = against_best(found[DEFAULT], [found[LOOKUP], found[DOUBT]])
         told.append(_verdict("the default against the better of lookup and EAGLE alone", better, 1.0))
     return told
@@ -217,6 +226,18 @@ def _verdict(what: str, figure: dict[str, float], least: float) -> dict[str, Any
     return {"what": what, **figure, "wanted": least}
 
 
+def make_graphs(ways: list[Way], given: Any) -> None:
+    """For texts that may be twice as long as what is written, greedy and drawn; calibrated."""
+    for drafter in {id(way.drafter): way.drafter for way in ways if way.drafter is not None}.values():
+        for temperature in given.temperatures:
+            warm_up(drafter, tokens=2 * given.new_tokens, **sampling(temperature))
+
+
+def sampling(temperature: float) -> dict[str, Any]:
+    """What `generate` is told."""
+    return {"do_sample": temperature > 0, **({"temperature": temperature, "top_k": 0} if temperature else {})}
+
+
 def copying(prompts: list[Prompt]) -> list[Prompt]:
     """Prompts that ask for their own words again."""
     made = []
@@ -238,17 +259,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--graphs", action="store_true", help="all by graphs that are kept")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.prompts and not given.copy:
         parser.error("got no prompts; pass --prompts KIND=FILE ... for each kind of text, and --copy KIND=FILE")
     kinds = read_prompts(given.prompts, given.limit) + copying(read_prompts(given.copy, given.limit))
     pair = load_pair(PairSource(target=given.target, drafter=given.drafter, dtype=given.dtype))
-    pair.drafter.generation_config.acceleration = "eager"
+    pair.drafter.generation_config.acceleration = "auto" if given.graphs else "eager"
     ways, record = ways_of(pair, given), []
-    PairHistory.of(pair.drafter).calibrate(
-        pair.drafter, compiled=False
-    )  # of the untrained one, too: as many operations
+    if given.graphs:
+        make_graphs(ways, given)
+    else:
+        PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=False)  # the untrained one's, too: it is as large
     with ends_off(pair.target):
         for kind in dict.fromkeys(prompt.suite for prompt in kinds):
             for temperature in given.temperatures:

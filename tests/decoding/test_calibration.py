@@ -16,7 +16,7 @@ from eagle31_hf.decoding import pair_history
 from eagle31_hf.decoding.calibration import bare_meter, store
 from eagle31_hf.decoding.calibration import measure as measuring
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
-from eagle31_hf.decoding.calibration.measure import CONTEXTS, PIECES, WIDTHS, measure, measure_by_pieces
+from eagle31_hf.decoding.calibration.measure import CONTEXTS, PIECES, WIDTHS, measure, measure_by_pieces, measure_graphs
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.errors import ConfigurationError
 from helpers import (
@@ -57,17 +57,35 @@ def test_a_disturbed_plain_round_makes_drafts_no_cheaper(monkeypatch: pytest.Mon
     """Something else ran while the loop wrote without drafts: that is not what plain decoding takes."""
     bare = ContextSeconds(64, ((1, 1.0), (8, 1.2)), drafter_step_s=0.1, absorb_s=0.1)
     chain_s = 1.2 + 0.1 + 4 * 0.1
-    monkeypatch.setattr(measuring, "_round_s", lambda *told, **_: 9.0 if told[2].skips else chain_s + 0.05)
-    assert measuring._around(drafter_of("llama"), bare, compiled=False) == pytest.approx((0.05, 0.05))
+    monkeypatch.setattr(measuring, "_rounds_s", lambda *told, **_: [chain_s + 0.05, 9.0])
+    assert measuring._around(drafter_of("llama"), bare) == pytest.approx((0.05, 0.05))
 
 
-def test_measures_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_whole_rounds_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph is made that `generate` would not make."""
     use_fixed_shapes_only(monkeypatch)
-    measured = measure(drafter_of("qwen3"), compiled=True)
-    assert [width for width, _ in measured.contexts[0].forward_s] == [1, 8]
+    eagle = drafter_of("qwen3")
+    with configured(eagle, acceleration="compile"):
+        seeded(0)
+        target_of("qwen3").generate(**left_padded(prompts_for("qwen3", 1)), assistant_model=eagle, max_new_tokens=40)
+        kinds = {key.kind for key in eagle.require_binding().compiled.keys}
+        measured = measure_graphs(eagle)
+    assert {key.kind for key in eagle.require_binding().compiled.keys} == kinds
+    (behind,) = measured.contexts
+    assert [width for width, _ in behind.forward_s] == [1, 8]
     assert measured.in_buckets
-    kinds = {key.kind for key in drafter_of("qwen3").require_binding().compiled.keys}
-    assert kinds >= {"verify", "absorb", "step"}
+    table = measured.costs(64).rounds(7)
+    assert table.plain_s <= table.lookup_s[7] <= table.speculative_s[7]
+
+
+def test_rounds_of_graphs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounds_s(_drafter, _context, plans, *_others, **_told) -> list[float]:
+        assert [plan.shape.depth for plan in plans] == [7, 7, 0]
+        return [3.0, 1.25, 1.0]
+
+    monkeypatch.setattr(measuring, "_rounds_s", rounds_s)
+    table = measure_graphs(drafter_of("llama")).costs(4096).rounds(7)
+    assert (table.plain_s, table.lookup_s[3], table.lookup_s[7], table.speculative_s[7]) == (1.0, 1.25, 1.25, 3.0)
 
 
 def test_the_nearest_context_counts() -> None:
@@ -186,7 +204,7 @@ def test_a_calibration_changes_no_drawn_text_of_its_process(soon_due: list[str])
 
 
 def test_a_calibration_that_was_asked_for_holds_for_all(monkeypatch: pytest.MonkeyPatch, soon_due: list[str]) -> None:
-    monkeypatch.setattr(pair_history, "measure", lambda *_, compiled: CHEAP_DRAFTS)
+    monkeypatch.setattr(pair_history, "measure", lambda *_: CHEAP_DRAFTS)
     eagle, history = drafter_of("llama"), PairHistory.of(drafter_of("llama"))
     assert history.calibration(eagle, compiled=False, sampled=True) is None
     history.calibrate(eagle, compiled=False)

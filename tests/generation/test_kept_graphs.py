@@ -35,10 +35,11 @@ from eagle31_hf.compiled import graphs, packages
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation.warm_up import prompt_lengths, warm_up
-from helpers import configured, target_of
+from helpers import DEAR_DRAFTS, configured, target_of
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +112,23 @@ def test_switching_between_rounds_writes_the_plain_text(
     assert used == {True, False}
 
 
+def test_drafts_adapt_to_what_kept_graphs_take(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warming up has timed rounds by them: a drafter that is never right rests, by the graph of single tokens."""
+    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("auto compiles nothing")))
+    with configured(warmed, num_assistant_tokens_schedule="calibrated"):
+        assert PairHistory.of(warmed).calibration(warmed, compiled=True) is not None
+        monkeypatch.setattr(PairHistory, "calibration", lambda *_, **__: DEAR_DRAFTS)
+        assert torch.equal(write(warmed), write(None))
+    assert warmed.stats is not None
+    assert warmed.stats.skipped_rounds > 5
+    made = warmed.require_binding().compiled
+    assert made is not None
+    assert {key.size for key in made.keys if key.kind == "verify"} >= {1}
+
+
 def test_what_is_kept_later_waits_for_the_next_text(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a text depends on when another process has compiled something."""
-    (later,) = (path for path in kept_files(".json") if path.name.startswith("verify"))
+    (later,) = (path for path in kept_files(".json") if path.name.startswith("verify-1x8"))
     told, load = later.read_text(), packages.GraphPackages.load
     later.unlink()
 
@@ -257,7 +272,7 @@ def test_what_is_broken_is_done_without_and_made_anew(
     assert all(torch.equal(text, write(None, seed)) for seed, text in enumerate(texts))
     assert not kinds(warmed)
     assert caplog.text.count("a kept graph cannot be used") == 1, "said once"
-    assert len(warm_up(forgotten(warmed), tokens=100, **GREEDY)) == 4
+    assert len(warm_up(forgotten(warmed), tokens=100, **GREEDY)) == 5
     write(forgotten(warmed))
     assert "advance" in kinds(warmed)
 
@@ -313,7 +328,7 @@ def test_compiled_packages(
     monkeypatch.undo()
     monkeypatch.setattr(graphs, "FROZEN_BYTES", largest_held)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
-    assert len(warm_up(pair, tokens=100, **GREEDY)) == 4
+    assert len(warm_up(pair, tokens=100, **GREEDY)) == 5
     forgotten(pair)
     for seed in range(3):
         assert torch.equal(write(pair, seed), write(None, seed))

@@ -9,6 +9,7 @@ import typer
 
 from ..benchmark.provenance import origin
 from ..compiled.graphs import GraphKey
+from ..decoding.pair_history import PairHistory
 from ..generation.warm_up import warm_up
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
@@ -24,7 +25,7 @@ def warmup(
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Compile a pair's graphs for this machine and keep them, for all later runs. Takes minutes, once."""
+    """Compile a pair's graphs for this machine, time rounds by them, and keep both. Takes minutes, once."""
     console = make_console()
     pair = load_pair(source)
     started = perf_counter()
@@ -37,8 +38,17 @@ def warmup(
         how.pop("max_new_tokens")
         made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **how)
     seconds = perf_counter() - started
-    write_json(json_path, {**origin(), "target": pair.name, "graphs": [repr(key) for key in made], "seconds": seconds})
+    measured = PairHistory.of(pair.drafter).calibration(pair.drafter, compiled=True)
+    assert measured is not None, "warming up ends with it"
+    record = {"graphs": [repr(key) for key in made], "seconds": seconds, "calibration": measured.to_dict()}
+    write_json(json_path, {**origin(), "target": pair.name, **record})
     if made:
         console.print(f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them.")
     else:
         console.print("All graphs were there already.")
+    (_, plain_s), (nodes, _) = measured.contexts[0].forward_s
+    rounds = measured.costs(0).rounds(nodes - 1)
+    console.print(
+        f"A round by them takes {1e3 * rounds.speculative_s[-1]:.1f} ms with {nodes - 1} draft tokens, "
+        f"{1e3 * plain_s:.1f} without: drafts pay from {rounds.break_even_tokens(nodes - 1):.2f} tokens a round on."
+    )

@@ -61,6 +61,7 @@ class CapturesSteps:
 
     capture: Capture
     traces, failure = False, "capturing failed"
+    serves_rests = True
 
     def can_make(self, key: GraphKey) -> bool:
         return True

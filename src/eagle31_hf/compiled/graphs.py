@@ -81,11 +81,15 @@ class GraphMaker(Protocol):
 
     Attributes:
         traces: its graphs have guards, and are made and run under inductor's settings.
+        serves_rests: it makes a graph for single tokens, where many are written without drafts.
         failure: what is said where it could not make one.
     """
 
     @property
     def traces(self) -> bool: ...
+
+    @property
+    def serves_rests(self) -> bool: ...
 
     @property
     def failure(self) -> str: ...
@@ -101,6 +105,7 @@ class CompilesAtOnce:
     """A `GraphMaker` that lets `torch.compile` make each graph where it is first wanted."""
 
     traces, failure = True, "compiling failed"
+    serves_rests = False  # what drafts in vain cost is less than to compile for a minute
 
     def can_make(self, key: GraphKey) -> bool:
         return True

@@ -2,8 +2,10 @@
 
 `torch.compile` pays only where shapes repeat, so blocks are padded to the sizes of `shapes`, and what is padded is
 masked. The first call at a new shape is served by the eager code, which is the reference: a graph that cannot be made,
-or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefill always stays eager, and no graph is
-made for a single token. Graphs make their masks themselves, unless layers see only a window.
+or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefill always stays eager. Single tokens have
+a graph of their own where many come in a row, since what is padded can cost as much again (two cores of a Zen 4, bf16,
+the embedded pair: a round of 2.3 ms instead of 3.5 to 5.4). Graphs make their masks themselves, unless layers see only
+a window.
 
 On CUDA the graphs are replayed as CUDA graphs (`mode="reduce-overhead"`) and their outputs copied out of the pool.
 """
@@ -42,27 +44,42 @@ class CompiledVerification:
         self.inputs = GraphInputs(cache)
         self.first_rows = cache.batch_size
 
-    def __call__(self, tree: DraftTree) -> TargetOutput:
-        """As `Verification`; the binding must be capturing."""
+    def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
+        """As `Verification`; the binding must be capturing.
+
+        Args:
+            rests: whether a single token is one of many, for which a graph pays; not so the last one of a text.
+        """
         rows, size = tree.tokens.shape
-        nodes = node_bucket(size, self.most_nodes)
+        nodes = self._padded_nodes(rows, size, rests=rests)
         self.cache.place(size)
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
         if unmasked or not self.inputs.make_room(nodes):
             return self.eager(tree)
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
-        attention = self.binding.model.config._attn_implementation
-        # A batch that loses rows is not worth a graph for each number, nor is the last token of a text one of its own.
-        pays = rows == self.first_rows and size > 1
-        offsets = self.cache.position_offsets
-        axes = 0 if offsets is None else len(offsets)
+        # A batch that loses rows is not worth a graph for each number.
+        pays = rows == self.first_rows and (size > 1 or nodes == 1)
         output = self.graphs.run_or_eager(
-            GraphKey("verify", rows, nodes, (masks_trees, axes, *self.cache.mask_widths.items(), attention)),
+            self._key(rows, nodes, masks_trees=masks_trees),
             partial(_verify_step, self.binding) if pays else None,
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self.eager(tree),
         )
         return TargetOutput(output.logits[:, :size], output.aux[:, :size])
+
+    def _padded_nodes(self, rows: int, size: int, *, rests: bool) -> int:
+        """Nodes of the graph that serves so many."""
+        if size == 1:
+            alone = self._key(rows, 1, masks_trees=False)
+            makes = rests and self.graphs.maker.serves_rests and self.graphs.can_compile(alone)
+            if makes or alone in self.graphs.keys:
+                return 1
+        return node_bucket(size, self.most_nodes)
+
+    def _key(self, rows: int, nodes: int, *, masks_trees: bool) -> GraphKey:
+        attention, offsets = self.binding.model.config._attn_implementation, self.cache.position_offsets
+        axes = 0 if offsets is None else len(offsets)
+        return GraphKey("verify", rows, nodes, (masks_trees, axes, *self.cache.mask_widths.items(), attention))
 
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""

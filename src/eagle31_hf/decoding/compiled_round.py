@@ -51,12 +51,14 @@ class CompiledRound:
         self._round_graphs: dict[DraftShape, RoundGraph] = {}
         self._next: NextDraft | None = None
         self._by_graphs = True  # whether this round's drafts are
+        self._rests = False  # whether nothing is drafted because it would be in vain
         self.request.stats.fall_back(self.graphs.disabled_reason)
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         made, self._next = self._next, None
         plan, depth = batch.plan, batch.draft_depth
         self._by_graphs = plan is not None and depth > 0 and plan.tokens is None
+        self._rests = plan is not None and plan.skips
         if plan is None or not self._by_graphs:
             return self.eager.draft(batch)
         with self.clock.phase("draft"):
@@ -86,7 +88,7 @@ class CompiledRound:
             return self.eager.verify(tree)
         self.request.stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
         with self.clock.phase("verify"), self.eager.binding.capturing():
-            output = self.verification(tree)
+            output = self.verification(tree, rests=self._rests)
         self.request.stats.fall_back(self.graphs.disabled_reason)
         return output
 

@@ -44,6 +44,7 @@ class LoadsKept:
     packages: GraphPackages
     names: frozenset[str]
     traces, failure = False, "a kept graph cannot be used (`eagle31 warmup` renews it)"
+    serves_rests = True
 
     def can_make(self, key: GraphKey) -> bool:
         return name_of(key) in self.names
@@ -65,6 +66,7 @@ class CompilesAhead:
     on_compile: Callable[[GraphKey], None]
     made: list[GraphKey] = field(default_factory=list)
     traces, failure = False, "compiling failed"
+    serves_rests = True
 
     def can_make(self, key: GraphKey) -> bool:
         return True

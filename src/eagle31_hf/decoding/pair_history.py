@@ -12,7 +12,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..stats import SpeculationStats
 from .adaptive.acceptance_rates import Prior
 from .calibration.calibration import Calibration
-from .calibration.measure import PIECES, measure, measure_by_pieces
+from .calibration.measure import PIECES, measure, measure_by_pieces, measure_graphs
 from .calibration.store import calibration_key, load, save
 
 logger = logging.getLogger(__name__)
@@ -74,10 +74,14 @@ class PairHistory:
 
     def calibrate(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration:
         """Measure now, for all texts to come, and keep it for later processes, too."""
-        measured = measure(drafter, compiled=compiled)
+        measured = measure_graphs(drafter) if compiled else measure(drafter)
+        self.keep(drafter, measured, compiled=compiled)
+        return measured
+
+    def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
+        """Go by this from now on, and in later processes."""
         self._keep(drafter, measured, compiled=compiled)
         self._of_drawn_texts.pop(_setting(drafter, compiled), None)
-        return measured
 
     def calibrate_if_due(self, drafter: Eagle31Drafter) -> None:
         """Measure one more piece of an eager calibration once enough was written for that to cost little.

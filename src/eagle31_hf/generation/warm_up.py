@@ -1,4 +1,7 @@
-"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for, written by `generate`."""
+"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for, written by `generate`.
+
+Then rounds by these graphs are timed: drafts adapt to what they take, and rest or look the text up where that pays.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import torch
 
 from ..compiled import shapes
 from ..compiled.graphs import GraphKey, Graphs
+from ..decoding.calibration.measure import measure_graphs
 from ..decoding.kept_graphs import compiling_ahead
+from ..decoding.pair_history import PairHistory
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..target.served_processing import processing_of
 
 NEW_TOKENS = 40
 """Written after each prompt: a few rounds, so that each kind of graph is met."""
@@ -20,7 +26,7 @@ NEW_TOKENS = 40
 def warm_up(
     drafter: Eagle31Drafter, *, tokens: int, on_compile: Callable[[GraphKey], None] = lambda key: None, **how: Any
 ) -> list[GraphKey]:
-    """Compile what texts of up to `tokens` tokens take, and keep it for `acceleration="auto"`.
+    """Compile what texts of up to `tokens` tokens take and calibrate it; both is kept, for `acceleration="auto"`.
 
     Args:
         drafter: attached; its settings say what is drafted.
@@ -44,6 +50,13 @@ def warm_up(
             model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **ended, **how)
             if reason := Graphs.of(drafter).disabled_reason:
                 raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
+        measured = measure_graphs(
+            drafter,
+            processing_of(model, **how),
+            sampled=bool(how.get("do_sample", model.generation_config.do_sample)),
+            contexts=prompt_lengths(tokens),
+        )
+    PairHistory.of(drafter).keep(drafter, measured, compiled=True)
     return maker.made
 
 

@@ -1,4 +1,7 @@
-"""Measure a calibration: single forwards at several widths and two contexts, then the loop around them. Seconds."""
+"""Measure a calibration: single forwards at several widths and two contexts, then the loop around them. Seconds.
+
+By graphs whole rounds are measured: a graph drafts all of a chain, and more graphs are not to be made for measuring.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from ...compiled.graphs import CompilesAtOnce
 from ...drafter.drafter import Eagle31Drafter
-from ...generation_config import COMPILED_DEPTH
 from ...sampling.logits_processing import ScoreProcessing
 from ...target.binding import TargetBinding
 from ...target.device_clock import now
@@ -26,30 +29,29 @@ from .bare_meter import BareMeter, WidthSeconds
 from .calibration import Calibration, ContextSeconds
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-COMPILED_WIDTHS = (1, COMPILED_DEPTH + 1)
 CONTEXTS = (64, 768)
-"""Tokens before a round. Compiled steps are measured behind the first: every length of rows is a graph of its own."""
+"""Tokens before a round. Graphs are measured behind the first: every length of rows is a graph of its own."""
 
 ABSORBED = 3
 """Accepted tokens that the drafter reads at once: few, as they are after most rounds."""
 
-LOOP_ROUNDS, LOOP_DEPTH = 10, 5
-"""Rounds of the real loop, with a chain and without."""
+LOOP_DEPTH = 5
+"""Of the chains in the real loop."""
+
+TURNS, ROUNDS_A_TURN = 6, 3
+"""Rounds of the real loop: kinds of them take turns, so that a slow moment of the machine falls on all of them."""
 
 PIECES = len(CONTEXTS) + 1
 """What is measured at once: forwards behind each context, and the loop."""
 
 
-def measure(drafter: Eagle31Drafter, *, compiled: bool = False) -> Calibration:
-    """Measure the pair on the machine it is on: one row, eager forwards or compiled ones.
-
-    What is not there yet is compiled, which may take minutes.
+def measure(drafter: Eagle31Drafter) -> Calibration:
+    """Measure the pair on the machine it is on: one row, eager forwards.
 
     Args:
         drafter: attached.
-        compiled: measure the steps of `acceleration="compile"`.
     """
-    pieces = measure_by_pieces(drafter, compiled=compiled)
+    pieces = measure_by_pieces(drafter)
     while True:
         try:
             next(pieces)
@@ -57,20 +59,50 @@ def measure(drafter: Eagle31Drafter, *, compiled: bool = False) -> Calibration:
             return end.value
 
 
-def measure_by_pieces(drafter: Eagle31Drafter, *, compiled: bool = False) -> Generator[None, None, Calibration]:
+def measure_by_pieces(drafter: Eagle31Drafter) -> Generator[None, None, Calibration]:
     """`measure` with a pause after each of its `PIECES`, through which no memory is held."""
     binding = drafter.require_binding()
     longest = getattr(binding.text_config, "max_position_embeddings", None) or max(CONTEXTS) + max(WIDTHS)
     room = max(longest - max(WIDTHS), 2)
-    contexts = CONTEXTS[:1] if compiled else CONTEXTS
     measured: list[ContextSeconds] = []
-    for length in sorted({min(length, room) for length in contexts}):
+    for length in sorted({min(length, room) for length in CONTEXTS}):
         with _undisturbed():
-            measured.append(_behind(drafter, length, compiled=compiled))
+            measured.append(_behind(drafter, length))
         yield
     with _undisturbed():
-        round_s, plain_round_s = _around(drafter, measured[0], compiled=compiled)
-    return Calibration(tuple(measured), round_s, plain_round_s, in_buckets=compiled)
+        round_s, plain_round_s = _around(drafter, measured[0])
+    return Calibration(tuple(measured), round_s, plain_round_s)
+
+
+def measure_graphs(
+    drafter: Eagle31Drafter,
+    processing: ScoreProcessing | None = None,
+    *,
+    sampled: bool = False,
+    contexts: Sequence[int] = CONTEXTS[:1],
+) -> Calibration:
+    """Measure rounds of one row by graphs: with a chain, with a draft that was there already, and without.
+
+    What is not there yet is compiled, which may take minutes.
+
+    Args:
+        drafter: attached.
+        processing: of the texts to come, which graphs that draw tokens have built in.
+        sampled: whether these draw.
+        contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
+    """
+    length = drafter.generation_config.draft_length(
+        device_type=drafter.device.type, batch_size=1, sampled=sampled, compiled=True
+    )
+    shape, measured = DraftShape(length.depth), []
+    plans = DraftPlan(shape), DraftPlan(shape, tokens=((0,) * shape.depth,)), DraftPlan.skip()
+    for context in contexts:
+        with _undisturbed():
+            seconds = _rounds_s(drafter, context, plans, processing, sampled=sampled, compiled=True)
+        plain_s, lookup_s, chain_s = _rising(seconds[::-1])
+        step_s = (chain_s - lookup_s) / shape.depth
+        measured.append(ContextSeconds(context, ((1, plain_s), (shape.nodes, lookup_s)), step_s, step_s))
+    return Calibration(tuple(measured), 0.0, 0.0, in_buckets=True)
 
 
 @contextmanager
@@ -80,19 +112,18 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def _behind(drafter: Eagle31Drafter, length: int, *, compiled: bool) -> ContextSeconds:
-    widths = COMPILED_WIDTHS if compiled else WIDTHS
-    shape = DraftShape(depth=widths[-1] - 1)
-    context = _text(drafter.require_binding(), length)
-    meter = BareMeter(drafter, context, shape, compiled=compiled, absorbed=ABSORBED)
-    seconds = {width: meter.measure_width(width) for width in reversed(widths)}  # a compiled width 1 uses a wider graph
-    forward_s = tuple(zip(widths, _rising([seconds[width].verify_s for width in widths]), strict=True))
-    narrow = [seconds[width] for width in widths[1:5]]
+def _behind(drafter: Eagle31Drafter, length: int) -> ContextSeconds:
+    meter = BareMeter(
+        drafter, _text(drafter.require_binding(), length), DraftShape(depth=WIDTHS[-1] - 1), absorbed=ABSORBED
+    )
+    seconds = {width: meter.measure_width(width) for width in reversed(WIDTHS)}
+    forward_s = tuple(zip(WIDTHS, _rising([seconds[width].verify_s for width in WIDTHS]), strict=True))
+    narrow = [seconds[width] for width in WIDTHS[1:5]]
     return ContextSeconds(length, forward_s, _median("drafter_step_s", narrow), _median("absorb_s", narrow))
 
 
 def _rising(seconds: Sequence[float]) -> list[float]:
-    """Without what noise alone can have made: a narrow forward that takes longer than a wider one."""
+    """Without what noise alone can have made: less work that takes longer than more."""
     return list(accumulate(reversed(seconds), min))[::-1]
 
 
@@ -114,39 +145,57 @@ class AlwaysTheSame:
         """Learns nothing."""
 
 
-def _around(drafter: Eagle31Drafter, bare: ContextSeconds, *, compiled: bool) -> tuple[float, float]:
+def _around(drafter: Eagle31Drafter, bare: ContextSeconds) -> tuple[float, float]:
     """Seconds of a round beyond its forwards, with a chain and without."""
-    depth = COMPILED_DEPTH if compiled else LOOP_DEPTH
-    forward_s = dict(bare.forward_s)
-    drafted = bare.absorb_s + (depth - 1) * bare.drafter_step_s
-    chain_s = drafted + forward_s.get(depth + 1, max(s for width, s in bare.forward_s if width <= depth + 3))
-    drafting = _round_s(drafter, bare.context, DraftPlan(DraftShape(depth=depth)), compiled=compiled)
-    plain = _round_s(drafter, bare.context, DraftPlan.skip(), compiled=compiled)
+    forward_s, shape = dict(bare.forward_s), DraftShape(LOOP_DEPTH)
+    drafted = bare.absorb_s + (LOOP_DEPTH - 1) * bare.drafter_step_s
+    chain_s = drafted + max(s for width, s in bare.forward_s if width <= LOOP_DEPTH + 3)
+    drafting, plain = _rounds_s(drafter, bare.context, (DraftPlan(shape), DraftPlan.skip()))
     round_s = max(drafting - chain_s, 0.0)
     # A round without drafts does nothing that one with them does not do: what says otherwise was disturbed.
     return round_s, min(max(plain - forward_s[1], 0.0), round_s)
 
 
-def _round_s(drafter: Eagle31Drafter, context: int, plan: DraftPlan, *, compiled: bool) -> float:
-    """Median seconds of the loop's own rounds by one plan."""
-    depth = max(plan.shape.depth, COMPILED_DEPTH if compiled else LOOP_DEPTH)
-    prompt = _text(drafter.require_binding(), context)
-    rules = StopRules(max_length=context + (LOOP_ROUNDS + 4) * (depth + 1))
-    request = DecodingRequest(
-        sequences=Sequences(prompt, [0], rules, None),
-        processing=ScoreProcessing(LogitsProcessorList()),
-        shape=DraftShape(depth=depth),
-        policy=AlwaysTheSame(plan),
-    )
-    decoder = SpeculativeDecoder(drafter, request, compiled=compiled)
-    device, seconds = drafter.require_binding().head_device, []
-    with drafter.require_binding().masked_attention():
-        decoder.prefill()
-        for _ in range(LOOP_ROUNDS + 2):
-            started = now(device)
-            decoder.step()
-            seconds.append(now(device) - started)
-    return median(seconds[2:])
+def _rounds_s(
+    drafter: Eagle31Drafter,
+    context: int,
+    plans: Sequence[DraftPlan],
+    processing: ScoreProcessing | None = None,
+    *,
+    sampled: bool = False,
+    compiled: bool = False,
+) -> list[float]:
+    """Median seconds of the loop's own rounds by each of the plans, the first of which is the largest."""
+    binding, largest = drafter.require_binding(), plans[0].shape
+    rules = StopRules(max_length=context + (TURNS * ROUNDS_A_TURN + 2) * largest.nodes)
+    decoders = []
+    for plan in plans:
+        request = DecodingRequest(
+            sequences=Sequences(_text(binding, context), [0], rules, None),
+            processing=processing or ScoreProcessing(LogitsProcessorList()),
+            shape=largest,
+            policy=AlwaysTheSame(plan),
+            do_sample=sampled,
+            graph_maker=binding.ahead or CompilesAtOnce(),
+        )
+        decoders.append(SpeculativeDecoder(drafter, request, compiled=compiled))
+    seconds: list[list[float]] = [[] for _ in plans]
+    with binding.masked_attention():
+        for decoder in decoders:
+            decoder.prefill()
+            decoder.step()  # makes graphs
+        for _ in range(TURNS):
+            for decoder, found in zip(decoders, seconds, strict=True):
+                decoder.step()
+                found += [_timed_step(decoder) for _ in range(ROUNDS_A_TURN - 1)]
+    return [median(found) for found in seconds]
+
+
+def _timed_step(decoder: SpeculativeDecoder) -> float:
+    device = decoder.binding.head_device
+    started = now(device)
+    decoder.step()
+    return now(device) - started
 
 
 def _text(binding: TargetBinding, length: int) -> Tensor:

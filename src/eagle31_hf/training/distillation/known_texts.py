@@ -30,6 +30,7 @@ from ...sampling.draw import argmax
 from ...sampling.expected_rounds import chance_kept, expected_visits
 from ...sampling.logits_processing import DraftWarping, ScoreProcessing
 from ...target.binding import TargetBinding
+from ...target.served_processing import processing_of
 from ...trees.shape import DraftShape
 from ..data.padding import left_padded, pad_token_id
 from ..data.regeneration import sampling_options
@@ -92,22 +93,7 @@ def served_processing(model: Any, temperature: float) -> ScoreProcessing:
     Raises:
         ConfigurationError: the target's generation config asks for some that look at more than scores.
     """
-    seen: list[Any] = []
-
-    def note(_model: Any, input_ids: Tensor, logits_processor: Any, **_others: Any) -> Tensor:
-        seen.append(logits_processor)
-        return input_ids
-
-    ids = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=1,
-        pad_token_id=pad_token_id(model),
-        custom_generate=note,
-        **sampling_options(temperature),
-    )
-    processing = ScoreProcessing(seen[0])
+    processing = processing_of(model, **sampling_options(temperature))
     if not processing.fits_draft_vocabulary:
         names = ", ".join(type(processor).__name__ for processor in processing.processors)
         raise ConfigurationError(
