@@ -145,7 +145,8 @@ def test_a_folder_that_takes_nothing_is_no_error(tmp_path: Path, caplog: pytest.
 def by_pieces(measured: list[str], pieces: int = PIECES):
     """Stands in for measuring: notes each piece."""
 
-    def stand_in(_drafter):
+    def stand_in(_drafter, *, compiled):
+        assert not compiled
         for number in range(1, pieces):
             measured.append(f"piece {number}")
             yield
@@ -214,7 +215,7 @@ def test_a_calibration_that_was_asked_for_holds_for_all(monkeypatch: pytest.Monk
 def test_measuring_that_fails_stops_nothing(
     soon_due: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_drafter: object) -> Generator[None, None, None]:
+    def fail(_drafter: object, *, compiled: bool) -> Generator[None, None, None]:
         raise RuntimeError("the clock jumped")
         yield
 

@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from eagle31_hf.compiled import captured, graphs, shapes
 from eagle31_hf.compiled.captured import Recording
-from eagle31_hf.decoding import draft_backoff, kept_graphs
+from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
+from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from helpers import configured
 
@@ -70,6 +73,22 @@ def test_the_plain_text(rows: int, pair: Eagle31Drafter, recorder: Recorder) -> 
     assert pair.stats is not None
     assert pair.stats.fallbacks == []
     assert recorder.replayed > 20
+
+
+def test_rounds_are_measured_as_they_are_captured(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a card what adapts goes by captured rounds, unasked and in time; nothing is compiled for it."""
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 10)
+    history = PairHistory.of(pair)
+    with configured(pair, num_assistant_tokens_schedule="calibrated"):
+        assert torch.equal(write(pair), write(None))
+        measured = history.calibration(pair, compiled=True)
+        assert measured is not None
+        assert [width for width, _ in measured.contexts[0].forward_s] == [1, 4]
+        assert history.calibration(pair, compiled=False) is None, "nobody would go by it"
+        assert torch.equal(write(pair, 1), write(None, 1))
 
 
 def test_drawn_texts_are_those_of_graphs_made_at_once(

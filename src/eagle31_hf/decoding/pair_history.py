@@ -12,7 +12,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..stats import SpeculationStats
 from .adaptive.acceptance_rates import Prior
 from .calibration.calibration import Calibration
-from .calibration.measure import PIECES, measure, measure_by_pieces, measure_graphs
+from .calibration.measure import PIECES, can_measure_unasked, measure, measure_by_pieces, measure_graphs
 from .calibration.store import calibration_key, load, save
 
 logger = logging.getLogger(__name__)
@@ -83,25 +83,27 @@ class PairHistory:
         self._keep(drafter, measured, compiled=compiled)
         self._of_drawn_texts.pop(_setting(drafter, compiled), None)
 
-    def calibrate_if_due(self, drafter: Eagle31Drafter) -> None:
-        """Measure one more piece of an eager calibration once enough was written for that to cost little.
+    def calibrate_if_due(self, drafter: Eagle31Drafter, *, compiled: bool) -> None:
+        """Measure one more piece of a calibration once enough was written for that to cost little.
 
-        Graphs are not measured unasked: those of a size not met yet would be compiled for it. Failing is logged, and
-        not tried again.
+        Failing is logged, and not tried again.
+
+        Args:
+            compiled: of rounds by graphs, where nothing is compiled for it (`can_measure_unasked`).
         """
-        setting = _setting(drafter, compiled=False)
-        if self._failed or self.passes < PASSES_BEFORE_PIECE:
+        setting = _setting(drafter, compiled)
+        if self._failed or self.passes < PASSES_BEFORE_PIECE or not can_measure_unasked(drafter, compiled=compiled):
             return
-        if self.calibration(drafter, compiled=False) is not None:
+        if self.calibration(drafter, compiled=compiled) is not None:
             return
         self.passes = 0
         if self._measuring is None or self._measuring[0] != setting:
-            self._measuring = setting, measure_by_pieces(drafter)
+            self._measuring = setting, measure_by_pieces(drafter, compiled=compiled)
         try:
             next(self._measuring[1])
         except StopIteration as end:
             self._measuring = None
-            self._keep(drafter, end.value, compiled=False)
+            self._keep(drafter, end.value, compiled=compiled)
             logger.info("eagle31: calibrated; texts that are drawn go by it from the next process on")
         except Exception as error:  # whatever measuring stumbles over, the text must go on
             self._failed = True

@@ -50,7 +50,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     history = PairHistory.of(call.drafter)
     history.record(stats, sampled=requested.sampled)
     if call.drafter.generation_config.num_assistant_tokens_schedule != "constant":
-        history.calibrate_if_due(call.drafter)
+        history.calibrate_if_due(call.drafter, compiled=requested.compiled)
     if not call.generation_config.return_dict_in_generate:
         return ids
     sequences = request.sequences

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from ...compiled.graphs import CompilesAtOnce
+from ...compiled.captured import CAPTURES, CapturesSteps
+from ...compiled.graphs import CompilesAtOnce, GraphMaker
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
 from ...target.binding import TargetBinding
@@ -59,8 +60,15 @@ def measure(drafter: Eagle31Drafter) -> Calibration:
             return end.value
 
 
-def measure_by_pieces(drafter: Eagle31Drafter) -> Generator[None, None, Calibration]:
-    """`measure` with a pause after each of its `PIECES`, through which no memory is held."""
+def can_measure_unasked(drafter: Eagle31Drafter, *, compiled: bool) -> bool:
+    """Whether it takes seconds: eager rounds, and graphs that are captured. Others would be compiled for it."""
+    return not compiled or drafter.require_binding().head_device.type in CAPTURES
+
+
+def measure_by_pieces(drafter: Eagle31Drafter, *, compiled: bool = False) -> Generator[None, None, Calibration]:
+    """`measure` with a pause after each of its `PIECES`, through which no memory is held. Graphs are one piece."""
+    if compiled:
+        return measure_graphs(drafter)
     binding = drafter.require_binding()
     longest = getattr(binding.text_config, "max_position_embeddings", None) or max(CONTEXTS) + max(WIDTHS)
     room = max(longest - max(WIDTHS), 2)
@@ -83,7 +91,7 @@ def measure_graphs(
 ) -> Calibration:
     """Measure rounds of one row by graphs: with a chain, with a draft that was there already, and without.
 
-    What is not there yet is compiled, which may take minutes.
+    What is not there yet is captured on a CUDA device, and compiled elsewhere, which may take minutes.
 
     Args:
         drafter: attached.
@@ -176,7 +184,7 @@ def _rounds_s(
             shape=largest,
             policy=AlwaysTheSame(plan),
             do_sample=sampled,
-            graph_maker=binding.ahead or CompilesAtOnce(),
+            graph_maker=_maker(binding),
         )
         decoders.append(SpeculativeDecoder(drafter, request, compiled=compiled))
     seconds: list[list[float]] = [[] for _ in plans]
@@ -189,6 +197,11 @@ def _rounds_s(
                 decoder.step()
                 found += [_timed_step(decoder) for _ in range(ROUNDS_A_TURN - 1)]
     return [median(found) for found in seconds]
+
+
+def _maker(binding: TargetBinding) -> GraphMaker:
+    capture = CAPTURES.get(binding.head_device.type)
+    return binding.ahead or (CompilesAtOnce() if capture is None else CapturesSteps(capture))
 
 
 def _timed_step(decoder: SpeculativeDecoder) -> float:
