@@ -79,8 +79,8 @@ class PairHistory:
         return measured
 
     def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
-        """Go by this from now on, and in later processes."""
-        self._keep(drafter, measured, compiled=compiled)
+        """Go by this from now on, in drawn texts, too, and in later processes."""
+        self._remember(drafter, measured, compiled=compiled)
         self._of_drawn_texts.pop(_setting(drafter, compiled), None)
 
     def calibrate_if_due(self, drafter: Eagle31Drafter, *, compiled: bool) -> None:
@@ -103,13 +103,13 @@ class PairHistory:
             next(self._measuring[1])
         except StopIteration as end:
             self._measuring = None
-            self._keep(drafter, end.value, compiled=compiled)
+            self._remember(drafter, end.value, compiled=compiled)
             logger.info("eagle31: calibrated; texts that are drawn go by it from the next process on")
         except Exception as error:  # whatever measuring stumbles over, the text must go on
             self._failed = True
             logger.warning("eagle31: could not be calibrated, drafts stay as they are: %s", error)
 
-    def _keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
+    def _remember(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
         save(calibration_key(drafter, compiled=compiled), measured)
         self._calibrations[_setting(drafter, compiled)] = measured
 
