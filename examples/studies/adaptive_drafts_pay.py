@@ -8,7 +8,8 @@ lengths, the default (calibrated first), prompt lookup alone, and the default wi
 Ratios are of all tokens per second of all texts, with intervals (95 %) by drawing texts again: where tokens are drawn
 each way writes texts of its own. The best fixed setting is chosen for each text by the others: the luckiest of several
 says more of luck than of settings. All is eager, as plain decoding is; with --graphs all is computed by graphs that are
-kept (made first, which takes minutes), plain decoding by one over single tokens, and chains have one length. Without
+kept (made first, which takes minutes), plain decoding by one over single tokens, chains have one length, and prompts
+longer than an answer are left out, since graphs are made for twice that length. Without
 --target the embedded pair writes; three prompts of each kind take a quarter of an hour on two cores. Run it on a
 machine that does nothing else.
 """
@@ -267,6 +268,8 @@ def main() -> None:
     kinds = read_prompts(given.prompts, given.limit) + copying(read_prompts(given.copy, given.limit))
     pair = load_pair(PairSource(target=given.target, drafter=given.drafter, dtype=given.dtype))
     pair.drafter.generation_config.acceleration = "auto" if given.graphs else "eager"
+    if given.graphs:
+        kinds = [prompt for prompt in kinds if encode(pair, prompt.opening)["input_ids"].shape[1] <= given.new_tokens]
     ways, record = ways_of(pair, given), []
     if given.graphs:
         make_graphs(ways, given)

@@ -86,7 +86,7 @@ def test_rounds_are_measured_as_they_are_captured(
         assert torch.equal(write(pair), write(None))
         measured = history.calibration(pair, compiled=True)
         assert measured is not None
-        assert [width for width, _ in measured.contexts[0].forward_s] == [1, 4]
+        assert [width for width, _ in measured.contexts[0].forward_s] == [1, 8]
         assert history.calibration(pair, compiled=False) is None, "nobody would go by it"
         assert torch.equal(write(pair, 1), write(None, 1))
 

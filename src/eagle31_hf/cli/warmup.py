@@ -46,9 +46,11 @@ def warmup(
         console.print(f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them.")
     else:
         console.print("All graphs were there already.")
-    (_, plain_s), (nodes, _) = measured.contexts[0].forward_s
-    rounds = measured.costs(0).rounds(nodes - 1)
+    drafts = pair.drafter.generation_config.draft_length(
+        device_type=pair.drafter.device.type, batch_size=1, sampled=temperature > 0, compiled=True
+    ).depth
+    rounds = measured.costs(0).rounds(drafts)
     console.print(
-        f"A round by them takes {1e3 * rounds.speculative_s[-1]:.1f} ms with {nodes - 1} draft tokens, "
-        f"{1e3 * plain_s:.1f} without: drafts pay from {rounds.break_even_tokens(nodes - 1):.2f} tokens a round on."
+        f"A round by them takes {1e3 * rounds.speculative_s[drafts]:.1f} ms with {drafts} draft tokens and "
+        f"{1e3 * rounds.plain_s:.1f} without: drafts pay from {rounds.break_even_tokens(drafts):.2f} tokens a round on."
     )
