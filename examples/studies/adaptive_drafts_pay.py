@@ -86,7 +86,7 @@ def ways_of(pair: Pair, given: Any) -> list[Way]:
     constant = {"num_assistant_tokens_schedule": "constant"}
     untrained = Way(RANDOM, untrained_drafter(pair, given.drafter))
     if given.graphs:
-        return [Way(PLAIN), Way("fixed, by graphs", pair.drafter, constant), Way(DEFAULT, pair.drafter), untrained]
+        return [Way(PLAIN), Way("fixed length", pair.drafter, constant), Way(DEFAULT, pair.drafter), untrained]
     fixed = [Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED]
     doubt, lookup = Way(DOUBT, pair.drafter, constant), Way(LOOKUP, told={"prompt_lookup_num_tokens": 10})
     return [Way(PLAIN), *fixed, doubt, Way(DEFAULT, pair.drafter), lookup, untrained]
