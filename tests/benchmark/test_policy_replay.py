@@ -44,8 +44,7 @@ def test_rounds_and_seconds_by_hand() -> None:
     policy = Told([chain, DraftPlan.skip(), lookup, chain, chain])
     trace = DraftTrace((2, 0, 0, 9, 9, 0, 9, 0, 9, 9), prompt=(7, 8), written=tuple(range(11, 21)))
     found = replay(policy, trace, TABLE, DraftShape(3))
-    # 3 written by the chain, 1 by the rest, 2 by a lookup that was half right, then 0 and 2 more of a chain and the
-    # target's own; the last token is nobody's draft.
+    # Written: 3 tokens by a chain that was right twice, 1 at rest, 2 by a lookup right once, 4 by a whole chain.
     assert [(done.at, done.drafted, done.accepted) for done in found.rounds] == [
         (0, 3, 2),
         (3, 0, 0),
