@@ -131,7 +131,7 @@ def test_the_table_says_whether_the_text_is_the_targets_own(verdict, shown, told
     calls = [call("plain generate", 0.6, Verdict(REFERENCE)), call("chain", 0.4, verdict, 0.1)]
     run = {"pair": {"dtype": "float32"}}
     summary = summarise(Records("test", run, calls))
-    assert summary.methods[1].ceiling == pytest.approx(3.0 * 0.1 / 0.1)  # 3 tokens a round, 0.1 s each when plain
+    assert summary.methods[1].ceiling == pytest.approx(0.6 / (0.1 + 2 * 0.1))  # the prompt as when plain, two rounds
     console = Console(record=True, width=100, file=StringIO())
     console.print(terminal.pair_table(summary))
     assert f" {shown} " in console.export_text().splitlines()[4] + " "

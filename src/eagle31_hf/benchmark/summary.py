@@ -177,14 +177,19 @@ class MethodSummary:
 
     @property
     def ceiling(self) -> float | None:
-        """Speedup over plain `generate` if rounds took as long as their bare forwards, where those were timed."""
-        timed = [(call.bare_round_s or 0.0, call.drafting.rounds) for call in self.calls if call.drafting is not None]
-        total_s, rounds = sum(seconds * count for seconds, count in timed), sum(count for _, count in timed)
-        if not total_s or self.acceptance_length is None:
-            return None
-        round_s = total_s / rounds
-        plain_step_s = self.setting.batch_size / Spread.over(list(speeds(self.plain).values())).median
-        return self.acceptance_length * plain_step_s / round_s
+        """Speedup over plain `generate` if rounds took as long as their bare forwards, where those were timed.
+
+        A prompt takes what it takes there: no draft makes it shorter, and of a short text it is a large part.
+        """
+        prompt_s = {(call.repeat, tuple(call.prompts)): call.first_token_s for call in self.plain}
+        tokens, seconds = 0, 0.0
+        for call in self.calls:
+            if call.drafting is None or not call.bare_round_s:
+                continue
+            tokens += call.new_tokens
+            seconds += prompt_s[call.repeat, tuple(call.prompts)]
+            seconds += call.bare_round_s * call.drafting.rounds / call.batch_size
+        return tokens / seconds / Spread.over(list(speeds(self.plain).values())).median if seconds else None
 
     @property
     def thinking(self) -> TextPart:
