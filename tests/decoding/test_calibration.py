@@ -79,8 +79,8 @@ def test_measures_whole_rounds_of_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rounds_of_graphs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounds_s(_drafter, _context, plans, *_others, **_told) -> list[float]:
-        assert [plan.shape.depth for plan in plans] == [7, 7, 0]
-        return [3.0, 1.25, 1.0]
+        assert [plan.shape.depth for plan in plans] == [7, 0, 7]
+        return [3.0, 1.0, 1.25]
 
     monkeypatch.setattr(measuring, "_rounds_s", rounds_s)
     table = measure_graphs(drafter_of("llama")).costs(4096).rounds(7)
