@@ -29,7 +29,7 @@ def test_parts_that_were_put_off_are_read_in_order(rows: int, block: int) -> Non
     at_once.absorb(tokens, aux, [sum(parts)] * rows)
     start = 0
     for width in parts:
-        later.put_off(tokens[:, start : start + width], aux[:, start : start + width])
+        later.put_off(tokens[:, start : start + width].tolist(), aux[:, start : start + width])
         start += width
     later.catch_up()
     assert later.cache.lengths == at_once.cache.lengths
@@ -41,8 +41,11 @@ def test_buffers_follow_the_rows() -> None:
     unread = UnreadPositions(room=4)
     for rows in (2, 1, 1):
         tokens, aux = positions(rows, 3)
-        unread.add(tokens[:, :1], aux[:, :1])
-        unread.add(tokens[:, 1:], aux[:, 1:])
+        chances = torch.rand(rows, 1)
+        unread.add(tokens[:, :1].tolist(), aux[:, :1], chances)
+        unread.add(tokens[:, 1:].tolist(), aux[:, 1:])
         assert not unread.fits(2)
-        assert all(map(torch.equal, unread.waiting, (tokens, aux)))
+        assert torch.equal(unread.tokens, tokens)
+        assert torch.equal(unread.aux, aux)
+        assert torch.equal(unread.chances, torch.cat((chances, torch.ones(rows, 2)), 1))
         unread.clear()

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..decoding.adaptive.costs import RoundTable
 from ..decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ..decoding.text import Sequences, StopRules
+from ..drafter.hindsight import MOST_JUDGED, Hindsight
 from ..training.distillation.known_texts import KnownChains, KnownText
 from ..trees.shape import DraftShape
 
@@ -54,6 +55,11 @@ class DraftTrace:
     def __len__(self) -> int:
         return len(self.right)
 
+    def judged(self, at: int, missed: int) -> Hindsight:
+        """A drafter that has read what it missed before root `at`."""
+        first = max(at - min(missed, MOST_JUDGED), 0)
+        return Hindsight(at - first, sum(right > 0 for right in self.right[first:at]))
+
     def drafted(self, at: int, shape: DraftShape) -> int:
         """Tokens of a chain behind root `at`, which doubt may end; as `propose_chain` ends it."""
         confidence = 1.0
@@ -85,7 +91,8 @@ class ReplayedText:
 def replay(policy: DraftPolicy, trace: DraftTrace, table: RoundTable, largest: DraftShape) -> ReplayedText:
     """Write the trace's text by the policy's plans for one row of chains.
 
-    The drafter's first draft after a round without any waits until it has read what it missed.
+    The drafter's first draft after a round without any waits until it has read what it missed, and so does a plan that
+    looks back.
 
     Args:
         policy: a new one, as for a generation of its own.
@@ -96,19 +103,23 @@ def replay(policy: DraftPolicy, trace: DraftTrace, table: RoundTable, largest: D
     prompt = torch.tensor([trace.prompt or (0,)])
     sequences = Sequences(prompt, [0], StopRules(prompt.shape[1] + len(tokens)), None)
     (new,) = sequences.new
-    seconds, rounds, has_rested = 0.0, [], False
+    seconds, rounds, missed = 0.0, [], 0  # roots that the drafter has not seen
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
         plan = policy.next_draft(RoundState(largest, [0], sequences, remaining)) if remaining > 1 else None
+        hindsight = None
+        if plan is not None and plan.looks_back:
+            hindsight, missed = trace.judged(len(new), missed), 0
+            seconds += table.reading_s
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         seconds += (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
-        if has_rested and done.drafted and not done.looked_up:
+        if missed and done.drafted and not done.looked_up:
             seconds += table.reading_s
-        has_rested = not done.drafted
+        missed = 0 if done.drafted else missed + 1
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
-            policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,)))
+            policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,), hindsight))
     return ReplayedText(seconds, tuple(rounds))
 
 

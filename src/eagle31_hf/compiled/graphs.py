@@ -187,6 +187,9 @@ class Graphs:
         """What graphs there are."""
         return list(self._steps)
 
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._steps
+
     def run_or_eager(
         self,
         key: GraphKey,

@@ -51,30 +51,31 @@ class CompiledVerification:
             rests: whether a single token is one of many, for which a graph pays; not so the last one of a text.
         """
         rows, size = tree.tokens.shape
-        nodes = self._padded_nodes(rows, size, rests=rests)
+        masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
+        key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)
+        nodes = key.size
         self.cache.place(size)
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
         if unmasked or not self.inputs.make_room(nodes):
             return self.eager(tree)
-        masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         # A batch that loses rows is not worth a graph for each number.
         pays = rows == self.first_rows and (size > 1 or nodes == 1)
         output = self.graphs.run_or_eager(
-            self._key(rows, nodes, masks_trees=masks_trees),
+            key,
             partial(_verify_step, self.binding) if pays else None,
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self.eager(tree),
         )
         return TargetOutput(output.logits[:, :size], output.aux[:, :size])
 
-    def _padded_nodes(self, rows: int, size: int, *, rests: bool) -> int:
-        """Nodes of the graph that serves so many."""
+    def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
+        """The graph that serves so many nodes; it may be padded."""
         if size == 1:
             alone = self._key(rows, 1, masks_trees=False)
-            makes = rests and self.graphs.maker.serves_rests and self.graphs.can_compile(alone)
-            if makes or alone in self.graphs.keys:
-                return 1
-        return node_bucket(size, self.most_nodes)
+            makes = rests and self.graphs.maker.serves_rests
+            if alone in self.graphs or (makes and self.graphs.can_compile(alone)):
+                return alone
+        return self._key(rows, node_bucket(size, self.most_nodes), masks_trees=masks_trees)
 
     def _key(self, rows: int, nodes: int, *, masks_trees: bool) -> GraphKey:
         attention, offsets = self.binding.model.config._attn_implementation, self.cache.position_offsets
@@ -85,7 +86,9 @@ class CompiledVerification:
         """What a graph reads; masks only where it cannot make them itself."""
         inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.position_offsets
         inputs.fixed.block.slots = inputs.slots(nodes)
-        positions = F.pad(tree.positions, (0, nodes - tree.size))  # padding has the root's, which is a valid one
+        positions, missing = tree.positions, nodes - tree.size
+        if missing:
+            positions = F.pad(positions, (0, missing))  # padding has the root's, which is a valid one
         if offsets is not None:
             positions = positions + offsets[:, :, None]  # (A, B, N)
         return (

@@ -40,7 +40,14 @@ class Acceptor:
         if tree.proposal is None and self.goes_by_level and not is_bare:  # rejection sampling looks at every node
             return self._accept_by_level(tree, logits, batch)
         scores = self._score_all_nodes(tree, logits, batch)
-        return Accepted(tree, self._accept(tree, scores, batch.live), scores)
+        if not self.request.do_sample:
+            return Accepted(tree, self._accept_likeliest(tree, scores, batch.live), scores)
+        probs = scores.softmax(-1)
+        if tree.proposal is not None:
+            return Accepted(tree, accept_rejection(tree, probs), scores)
+        acceptance = accept_sampled_target(tree, probs)
+        chances = probs[:, 0].gather(1, acceptance.bonus[:, None]) if tree.size == 1 else None
+        return Accepted(tree, acceptance, scores, chances)
 
     def _accept_by_level(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Accepted:
         request, tokens, rows = self.request, tree.tokens, batch.rows
@@ -82,14 +89,11 @@ class Acceptor:
 
         return self.processing.node_scores(logits, prefix, batch.rows)
 
-    def _accept(self, tree: DraftTree, scores: Tensor, live: Sequence[int]) -> Acceptance:
-        if not self.request.do_sample:
-            choice = argmax(scores)  # (B, N)
-            if tree.is_chain or not self.host_sync_is_free:
-                return accept_greedy(tree, choice)
-            chosen = choice.tolist()  # a walk over lists takes less than half of what a CPU needs for 20 operations
-            return accept_tree_walk(
-                tree, lambda rows, paths: [chosen[b][p[-1]] for b, p in zip(rows, paths, strict=True)], live
-            )
-        probs = scores.softmax(-1)
-        return accept_sampled_target(tree, probs) if tree.proposal is None else accept_rejection(tree, probs)
+    def _accept_likeliest(self, tree: DraftTree, scores: Tensor, live: Sequence[int]) -> Acceptance:
+        choice = argmax(scores)  # (B, N)
+        if tree.is_chain or not self.host_sync_is_free:
+            return accept_greedy(tree, choice)
+        chosen = choice.tolist()  # a walk over lists takes less than half of what a CPU needs for 20 operations
+        return accept_tree_walk(
+            tree, lambda rows, paths: [chosen[b][p[-1]] for b, p in zip(rows, paths, strict=True)], live
+        )

@@ -51,7 +51,7 @@ class AdaptivePolicy:
         lookup = self._lookup(state)
         decision = self.controller.decide(lookup)
         if decision.source is Source.NOTHING:
-            return DraftPlan.skip()
+            return DraftPlan.skip(looks_back=decision.looks_back)
         if decision.source is Source.LOOKUP:
             return DraftPlan(DraftShape(depth=decision.depth), tokens=(lookup.tokens[: decision.depth],))
         return DraftPlan(self._shape_of(decision))
@@ -70,6 +70,8 @@ class AdaptivePolicy:
             decision = Decision(Source.DRAFTER, plan.shape.depth, plan.shape.min_confidence)
             self._tell_source(Source.DRAFTER, "the text does not repeat itself in a way that pays more")
         self.controller.record(decision, stats.depth, stats.accepted)
+        if plan.looks_back and stats.hindsight is not None:
+            self.controller.record_hindsight(*stats.hindsight)
 
     def _tell_source(self, source: Source, why: str) -> None:
         if source is not self._source:

@@ -17,6 +17,7 @@ from ..compiled.graphs import Graphs
 from ..compiled.round_graphs import NextDraft, RoundGraph
 from ..compiled.verify import CompiledVerification
 from ..drafter.drafter import Eagle31Drafter
+from ..drafter.hindsight import Hindsight
 from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
@@ -121,14 +122,17 @@ class CompiledRound:
         self.caches.target.keep(written.paths, counts)
         made, session = self._next, self.caches.drafter
         if made is None or session is None:
-            self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
+            self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)), accepted.chances)
             return
         with self.clock.phase("draft"):
             session.commit(made.state, made.rotary, counts, made.width)
 
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+    def look_back(self) -> Hindsight | None:
+        return self.eager.look_back()
+
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
         if not self._by_graphs:
-            self.eager.absorb(tokens, aux)
+            self.eager.absorb(tokens, aux, chances)
         elif aux is not None:
             with self.clock.phase("draft"):
                 self.drafting.absorb(*absorbed(tokens, aux))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..drafter.hindsight import Hindsight
 from ..trees.shape import DraftShape
 from .text import Sequences
 
@@ -41,16 +42,19 @@ class DraftPlan:
         tokens: drafts that are there already instead of the drafter's, one chain per row of `RoundState.rows`, of any
             length up to `shape.depth` (prompt lookup).
         skips: nothing is drafted because it would be in vain (`stats.skipped_rounds` counts these).
+        looks_back: nothing is drafted, but the drafter reads what it missed, and is judged by it: see
+            `RoundStats.hindsight`.
     """
 
     shape: DraftShape
     tokens: tuple[tuple[int, ...], ...] | None = None
     skips: bool = False
+    looks_back: bool = False
 
     @classmethod
-    def skip(cls) -> DraftPlan:
+    def skip(cls, *, looks_back: bool = False) -> DraftPlan:
         """Draft nothing: one token per row, as plain decoding."""
-        return cls(DraftShape(depth=0), skips=True)
+        return cls(DraftShape(depth=0), skips=True, looks_back=looks_back)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class RoundStats:
         nodes: draft tokens verified per row.
         rows: rows of the text that needed tokens.
         accepted: draft tokens that each of them accepted.
+        hindsight: how often the first token of a draft would have been right lately, where the plan looks back.
     """
 
     plan: DraftPlan
@@ -70,6 +75,7 @@ class RoundStats:
     nodes: int
     rows: tuple[int, ...]
     accepted: tuple[int, ...]
+    hindsight: Hindsight | None = None
 
 
 class DraftPolicy(Protocol):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..drafter.draft_scores import GrammarDrafts, draft_scores
 from ..drafter.drafter import Eagle31Drafter
+from ..drafter.hindsight import FirstDrafts, Hindsight
 from ..drafter.propose import DraftStepper, propose_chain, propose_dynamic_tree, propose_static_tree
 from ..generation_config import DraftLength
 from ..sampling.acceptance import AcceptanceRule, choose_rule
@@ -62,18 +64,34 @@ class EagerRound:
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         counts = written.counts
         self.caches.target.keep(written.paths, counts)
-        self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
+        self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)), accepted.chances)
 
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+    def look_back(self) -> Hindsight | None:
+        session = self.caches.drafter
+        if session is None:
+            return None
+        with self.clock.phase("draft"):
+            return session.look_back(self._first_drafts)
+
+    @cached_property
+    def _first_drafts(self) -> FirstDrafts:
+        """How a draft's first token is chosen."""
+        request, shape = self.request, self.request.shape
+        if not drafts_are_drawn(request, is_dynamic=shape.is_dynamic_tree):
+            return FirstDrafts(children=shape.top_k)
+        warps = request.processing.fits_draft_vocabulary and not request.processing.is_empty
+        return FirstDrafts(drawn=True, warping=request.processing.draft_warping if warps else None)
+
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
         """Leave it to the next draft to read this: before a rest that need not be soon, at a text's end never."""
         session = self.caches.drafter
         if session is not None and aux is not None:
             with self.clock.phase("draft"):
-                ids, states, counts = absorbed(tokens, aux)
-                if min(counts) == max(counts):
-                    session.put_off(ids, states)
+                width = len(tokens[0])
+                if all(len(row) == width for row in tokens):
+                    session.put_off(tokens, aux.narrow(1, 0, width), chances)
                 else:
-                    session.absorb(ids, states, counts)
+                    session.absorb(*absorbed(tokens, aux))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.caches.select_rows(rows)

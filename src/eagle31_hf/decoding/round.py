@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..drafter.hindsight import Hindsight
 from ..sampling.acceptance import Acceptance
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
@@ -52,11 +53,19 @@ class RoundBatch:
 
 
 class Accepted(NamedTuple):
-    """What the target accepts of a tree; `scores` of the accepted nodes where somebody may want them."""
+    """What the target accepts of a tree.
+
+    Attributes:
+        tree: the drafts.
+        acceptance: of them.
+        scores: of the accepted nodes where somebody may want them.
+        chances: `(B, 1)` the target's probability of the token it drew, of rounds without drafts; else `None`.
+    """
 
     tree: DraftTree
     acceptance: Acceptance
     scores: NodeScores
+    chances: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,17 @@ class Round(Protocol):
         """Keep what was written in the target's cache, and let the drafter read it (see `absorb`)."""
         ...
 
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
-        """By its next draft the drafter has read `tokens` of each row; `aux` `(B, T, A*Ht)`: of those before them."""
+    def look_back(self) -> Hindsight | None:
+        """Let the drafter read what it missed, and judge it by that; `None` where there is no drafter."""
+        ...
+
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
+        """By its next draft the drafter has read `tokens` of each row.
+
+        Args:
+            aux: hidden states `(B, T, A*Ht)` of the positions before them.
+            chances: as `Accepted` has them, where these are known.
+        """
         ...
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -135,8 +153,11 @@ class RoundWrapper:
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         self.inner.commit(accepted, verified, written)
 
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
-        self.inner.absorb(tokens, aux)
+    def look_back(self) -> Hindsight | None:
+        return self.inner.look_back()
+
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
+        self.inner.absorb(tokens, aux, chances)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.inner.select_rows(rows)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..cache import SpeculativeCache
 from .drafter import Eagle31Drafter
+from .hindsight import MOST_JUDGED, FirstDrafts, Hindsight
 from .reach import attention_window, layer_windows, warn_of_length
 from .unread import UnreadPositions
 
@@ -111,27 +112,54 @@ class DraftSession:
         self.catch_up()
         self._absorb(tokens, aux, counts, read=read)
 
-    def put_off(self, tokens: Tensor, aux: Tensor) -> None:
+    def put_off(self, tokens: Sequence[Sequence[int]], aux: Tensor, chances: Tensor | None = None) -> None:
         """Absorb this later, together with what follows, for as long as nothing is drafted: one pass costs as much as
         a token of it would.
 
         Args:
-            tokens, aux: as `absorb` takes them; all positions of all rows are valid.
+            tokens: as many of each row: the token after each position.
+            aux: `(B, T, A*Ht)` as `absorb` takes it.
+            chances: `(B, T)` the target's probability of each token where it was drawn and that is known: what
+                `look_back` judges by.
         """
-        rows, width = tokens.shape
+        rows, width, _ = aux.shape
         if width > self._unread.room:
-            return self.absorb(tokens, aux, [width] * rows)
+            return self.absorb(torch.tensor(tokens, device=aux.device), aux, [width] * rows)
         if not self._unread.fits(width):
             self.catch_up()
-        self._unread.add(tokens, aux)
+        self._unread.add(tokens, aux, chances)
 
     def catch_up(self) -> None:
         """Absorb what was put off."""
         if not self._unread.count:
             return
-        tokens, aux = self._unread.waiting
-        self._absorb(tokens, aux, [tokens.shape[1]] * tokens.shape[0])
+        tokens = self._unread.tokens
+        self._absorb(tokens, self._unread.aux, [tokens.shape[1]] * tokens.shape[0])
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
+
+    def look_back(self, first: FirstDrafts) -> Hindsight:
+        """`catch_up`, and how often the first token of a draft would have been right at the last positions of it.
+
+        Args:
+            first: how that token would have been chosen.
+        """
+        if self._unread.count < 2:  # what follows the last position is not known yet
+            self.catch_up()
+            return Hindsight()
+        tokens, judged = self._unread.tokens, min(MOST_JUDGED, self._unread.count - 1)
+        seen: list[Tensor] = []
+
+        def read(tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
+            normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
+            seen.append(self.drafter.draft_logits(normed[:, -1 - judged :]))
+            return DraftState(seen[-1][:, -1:], feedback[:, -1:])
+
+        self._absorb(tokens, self._unread.aux, [tokens.shape[1]] * tokens.shape[0], read=read)
+        logits = torch.cat(seen, 1)[:, -1 - judged : -1]  # (B, judged, Vd)
+        latest, chances = (each[:, -judged:].to(self.device) for each in (tokens, self._unread.chances))
+        accepted = first.accepted(logits, latest, chances, self.draft_ids)
+        self._unread.clear()
+        return Hindsight(latest.numel(), float(accepted))
 
     def _absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
         """Read at once what the cache takes at once."""

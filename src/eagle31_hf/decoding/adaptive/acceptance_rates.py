@@ -105,6 +105,13 @@ class AcceptanceRates:
                     memory.accepted[position] += hit
                 self._score([rates[position] for rates in foretold], hit)
 
+    def record_first(self, positions: int, accepted: float) -> None:
+        """Of so many first draft tokens, none of which was verified in a round, this many would have been accepted."""
+        self._reach = None
+        for memory in self._memories:
+            memory.reached[0] += positions
+            memory.accepted[0] += accepted
+
     def doubt_past(self, keep: float = 0.1) -> None:
         """Something has changed: what was seen before counts little from now on."""
         self._reach = None

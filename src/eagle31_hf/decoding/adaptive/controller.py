@@ -26,6 +26,13 @@ LONGEST_TRIAL = 2
 """Tokens that a drafter in doubt gets to draft: a right second one shows as much as a right fifth, and costs less."""
 
 
+PROMISING = 0.93
+"""Expected speedup from which on a drafter that rested is tried: near 1 the few positions it is judged by may err."""
+
+FEWEST_RIGHT = 0.5
+"""First tokens of a rest that must have been right for that: what knows nothing is not tried, however cheap it is."""
+
+
 class Source(Enum):
     """Where a round's drafts come from."""
 
@@ -36,11 +43,15 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to draft: up to `depth` tokens, fewer once the drafter is less sure of them all than `min_confidence`."""
+    """What to draft: up to `depth` tokens, fewer once the drafter is less sure of them all than `min_confidence`.
+
+    Or nothing, and perhaps to judge the drafter by what it would have drafted while it rested (`looks_back`).
+    """
 
     source: Source
     depth: int = 0
     min_confidence: float = 0.0
+    looks_back: bool = False
 
 
 class RealisedSpeed:
@@ -94,11 +105,7 @@ class DraftController:
         expected = self._expected()
         self._realised = RealisedSpeed(max(expected.speedup, 1.0))
         self.doubt = DoubtThreshold(self._further_token_s())
-        self.guard = CollapseGuard(
-            trial_loss=table.break_even_tokens(expected.depth) - 1.0,
-            starts_resting=expected.speedup < 1.0,
-        )
-        self._is_behind = False  # the drafter, by a rest: its next draft begins with reading
+        self.guard = CollapseGuard(starts_resting=expected.speedup < 1.0)
         if self.guard.rests:
             self._tell("rest", "as in earlier texts")
 
@@ -124,15 +131,26 @@ class DraftController:
         tokens = 1.0 + sum(accepted) / len(accepted)
         if decision.source is Source.DRAFTER and drafted:
             self._record_drafts(drafted, accepted, tokens)
-        elif self.guard.record_rest(round(tokens)) is GuardState.TRYING:
-            self._is_behind = True
-            self.rates.doubt_past()
+        else:
+            self.guard.record_rest(round(tokens))
+
+    def record_hindsight(self, positions: int, accepted: float) -> None:
+        """Learn whether a rest had better end.
+
+        Args:
+            positions: of the text at which the drafter was judged; 0: nothing could be said, so it is tried.
+            accepted: first draft tokens that the target would have kept there.
+        """
+        self.rates.doubt_past()
+        self.rates.record_first(positions, accepted)
+        is_promising = accepted >= FEWEST_RIGHT and self._expected().speedup >= PROMISING
+        self.guard.record_judgement(is_promising=is_promising or not positions)
 
     # --- the drafter ---------------------------------------------------------------------------------------------
 
     def _drafter_decision(self) -> Decision:
         if self.guard.rests:
-            return Decision(Source.NOTHING)
+            return Decision(Source.NOTHING, looks_back=self.guard.state is GuardState.JUDGING)
         longest = self._longest_trial if self.guard.is_unsure else self.longest
         if not self.asks_confidence:
             return Decision(Source.DRAFTER, min(self.schedule.length(self.rates.reach()), longest))
@@ -156,9 +174,6 @@ class DraftController:
 
     def _record_drafts(self, drafted: int, accepted: Sequence[int], tokens: float) -> None:
         plain_tokens = self.table.break_even_tokens(drafted)
-        if self._is_behind:
-            plain_tokens += self.table.reading_s / self.table.plain_s
-            self._is_behind = False
         self._realised.record(tokens, plain_tokens)
         before = self._expected().depth
         self.rates.record(drafted, accepted)

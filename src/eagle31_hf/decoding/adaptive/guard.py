@@ -1,8 +1,9 @@
 """Whether to draft at all: rests while drafts cost more than they bring, tries again, and comes back.
 
 What drafting has won or lost against plain decoding is counted in tokens. A rest begins after a loss, not at the first
-bad round; a trial ends one after a gain, so that a drafter on the edge does not flicker. Each trial in vain makes the
-next rest longer, up to a bound within which a returning domain is noticed.
+bad round. At its end the drafter is judged by what it would have drafted meanwhile; only if that promises something is
+it tried, and drafts go on after a gain, so that a drafter on the edge does not flicker. Each rest in vain makes the
+next one longer, up to a bound within which a returning domain is noticed.
 """
 
 from __future__ import annotations
@@ -17,17 +18,15 @@ lose, since near break-even chance alone loses some."""
 TRIAL_LOSS, TRIAL_GAIN = 0.3, 0.8
 """Tokens lost at which a trial has failed, and won at which it has succeeded."""
 
-ROUNDS_OF_GRACE = 4
-"""Rounds that a drafter gets which has won nothing in this text yet; of one that has, more is expected."""
+ROUNDS_OF_GRACE, GRACE_LOSS = 4, 2.4
+"""Rounds that a drafter gets which has won nothing in this text yet, fewer once they have lost so many tokens: where a
+draft is dear, it is soon known by what it would have drafted in a rest. Of one that has won, more is expected."""
 
 SHORTEST_REST = 8
-"""Tokens (of a row) before the first trial."""
+"""Tokens (of a row) before the drafter is judged again."""
 
-TRIAL_SHARE = 0.01
-"""Share of plain decoding's time that trials in vain may take, where the longest rest allows it."""
-
-REST_BOUNDS = (8, 48)
-"""What the longest rest may be, however cheap or dear a trial is: a returning domain is used within 64 tokens."""
+LONGEST_REST = 48
+"""The same at most: a returning domain is used within 64 tokens."""
 
 
 class GuardState(Enum):
@@ -35,6 +34,7 @@ class GuardState(Enum):
 
     DRAFTING = "drafting"
     RESTING = "resting"
+    JUDGING = "judging"
     TRYING = "trying"
 
 
@@ -42,15 +42,13 @@ class CollapseGuard:
     """One generation's trust in its drafter.
 
     Args:
-        trial_loss: tokens that a draft in vain costs.
         starts_resting: whether what earlier generations accepted speaks against drafting.
     """
 
-    def __init__(self, trial_loss: float, *, starts_resting: bool = False):
-        self.longest_rest = _longest_rest(trial_loss)
+    def __init__(self, *, starts_resting: bool = False):
         self.state = GuardState.RESTING if starts_resting else GuardState.DRAFTING
         # What earlier texts have shown need not be learnt again by short rests.
-        self._rest_left = self._next_rest = self.longest_rest if starts_resting else SHORTEST_REST
+        self._rest_left = self._next_rest = LONGEST_REST if starts_resting else SHORTEST_REST
         self._balance = 0.0  # tokens won by the drafts of this state
         self._best = 0.0  # the most they ever were
         self._has_won = False  # whether drafts ever did
@@ -59,7 +57,7 @@ class CollapseGuard:
     @property
     def rests(self) -> bool:
         """Whether the next round had better draft nothing."""
-        return self.state is GuardState.RESTING
+        return self.state in (GuardState.RESTING, GuardState.JUDGING)
 
     @property
     def is_unsure(self) -> bool:
@@ -89,7 +87,8 @@ class CollapseGuard:
 
     def _bearable_loss(self, expected_speedup: float) -> float:
         """Tokens that drafts may lose before a rest begins."""
-        if not self._has_won and self._rounds >= ROUNDS_OF_GRACE:
+        is_known = self._rounds >= ROUNDS_OF_GRACE or self._balance <= -GRACE_LOSS
+        if not self._has_won and is_known:
             return SMALLEST_LOSS
         slowdown = 1.0 - expected_speedup
         return max(SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN / slowdown) if slowdown > 0.0 else inf
@@ -99,19 +98,18 @@ class CollapseGuard:
         if self.state is not GuardState.RESTING:
             return None
         self._rest_left -= tokens
-        return self._enter(GuardState.TRYING) if self._rest_left <= 0 else None
+        return self._enter(GuardState.JUDGING) if self._rest_left <= 0 else None
+
+    def record_judgement(self, *, is_promising: bool) -> GuardState:
+        """After the drafter was judged by what it missed. Returns the new state."""
+        return self._enter(GuardState.TRYING) if is_promising else self._begin_rest()
 
     def _begin_rest(self) -> GuardState:
         """Rest, and longer the next time, unless drafting wins something before."""
         self._rest_left = self._next_rest
-        self._next_rest = min(2 * self._next_rest, self.longest_rest)
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         return self._enter(GuardState.RESTING)
 
     def _enter(self, state: GuardState) -> GuardState:
         self.state, self._balance, self._best = state, 0.0, 0.0
         return state
-
-
-def _longest_rest(loss: float) -> int:
-    """`loss`: tokens that one draft in vain costs; a trial goes on until it has cost `TRIAL_LOSS`."""
-    return min(max(round(max(loss, TRIAL_LOSS) / TRIAL_SHARE), REST_BOUNDS[0]), REST_BOUNDS[1])

@@ -1,0 +1,113 @@
+"""What a drafter that rested would have drafted is judged as its drafts are."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+from eagle31_hf.drafter.hindsight import MOST_JUDGED, FirstDrafts, Hindsight
+from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.sampling.logits_processing import DraftWarping
+from helpers import VOCABULARY, configured, drafter_of, left_padded, prompts_for, seeded, target_of
+
+DRAFT_IDS = torch.tensor([3, 5, 6, 9, 11, 14])  # of a target vocabulary of 16
+
+WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(3)]
+
+
+def test_likeliest_tokens_are_counted() -> None:
+    logits = torch.tensor([[[0.0, 3, 1, 2, 0, 0], [5.0, 0, 0, 4, 0, 0], [0.0, 0, 0, 0, 0, 9]]])
+    tokens, chances = torch.tensor([[5, 9, 15]]), torch.ones(1, 3)
+    assert FirstDrafts().accepted(logits, tokens, chances, DRAFT_IDS) == 1
+    assert FirstDrafts(children=2).accepted(logits, tokens, chances, DRAFT_IDS) == 2
+    assert FirstDrafts().accepted(logits, torch.tensor([[1, 0, 5]]), chances, None) == 3, "a vocabulary of its own"
+
+
+@pytest.mark.parametrize("draft_ids", [DRAFT_IDS, None], ids=["reduced", "whole"])
+@pytest.mark.parametrize("processors", [[], WARPERS], ids=["bare", "warped"])
+def test_drawn_ones_are_expected_as_often_as_rejection_keeps_them(draft_ids: Tensor | None, processors: list) -> None:
+    """Over what the target draws, the mean is `sum(min(p, q))`."""
+    with seeded(0):
+        p = torch.randn(16).softmax(-1)
+        logits = 2 * torch.randn(1, 1, len(DRAFT_IDS) if draft_ids is not None else 16)
+    warping = DraftWarping(LogitsProcessorList(processors)) if processors else None
+    q = (logits[0] if warping is None else warping(logits[0])).softmax(-1)[0]
+    spread = q if draft_ids is None else torch.zeros(16).index_copy(0, draft_ids, q)
+    first = FirstDrafts(drawn=True, warping=warping)
+    expected = sum(
+        p[x] * first.accepted(logits, torch.tensor([[x]]), p[x].view(1, 1), draft_ids) for x in range(len(p))
+    )
+    torch.testing.assert_close(expected, torch.minimum(p, spread).sum())
+
+
+def positions(rows: int, count: int) -> tuple[Tensor, Tensor]:
+    drafter = drafter_of("llama")
+    width = len(drafter.require_binding().aux_layers) * drafter.config.target_hidden_size
+    with seeded(0):
+        return torch.randint(3, VOCABULARY, (rows, count)), torch.randn(rows, count, width)
+
+
+def session(rows: int, block: int = 64) -> DraftSession:
+    return DraftSession(drafter_of("llama"), batch_size=rows, capacity=256, block=block)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("count", [2, 9, MOST_JUDGED + 1, MOST_JUDGED + 20])
+@torch.no_grad()
+def test_one_look_back_says_what_drafts_one_by_one_would_have_said(rows: int, count: int) -> None:
+    tokens, aux = positions(rows, count)
+    one_by_one, later = session(rows), session(rows)
+    judged, children, right = min(count - 1, MOST_JUDGED), 40, 0
+    for place in range(count):
+        if place >= count - judged:
+            likeliest = one_by_one.root.logits[:, 0].topk(children).indices
+            drafted = likeliest if one_by_one.draft_ids is None else one_by_one.draft_ids[likeliest]
+            right += int((drafted == tokens[:, place, None]).sum())
+        one_by_one.absorb(tokens[:, place : place + 1], aux[:, place : place + 1], [1] * rows)
+        later.put_off(tokens[:, place : place + 1].tolist(), aux[:, place : place + 1])
+    assert later.look_back(FirstDrafts(children=children)) == Hindsight(rows * judged, right)
+    assert rows * judged < 10 or 0 < right < rows * judged, "no figure that any code would get"
+    assert later.cache.lengths == one_by_one.cache.lengths
+    torch.testing.assert_close(later.root.logits, one_by_one.root.logits)
+    torch.testing.assert_close(later.root.feedback, one_by_one.root.feedback)
+    assert later.look_back(FirstDrafts()) == Hindsight(), "nothing is left to be read"
+
+
+@torch.no_grad()
+def test_scores_that_are_no_numbers_promise_nothing() -> None:
+    tokens, aux = positions(1, 9)
+    for first in (FirstDrafts(), FirstDrafts(drawn=True)):
+        later = session(1)
+        later.put_off(tokens.tolist(), torch.full_like(aux, float("nan")))
+        assert later.look_back(first).accepted <= 1
+
+
+def test_the_chance_of_each_drawn_token_is_kept() -> None:
+    """By the scores that `generate` gives."""
+    kept: list[tuple[int, float]] = []
+    put_off = DraftSession.put_off
+
+    def watching(self: DraftSession, tokens: list[list[int]], aux: Tensor, chances: Tensor | None = None) -> None:
+        if chances is not None:
+            kept.append((tokens[0][0], chances.item()))
+        put_off(self, tokens, aux, chances)
+
+    inputs = left_padded(prompts_for("llama", 1, seed=5))
+    told = {"do_sample": True, "temperature": 0.8, "top_k": 9, "max_new_tokens": 24, "pad_token_id": 0}
+    with (
+        configured(drafter_of("llama"), num_assistant_tokens=3),
+        mock.patch.object(DraftSession, "put_off", watching),
+        seeded(1),
+    ):
+        out = target_of("llama").generate(
+            **inputs, **told, assistant_model=drafter_of("llama"), output_scores=True, return_dict_in_generate=True
+        )
+    assert kept
+    new = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    for token, chance in kept:
+        steps = [step for step, written in enumerate(new) if written == token]
+        assert any(abs(out.scores[step][0].softmax(-1)[token] - chance) < 1e-5 for step in steps)
