@@ -14,9 +14,6 @@ drawing texts again.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,17 +27,18 @@ from adaptive_drafts_pay import (
     RANDOM,
     Way,
     configured,
-    copying,
+    parser_of,
+    prompts_and_pair,
     untrained_drafter,
+    write_record,
 )
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.benchmark.loop import ends_off
 from eagle31_hf.benchmark.policy_replay import DraftTrace, replay
-from eagle31_hf.benchmark.prompts import Prompt, read_prompts
-from eagle31_hf.benchmark.provenance import machine, origin, pair_facts
+from eagle31_hf.benchmark.prompts import Prompt
 from eagle31_hf.benchmark.ratios import RESAMPLES, interval_of
-from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
+from eagle31_hf.cli.pairs import Pair, encode
 from eagle31_hf.decoding.adaptive.prompt_lookup import TextIndex
 from eagle31_hf.decoding.calibration.calibration import Calibration
 from eagle31_hf.decoding.calibration.measure import AlwaysTheSame
@@ -187,33 +185,14 @@ def show(found: dict[str, Any], texts: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="folder or Hub id; default: the embedded pair")
-    parser.add_argument("--drafter")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--prompts", nargs="*", default=[], metavar="KIND=FILE", help="as `bench run` takes them")
-    parser.add_argument("--copy", nargs="*", default=[], metavar="KIND=FILE", help="to be repeated word by word")
-    parser.add_argument("--limit", type=int, default=24, help="prompts of each kind")
+    parser = parser_of(__doc__, limit=24)
     parser.add_argument("--deals", type=int, default=4, help="of each drawn text")
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if not given.prompts and not given.copy:
-        parser.error("got no prompts; pass --prompts KIND=FILE ... for each kind of text, and --copy KIND=FILE")
-    prompts = read_prompts(given.prompts, given.limit) + copying(read_prompts(given.copy, given.limit))
-    pair = load_pair(PairSource(target=given.target, drafter=given.drafter, dtype=given.dtype))
+    prompts, pair = prompts_and_pair(parser, given)
     pair.drafter.generation_config.acceleration = "eager"
     with ends_off(pair.target):
         record = study(pair, untrained_drafter(pair, given.drafter), prompts, given)
-    if given.json is not None:
-        facts = {
-            **origin(),
-            "machine": machine(pair.drafter.require_binding()),
-            "pair": pair_facts(pair.drafter, pair.tokenizer, (given.target, given.drafter)),
-            "prompts": [prompt.id for prompt in prompts],
-        }
-        given.json.write_text(json.dumps({**facts, "kinds": record}, indent=1) + "\n", encoding="utf-8")
+    write_record(given, pair, prompts, record)
 
 
 if __name__ == "__main__":

@@ -206,9 +206,14 @@ def verdicts(kind: str, found: dict[str, Written]) -> list[dict[str, Any]]:
 
 
 def against_best(ours: Written, others: Sequence[Written]) -> dict[str, float]:
-    """Our speed over that of the best of `others`, chosen for each text by all the other texts."""
+    """Our speed over that of the best of `others`, chosen for each text by all the other texts (a single one by it)."""
     texts = range(len(ours.tokens))
-    return ratio(ours, [max(others, key=lambda way, i=i: way.tok_per_s([j for j in texts if j != i])) for i in texts])
+
+    def best_without(text: int) -> Written:
+        judges = [each for each in texts if each != text] or texts
+        return max(others, key=lambda way: way.tok_per_s(judges))
+
+    return ratio(ours, [best_without(text) for text in texts])
 
 
 def ratio(ours: Written, theirs: Sequence[Written]) -> dict[str, float]:
@@ -249,24 +254,48 @@ def copying(prompts: list[Prompt]) -> list[Prompt]:
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None, *, limit: int) -> argparse.ArgumentParser:
+    """What both studies of drafts that adapt are told; `limit` is the default one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or Hub id; default: the embedded pair")
     parser.add_argument("--drafter")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", nargs="*", default=[], metavar="KIND=FILE", help="as `bench run` takes them")
     parser.add_argument("--copy", nargs="*", default=[], metavar="KIND=FILE", help="to be repeated word by word")
-    parser.add_argument("--limit", type=int, default=3, help="prompts of each kind")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=limit, help="prompts of each kind")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--graphs", action="store_true", help="all by graphs that are kept")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    return parser
+
+
+def prompts_and_pair(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[list[Prompt], Pair]:
+    """As they were asked for."""
     if not given.prompts and not given.copy:
         parser.error("got no prompts; pass --prompts KIND=FILE ... for each kind of text, and --copy KIND=FILE")
-    kinds = read_prompts(given.prompts, given.limit) + copying(read_prompts(given.copy, given.limit))
-    pair = load_pair(PairSource(target=given.target, drafter=given.drafter, dtype=given.dtype))
+    prompts = read_prompts(given.prompts, given.limit) + copying(read_prompts(given.copy, given.limit))
+    return prompts, load_pair(PairSource(target=given.target, drafter=given.drafter, dtype=given.dtype))
+
+
+def write_record(given: argparse.Namespace, pair: Pair, prompts: list[Prompt], kinds: list[dict[str, Any]]) -> None:
+    """Figures with all they depend on, if somebody wants a file."""
+    if given.json is None:
+        return
+    facts = {
+        **origin(),
+        "machine": machine(pair.drafter.require_binding()),
+        "pair": pair_facts(pair.drafter, pair.tokenizer, (given.target, given.drafter)),
+        "prompts": [prompt.id for prompt in prompts],
+    }
+    given.json.write_text(json.dumps({**facts, "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = parser_of(__doc__, limit=3)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--graphs", action="store_true", help="all by graphs that are kept")
+    given = parser.parse_args()
+    kinds, pair = prompts_and_pair(parser, given)
     pair.drafter.generation_config.acceleration = "auto" if given.graphs else "eager"
     if given.graphs:
         kinds = [prompt for prompt in kinds if encode(pair, prompt.opening)["input_ids"].shape[1] <= given.new_tokens]
@@ -283,14 +312,7 @@ def main() -> None:
                 rows, told = summary(found), verdicts(kind, found)
                 record.append({"kind": kind, "temperature": temperature, "ways": rows, "verdicts": told})
                 show(kind, temperature, rows, told)
-    if given.json is not None:
-        facts = {
-            **origin(),
-            "machine": machine(pair.drafter.require_binding()),
-            "pair": pair_facts(pair.drafter, pair.tokenizer, (given.target, given.drafter)),
-            "prompts": [prompt.id for prompt in kinds],
-        }
-        given.json.write_text(json.dumps({**facts, "kinds": record}, indent=1) + "\n", encoding="utf-8")
+    write_record(given, pair, kinds, record)
 
 
 def show(kind: str, temperature: float, rows: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
