@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..errors import ConfigurationError, MemoryPlanError
+from ..decoding.pair_history import PairHistory
+from ..errors import ConfigurationError, Eagle31Error, MemoryPlanError
 from ..memory import MemoryPlan
 from .option_groups import expand_options
 from .options import TracebackOption, make_console, readable_errors
@@ -53,6 +54,7 @@ def serve(
     listening = _listen(host, port)  # before loading: a port that is taken should not cost a model
     rows = max_batch + READING_ROWS
     pair = load_pair(source, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows))
+    _calibrate_once(console, pair)
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
 
@@ -88,6 +90,20 @@ def _import_uvicorn() -> Any:
             "install this package with its extra 'serve'"
         ) from error
     return uvicorn
+
+
+def _calibrate_once(console: Console, pair: Pair) -> None:
+    """Measure what rounds take on this machine, unless that is known: a batch rests where drafts do not pay."""
+    history, drafter = PairHistory.of(pair.drafter), pair.drafter
+    if drafter.generation_config.num_assistant_tokens_schedule == "constant":
+        return
+    if history.calibration(drafter, compiled=False) is not None:
+        return
+    try:
+        with console.status("measuring what rounds take here, once for this pair"):
+            history.calibrate(drafter, compiled=False)
+    except (RuntimeError, Eagle31Error) as error:  # the server serves without it
+        console.print(f"Not calibrated, drafts have one length: {error}", style="yellow")
 
 
 def _show_plan(console: Console, plan: MemoryPlan, rows: int) -> None:

@@ -87,7 +87,7 @@ class AdaptivePolicy:
     def _lookup(self, state: RoundState) -> Lookup:
         """What the text offers; asking twice changes nothing."""
         self._pending = None
-        if not self.looks_up or len(state.rows) != 1:
+        if not self.looks_up or len(state.rows) != 1 or state.sequences is None:
             return NOTHING
         (row,), sequences = state.rows, state.sequences
         self._read_on(row, sequences)

@@ -23,13 +23,13 @@ class RoundState:
     Attributes:
         largest: the largest draft there is room for; a plan that asks for more is cut to it.
         rows: rows of `sequences` that need tokens, in the order of the batch.
-        sequences: prompts and what was written so far; not to be changed.
+        sequences: prompts and what was written so far; not to be changed. `None` in a server's batch.
         remaining_tokens: most tokens that one of these rows may still get.
     """
 
     largest: DraftShape
     rows: Sequence[int]
-    sequences: Sequences
+    sequences: Sequences | None
     remaining_tokens: int
 
 

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from ..cache.row_pool import RowPool, resume_row
 from ..cache.speculative import SpeculativeCache
+from ..decoding.draft_policy import DraftPlan
 from ..decoding.prefill import ChunkedPrefill, PrefillState
 from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow
 from ..drafter.drafter import Eagle31Drafter
+from ..drafter.hindsight import FirstDrafts
 from ..drafter.propose import propose_chain
 from ..drafter.reach import layer_windows
 from ..drafter.session import SLAB, DraftSession, DraftState
@@ -29,6 +31,7 @@ from ..sampling.acceptance import Acceptance
 from ..stats import PhaseClock, SpeculationStats
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
+from .batch_drafts import BatchDrafts
 from .choosing import TokenChooser, accept_drafts
 from .requests import TextRequest, TextUsage, TokenLogprob
 from .text import TextWriter
@@ -89,6 +92,7 @@ class PooledDraftSession(DraftSession):
 
     def join(self, other: DraftSession) -> None:
         """Take the only row of another session behind the others."""
+        self.catch_up()
         self.cache.join(other.cache)
         self._rotary = None
         own, new = self._root, other.root
@@ -98,6 +102,7 @@ class PooledDraftSession(DraftSession):
 
     def leave(self, place: int) -> None:
         """Let a row go; the last one takes its place."""
+        self.catch_up()
         rows = list(range(self.cache.batch_size))
         self.cache.leave(place)
         self._rotary = None
@@ -122,8 +127,8 @@ class TextBatch:
         self.texts: list[WrittenText] = []  # by place
         self.stats = SpeculationStats()
         self.clock = PhaseClock(self.stats)
-        self.depth = self._draft_length(1).depth
-        nodes = self.depth + 1
+        self.drafts = BatchDrafts(drafter)
+        nodes = self.drafts.longest + 1
         self.capacity = context + nodes
         sizes = {"capacity": self.capacity, "block": max(prefill_chunk, nodes)}
         self.cache: RowPool = self.target_cache(RowPool, max_rows, sizes)
@@ -131,9 +136,6 @@ class TextBatch:
         self.verify = Verification(self.binding, self.cache)
         self._reader = PromptReader(self, sizes)
         self._parked: dict[int, list[int]] = {}  # tokens of parked rows, by place
-
-    def _draft_length(self, rows: int) -> DraftLength:
-        return self.drafter.generation_config.draft_length(device_type=self.drafter.device.type, batch_size=rows)
 
     def target_cache(self, kind: type[SpeculativeCache], rows: int, sizes: dict[str, int]) -> Any:
         """An empty cache of this kind for the target."""
@@ -156,6 +158,7 @@ class TextBatch:
 
     def begin(self, text: WrittenText) -> int:
         """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
+        self.session.catch_up()  # a drafter that rests is behind the rows that could be resumed from
         place, length = self._longest_shared(text.request.prompt)
         text.usage = replace(text.usage, cached_tokens=length)
         return self._reader.begin(text, place, length)
@@ -171,6 +174,7 @@ class TextBatch:
         self.session.join(self._reader.session)
         self._parked.pop(place, None)
         self.texts.append(self._reader.text)
+        self.drafts.text_joins()
 
     def drop_reading(self) -> None:
         """Forget the prompt that is being read."""
@@ -196,8 +200,10 @@ class TextBatch:
 
     def round(self) -> list[tuple[WrittenText, RoundOutput]]:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
+        plan = self._plan()
         with self.clock.phase("draft"):
-            tree = self._draft()
+            hindsight = self.session.look_back(FirstDrafts()) if plan.looks_back else None
+            tree = self._draft(plan)
         with self.clock.phase("verify"), self.binding.capturing():
             out = self.verify(tree)
         written = [len(text.writer.tokens) for text in self.texts]
@@ -208,7 +214,10 @@ class TextBatch:
         counts = [len(output.tokens) for output in outputs]
         self.cache.keep(paths, counts)
         self._absorb([list(output.tokens) for output in outputs], out.aux, None if tree.is_chain else paths)
-        self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=[len(path) - 1 for path in paths])
+        accepted = [len(path) - 1 for path in paths]
+        self.drafts.record(plan, tree.max_depth, accepted, hindsight)
+        self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
+        self.stats.skipped_rounds += plan.skips
         self.stats.new_tokens += sum(counts)
         told = list(zip(list(self.texts), outputs, strict=True))
         for text, output in told:
@@ -227,18 +236,23 @@ class TextBatch:
 
     def reset(self) -> None:
         """Forget everything: after a failure nothing of the caches is trusted."""
+        self.session.rollback(self.session.cache.lengths)  # nor is what the drafter was to read
         for text in list(self.texts):
             self.leave(text)
         self._parked.clear()
         self._reader.reset()
 
-    def _draft(self) -> DraftTree:
+    def _plan(self) -> DraftPlan:
+        context = max(self.cache.lengths)
+        remaining = max(text.writer.remaining for text in self.texts)
+        return self.drafts.next_draft(len(self.texts), context=context, remaining=remaining)
+
+    def _draft(self, plan: DraftPlan) -> DraftTree:
         roots = torch.tensor([text.last_token for text in self.texts], device=self.binding.input_device)
-        length = self._draft_length(len(self.texts))
-        depth = min(length.depth, self.depth, max(text.writer.remaining for text in self.texts) - 1)
-        if depth < 1:
+        if not plan.shape.depth:
             return DraftTree.chain(roots[:, None])
-        length = DraftLength(depth, length.min_confidence)
+        self.session.catch_up()
+        length = DraftLength(plan.shape.depth, plan.shape.min_confidence)
         return propose_chain(self.session, roots, length, sample=False, scores=self._draft_scores())
 
     def _draft_scores(self) -> ScoresByRow | None:
@@ -277,6 +291,8 @@ class TextBatch:
         assert aux is not None
         counts = [len(tokens) for tokens in written]
         width = max(counts)
+        if aux.shape[1] == 1 and min(counts) == 1:  # nothing was drafted: perhaps nothing will be for long
+            return self.session.put_off(written, aux)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in written]
         if paths is not None:
             nodes = torch.tensor([(path + [0] * width)[:width] for path in paths], device=aux.device)

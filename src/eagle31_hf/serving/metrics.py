@@ -58,6 +58,9 @@ class _EngineCollector(Collector):
         yield drafts
         yield CounterMetricFamily("eagle31_rounds", "Verification passes", value=stats.passes)
         yield CounterMetricFamily(
+            "eagle31_rounds_without_drafts", "Passes at rest: drafts would cost more", value=stats.skipped_rounds
+        )  # fmt: skip
+        yield CounterMetricFamily(
             "eagle31_text_rounds", "Passes of texts that have ended, each text's own", value=totals.text_rounds
         )  # fmt: skip
         seconds = CounterMetricFamily("eagle31_seconds", "Host seconds of the engine, by phase", labels=["phase"])

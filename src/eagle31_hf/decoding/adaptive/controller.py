@@ -109,6 +109,10 @@ class DraftController:
         if self.guard.rests:
             self._tell("rest", "as in earlier texts")
 
+    def use(self, table: RoundTable, schedule: LengthSchedule) -> None:
+        """Decide by these from now on: rounds are shared by another number of rows. Neither is longer than before."""
+        self.table, self.schedule = table, schedule
+
     def decide(self, lookup: Lookup = NOTHING) -> Decision:
         """What to draft next; asking twice changes nothing.
 

@@ -100,6 +100,10 @@ class CollapseGuard:
         self._rest_left -= tokens
         return self._enter(GuardState.JUDGING) if self._rest_left <= 0 else None
 
+    def shorten_rest(self) -> None:
+        """Judge the drafter soon: what it is asked about may have changed."""
+        self._rest_left = min(self._rest_left, SHORTEST_REST)
+
     def record_judgement(self, *, is_promising: bool) -> GuardState:
         """After the drafter was judged by what it missed. Returns the new state."""
         return self._enter(GuardState.TRYING) if is_promising else self._begin_rest()

@@ -1,0 +1,91 @@
+"""How much a running batch drafts: by what its texts accept, and by what rounds of so many rows take here."""
+
+from __future__ import annotations
+
+import logging
+
+from ..decoding.adaptive.controller import DraftController
+from ..decoding.adaptive.schedules import CalibratedSchedule
+from ..decoding.adaptive_policy import AdaptivePolicy
+from ..decoding.calibration.calibration import Calibration
+from ..decoding.draft_backoff import DraftBackoff
+from ..decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
+from ..decoding.pair_history import PairHistory
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.hindsight import Hindsight
+from ..generation_config import DraftLength
+from ..trees.shape import DraftShape
+
+logger = logging.getLogger(__name__)
+
+
+class BatchDrafts:
+    """One decision for all rows, which share their rounds; what texts have shown outlives them.
+
+    Without a calibration, and with the schedule `"constant"`, chains are as long as the drafter's settings say, and
+    drafting pauses where it is in vain.
+
+    Args:
+        drafter: attached.
+
+    Attributes:
+        longest: chain of any round.
+    """
+
+    def __init__(self, drafter: Eagle31Drafter):
+        self.drafter = drafter
+        self.longest = max(self.length(rows).depth for rows in (1, 2))
+        is_steered = drafter.generation_config.num_assistant_tokens_schedule != "constant"
+        self._calibration = PairHistory.of(drafter).calibration(drafter, compiled=False) if is_steered else None
+        self._rows = 0
+        self._controller: DraftController | None = None
+        self._policy: DraftPolicy = DraftBackoff()
+
+    def length(self, rows: int) -> DraftLength:
+        """Of the longest chain for so many rows, and the doubt that ends it earlier."""
+        return self.drafter.generation_config.draft_length(device_type=self.drafter.device.type, batch_size=rows)
+
+    def next_draft(self, rows: int, *, context: int, remaining: int) -> DraftPlan:
+        """What to draft for so many rows.
+
+        Args:
+            context: tokens of a row, about.
+            remaining: most tokens that one of them may still get.
+        """
+        length = self.length(rows)
+        if self._calibration is not None and rows != self._rows:
+            self._share_rounds(self._calibration, rows, context)
+        largest = DraftShape(min(length.depth, remaining - 1), min_confidence=length.min_confidence)
+        if largest.depth < 1:
+            return DraftPlan(DraftShape(depth=0))
+        plan = self._policy.next_draft(RoundState(largest, range(rows), None, remaining))
+        depth = min(plan.shape.depth, largest.depth)
+        return plan if plan.skips else DraftPlan(DraftShape(depth, min_confidence=length.min_confidence))
+
+    def text_joins(self) -> None:
+        """Another text may be of another kind: what the others have shown is soon looked at again."""
+        if self._controller is None:
+            self._policy = DraftBackoff()
+        else:
+            self._controller.guard.shorten_rest()
+
+    def record(self, plan: DraftPlan, drafted: int, accepted: list[int], hindsight: Hindsight | None = None) -> None:
+        """Learn what became of a plan: `drafted` tokens one after another, so many `accepted` by each row."""
+        if plan.skips or drafted:
+            rows = tuple(range(len(accepted)))
+            self._policy.record(RoundStats(plan, drafted, drafted, rows, tuple(accepted), hindsight))
+
+    def _share_rounds(self, calibration: Calibration, rows: int, context: int) -> None:
+        """From now on so many rows share each round."""
+        self._rows, longest = rows, self.length(rows).depth
+        table = calibration.costs(context).rounds(self.longest, rows=rows)
+        schedule = CalibratedSchedule(table, range(1, longest + 1))
+        if self._controller is None:
+            self._controller = DraftController(table, schedule, on_event=_tell)
+            self._policy = AdaptivePolicy(self._controller, DraftShape(self.longest), looks_up=False)
+        else:
+            self._controller.use(table, schedule)
+
+
+def _tell(what: str, why: str) -> None:
+    logger.info("eagle31: the batch's drafts: %s, %s", what, why)
