@@ -114,11 +114,13 @@ def test_every_schedule_writes_the_plain_text(
             assert stats_of().skipped_rounds > 0
 
 
+@pytest.mark.parametrize("costs", [*COSTS])
 @pytest.mark.parametrize("schedule", STEERED)
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
-def test_a_seed_writes_the_same_text_twice(schedule: str, acceleration: str) -> None:
+def test_a_seed_writes_the_same_text_twice(schedule: str, acceleration: str, costs: str) -> None:
+    """Dear drafts rest, and their drafter is judged by what it would have drafted meanwhile."""
     fields = {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}
-    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle):
+    with configured(drafter_of("llama"), **fields) as eagle, calibrated(eagle, COSTS[costs]):
         texts = []
         for seed in (1, 2, 1):
             with seeded(seed):

@@ -62,6 +62,7 @@ class CapturesSteps:
     capture: Capture
     traces, failure = False, "capturing failed"
     serves_rests = True
+    graphs = None
 
     def can_make(self, key: GraphKey) -> bool:
         return True

@@ -82,6 +82,7 @@ class GraphMaker(Protocol):
     Attributes:
         traces: its graphs have guards, and are made and run under inductor's settings.
         serves_rests: it makes a graph for single tokens, where many are written without drafts.
+        graphs: the pair's, if its weights were looked at for this generation already.
         failure: what is said where it could not make one.
     """
 
@@ -90,6 +91,9 @@ class GraphMaker(Protocol):
 
     @property
     def serves_rests(self) -> bool: ...
+
+    @property
+    def graphs(self) -> Graphs | None: ...
 
     @property
     def failure(self) -> str: ...
@@ -106,6 +110,7 @@ class CompilesAtOnce:
 
     traces, failure = True, "compiling failed"
     serves_rests = False  # what drafts in vain cost is less than to compile for a minute
+    graphs = None
 
     def can_make(self, key: GraphKey) -> bool:
         return True

@@ -41,7 +41,7 @@ class CompiledRound:
         assert caches.drafter is not None, "without a drafter there is nothing to compile for"
         self.eager = EagerRound(drafter, caches, request, clock)
         self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
-        self.graphs = Graphs.of(drafter).made_by(request.graph_maker)
+        self.graphs = (request.graph_maker.graphs or Graphs.of(drafter)).made_by(request.graph_maker)
         self.drafting = CompiledDrafting(caches.drafter, self.graphs)
         self.verification: CompiledVerification | None = None
         if request.stats.cache_type == "full":

@@ -43,6 +43,7 @@ class LoadsKept:
 
     packages: GraphPackages
     names: frozenset[str]
+    graphs: Graphs | None
     traces, failure = False, "a kept graph cannot be used (`eagle31 warmup` renews it)"
     serves_rests = True
 
@@ -67,6 +68,7 @@ class CompilesAhead:
     made: list[GraphKey] = field(default_factory=list)
     traces, failure = False, "compiling failed"
     serves_rests = True
+    graphs = None
 
     def can_make(self, key: GraphKey) -> bool:
         return True
@@ -114,7 +116,9 @@ def graph_maker(
         names &= PairHistory.of(drafter).kept_for_drawn_texts(names)
     sampling = requested.sampled, processing.draft_warping.key
     wanted = prefix_of(GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling))
-    return LoadsKept(packages, names) if packages and any(name.startswith(wanted) for name in names) else None
+    if packages is None or not any(name.startswith(wanted) for name in names):
+        return None
+    return LoadsKept(packages, names, binding.compiled)
 
 
 def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> bool:
