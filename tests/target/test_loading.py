@@ -95,7 +95,7 @@ def test_a_plan_counts_what_is_unpacked_and_is_known_again(gguf_target: Path) ->
     plan.check_target(target)
 
 
-@pytest.mark.parametrize(("settings", "loaded"), [("stored", torch.bfloat16), ("float16", torch.float16)])
+@pytest.mark.parametrize(("settings", "loaded"), [("stored", torch.bfloat16), ("fp16", torch.float16)])
 def test_what_it_is_unpacked_to(gguf_target: Path, settings: str, loaded: torch.dtype) -> None:
     assert load_target(str(gguf_target), dtype=settings, device_map="cpu")[0].dtype is loaded
 

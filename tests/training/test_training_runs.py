@@ -64,7 +64,8 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none", resume=True)
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_drafter(told)
-    for wrong in ({"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}):
+    senseless = {"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
+    for wrong in (*senseless, {"dtype": "fp64"}, {"device": "gpu"}):
         with pytest.raises(ConfigurationError):
             train_drafter(replace(told, **wrong))
 

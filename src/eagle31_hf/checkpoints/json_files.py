@@ -28,6 +28,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(_read_text(path))
+    except CheckpointFormatError:  # a `ValueError`, too: what is wrong has been said
+        raise
     except (UnicodeDecodeError, RecursionError, ValueError) as error:
         raise CheckpointFormatError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
     if not isinstance(content, dict):

@@ -20,11 +20,11 @@ from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanErro
 from ..memory import MemoryPlan, plan_memory
 from ..serving.prompts import encode_chat
 from ..target.loading import load_target
+from ..target.precision import SHORT_NAMES
 from .option_groups import option
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 
 
@@ -106,7 +106,7 @@ class PairSource:
     @property
     def torch_dtype(self) -> str:
         """The name transformers knows; `"auto"` for what is quick here, `"stored"` for what it is stored in."""
-        return _DTYPES.get(self.dtype, self.dtype)
+        return SHORT_NAMES.get(self.dtype, self.dtype)
 
     @property
     def target_name(self) -> str:

@@ -34,7 +34,7 @@ class BatchDrafts:
 
     def __init__(self, drafter: Eagle31Drafter):
         self.drafter = drafter
-        self.longest = max(self.length(rows).depth for rows in (1, 2))
+        self.longest = max(self.length(rows).depth for rows in (1, 2))  # one row, and more of them
         is_steered = drafter.generation_config.num_assistant_tokens_schedule != "constant"
         self._calibration = PairHistory.of(drafter).calibration(drafter, compiled=False) if is_steered else None
         self._rows = 0

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ..checkpoints.gguf_header import read_gguf_header
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError
-from .precision import quick_dtype
+from .precision import SHORT_NAMES, quick_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ def load_target(
 
     Args:
         name: folder, Hub id or `.gguf` file.
-        dtype: `"auto"` for what this machine computes in quickly, `"stored"`, or a torch type's name.
+        dtype: `"auto"` for what this machine computes in quickly, `"stored"`, or a torch type's name, short or not
+            (`PRECISIONS`).
         device_map, quantization_config: as transformers takes them.
 
     Raises:
@@ -126,7 +127,7 @@ def mend_splitting(tokenizer: Any, splitting: str, name: str) -> None:
 def _precision(name: str, config: Any, dtype: str, device_map: Any, packed: bool) -> torch.dtype | str:
     """What a target is loaded in; packed weights and several devices decide for themselves."""
     if dtype not in ("auto", "stored"):
-        return dtype
+        return SHORT_NAMES.get(dtype, dtype)
     stored = config.get_text_config().dtype or (GGUF_STORED_DTYPE if is_gguf(name) else None)
     decides = getattr(config, "quantization_config", None) or packed or device_map not in ("cpu", "cuda", "mps")
     if stored is None or (decides and not is_gguf(name)):

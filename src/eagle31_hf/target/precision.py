@@ -22,6 +22,12 @@ ARITHMETIC = {  # by type: flags (x86) and features (Arm) of processors that mul
 }
 FIRST_BFLOAT16_CUDA = (8, 0)
 
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Of torch's types, as people write them."""
+
+PRECISIONS = ("auto", "stored", *SHORT_NAMES.values(), *SHORT_NAMES)
+"""What may be asked for by name."""
+
 
 def cpu_arithmetic(dtype: torch.dtype, facts: Path = PROCESSOR_FACTS) -> str | None:
     """Name of the instructions this CPU multiplies `dtype` with.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..target.precision import PRECISIONS
 from .data.regeneration import TURNS, RegenerationSettings
 from .data.rendering import SUPERVISED, TOO_LONG
 from .distillation.losses import find_loss
@@ -15,6 +16,7 @@ from .distillation.optimizers import OPTIMIZERS
 from .policy.objective import PolicySettings
 
 STAGES = ("1", "2", "both")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 SMALL_TARGET_PARAMETERS = 200_000_000
 ROOM_FOR_AN_ANSWER = 8
 
@@ -115,7 +117,9 @@ class TrainingSettings:
     quantization: str | None = _option(
         None, MACHINE, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
     )
-    dtype: str = _option("auto", MACHINE, "precision of the target")
+    dtype: str = _option(
+        "auto", MACHINE, "precision of the target: as stored, or bfloat16, float16, float32 (bf16, ...)"
+    )
     device: str = _option("auto", MACHINE, "auto, cpu, cuda or mps")
     seed: int = _option(0, STEPS, "of data order, sampling and initial weights")
     report_to: str = _option("none", RESULT, "where Trainer logs to: none, tensorboard, wandb, ...")
@@ -134,6 +138,8 @@ class TrainingSettings:
             ("supervise", (None, *SUPERVISED)),
             ("optimizer", OPTIMIZERS),
             ("quantization", (None, "4bit", "8bit")),
+            ("dtype", PRECISIONS),
+            ("device", DEVICES),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}; wanted one of {allowed}")
