@@ -45,8 +45,8 @@ class FirstDrafts:
     def accepted(self, logits: Tensor, tokens: Tensor, chances: Tensor, draft_ids: Tensor | None) -> Tensor:
         """How many of these would have been accepted: a count, or of drawn ones what is expected of it. A scalar.
 
-        A drawn draft is kept with probability `sum(min(p, q))`, which is the mean of `min(1, q(x) / p(x))` over what
-        the target draws; and that it has drawn. So nothing but `p(x)` need be remembered of its distribution.
+        A drawn draft is kept with probability `sum(min(p, q))`, the mean of `min(1, q(x) / p(x))` over what the target
+        draws. The text is such a draw, so of its distribution only `p(x)` need be remembered.
 
         Args:
             logits: the drafter's `(B, T, Vd)`.
