@@ -40,8 +40,11 @@ ABSORBED = 3
 LOOP_DEPTH = 5
 """Of the chains in the real loop."""
 
-TURNS = 8
+TURNS = 6
 """Of each kind of round in the real loop, one after the other: a slow moment of the machine falls on all of them."""
+
+SPARE_ROUNDS = 4
+"""That texts have room for beside these: one makes graphs, and the last of a text are cut short."""
 
 
 class Turn(NamedTuple):
@@ -55,8 +58,10 @@ class Turn(NamedTuple):
     timed: int
 
     @classmethod
-    def of(cls, plan: DraftPlan) -> Turn:
+    def of(cls, plan: DraftPlan, *, compiled: bool) -> Turn:
         """As such rounds come in a text: rests are long, drafts follow one another, between rests one is looked up."""
+        if not compiled:
+            return cls(1, 2)
         if plan.skips:
             return cls(4, 6)
         return cls(1, 2) if plan.tokens is None else cls(0, 1)
@@ -197,9 +202,11 @@ def _rounds_s(
 ) -> list[float]:
     """Median seconds of the loop's own rounds by each of the plans, the first of which is the largest."""
     binding, largest = drafter.require_binding(), plans[0].shape
-    rules = StopRules(max_length=context + max(_most_tokens(plan) for plan in plans))
+    turns = [Turn.of(plan, compiled=compiled) for plan in plans]
     decoders = []
-    for plan in plans:
+    for plan, turn in zip(plans, turns, strict=True):
+        rounds = TURNS * sum(turn) + SPARE_ROUNDS
+        rules = StopRules(max_length=context + rounds * plan.shape.nodes)
         request = DecodingRequest(
             sequences=Sequences(_text(binding, context), [0], rules, None),
             processing=processing or ScoreProcessing(LogitsProcessorList()),
@@ -215,17 +222,10 @@ def _rounds_s(
             decoder.prefill()
             decoder.step()  # makes graphs
         for _ in range(TURNS):
-            for decoder, plan, found in zip(decoders, plans, seconds, strict=True):
-                turn = Turn.of(plan)
+            for decoder, turn, found in zip(decoders, turns, seconds, strict=True):
                 rounds_s = [_timed_step(decoder) for _ in range(turn.untimed + turn.timed)]
                 found += rounds_s[turn.untimed :]
     return [median(found) for found in seconds]
-
-
-def _most_tokens(plan: DraftPlan) -> int:
-    """That so many rounds by a plan may write, the one that makes graphs and one more included."""
-    turn = Turn.of(plan)
-    return (TURNS * (turn.untimed + turn.timed) + 2) * plan.shape.nodes
 
 
 def _maker(binding: TargetBinding) -> GraphMaker:
