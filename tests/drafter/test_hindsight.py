@@ -9,10 +9,22 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
+from eagle31_hf.decoding.round import RoundWrapper
 from eagle31_hf.drafter.hindsight import MOST_JUDGED, FirstDrafts, Hindsight
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.sampling.logits_processing import DraftWarping
-from helpers import VOCABULARY, configured, drafter_of, left_padded, prompts_for, seeded, target_of
+from helpers import (
+    DEAR_DRAFTS,
+    VOCABULARY,
+    calibrated,
+    configured,
+    drafter_of,
+    left_padded,
+    prompts_for,
+    seeded,
+    target_of,
+    wrapped_rounds,
+)
 
 DRAFT_IDS = torch.tensor([3, 5, 6, 9, 11, 14])  # of a target vocabulary of 16
 
@@ -111,3 +123,23 @@ def test_the_chance_of_each_drawn_token_is_kept() -> None:
     for token, chance in kept:
         steps = [step for step, written in enumerate(new) if written == token]
         assert any(abs(out.scores[step][0].softmax(-1)[token] - chance) < 1e-5 for step in steps)
+
+
+def test_where_drafts_depend_on_more_than_scores_nothing_is_said() -> None:
+    """Under a penalty a resting drafter is tried, not judged by scores that its drafts would not have gone by."""
+    told = {"do_sample": True, "repetition_penalty": 1.3, "max_new_tokens": 70, "pad_token_id": 0}
+    found: list[Hindsight | None] = []
+
+    class Watching(RoundWrapper):
+        def look_back(self) -> Hindsight | None:
+            found.append(super().look_back())
+            return found[-1]
+
+    inputs = left_padded(prompts_for("llama", 1, seed=5))
+    with calibrated(drafter_of("llama"), DEAR_DRAFTS), wrapped_rounds(Watching), seeded(1):
+        target_of("llama").generate(**inputs, **told, assistant_model=drafter_of("llama"))
+        assert set(found) == {Hindsight()}
+        found.clear()
+        target_of("llama").generate(**inputs, **told | {"repetition_penalty": 1.0}, assistant_model=drafter_of("llama"))
+    assert found
+    assert all(each is not None and each.positions > 0 for each in found)

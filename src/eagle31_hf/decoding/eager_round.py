@@ -71,16 +71,20 @@ class EagerRound:
         if session is None:
             return None
         with self.clock.phase("draft"):
-            return session.look_back(self._first_drafts)
+            if self._first_drafts is not None:
+                return session.look_back(self._first_drafts)
+            session.catch_up()
+            return Hindsight()
 
     @cached_property
-    def _first_drafts(self) -> FirstDrafts:
-        """How a draft's first token is chosen."""
+    def _first_drafts(self) -> FirstDrafts | None:
+        """How a draft's first token is chosen; `None` where that depends on more than the drafter's scores."""
         request, shape = self.request, self.request.shape
+        if not request.processing.fits_draft_vocabulary:
+            return None
         if not drafts_are_drawn(request, is_dynamic=shape.is_dynamic_tree):
             return FirstDrafts(children=shape.top_k)
-        warps = request.processing.fits_draft_vocabulary and not request.processing.is_empty
-        return FirstDrafts(drawn=True, warping=request.processing.draft_warping if warps else None)
+        return FirstDrafts(drawn=True, warping=request.processing.draft_warping)
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
         """Leave it to the next draft to read this: before a rest that need not be soon, at a text's end never."""

@@ -110,7 +110,8 @@ class Round(Protocol):
         ...
 
     def look_back(self) -> Hindsight | None:
-        """Let the drafter read what it missed, and judge it by that; `None` where there is no drafter."""
+        """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said; `None`
+        where there is no drafter."""
         ...
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:

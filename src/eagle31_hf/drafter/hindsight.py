@@ -35,7 +35,7 @@ class FirstDrafts:
     Attributes:
         children: likeliest tokens that are drafted first, several in a tree; of drawn drafts one.
         drawn: the token is drawn from the drafter's distribution, and accepted by rejection.
-        warping: of drawn ones, the target's processors; `None` leaves scores as they are.
+        warping: of drawn ones, the target's processors; `None`: there are none.
     """
 
     children: int = 1

@@ -25,7 +25,6 @@ PRIOR_ROUNDS = 4.0
 LONGEST_TRIAL = 2
 """Tokens that a drafter in doubt gets to draft: a right second one shows as much as a right fifth, and costs less."""
 
-
 PROMISING = 0.93
 """Expected speedup from which on a drafter that rested is tried: near 1 the few positions it is judged by may err."""
 
