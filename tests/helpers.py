@@ -33,6 +33,7 @@ from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation import own_loop
 from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
 from eagle31_hf.target.binding import TargetBinding
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.shape import DraftShape
 
@@ -355,7 +356,7 @@ def own_noise(binding: TargetBinding, text: Tensor, prompt_length: int, tokens: 
         out = binding.model(text[None, :prompt_length], use_cache=True)
         for start in range(prompt_length, len(text), block):
             with binding.one_token_arithmetic.active():
-                out = binding.model(text[None, start : start + block], past_key_values=out.past_key_values)
+                out = binding.model(text[None, start : start + block], **{CACHE_ARGUMENT: out[CACHE_ARGUMENT]})
         seen.append(out.logits[0, -1, tokens].float())
     return (torch.stack(seen) - seen[0]).abs().amax(0)
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 
 VOCAB = 61
 WINDOW = 8
@@ -113,10 +114,10 @@ def forward(model, cache, tokens, ancestors=None, depths=None, after=0):
     cache.place(tokens.shape[1], after=after)
     return model(
         tokens,
-        past_key_values=cache,
         attention_mask=cache.attention_mask(ancestors, depths),
         position_ids=cache.position_ids(depths),
         use_cache=True,
+        **{CACHE_ARGUMENT: cache},
     ).logits
 
 

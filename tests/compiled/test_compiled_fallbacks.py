@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from eagle31_hf.compiled import graphs
 from eagle31_hf.compiled.graphs import Graphs
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from helpers import random_prompts
 
 pytestmark = pytest.mark.usefixtures("unpacked_weights")
@@ -63,7 +64,7 @@ def test_a_graph_that_computes_something_else_is_given_up(monkeypatch: pytest.Mo
 
 
 def counts_what_is_cached(module: Any, args: Any, kwargs: dict) -> None:
-    kwargs["past_key_values"].get_seq_length()
+    kwargs[CACHE_ARGUMENT].get_seq_length()
 
 
 def looks_at_the_data(module: Any, args: Any, kwargs: dict) -> None:

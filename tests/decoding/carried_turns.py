@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from helpers import drafter_of, prompts_for, random_prompts, target_of
 
 FULL, SLIDING = ("llama",), ("mistral", "gemma3")
@@ -31,7 +32,7 @@ def plain(name: str, text: Tensor, **kwargs: Any) -> Tensor:
 
 
 def ours(name: str, text: Tensor, cache: DynamicCache | None, **kwargs: Any) -> Any:
-    return plain(name, text, assistant_model=drafter_of(name), past_key_values=cache, **kwargs)
+    return plain(name, text, assistant_model=drafter_of(name), **{CACHE_ARGUMENT: cache}, **kwargs)
 
 
 def users_turn(text: Tensor, seed: int = 0, tokens: int = 5) -> Tensor:

@@ -15,6 +15,7 @@ from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
 from eagle31_hf.memory.target_facts import read_target
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES
 from helpers import DEMO_DRAFTER, configured, left_padded, random_prompts, random_target
@@ -60,7 +61,7 @@ def test_cache_bytes_are_planned_layer_by_layer(family):
     mask = cache.attention_mask(dtype=torch.float32)
     ids, positions = torch.tensor([[3, 4, 5, 6]]), cache.position_ids()
     try:
-        target(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        target(ids, attention_mask=mask, position_ids=positions, **{CACHE_ARGUMENT: cache})
     except ValueError:
         pytest.skip("takes no such mask: never served by this cache")
     held = sum(layer.num_bytes for layer in cache.layers)

@@ -41,6 +41,7 @@ from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySettings, build_ledger
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import decoder_shape, read_target
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from helpers import configured, drafter_of, target_of
 
 BF16 = torch.bfloat16
@@ -116,8 +117,8 @@ class TracedTarget:
             ids,
             attention_mask=self.cache.attention_mask(ancestors, dtype=BF16),
             position_ids=self.cache.position_ids(None if ancestors is None else torch.arange(tokens)),
-            past_key_values=self.cache,
             logits_to_keep=logits_to_keep,
+            **{CACHE_ARGUMENT: self.cache},
         ).logits
 
     def skip_to(self, length: int) -> None:

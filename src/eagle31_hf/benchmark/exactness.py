@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..target.cache_argument import CACHE_ARGUMENT
 from .calls import DIFFERENT, SAME, TIE, Verdict
 
 MOST_TIES = 16
@@ -62,7 +63,8 @@ def _rounding(model: Any, prefix: Tensor, whole: Tensor, blocks: Sequence[int]) 
     moved = 0.0
     for block in {1, *(min(block, len(prefix) - 1) for block in blocks)}:
         cache = DynamicCache(config=model.config.get_text_config())
-        model(input_ids=prefix[None, :-block], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        last = model(input_ids=prefix[None, -block:], past_key_values=cache, use_cache=True).logits[0, -1].float()
+        grown: dict[str, Any] = {CACHE_ARGUMENT: cache, "use_cache": True}
+        model(input_ids=prefix[None, :-block], **grown, logits_to_keep=1)
+        last = model(input_ids=prefix[None, -block:], **grown).logits[0, -1].float()
         moved = max(moved, (last - whole).abs().max().item())
     return moved

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..decoding.text import StopRules
 from ..drafter.drafter import Eagle31Drafter
 from ..sampling.logits_processing import ScoreProcessing
+from ..target.cache_argument import CACHE_ARGUMENT
 
 NOT_FOR_THE_MODEL = ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor")
 
@@ -71,8 +72,8 @@ class Call:
 
     @property
     def cache(self) -> Any:
-        """What `past_key_values` brings, or what `generate` made for it."""
-        return self.model_inputs.get("past_key_values")
+        """What the caller brought, or what `generate` made."""
+        return self.model_inputs.get(CACHE_ARGUMENT)
 
     @property
     def attention_mask(self) -> Tensor | None:

@@ -7,6 +7,8 @@ beside keys, values and positions, or wants an input in every forward, is found 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -15,6 +17,7 @@ from ..cache import SpeculativeCache
 from ..decoding.memory_ladder import is_out_of_memory
 from ..errors import Eagle31Error
 from ..target.binding import TargetBinding
+from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.prompt_forward import PromptForward, PromptOutput
 from ..target.self_test import logits_error, probe_tokens, tolerance
 from ..target.verify import Verification
@@ -84,11 +87,12 @@ def _our_way(
 def _models_way(call: Call, read: PromptOutput, tokens: list[Tensor]) -> Tensor:
     """Logits `(B, T, V)` after each of `tokens`, `(B,)` each, read one by one as plain `generate` does."""
     model, ids, cache = call.model, call.input_ids, read.cache
-    inputs = {**call.model_inputs, "past_key_values": cache}
+    held: dict[str, Any] = {CACHE_ARGUMENT: cache}
+    inputs = {**call.model_inputs, **held}
     logits = []
     for token in tokens:
         ids = torch.cat((ids, token[:, None]), dim=1)
-        inputs = model._update_model_kwargs_for_generation(CausalLMOutputWithPast(past_key_values=cache), inputs)
+        inputs = model._update_model_kwargs_for_generation(CausalLMOutputWithPast(**held), inputs)
         prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs)
         logits.append(model(**prepared, return_dict=True).logits[:, -1])
     return torch.stack(logits, dim=1)

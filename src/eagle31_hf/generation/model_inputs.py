@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedGenerationError
+from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.prompt_forward import PromptForward
 from .call import Call
 
 PLACED_BY_OUR_LOOP = {
+    CACHE_ARGUMENT,
     "attention_mask",
     "cache_position",
     "inputs_embeds",
     "logits_to_keep",
-    "past_key_values",
     "position_ids",
     "use_cache",
 }

@@ -17,6 +17,7 @@ from ..decoding.request import DecodingRequest
 from ..decoding.text import Sequences
 from ..errors import UnsupportedGenerationError
 from ..stats import SpeculationStats
+from ..target.cache_argument import CACHE_ARGUMENT
 from .call import Call
 from .draft_length import draft_length
 from .model_inputs import left_padding, prompt_forward
@@ -58,8 +59,8 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         sequences=ids,  # type: ignore[arg-type]
         scores=sequences.stack_scores(sequences.scores) if request.keep_scores else None,  # type: ignore[arg-type]
         logits=sequences.stack_scores(sequences.logits) if request.keep_logits else None,  # type: ignore[arg-type]
-        past_key_values=cache,  # type: ignore[arg-type]
         speculation_stats=stats,
+        **{CACHE_ARGUMENT: cache},  # type: ignore[arg-type]
     )
 
 
@@ -131,7 +132,7 @@ def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> C
         return None if is_padded else CarriedCache(call.drafter, cache)
     if is_padded:
         raise UnsupportedGenerationError(
-            "the cache passed as past_key_values has content and the attention mask has pads; a carried cache can be "
+            "the cache that was passed has content and the attention mask has pads; a carried cache can be "
             "continued only where all rows are equally long and unpadded: continue them one by one, or pass an empty "
             "cache and the whole text"
         )

@@ -27,6 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..stats import SpeculationStats
+from ..target.cache_argument import CACHE_ARGUMENT
 from .answer_parts import OPEN_THOUGHT, AnswerParser, AnswerPart
 from .prompts import Message, encode_chat
 from .text import IncrementalDecoder
@@ -174,7 +175,7 @@ class ChatSession:
         if self.temperature > 0:
             options = {"do_sample": True, "temperature": self.temperature}
         if self._cache is not None:
-            options |= {"past_key_values": self._cache, "return_dict_in_generate": True}
+            options |= {CACHE_ARGUMENT: self._cache, "return_dict_in_generate": True}
         output = self.target.generate(  # type: ignore[operator]
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),

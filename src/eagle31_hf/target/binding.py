@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import IncompatibleTargetError
+from .cache_argument import CACHE_ARGUMENT
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
 from .taps import HiddenStateTaps
@@ -145,10 +146,10 @@ class TargetBinding:
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=attention_mask,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
             return_dict=True,
+            **{CACHE_ARGUMENT: cache},
         )
 
     @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .binding import TargetBinding
+from .cache_argument import CACHE_ARGUMENT
 
 
 class PromptOutput(NamedTuple):
@@ -57,7 +58,7 @@ class PromptForward:
         cache = DynamicCache(config=binding.text_config)
         model: Any = binding.model
         prepared = model.prepare_inputs_for_generation(
-            self.input_ids, is_first_iteration=True, **{**self.model_inputs, "past_key_values": cache}
+            self.input_ids, is_first_iteration=True, **{**self.model_inputs, CACHE_ARGUMENT: cache}
         )
         with binding.taps.turns():
             logits = model(**{**prepared, "logits_to_keep": 1}, return_dict=True).logits[:, -1]
