@@ -285,7 +285,7 @@ def test_a_graph_that_disagrees_is_given_up(warmed: Eagle31Drafter, monkeypatch:
 
     monkeypatch.setattr(packages, "_load_package", load_wrong)
     assert torch.equal(write(warmed), write(None))
-    assert not kinds(warmed)
+    assert "is off by" in warmed.require_binding().compiled.disabled_reason
 
 
 # --- what cannot be kept ----------------------------------------------------------------------------------------------
@@ -328,9 +328,9 @@ def test_compiled_packages(
     monkeypatch.undo()
     monkeypatch.setattr(graphs, "FROZEN_BYTES", largest_held)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
-    assert len(warm_up(pair, tokens=100, **GREEDY)) == 5
+    assert len(warm_up(pair, tokens=100, **GREEDY)) == 4
     forgotten(pair)
     for seed in range(3):
         assert torch.equal(write(pair, seed), write(None, seed))
-    assert kinds(pair) == {"absorb", "chain", "verify", "advance"}
+    assert kinds(pair) == {"chain", "verify", "advance"}
     assert not pair.require_binding().compiled.disabled_reason

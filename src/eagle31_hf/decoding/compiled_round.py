@@ -18,11 +18,12 @@ from ..compiled.round_graphs import NextDraft, RoundGraph
 from ..compiled.verify import CompiledVerification
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import Hindsight
+from ..drafter.session import absorbed
 from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .eager_round import EagerRound, absorbed, aux_of_path, drafts_are_drawn, propose
+from .eager_round import EagerRound, aux_of_path, drafts_are_drawn, propose
 from .pair_caches import PairCaches
 from .request import DecodingRequest
 from .round import Accepted, RoundBatch, Written

@@ -171,7 +171,7 @@ class SpeculativeDecoder:
         written = self._write([[token] for token in chosen], batch)
         self.stage = Stage.COMMIT
         if self.caches.drafter is not None and self._goes_on:
-            self.round.absorb(written, torch.stack(prompts.last_aux)[:, None])  # type: ignore[arg-type]
+            self.caches.drafter.absorb(*prompts.pair(written))
         self._after_round(batch)
 
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:

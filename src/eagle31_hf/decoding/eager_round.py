@@ -13,6 +13,7 @@ from ..drafter.draft_scores import GrammarDrafts, draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import FirstDrafts, Hindsight
 from ..drafter.propose import DraftStepper, propose_chain, propose_dynamic_tree, propose_static_tree
+from ..drafter.session import absorbed
 from ..generation_config import DraftLength
 from ..sampling.acceptance import AcceptanceRule, choose_rule
 from ..stats import PhaseClock
@@ -153,11 +154,3 @@ def aux_of_path(accepted: Accepted, aux: Tensor | None, width: int) -> Tensor | 
     if aux is None or accepted.tree.is_chain:
         return aux
     return accepted.acceptance.along(aux, width)
-
-
-def absorbed(tokens: Sequence[Sequence[int]], aux: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Arguments of `DraftSession.absorb` for `tokens` of each row."""
-    counts = [len(row) for row in tokens]
-    width = max(counts)
-    padded = [[*row, *[0] * (width - len(row))] for row in tokens]
-    return torch.tensor(padded, device=aux.device), aux[:, :width], counts

@@ -1,19 +1,22 @@
 """Target and drafter read text that is there already, in the same chunks: the prompt, or what a failure has cost.
 
-Only each row's last logits and hidden states outlive a chunk. Prompts that are more than tokens (pictures) the target
-reads in one forward of its own (`target.prompt_forward`); the drafter reads its hidden states as always.
+Only each row's last logits and hidden states outlive a chunk, and the last chunk's hidden states until the token after
+it is written: the drafter, which pairs each position with the token that follows, then reads all of it at once. Prompts
+that are more than tokens (pictures) the target reads in one forward of its own (`target.prompt_forward`); the drafter
+reads its hidden states as always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache import SpeculativeCache
-from ..drafter.session import DraftSession
+from ..drafter.session import DraftSession, absorbed
 from ..target.binding import TargetBinding, TargetOutput
 from ..target.prompt_forward import PromptForward
 
@@ -35,7 +38,8 @@ class PrefillState:
         padded = [[*text, *[0] * (longest - len(text))] for text in texts]
         self.tokens = torch.tensor(padded, device=device)  # (B, longest) right-padded
         self.last_logits: list[Tensor | None] = [None] * len(texts)  # (V,) after the last token read
-        self.last_aux: list[Tensor | None] = [None] * len(texts)  # (A*Ht,)
+        self._last_aux: dict[int, Tensor] = {}  # (A*Ht,) by row
+        self._texts, self._unpaired = texts, Unpaired([], None)
 
     def keep(self, row: int, logits: Tensor, aux: Tensor | None) -> None:
         """What follows the last token read: logits `(V,)` and hidden states `(A*Ht,)`.
@@ -44,7 +48,33 @@ class PrefillState:
         """
         self.last_logits[row] = logits.clone()
         if aux is not None:
-            self.last_aux[row] = aux.clone()
+            self._last_aux[row] = aux.clone()
+
+    def leave_unpaired(self, start: int, counts: Sequence[int], aux: Tensor) -> None:
+        """Let the last chunk, `counts` positions of each row from `start` on, wait for what `pair` brings.
+
+        Args:
+            aux: its hidden states `(B, C, A*Ht)`.
+        """
+        for row, count in enumerate(counts):
+            if not count:  # it ended in a chunk before: of that, its last position waits
+                aux[row, 0] = self._last_aux[row]
+        tokens = [text[start + 1 : start + n] for text, n in zip(self._texts, counts, strict=True)]
+        self._unpaired = Unpaired(tokens, aux)
+
+    def pair(self, first: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[int]]:
+        """What waits with each row's first new token, or without: arguments of `DraftSession.absorb`."""
+        tokens, aux = self._unpaired
+        assert aux is not None, "nothing waits"
+        self._unpaired = Unpaired([], None)
+        return absorbed([[*known, *new] for known, new in zip(tokens, first, strict=True)], aux)
+
+
+class Unpaired(NamedTuple):
+    """Positions that wait for the token after the last: the other tokens of each row, hidden states `(B, C, A*Ht)`."""
+
+    tokens: list[Sequence[int]]
+    aux: Tensor | None
 
 
 class ChunkedPrefill:
@@ -80,11 +110,15 @@ class ChunkedPrefill:
         self._join(reading, start, counts, out.aux)
 
     def _join(self, reading: PrefillState, start: int, counts: Sequence[int], aux: Tensor | None) -> None:
-        """The drafter reads `counts` positions of each row from `start` on, whose hidden states are `(B, C, A*Ht)`."""
+        """The drafter reads `counts` positions of each row from `start` on, whose hidden states are `(B, C, A*Ht)`.
+
+        Position t pairs with token t+1; where that does not exist yet, the last chunk waits for it.
+        """
         if self.session is None:
             return
         assert aux is not None
-        # Position t pairs with token t+1; one that does not exist yet is waited for.
+        if reading.to_read == reading.known and start + aux.shape[1] >= max(reading.known):
+            return reading.leave_unpaired(start, counts, aux)
         paired = [min(n, max(known - start - 1, 0)) for n, known in zip(counts, reading.known, strict=True)]
         width = max(paired)
         if width > 0:

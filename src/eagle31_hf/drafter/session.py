@@ -302,6 +302,14 @@ class DraftSession:
             self._root = DraftState(self._root.logits[index], self._root.feedback[index])
 
 
+def absorbed(tokens: Sequence[Sequence[int]], aux: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Arguments of `DraftSession.absorb` for `tokens` of each row."""
+    counts = [len(row) for row in tokens]
+    width = max(counts)
+    padded = [[*row, *[0] * (width - len(row))] for row in tokens]
+    return torch.tensor(padded, device=aux.device), aux[:, :width], counts
+
+
 def positions_read_at_once(drafter: Eagle31Drafter, chunk: int) -> int:
     """Of a prompt's chunk of so many tokens."""
     return chunk if attention_window(drafter) is None else min(chunk, WINDOWED_READ)
