@@ -75,14 +75,14 @@ def test_compiled_text_is_the_plain_text(family: str, compile_only: Callable[...
         assert assert_same_or_tie(drafter.require_binding().model, plain, ours, mask) == 0
         assert drafter.stats.fallbacks == []
     shapes = drafter.require_binding().compiled.keys
-    # One of each way to draft, its verification (unless masks come from outside) and its end, and absorbing; of each
-    # batch size.
-    kinds = {"tree": 1, "absorb": 1, "verify": 1, "advance": 1}
+    # One of each way to draft, its verification (unless masks come from outside) and its end; of each batch size.
+    # Whether anything is absorbed alone depends on where texts end.
+    kinds = {"tree": 1, "verify": 1, "advance": 1}
     if whole:
         kinds |= {"chain": 1, "advance": 2}
     if family == "llama":
-        kinds |= {"absorb": 2, "verify": 2}
-    assert Counter(kind for kind, *_ in shapes) == kinds
+        kinds |= {"verify": 2}
+    assert Counter(kind for kind, *_ in shapes if kind != "absorb") == kinds
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert made == (len(shapes) - 1 if family == "gemma3" else kinds["verify"]), "a shape was compiled again"
 

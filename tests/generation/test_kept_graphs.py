@@ -213,7 +213,7 @@ def come_from_another_machine(drafter: Eagle31Drafter, monkeypatch: pytest.Monke
 
 
 def hang_a_hook_on_the_target(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_graphs, "_network", lambda drafter: ["another network"])
+    monkeypatch.setattr(kept_graphs, "network_of", lambda model: ("another network",))
 
 
 @pytest.mark.parametrize("differs", [change_a_weight, come_from_another_machine, hang_a_hook_on_the_target])

@@ -24,6 +24,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding
 from .packed_weights import PackedWeights
 from .repeated_layers import LayerCompiler, compile_whole
+from .seen_weights import SeenWeights, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class Graphs:
         digest: of all weights, once somebody has computed it.
     """
 
-    def __init__(self, weights: Hashable, *, freezes_weights: bool = False, compiler: LayerCompiler | None = None):
+    def __init__(self, weights: SeenWeights, *, freezes_weights: bool = False, compiler: LayerCompiler | None = None):
         self.weights, self.freezes_weights, self.compiler = weights, freezes_weights, compiler
         self.maker: GraphMaker = CompilesAtOnce()
         self.digest = ""
@@ -161,21 +162,19 @@ class Graphs:
 
     @classmethod
     def of(cls, drafter: Eagle31Drafter) -> Graphs:
-        """Those of the drafter's binding, or fresh ones after weights have changed: graphs have them built in.
-
-        Looking at all weights takes milliseconds: to be asked once in a generation.
-        """
+        """Those of the drafter's binding, or fresh ones after weights have changed: graphs have them built in."""
         binding = drafter.require_binding()
-        tensors = [*_weights(binding.model), *_weights(drafter)]
-        plain = _are_plain(tensors)
-        copies = plain and _num_bytes(tensors) <= PACKED_BYTES
-        weights = tuple((*_version(tensor), _sample(tensor) if copies else None) for tensor in tensors)
-        if binding.compiled is None or binding.compiled.weights != weights:
-            freezes = copies and _num_bytes(tensors) <= FROZEN_BYTES
+        weights = weights_of(binding.model, drafter)
+        if binding.compiled is None or not binding.compiled.weights.are_still(weights):
+            plain, num_bytes = _are_plain(weights), _num_bytes(weights)
+            copies = plain and num_bytes <= PACKED_BYTES
+            freezes = copies and num_bytes <= FROZEN_BYTES
             layers = {type(layer) for layer in binding.layers}
-            one_for_all = LayerCompiler(layers, PackedWeights(tensors) if copies else None)
+            one_for_all = LayerCompiler(layers, PackedWeights(weights) if copies else None)
             binding.compiled = cls(
-                weights, freezes_weights=freezes, compiler=one_for_all if plain and not freezes else None
+                SeenWeights(weights, by_content=copies),
+                freezes_weights=freezes,
+                compiler=one_for_all if plain and not freezes else None,
             )
             binding.compiled.disabled_reason = _disabled_reason(binding)
         binding.compiled._guards_checked.clear()
@@ -342,30 +341,12 @@ def _disabled_reason(binding: TargetBinding) -> str:
     return ""
 
 
-def _weights(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _are_plain(weights: Sequence[Tensor]) -> bool:
     return all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
 
 
 def _num_bytes(weights: Sequence[Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values())  # some are shared
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-
-
-def _sample(tensor: Tensor) -> bytes:
-    """A few elements, bit for bit: writes through `.data`, as adapters are merged, leave the version alone."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].contiguous().view(torch.uint8).numpy().tobytes()
-
-
-SAMPLED_ELEMENTS = 64
 
 
 def _compile(step: Any, device: torch.device) -> Step:

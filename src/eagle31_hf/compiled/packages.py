@@ -56,7 +56,8 @@ class GraphPackages:
     def names(self) -> frozenset[str]:
         """Of the graphs that are whole."""
         try:
-            return frozenset(path.stem for path in self.folder.glob("*.json"))
+            with os.scandir(self.folder) as entries:
+                return frozenset(entry.name[: -len(".json")] for entry in entries if entry.name.endswith(".json"))
         except OSError:
             return frozenset()
 

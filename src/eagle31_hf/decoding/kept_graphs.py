@@ -26,7 +26,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import ScoreProcessing
 from .calibration.store import CACHE_VARIABLE, cache_folder, calibration_key, digest_of
-from .pair_history import PairHistory
+from .pair_history import PairHistory, setting_of
 from .policy_choice import RequestedDraft
 
 __all__ = ["GraphMaker", "compiling_ahead", "graph_maker", "keeping_what_is_compiled"]
@@ -158,8 +158,14 @@ def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
 
 def pair_folder(drafter: Eagle31Drafter) -> Path:
     """Of a pair's graphs, whatever its weights: by configurations, precision, versions and machine."""
-    key = calibration_key(drafter, compiled=True) | {"processor": _processor(), "network": _network(drafter)}
-    return cache_folder() / FOLDER / digest_of(key)
+    history, binding = PairHistory.of(drafter), drafter.require_binding()
+    network = network_of(binding.model)
+    # What the key is made of, as it lies there: to make the key takes a millisecond.
+    state = setting_of(drafter, compiled=True), network, str(vars(binding.text_config)), str(vars(drafter.config))
+    if state not in history.folder_names:
+        key = calibration_key(drafter, compiled=True) | {"processor": _processor(), "network": network}
+        history.folder_names[state] = digest_of(key)
+    return cache_folder() / FOLDER / history.folder_names[state]
 
 
 def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
@@ -174,14 +180,16 @@ def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
     return graphs.digest
 
 
-def _network(drafter: Eagle31Drafter) -> list[str]:
-    """The target's modules and what hangs on them: adapters and hooks change what a graph must compute."""
+def network_of(model: nn.Module) -> tuple[str, ...]:
+    """A target's modules and what hangs on them: adapters and hooks change what a graph must compute."""
     own, told = __name__.partition(".")[0], []
-    for name, module in drafter.require_binding().model.named_modules():
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        foreign = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks if not _is_of(own, hook)]
-        told.append(f"{name} {type(module).__qualname__} {foreign}")
-    return told
+    for module in model.modules():
+        told.append(type(module).__qualname__)
+        if module._forward_pre_hooks or module._forward_hooks:  # most have none, and there are hundreds
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            foreign = (hook for hook in hooks if not _is_of(own, hook))
+            told.extend(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}" for hook in foreign)
+    return tuple(told)
 
 
 def _is_of(package: str, hook: object) -> bool:

@@ -32,10 +32,12 @@ class PairHistory:
     Attributes:
         passes: rounds of all its generations since something was last measured.
         prior: how often greedy drafts were right; `None` before the first.
+        folder_names: of its kept graphs, by the pair's state (`kept_graphs.pair_folder`).
     """
 
     passes: int = 0
     prior: Prior | None = None
+    folder_names: dict[Hashable, str] = field(default_factory=dict)
     _calibrations: dict[Hashable, Calibration | None] = field(default_factory=dict)
     _of_drawn_texts: dict[Hashable, Calibration | None] = field(default_factory=dict)
     _kept_for_drawn_texts: frozenset[str] | None = None
@@ -57,7 +59,7 @@ class PairHistory:
             sampled: for a text that is drawn. All of a process go by what was known before its first one, since a
                 draft's length decides which random numbers a text gets: a seed writes the same one twice.
         """
-        setting = _setting(drafter, compiled)
+        setting = setting_of(drafter, compiled=compiled)
         if setting not in self._calibrations:
             self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled))
         known = self._calibrations[setting]
@@ -81,7 +83,7 @@ class PairHistory:
     def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
         """Go by this from now on, in drawn texts, too, and in later processes."""
         self._remember(drafter, measured, compiled=compiled)
-        self._of_drawn_texts.pop(_setting(drafter, compiled), None)
+        self._of_drawn_texts.pop(setting_of(drafter, compiled=compiled), None)
 
     def calibrate_if_due(self, drafter: Eagle31Drafter, *, compiled: bool) -> None:
         """Measure one more piece of a calibration once enough was written for that to cost little.
@@ -91,7 +93,7 @@ class PairHistory:
         Args:
             compiled: of rounds by graphs, where nothing is compiled for it (`can_measure_unasked`).
         """
-        setting = _setting(drafter, compiled)
+        setting = setting_of(drafter, compiled=compiled)
         if self._failed or self.passes < PASSES_BEFORE_PIECE or not can_measure_unasked(drafter, compiled=compiled):
             return
         if self.calibration(drafter, compiled=compiled) is not None:
@@ -111,7 +113,7 @@ class PairHistory:
 
     def _remember(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
         save(calibration_key(drafter, compiled=compiled), measured)
-        self._calibrations[_setting(drafter, compiled)] = measured
+        self._calibrations[setting_of(drafter, compiled=compiled)] = measured
 
     def record(self, stats: SpeculationStats, *, sampled: bool) -> None:
         """Learn from a generation. Drawn texts teach nothing: the next of the same seed is to be the same."""
@@ -121,7 +123,7 @@ class PairHistory:
             self.prior = Prior((right + 0.5) / (tried + 1.0), min(float(tried), PRIOR_TOKENS))
 
 
-def _setting(drafter: Eagle31Drafter, compiled: bool) -> Hashable:
+def setting_of(drafter: Eagle31Drafter, *, compiled: bool) -> Hashable:
     """What of a `calibration_key` may change while a process runs."""
     binding = drafter.require_binding()
     attention = binding.model.config._attn_implementation
