@@ -81,6 +81,8 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no file or folder"):
         read_conversations([tmp_path / "missing.jsonl"])
+    with pytest.raises(TrainingError, match="'4' where prompts are wanted"):
+        read_conversations(["4"])
     with pytest.raises(TrainingError, match=r"holds no \*\.jsonl"):
         read_conversations([tmp_path])
     (tmp_path / "empty.jsonl").write_text("\n")

@@ -55,7 +55,7 @@ class TrainingSettings:
     resume: bool = _option(False, RESULT, "go on with what a run has left in the folder")
     drafter: str | None = _option(None, DRAFTER, "start from this drafter (folder or Hub id) instead of a fresh one")
     held_out: tuple[str, ...] = _option(
-        (), MEASURING, "prompts to measure acceptance on; default: 64 rows kept from the prompts"
+        (), MEASURING, "prompts to measure acceptance on, as --prompts names them; default: 64 rows kept from those"
     )
     max_rows: int | None = _option(None, DATA, "use at most so many conversations of each source")
     regenerate: str | None = _option(

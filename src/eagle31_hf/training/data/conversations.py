@@ -106,6 +106,8 @@ def _read_source(source: str) -> Iterator[Conversation]:
         yield from _read_jsonl(path)
     elif path.suffix in (".jsonl", ".json") or source.startswith((".", "/", "~")):
         raise TrainingError(f"no file or folder {source!r}; check the path")
+    elif source.isdecimal():  # a number of prompts, no doubt: the Hub would be asked for minutes
+        raise TrainingError(f"got {source!r} where prompts are wanted; name a JSONL file, a folder or a Hub data set")
     else:
         yield from _read_hub(source)
 
