@@ -77,7 +77,7 @@ class CompilesAhead:
         if name_of(key) in self.packages.names():
             with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):  # broken: made anew
                 loaded = self.packages.load(key, step)
-                if StepInputs.of(inputs).fits(loaded.signature):
+                if loaded.takes(StepInputs.of(inputs).tensors):
                     return loaded
         self.on_compile(key)
         compiled = self.packages.compile(key, step, inputs)
