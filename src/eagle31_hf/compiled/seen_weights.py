@@ -11,14 +11,23 @@ SAMPLED_ELEMENTS = 16
 """Of each tensor, spread over all of it: what changes a weight by design (a merged adapter) changes nearly all."""
 
 
-def weights_of(*modules: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, those that are shared as often as they are there.
+def modules_of(*modules: nn.Module) -> list[nn.Module]:
+    """These and all within them, in one fixed order, those that are shared as often as they are there.
 
-    `parameters()` makes their names, too, which takes three times as long.
+    `modules()` makes their names, too, which takes three times as long.
     """
-    parts = [part for module in modules for part in module.modules()]
-    held = [tensor for part in parts for of in (part._parameters, part._buffers) for tensor in of.values()]
-    return [tensor for tensor in held if tensor is not None]
+    found, left = [], [*modules]
+    while left:
+        module = left.pop()
+        found.append(module)
+        left.extend(part for part in module._modules.values() if part is not None)
+    return found
+
+
+def weights_of(*modules: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, those that are shared as often as they are there."""
+    held = (of for part in modules_of(*modules) for of in (part._parameters, part._buffers))
+    return [tensor for of in held for tensor in of.values() if tensor is not None]
 
 
 class SeenWeights:

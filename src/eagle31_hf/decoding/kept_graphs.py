@@ -22,6 +22,7 @@ from ..compiled.flat_steps import StepInputs
 from ..compiled.graphs import PACKED_BYTES, CompilesAtOnce, GraphKey, GraphMaker, Graphs, Step
 from ..compiled.packages import GraphPackages, name_of, prefix_of
 from ..compiled.round_graphs import RoundGraph
+from ..compiled.seen_weights import modules_of
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import ScoreProcessing
@@ -183,7 +184,7 @@ def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
 def network_of(model: nn.Module) -> tuple[str, ...]:
     """A target's modules and what hangs on them: adapters and hooks change what a graph must compute."""
     own, told = __name__.partition(".")[0], []
-    for module in model.modules():
+    for module in modules_of(model):
         told.append(type(module).__qualname__)
         if module._forward_pre_hooks or module._forward_hooks:  # most have none, and there are hundreds
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
