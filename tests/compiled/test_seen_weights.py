@@ -1,0 +1,74 @@
+"""Changed weights are noticed, whatever they were changed by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from eagle31_hf.compiled.seen_weights import SeenWeights, weights_of
+
+
+def network() -> nn.Sequential:
+    """Shared weights, weights that lie otherwise than their shape, a scalar, a buffer of another dtype."""
+    inner = nn.Linear(64, 64)
+    net = nn.Sequential(inner, nn.Linear(64, 64), inner, nn.BatchNorm1d(64))
+    net[1].weight = nn.Parameter(torch.randn(64, 64).T)
+    net.wide = nn.Parameter(torch.randn(64, 96)[:, :64])  # neither dense nor whole
+    net.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+    return net
+
+
+def write(net: nn.Sequential) -> None:
+    with torch.no_grad():
+        net[0].weight[3, 3] += 1.0
+
+
+def write_past_the_version(net: nn.Sequential) -> None:
+    net[1].weight.data += 1e-3
+
+
+def write_past_the_version_of_a_slice(net: nn.Sequential) -> None:
+    net.wide.data += 1e-3
+
+
+def write_a_scalar(net: nn.Sequential) -> None:
+    net.scale.data += 1.0
+
+
+def count(net: nn.Sequential) -> None:
+    net[3].num_batches_tracked += 1
+
+
+def replace(net: nn.Sequential) -> None:
+    net[1].weight = nn.Parameter(net[1].weight.detach().clone())
+
+
+def remove(net: nn.Sequential) -> None:
+    net[1].bias = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [write, write_past_the_version, write_past_the_version_of_a_slice, write_a_scalar, count, replace, remove],
+)
+def test_a_change_is_seen(change: Callable[[nn.Sequential], None]) -> None:
+    net = network()
+    seen = SeenWeights(weights_of(net), by_content=True)
+    assert seen.are_still(weights_of(net))
+    change(net)
+    assert not seen.are_still(weights_of(net))
+
+
+def test_a_nan_is_no_change() -> None:
+    net = network()
+    net[0].weight.data.fill_(torch.nan)
+    assert SeenWeights(weights_of(net), by_content=True).are_still(weights_of(net))
+
+
+def test_all_weights_are_found() -> None:
+    net = network()
+    wanted = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
+    assert {id(tensor) for tensor in weights_of(net)} == wanted
