@@ -63,7 +63,7 @@ def test_graphs_that_judge_are_overruled_by_the_lot(shape, samples, monkeypatch)
             _, stats = write_synthetic(drafter, prompts, SyntheticRequest(51, shape, (chance,), samples=samples))
             assert stats.acceptance_length == pytest.approx(length)
     kinds = {kind for kind, *_ in drafter.require_binding().compiled.keys}
-    assert kinds == {"verify", "absorb", "chain" if shape is CHAIN else "tree", "advance"}
+    assert kinds == {"verify", "chain" if shape is CHAIN else "tree", "advance"}
 
 
 def test_the_lot_follows_its_seed(drafter):
@@ -91,8 +91,8 @@ def test_synthetic_rounds_run_the_forwards_of_real_ones(drafter, monkeypatch):
     real, synthetic = widths
     assert real == synthetic == TREE.size
     half = len(steps) // 2
-    # One pass over the prompt comes first, and one over the first token.
-    assert steps[2:half] == steps[half + 2 :] == [TREE.top_k] * (TREE.depth - 1)
+    # One pass over the prompt and the first token comes first.
+    assert steps[1:half] == steps[half + 1 :] == [TREE.top_k] * (TREE.depth - 1)
 
 
 def test_a_comb_is_a_tree_with_one_deep_path(drafter):

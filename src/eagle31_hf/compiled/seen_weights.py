@@ -12,20 +12,22 @@ SAMPLED_ELEMENTS = 16
 
 
 def modules_of(*modules: nn.Module) -> list[nn.Module]:
-    """These and all within them, in one fixed order, those that are shared as often as they are there.
+    """These and all within them, each once, always in the same order.
 
     `modules()` makes their names, too, which takes three times as long.
     """
-    found, left = [], [*modules]
+    found: dict[nn.Module, None] = {}
+    left = [*modules]
     while left:
         module = left.pop()
-        found.append(module)
-        left.extend(part for part in module._modules.values() if part is not None)
-    return found
+        if module not in found:  # shared, or in a module that it holds itself
+            found[module] = None
+            left.extend(part for part in module._modules.values() if part is not None)
+    return list(found)
 
 
 def weights_of(*modules: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, those that are shared as often as they are there."""
+    """Parameters and buffers; those that several modules hold as often as that."""
     held = (of for part in modules_of(*modules) for of in (part._parameters, part._buffers))
     return [tensor for of in held for tensor in of.values() if tensor is not None]
 
