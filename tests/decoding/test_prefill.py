@@ -19,10 +19,7 @@ FIRST = [[7], [11], [13]]
 def read_in_chunks(texts: list[list[int]], first: list[list[int]], chunk: int) -> DraftSession:
     drafter = drafter_of("llama")
     binding = drafter.require_binding()
-    caches = PairCaches.make(
-        drafter, DraftShape(depth=3), batch_size=len(texts), length=64, chunk=chunk, for_graphs=False,
-        cache_type="full", device=torch.device("cpu"),
-    )  # fmt: skip
+    caches = PairCaches.make(drafter, DraftShape(depth=3), batch_size=len(texts), length=64, chunk=chunk)
     assert caches.drafter is not None
     reading = PrefillState(texts, unread=0, device=torch.device("cpu"))
     with binding.masked_attention():

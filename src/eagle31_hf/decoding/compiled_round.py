@@ -123,7 +123,7 @@ class CompiledRound:
         self.caches.target.keep(written.paths, counts)
         made, session = self._next, self.caches.drafter
         if made is None or session is None:
-            self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)), accepted.chances)
+            self._absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)), accepted.chances)
             return
         with self.clock.phase("draft"):
             session.commit(made.state, made.rotary, counts, made.width)
@@ -131,7 +131,7 @@ class CompiledRound:
     def look_back(self) -> Hindsight | None:
         return self.eager.look_back()
 
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
+    def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None) -> None:
         if not self._by_graphs:
             self.eager.absorb(tokens, aux, chances)
         elif aux is not None:

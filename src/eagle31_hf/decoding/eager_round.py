@@ -87,7 +87,7 @@ class EagerRound:
             return FirstDrafts(children=shape.top_k)
         return FirstDrafts(drawn=True, warping=request.processing.draft_warping)
 
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None) -> None:
         """Leave it to the next draft to read this: before a rest that need not be soon, at a text's end never."""
         session = self.caches.drafter
         if session is not None and aux is not None:

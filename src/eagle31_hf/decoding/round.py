@@ -106,21 +106,12 @@ class Round(Protocol):
         ...
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
-        """Keep what was written in the target's cache, and let the drafter read it (see `absorb`)."""
+        """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
         ...
 
     def look_back(self) -> Hindsight | None:
         """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said; `None`
         where there is no drafter."""
-        ...
-
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
-        """By its next draft the drafter has read `tokens` of each row.
-
-        Args:
-            aux: hidden states `(B, T, A*Ht)` of the positions before them.
-            chances: as `Accepted` has them, where these are known.
-        """
         ...
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -156,9 +147,6 @@ class RoundWrapper:
 
     def look_back(self) -> Hindsight | None:
         return self.inner.look_back()
-
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None = None) -> None:
-        self.inner.absorb(tokens, aux, chances)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.inner.select_rows(rows)
