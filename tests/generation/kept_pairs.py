@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.compiled import packages, shapes
+from eagle31_hf.compiled.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.drafter.drafter import Eagle31Drafter
@@ -29,8 +31,22 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9}
 def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
-    monkeypatch.setattr(packages, "_write_package", lambda exported, path, settings: torch.export.save(exported, path))
+    monkeypatch.setattr(CompilerProcesses, "compile", write_exported)
     monkeypatch.setattr(packages, "_load_package", load_exported)
+
+
+def write_exported(_: CompilerProcesses, exported: Any, package: Path, settings: dict[str, Any]) -> Future[None]:
+    torch.export.save(exported, package)
+    return done()
+
+
+def done(failure: Exception | None = None) -> Future[None]:
+    written: Future[None] = Future()
+    if failure is None:
+        written.set_result(None)
+    else:
+        written.set_exception(failure)
+    return written
 
 
 def load_exported(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:

@@ -33,7 +33,7 @@ class Records:
         name: of the file.
         run: its first line: settings and provenance.
         calls: of whole turns, in order.
-        notes: other lines by kind: `warm-up`, `left-out`, `ledger`.
+        notes: other lines by kind: `compiled`, `warm-up`, `left-out`, `ledger`.
         cut_at: number of the line the file breaks off in, 0 if it is whole; `why_cut` says how.
         whole_bytes: length of the file up to the end of the last whole turn.
     """

@@ -122,8 +122,10 @@ def run_notes(summary: RunSummary) -> list[str]:
         for method in summary.methods
         if method.refusal
     ]
+    graphs, seconds = summary.compiled
+    notes += [f"{graphs} graphs were compiled in {seconds:.0f} s and kept."] if graphs else []
     waits = [(name, seconds) for (name, _), seconds in summary.warm_up_s.items() if name.endswith("compiled")]
-    notes += [f"{name}: {seconds:.0f} s before its first text, compiling among them." for name, seconds in waits]
+    notes += [f"{name}: {seconds:.0f} s before its first text." for name, seconds in waits]
     notes += [
         f"{method.method}, {method.setting}: {served}."
         for method in summary.methods

@@ -244,7 +244,9 @@ class BenchmarkRun:
         """Those that can run here, each having written once what is not counted."""
         key = (turn.temperature, turn.batch_size)
         if key not in self._warm:
-            self._warm[key] = [method for method in self._wanted(turn.temperature) if self._warm_up(method, turn)]
+            wanted = self._wanted(turn.temperature)
+            self._compile_ahead([method for method in wanted if method.compiled], turn)
+            self._warm[key] = [method for method in wanted if self._warm_up(method, turn)]
         return self._warm[key]
 
     def _wanted(self, temperature: float) -> list[Method]:
@@ -256,15 +258,34 @@ class BenchmarkRun:
             raise ConfigurationError(f"no method is called {unknown[0]!r}; there are {', '.join(names)}{more}")
         return [method for method in known if not self.settings.methods or method.name in self.settings.methods]
 
+    def _compile_ahead(self, methods: Sequence[Method], turn: Turn) -> None:
+        """Let the graphs of all methods be compiled at once, and be kept, where that can be."""
+        ahead = self.binding.ahead
+        if ahead is None or not methods:
+            return
+
+        def write() -> None:
+            for method in methods:
+                self._write_once(method, turn)
+
+        started, before = time.perf_counter(), len(ahead.made)
+        ahead.until_compiled(write)
+        if count := len(ahead.made) - before:
+            self.note({"kind": "compiled", "graphs": count, "seconds": round(time.perf_counter() - started, 3)})
+
+    def _write_once(self, method: Method, turn: Turn) -> None:
+        """One text for each length that graphs are made for, and the bare rounds beside it."""
+        for batch in self._unlike_batches(turn.batch_size):
+            torch.manual_seed(self.settings.seed)
+            self._time_bare(method, turn.batch_size, method.write(batch))
+
     def _warm_up(self, method: Method, turn: Turn) -> bool:
         if method.one_row_only and turn.batch_size > 1:
             return False
         layers = self.binding.text_config.num_hidden_layers
         started = time.perf_counter()
         try:
-            for batch in self._unlike_batches(turn.batch_size):
-                torch.manual_seed(self.settings.seed)
-                self._time_bare(method, turn.batch_size, method.write(batch))
+            self._write_once(method, turn)
         except Exception as error:
             if not method.one_row_only:
                 raise

@@ -279,7 +279,9 @@ class RunSummary:
         run: the records' first line.
         methods: in the order they were measured.
         left_out: methods that could not run, and why.
-        warm_up_s: seconds of the first, uncounted texts, by method and setting: compiling is among them.
+        warm_up_s: seconds of the first, uncounted texts, by method and setting: what was compiled in this process alone
+            is among them.
+        compiled: how many graphs were compiled and kept before that, and their seconds.
         cut: what is missing at the file's end; empty if it is whole.
     """
 
@@ -287,6 +289,7 @@ class RunSummary:
     methods: tuple[MethodSummary, ...]
     left_out: dict[str, str] = field(default_factory=dict)
     warm_up_s: dict[tuple[str, Setting], float] = field(default_factory=dict)
+    compiled: tuple[int, float] = (0, 0.0)
     cut: str = ""
 
     @property
@@ -303,6 +306,7 @@ class RunSummary:
             "methods": [method.to_dict() for method in self.methods],
             "left_out": self.left_out,
             "warm_up_s": {f"{method}, {setting}": seconds for (method, setting), seconds in self.warm_up_s.items()},
+            "compiled": {"graphs": self.compiled[0], "seconds": self.compiled[1]},
             "cut": self.cut,
         }
 
@@ -327,8 +331,10 @@ def summarise(records: Records, price_per_hour: float | None = None) -> RunSumma
         (note["method"], Setting(note["temperature"], note["batch_size"])): note["seconds"]
         for note in reversed(records.notes_of("warm-up"))  # the first one counts: later ones found things made
     }
+    notes = records.notes_of("compiled")
+    compiled = sum(note["graphs"] for note in notes), sum(note["seconds"] for note in notes)
     cut = f"{records.name} breaks off in line {records.cut_at} ({records.why_cut})" if records.cut_at else ""
-    return RunSummary(records.run, tuple(methods), records.left_out, warm_up, cut)
+    return RunSummary(records.run, tuple(methods), records.left_out, warm_up, compiled, cut)
 
 
 def exact_text(verdicts: Counter[str]) -> str:

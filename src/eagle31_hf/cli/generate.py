@@ -158,6 +158,8 @@ def _measure(
             progress.refresh()
 
         def tell(note: dict[str, Any]) -> None:
+            if note["kind"] == "compiled":
+                progress.console.print(f"  {note['graphs']} graphs compiled in {note['seconds']:.0f} s")
             if note["kind"] == "warm-up" and note["method"].endswith("compiled"):
                 progress.console.print(f"  {terminal.shown_name(note['method'])}: ready after {note['seconds']:.0f} s")
 

@@ -28,11 +28,12 @@ def warmup(
     """Compile a pair's graphs for this machine, time rounds by them, and keep both. Takes minutes, once."""
     console = make_console()
     pair = load_pair(source)
-    started = perf_counter()
+    started, kinds = perf_counter(), list[str]()
     with console.status("looking for graphs") as status:
 
         def tell(key: GraphKey) -> None:
-            status.update(f"compiling {key.kind} ({perf_counter() - started:.0f} s so far)")
+            kinds.append(key.kind)
+            status.update(f"compiling {len(kinds)} graphs: {', '.join(dict.fromkeys(kinds))}")
 
         how = AnswerSettings(temperature=temperature).to_generate()
         how.pop("max_new_tokens")

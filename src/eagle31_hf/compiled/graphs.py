@@ -9,7 +9,7 @@ import logging
 import threading
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -67,14 +67,26 @@ FROZEN_BYTES = 2**26
 """Weights up to which each graph is compiled whole around a packed copy of its own: of small products, calling one
 takes a good part, and compiled into the graph they are not called."""
 
-FREEZING = {
-    "freezing": True,  # weights become constants of the graph, laid out as its products read them
-    "max_autotune": True,  # which of two products is quicker for a shape is tried; pays with frozen weights alone
-    "max_autotune_gemm_backends": "ATEN,CPP",
-    "autotune_num_choices_displayed": 0,
-    "max_autotune_report_choices_stats": False,
-}
-"""Settings of inductor; dynamo looks at the first of them, too, so options of `torch.compile` would come too late."""
+
+def freezing(dtype: torch.dtype) -> dict[str, Any]:
+    """Settings of inductor for graphs that hold their weights; dynamo looks at the first of them, too, so options of
+    `torch.compile` would come too late.
+
+    Products are oneDNN's or inductor's own. In float32 its own are never slower (two AVX2 cores, the embedded pair's
+    graphs: 0.94 to 1.00 of the time of what trying chose), and trying takes a third of a graph's time to compile; in
+    other precisions it depends on the shape and on the processor.
+    """
+    return {
+        "freezing": True,  # weights become constants of the graph, laid out as its products read them
+        "max_autotune": True,  # looks at inductor's own products; pays with frozen weights alone
+        "max_autotune_gemm_backends": "CPP" if dtype == torch.float32 else TRIED_PRODUCTS,
+        "autotune_num_choices_displayed": 0,
+        "max_autotune_report_choices_stats": False,
+    }
+
+
+TRIED_PRODUCTS = "ATEN,CPP"
+"""Which of them is quicker is tried for each shape, on a machine that does nothing else."""
 
 
 class GraphMaker(Protocol):
@@ -124,20 +136,27 @@ class Graphs:
     """The graphs of a target and its drafter; they outlive the generation that asked for them.
 
     Attributes:
-        freezes_weights: every graph has a packed copy of its weights built in.
+        settings: of inductor, if every graph has a packed copy of its weights built in; else empty.
         compiler: compiles layers one for all; `None`: inductor alone compiles graphs whole.
         maker: makes those that are not there yet; see `made_by`.
         digest: of all weights, once somebody has computed it.
     """
 
-    def __init__(self, weights: SeenWeights, *, freezes_weights: bool = False, compiler: LayerCompiler | None = None):
-        self.weights, self.freezes_weights, self.compiler = weights, freezes_weights, compiler
+    def __init__(
+        self, weights: SeenWeights, *, settings: Mapping[str, Any] | None = None, compiler: LayerCompiler | None = None
+    ):
+        self.weights, self.settings, self.compiler = weights, settings or {}, compiler
         self.maker: GraphMaker = CompilesAtOnce()
         self.digest = ""
         self._reasons: list[str] = []
         self._steps: dict[GraphKey, Step] = {}
         self._traced: set[GraphKey] = set()  # graphs with guards
         self._guards_checked: set[GraphKey] = set()  # graphs that were found to fit the models as they are now
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether every graph has a packed copy of its weights built in."""
+        return bool(self.settings)
 
     @property
     def reads_packed_weights(self) -> bool:
@@ -173,7 +192,7 @@ class Graphs:
             one_for_all = LayerCompiler(layers, PackedWeights(weights) if copies else None)
             binding.compiled = cls(
                 SeenWeights(weights, by_content=copies),
-                freezes_weights=freezes,
+                settings=freezing(binding.compute_dtype) if freezes else None,
                 compiler=one_for_all if plain and not freezes else None,
             )
             binding.compiled.disabled_reason = _disabled_reason(binding)
@@ -248,7 +267,7 @@ class Graphs:
         try:
             return self._call(key, inputs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as failure:  # a hook that counts its calls, say
-            self._disable(failure)
+            self.give_up(failure, self.maker.failure)
             return None
         except OtherInputsError:
             return None
@@ -279,6 +298,11 @@ class Graphs:
         self.disabled_reason = reason
         self._steps.clear()
 
+    def forget(self, keys: Iterable[GraphKey]) -> None:
+        """Let some go, to be made again where they are wanted."""
+        for key in keys:
+            self._steps.pop(key, None)
+
     def _add(self, key: GraphKey, step: Step, inputs: tuple, expected: Tensor | None) -> None:
         """Make a graph of `step` and try it on `inputs`; it must begin with `expected`, up to rounding."""
         maker = self.maker
@@ -289,7 +313,7 @@ class Graphs:
             if expected is not None:
                 _require_agreement(found, expected)
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
-            self._disable(failure)
+            self.give_up(failure, maker.failure)
         else:
             if maker.traces:
                 self._traced.add(key)
@@ -305,19 +329,20 @@ class Graphs:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Around calls that may trace a step."""
-        known = {name: value for name, value in FREEZING.items() if hasattr(inductor, name)}
+        known = {name: value for name, value in self.settings.items() if hasattr(inductor, name)}
         before = _compiler.set(self.compiler)
         try:
-            with inductor.patch(known if self.freezes_weights else {}), warnings.catch_warnings():
+            with inductor.patch(known), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
                 yield
         finally:
             _compiler.reset(before)
 
-    def _disable(self, failure: Exception) -> None:
+    def give_up(self, failure: Exception, what: str) -> None:
+        """Make no more graphs, and say why: `what` did not work, by a `failure`."""
         told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
         reasons = [f"{type(each).__name__}: {(str(each).splitlines() or [''])[0]}" for each in told]
-        self.disabled_reason = f"{self.maker.failure}, steps stay eager: {', '.join(reasons)}"
+        self.disabled_reason = f"{what}, steps stay eager: {', '.join(reasons)}"
         logger.warning("eagle31: %s", self.disabled_reason)
 
 

@@ -12,28 +12,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import config as inductor
 
+from .compiler_processes import CompilerProcesses
 from .flat_steps import Code, FlatStep, ReshapedStep, StepInputs, lend
-from .graphs import FREEZING, GraphKey, Step
+from .graphs import TRIED_PRODUCTS, GraphKey, Step
 from .piece_program import PieceProgram, bound
 from .repeated_layers import LayerCompiler
 
-PIECES = {
+SETTINGS = {
     "aot_inductor.compile_wrapper_opt_level": "O1",  # it calls kernels, and takes a compiler longest
     "size_asserts": False,  # packed tensors have no strides
 }
-"""Settings of inductor for packages that are lent their weights."""
-
-AHEAD_OF_TIME = {**PIECES, **FREEZING}
-"""For packages that hold them."""
+"""Of inductor, for all packages."""
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -47,11 +45,18 @@ class GraphPackages:
         folder: theirs alone.
         models: whose weights the steps read.
         compiler: cuts steps into pieces that are lent the weights; `None`: each step is one package that holds them.
+        settings: further ones of inductor, as `Graphs` has them.
     """
 
     folder: Path
     models: nn.ModuleList
     compiler: LayerCompiler | None
+    settings: Mapping[str, Any]
+
+    @property
+    def tries_products(self) -> bool:
+        """Whether compiling times products, beside which nothing else may run."""
+        return self.settings.get("max_autotune_gemm_backends") == TRIED_PRODUCTS
 
     def names(self) -> frozenset[str]:
         """Of the graphs that are whole."""
@@ -85,39 +90,50 @@ class GraphPackages:
             raise ValueError("it is only a part of one")
         return _load_package(package)
 
-    def compile(self, key: GraphKey, step: Step, inputs: tuple) -> ReshapedStep:
-        """Compile `step` and keep it, which takes a CPU a minute or so.
+    def compile(self, key: GraphKey, step: Step, inputs: tuple, processes: CompilerProcesses) -> Callable[[], None]:
+        """Let `processes` compile `step`, which takes each a minute or so.
+
+        Returns:
+            Waits for them and keeps the graph. It may raise `OSError`: the folder takes nothing; `CompilerError`.
 
         Raises:
-            OSError: the folder takes nothing.
-            Exception: whatever a compiler stumbles over.
+            OSError: there is no room.
+            Exception: whatever exporting stumbles over.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         exported = _export(FlatStep(step, inputs, self.models), inputs)
         told: dict[str, Any] = {"key": repr(key), "signature": StepInputs.of(inputs).signature, "calls": None}
         if self.compiler is None:
-            packages = [self._write(f"{name_of(key)}.pt2", exported, AHEAD_OF_TIME)]
+            begun = [self._begin(f"{name_of(key)}.pt2", exported, processes)]
         else:
             program = PieceProgram.of(exported, self.compiler, _tensors_by_name(self.models))
             names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
             pieces = [_export_piece(piece) for piece in program.pieces]
-            packages = [self._write(*each, PIECES) for each in zip(names, pieces, strict=True)]
+            begun = [self._begin(*each, processes) for each in zip(names, pieces, strict=True)]
             told |= {"calls": program.calls, "outputs": program.outputs}
-        unfinished = self.folder / f"{name_of(key)}.{os.getpid()}"
-        unfinished.write_text(json.dumps(told | {"packages": packages}), encoding="utf-8")
-        unfinished.replace(self.folder / f"{name_of(key)}.json")  # last: packages without it are not looked at
-        return self.load(key, step)
 
-    def _write(self, name: str, exported: torch.export.ExportedProgram, settings: dict[str, Any]) -> tuple[str, int]:
-        """One package; its name and its bytes."""
-        unfinished = self.folder / f"{os.getpid()}.{name}"
-        try:
-            _write_package(exported, unfinished, settings)
-            size = unfinished.stat().st_size
-            unfinished.replace(self.folder / name)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        def keep() -> None:
+            packages = [self._finish(*each) for each in begun]
+            unfinished = self.folder / f"{name_of(key)}.{os.getpid()}"
+            unfinished.write_text(json.dumps(told | {"packages": packages}), encoding="utf-8")
+            unfinished.replace(self.folder / f"{name_of(key)}.json")  # last: packages without it are not looked at
+
+        return keep
+
+    def _begin(
+        self, name: str, exported: torch.export.ExportedProgram, processes: CompilerProcesses
+    ) -> tuple[str, Future[None]]:
+        return name, processes.compile(exported, self._unfinished(name), {**SETTINGS, **self.settings})
+
+    def _finish(self, name: str, written: Future[None]) -> tuple[str, int]:
+        """One package, in its place; its name and its bytes."""
+        written.result()
+        size = self._unfinished(name).stat().st_size
+        self._unfinished(name).replace(self.folder / name)
         return name, size
+
+    def _unfinished(self, name: str) -> Path:
+        return self.folder / f"{os.getpid()}.{name}"
 
 
 def name_of(key: GraphKey) -> str:
@@ -161,23 +177,6 @@ def _export_piece(piece: fx.GraphModule) -> torch.export.ExportedProgram:
         return torch.export.export(piece, examples, strict=False)
 
 
-def _write_package(exported: torch.export.ExportedProgram, path: Path, settings: dict[str, Any]) -> None:
-    known = {name: value for name, value in settings.items() if _is_setting(name)}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # of inductor by torch
-        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec", category=FutureWarning)
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=known)
-
-
 def _load_package(path: Path) -> Code:
     loaded: Any = torch._inductor.aoti_load_package(str(path))
     return lambda tensors: loaded.loader.boxed_run(tensors)
-
-
-def _is_setting(name: str) -> bool:
-    where: Any = inductor
-    for part in name.split("."):
-        if not hasattr(where, part):
-            return False
-        where = getattr(where, part)
-    return True

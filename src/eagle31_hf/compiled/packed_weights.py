@@ -31,7 +31,7 @@ torch.library.register_fake("eagle31_hf::packed_linear", _packed_linear_shape, l
 
 
 @cache
-def _tell_inductor() -> None:
+def tell_inductor() -> None:
     """Graphs call the product itself, without a way through Python. Inductor's own lowering of it wants constants."""
     from torch._inductor import mkldnn_ir  # slow to import
     from torch._inductor.ir import TensorBox
@@ -107,7 +107,7 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
         inputs: what it was captured with.
         weights: say which inputs are weights.
     """
-    _tell_inductor()
+    tell_inductor()
     placeholders = graph.find_nodes(op="placeholder")
     place = {node: index for index, node in enumerate(placeholders)}
     groups: dict[tuple, list[fx.Node]] = {}

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -70,6 +71,7 @@ class LayerCompiler:
         packed = [] if self.weights is None else pack_products(module.graph, inputs, self.weights)
         module.recompile()
         _find_shapes(module, inputs, packed)
+        _drop_idle_casts(module.graph)
         segments = _segments(module.graph, self.layers)
         pieces = split_module(module, module, segments.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
         return CutGraph(pieces, packed)
@@ -100,6 +102,15 @@ def _find_shapes(module: fx.GraphModule, inputs: Sequence[Any], packed: Sequence
             matrices = [known[place] for place in read.places]
             known.append(matrices[0].new_empty((sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1])))
     FakeTensorProp(module, mode).propagate_dont_convert_inputs(*known)
+
+
+def _drop_idle_casts(graph: fx.Graph) -> None:
+    """Leave out casts to the dtype there is: a layer whose input others read, too, would give its cast on to them and
+    so compute something else than its like."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
+        if len(node.args) == 2 and not node.kwargs and node.args[0].meta["val"].dtype is node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _segments(graph: fx.Graph, layers: frozenset[type]) -> dict[fx.Node, int]:

@@ -13,11 +13,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ..compiled.captured import CAPTURES, CapturesSteps
+from ..compiled.compiler_processes import CompilerProcesses
 from ..compiled.flat_steps import StepInputs
 from ..compiled.graphs import PACKED_BYTES, CompilesAtOnce, GraphKey, GraphMaker, Graphs, Step
 from ..compiled.packages import GraphPackages, name_of, prefix_of
@@ -55,18 +57,28 @@ class LoadsKept:
         return self.packages.load(key, step)
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class CompilesAhead:
-    """A `GraphMaker` that compiles what is not kept yet and keeps it.
+    """A `GraphMaker` that lets what is not kept yet be compiled beside this process, and keeps it.
+
+    Until a graph is there its step stands in for it: the text is the same, and every graph it wants is met, so that
+    they are compiled at once and not one after the other.
 
     Attributes:
         on_compile: told of each graph before it is compiled.
         made: what was compiled, in this order.
+        begun: what is being compiled; each waits until it is kept.
     """
 
+    drafter: Eagle31Drafter
     packages: GraphPackages
+    processes: CompilerProcesses
     on_compile: Callable[[GraphKey], None]
     made: list[GraphKey] = field(default_factory=list)
+    begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
     traces, failure = False, "compiling failed"
     serves_rests = True
     graphs = None
@@ -78,12 +90,42 @@ class CompilesAhead:
         if name_of(key) in self.packages.names():
             with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):  # broken: made anew
                 loaded = self.packages.load(key, step)
-                if loaded.takes(StepInputs.of(inputs).tensors):
+                if key in self.made or loaded.takes(StepInputs.of(inputs).tensors):
                     return loaded
-        self.on_compile(key)
-        compiled = self.packages.compile(key, step, inputs)
+        if key not in self.begun:
+            self.on_compile(key)
+            self.begun[key] = self.packages.compile(key, step, inputs, self.processes)
+        if not self.packages.tries_products:
+            return step
+        self._keep(key)
+        return self.packages.load(key, step)
+
+    def until_compiled(self, work: Callable[[], T]) -> T:
+        """What `work` gives once all graphs it wants are there; before, it is done again."""
+        while True:
+            done = work()
+            if not self.finish():
+                return done
+
+    def finish(self) -> bool:
+        """Wait for what is being compiled; whether there was anything that the next generation can load.
+
+        What could not be compiled is why `Graphs.disabled_reason` says that steps stay eager.
+        """
+        begun, graphs = list(self.begun), Graphs.of(self.drafter)
+        graphs.forget(begun)
+        try:
+            for key in begun:
+                self._keep(key)
+        except Exception as failure:  # whatever a compiler stumbles over, texts must go on
+            self.begun.clear()
+            graphs.give_up(failure, self.failure)
+            return False
+        return bool(begun)
+
+    def _keep(self, key: GraphKey) -> None:
+        self.begun.pop(key)()
         self.made.append(key)
-        return compiled
 
 
 FEWEST_CAPTURED_TOKENS = 48
@@ -142,7 +184,8 @@ def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:
 def packages_in(folder: Path, drafter: Eagle31Drafter, graphs: Graphs) -> GraphPackages:
     """Those of this pair that lie there. Graphs that hold weights have a folder for each state these were ever in."""
     own = folder / (weights_digest(drafter, graphs) if graphs.freezes_weights else LENT_WEIGHTS)
-    return GraphPackages(own, nn.ModuleList([drafter.require_binding().model, drafter]), graphs.compiler)
+    models = nn.ModuleList([drafter.require_binding().model, drafter])
+    return GraphPackages(own, models, graphs.compiler, graphs.settings)
 
 
 def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
@@ -227,11 +270,15 @@ def compiling_ahead(
         raise ConfigurationError(
             f"graphs cannot be kept in {packages.folder} ({error.strerror}); name another folder by ${CACHE_VARIABLE}"
         ) from error
-    binding.ahead = CompilesAhead(packages, on_compile)
-    try:
-        yield binding.ahead
-    finally:
-        binding.ahead = None
+    processes = CompilerProcesses(1) if packages.tries_products else CompilerProcesses.one_a_core()
+    with processes:
+        binding.ahead = CompilesAhead(drafter, packages, processes, on_compile)
+        try:
+            yield binding.ahead
+            binding.ahead.finish()
+        finally:
+            Graphs.of(drafter).forget(binding.ahead.begun)
+            binding.ahead = None
 
 
 @contextmanager

@@ -12,14 +12,14 @@ import torch
 
 from ..compiled import shapes
 from ..compiled.graphs import GraphKey, Graphs
-from ..decoding.calibration.measure import measure_graphs
+from ..decoding.calibration.measure import measure_graphs, meet_graphs
 from ..decoding.kept_graphs import compiling_ahead
 from ..decoding.pair_history import PairHistory
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..target.served_processing import processing_of
 
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 """Written after each prompt: a few rounds, so that each kind of graph is met."""
 
 
@@ -40,24 +40,40 @@ def warm_up(
     Raises:
         ConfigurationError: no graphs can be kept for this pair, or compiling failed.
     """
+    model: Any = drafter.require_binding().model
+    measuring: dict[str, Any] = {
+        "processing": processing_of(model, **how),
+        "sampled": bool(how.get("do_sample", model.generation_config.do_sample)),
+        "contexts": prompt_lengths(tokens),
+    }
+
+    def meet() -> None:
+        for length in prompt_lengths(tokens):
+            _write(drafter, length, how)
+        meet_graphs(drafter, **measuring)
+
+    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
+        maker.until_compiled(meet)
+        _require_graphs(drafter)
+        measured = measure_graphs(drafter, **measuring)
+    PairHistory.of(drafter).keep(drafter, measured, compiled=True)
+    return maker.made
+
+
+def _write(drafter: Eagle31Drafter, length: int, how: dict[str, Any]) -> None:
+    """A text behind a prompt of so many tokens."""
     binding = drafter.require_binding()
     model: Any = binding.model
     vocabulary = binding.text_config.vocab_size
-    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
-        for length in prompt_lengths(tokens):
-            ids = (torch.arange(length)[None] * 7 % vocabulary).to(binding.input_device)
-            ended = {"eos_token_id": vocabulary, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}  # never by a token
-            model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **ended, **how)
-            if reason := Graphs.of(drafter).disabled_reason:
-                raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
-        measured = measure_graphs(
-            drafter,
-            processing_of(model, **how),
-            sampled=bool(how.get("do_sample", model.generation_config.do_sample)),
-            contexts=prompt_lengths(tokens),
-        )
-    PairHistory.of(drafter).keep(drafter, measured, compiled=True)
-    return maker.made
+    ids = (torch.arange(length)[None] * 7 % vocabulary).to(binding.input_device)
+    ended = {"eos_token_id": vocabulary, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}  # never by a token
+    model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **ended, **how)
+    _require_graphs(drafter)
+
+
+def _require_graphs(drafter: Eagle31Drafter) -> None:
+    if reason := Graphs.of(drafter).disabled_reason:
+        raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
 
 
 def prompt_lengths(tokens: int) -> list[int]:

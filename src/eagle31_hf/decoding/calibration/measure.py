@@ -124,11 +124,8 @@ def measure_graphs(
         sampled: whether these draw.
         contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
     """
-    length = drafter.generation_config.draft_length(
-        device_type=drafter.device.type, batch_size=1, sampled=sampled, compiled=True
-    )
-    shape, measured = DraftShape(length.depth), []
-    plans = DraftPlan(shape), DraftPlan.skip(), DraftPlan(shape, tokens=((0,) * shape.depth,))
+    plans, measured = _graph_plans(drafter, sampled=sampled), []
+    shape = plans[0].shape
     for context in contexts:
         with _undisturbed():
             seconds = _rounds_s(drafter, context, plans, processing, sampled=sampled, compiled=True)
@@ -138,6 +135,24 @@ def measure_graphs(
         width = node_bucket(shape.nodes, shape.nodes)  # of the graph, which takes as long over fewer tokens
         measured.append(ContextSeconds(context, ((1, plain_s), (width, lookup_s)), step_s, step_s))
     return Calibration(tuple(measured), 0.0, 0.0, in_buckets=True)
+
+
+def meet_graphs(
+    drafter: Eagle31Drafter, processing: ScoreProcessing, *, sampled: bool, contexts: Sequence[int]
+) -> None:
+    """Let all graphs be made that `measure_graphs` would time, whose arguments these are."""
+    for context in contexts:
+        with _undisturbed():
+            _begin(drafter, context, _graph_plans(drafter, sampled=sampled), processing, sampled=sampled, compiled=True)
+
+
+def _graph_plans(drafter: Eagle31Drafter, *, sampled: bool) -> tuple[DraftPlan, ...]:
+    """A chain, none, and one that was there already."""
+    length = drafter.generation_config.draft_length(
+        device_type=drafter.device.type, batch_size=1, sampled=sampled, compiled=True
+    )
+    shape = DraftShape(length.depth)
+    return DraftPlan(shape), DraftPlan.skip(), DraftPlan(shape, tokens=((0,) * shape.depth,))
 
 
 @contextmanager
@@ -201,31 +216,45 @@ def _rounds_s(
     compiled: bool = False,
 ) -> list[float]:
     """Median seconds of the loop's own rounds by each of the plans, the first of which is the largest."""
-    binding, largest = drafter.require_binding(), plans[0].shape
+    decoders = _begin(drafter, context, plans, processing, sampled=sampled, compiled=compiled)
     turns = [Turn.of(plan, compiled=compiled) for plan in plans]
-    decoders = []
-    for plan, turn in zip(plans, turns, strict=True):
-        rounds = TURNS * sum(turn) + SPARE_ROUNDS
-        rules = StopRules(max_length=context + rounds * plan.shape.nodes)
-        request = DecodingRequest(
-            sequences=Sequences(_text(binding, context), [0], rules, None),
-            processing=processing or ScoreProcessing(LogitsProcessorList()),
-            shape=largest,
-            policy=AlwaysTheSame(plan),
-            do_sample=sampled,
-            graph_maker=_maker(binding),
-        )
-        decoders.append(SpeculativeDecoder(drafter, request, compiled=compiled))
     seconds: list[list[float]] = [[] for _ in plans]
-    with binding.masked_attention():
-        for decoder in decoders:
-            decoder.prefill()
-            decoder.step()  # makes graphs
+    with drafter.require_binding().masked_attention():
         for _ in range(TURNS):
             for decoder, turn, found in zip(decoders, turns, seconds, strict=True):
                 rounds_s = [_timed_step(decoder) for _ in range(turn.untimed + turn.timed)]
                 found += rounds_s[turn.untimed :]
     return [median(found) for found in seconds]
+
+
+def _begin(
+    drafter: Eagle31Drafter,
+    context: int,
+    plans: Sequence[DraftPlan],
+    processing: ScoreProcessing | None,
+    *,
+    sampled: bool,
+    compiled: bool,
+) -> list[SpeculativeDecoder]:
+    """A text for each of the plans, of which one round is made: with room for all that are timed."""
+    binding, decoders = drafter.require_binding(), []
+    for plan in plans:
+        rounds = TURNS * sum(Turn.of(plan, compiled=compiled)) + SPARE_ROUNDS
+        rules = StopRules(max_length=context + rounds * plan.shape.nodes)
+        request = DecodingRequest(
+            sequences=Sequences(_text(binding, context), [0], rules, None),
+            processing=processing or ScoreProcessing(LogitsProcessorList()),
+            shape=plans[0].shape,
+            policy=AlwaysTheSame(plan),
+            do_sample=sampled,
+            graph_maker=_maker(binding),
+        )
+        decoders.append(SpeculativeDecoder(drafter, request, compiled=compiled))
+    with binding.masked_attention():
+        for decoder in decoders:
+            decoder.prefill()
+            decoder.step()
+    return decoders
 
 
 def _maker(binding: TargetBinding) -> GraphMaker:
