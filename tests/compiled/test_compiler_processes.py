@@ -29,10 +29,14 @@ def processes() -> Iterator[CompilerProcesses]:
 
 
 @pytest.mark.slow
-def test_what_fails_is_told_and_the_next_package_is_written(processes: CompilerProcesses, tmp_path: Path) -> None:
+def test_what_fails_is_told_and_the_next_package_is_written(
+    processes: CompilerProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise SystemExit('modules of a working folder are not imported')")
     failing = processes.compile(exported(), tmp_path / "missing" / "a.pt2", {})
     (tmp_path / "missing").write_text("a file where a folder is wanted")
-    written = processes.compile(exported(), tmp_path / "b.pt2", {"no.such.setting": 1})
+    written = processes.compile(exported(), Path("b.pt2"), {"no.such.setting": 1})
     with pytest.raises(CompilerError, match="Error: "):
         failing.result()
     written.result()

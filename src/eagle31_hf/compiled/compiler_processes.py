@@ -59,7 +59,7 @@ class CompilerProcesses:
         handed = Path(self._exported.name) / f"{self._count}.pt2"
         exported.example_inputs = None  # they may be as large as the weights, and say no more than their shapes
         torch.export.save(exported, handed)
-        job = CompileJob(str(handed), str(package), settings, torch.get_num_threads())
+        job = CompileJob(str(handed), str(package.absolute()), settings, torch.get_num_threads())
         return self._threads.submit(self._compile, job)
 
     def _compile(self, job: CompileJob) -> None:
@@ -87,7 +87,9 @@ class CompilerProcesses:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                # `-m` looks for modules in the working folder first, which may be anybody's.
+                cwd=self._exported.name,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
             self._started.append(self._own.process)
             if self._is_closed:
