@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from eagle31_hf.benchmark.memory_peaks import StorageMeter
 from eagle31_hf.cli import app, generate
+from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
+from eagle31_hf.target import loading
 
 REPEATED = "What is the weather going to be like in Portland this weekend? " * 150
 
@@ -35,3 +38,14 @@ def test_a_packed_pair_answers_within_its_plan(tmp_path, monkeypatch):
     assert told.stdout.index("fits") < told.stdout.index("assistant:")
     planned = json.loads(record.read_text())["plan"]["figures"]["peak_bytes"]
     assert 0.8 * planned < peaks[0] <= planned
+
+
+@pytest.mark.parametrize("quick", [torch.bfloat16, torch.float32])
+def test_a_plan_counts_weights_as_this_machine_loads_them(quick, monkeypatch):
+    """Stored in bfloat16; a processor that has no arithmetic for it loads twice the bytes."""
+    monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: quick)
+    pair = load_pair(PairSource(memory="auto", context=256), Drafting(), batch=1)
+    weights = sum(term.num_bytes for term in pair.plan.ledger if "weights" in term.name or "head" in term.name)
+    held = {p.data_ptr(): p.nbytes for model in (pair.target, pair.drafter) for p in model.parameters()}
+    assert pair.target.dtype is quick
+    assert 0.98 * sum(held.values()) < weights

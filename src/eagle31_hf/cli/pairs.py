@@ -19,7 +19,7 @@ from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError
 from ..memory import MemoryPlan, plan_memory
 from ..serving.prompts import encode_chat
-from ..target.loading import load_target
+from ..target.loading import dtype_here, load_target
 from ..target.precision import SHORT_NAMES
 from .option_groups import option
 
@@ -198,12 +198,9 @@ def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPl
         return None
     if source.memory != "auto":
         return _read_plan(Path(source.memory))
-    quantization = _SCHEMES.get(
-        source.quantization or "", None if source.dtype in ("auto", "stored") else source.torch_dtype
-    )
     return plan_memory(
         source.target_name,
-        quantization=quantization,
+        quantization=_planned_weights(source),
         drafter=source.drafter or drafter_path(),
         card=source.card,
         context=source.context,
@@ -212,6 +209,16 @@ def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPl
         tree_size=drafting.tree_size,
         cache_type=None if source.cache_type == "auto" else source.cache_type,
     )
+
+
+def _planned_weights(source: PairSource) -> str | None:
+    """What a plan is told of the target's weights; `None`: they are as stored."""
+    if source.quantization is not None:
+        return _SCHEMES[source.quantization]
+    if source.dtype not in ("auto", "stored"):
+        return source.torch_dtype
+    dtype = dtype_here(source.target_name, dtype=source.torch_dtype, device_map=_placement(source))
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _read_plan(path: Path) -> MemoryPlan:

@@ -124,6 +124,22 @@ def mend_splitting(tokenizer: Any, splitting: str, name: str) -> None:
         )
 
 
+def dtype_here(name: str, *, dtype: str, device_map: Any) -> torch.dtype | None:
+    """What `load_target` would load a target in that is stored otherwise; `None`: as stored, or nobody can say yet.
+
+    Args:
+        name, dtype, device_map: as `load_target` takes them; the weights are not packed.
+    """
+    try:
+        config = AutoConfig.from_pretrained(**pretrained_place(name))
+    except (OSError, ValueError, KeyError):  # whoever loads it says more
+        return None
+    precision = _precision(name, config, dtype, device_map, packed=False)
+    if not isinstance(precision, torch.dtype) or is_gguf(name) or precision == config.get_text_config().dtype:
+        return None
+    return precision
+
+
 def _precision(name: str, config: Any, dtype: str, device_map: Any, packed: bool) -> torch.dtype | str:
     """What a target is loaded in; packed weights and several devices decide for themselves."""
     if dtype not in ("auto", "stored"):
