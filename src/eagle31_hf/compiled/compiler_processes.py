@@ -10,7 +10,6 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from .package_compiler import CompileJob
 
 MOST_PROCESSES = 4
-"""Each holds torch and a graph, about a gigabyte."""
+"""Each takes about 0.8 GB for a graph of the embedded pair."""
 
 
 class CompilerError(RuntimeError):
@@ -44,7 +43,7 @@ class CompilerProcesses:
     @classmethod
     def one_a_core(cls) -> CompilerProcesses:
         """As many as this process may use cores."""
-        return cls(max(1, min(_cores(), MOST_PROCESSES)))
+        return cls(min(_cores(), MOST_PROCESSES))
 
     def compile(self, exported: torch.export.ExportedProgram, package: Path, settings: dict[str, Any]) -> Future[None]:
         """Begin to write a package.
@@ -109,7 +108,7 @@ class CompilerProcesses:
     def __enter__(self) -> CompilerProcesses:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -48,8 +47,7 @@ def compile_package(job: CompileJob) -> None:
     exported = torch.export.load(job.exported)
     exported.example_inputs = _examples(exported), {}
     known = {name: value for name, value in job.settings.items() if _is_setting(name)}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of inductor by torch
+    with torch.no_grad():
         torch._inductor.aoti_compile_and_package(exported, package_path=job.package, inductor_configs=known)
 
 

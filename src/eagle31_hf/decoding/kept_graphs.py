@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -57,9 +56,6 @@ class LoadsKept:
         return self.packages.load(key, step)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class CompilesAhead:
     """A `GraphMaker` that lets what is not kept yet be compiled beside this process, and keeps it.
@@ -100,12 +96,11 @@ class CompilesAhead:
         self._keep(key)
         return self.packages.load(key, step)
 
-    def until_compiled(self, work: Callable[[], T]) -> T:
-        """What `work` gives once all graphs it wants are there; before, it is done again."""
-        while True:
-            done = work()
-            if not self.finish():
-                return done
+    def until_compiled(self, work: Callable[[], object]) -> None:
+        """Do `work`, and again as long as graphs that it wants were not there yet."""
+        work()
+        while self.finish():
+            work()
 
     def finish(self) -> bool:
         """Wait for what is being compiled; whether there was anything that the next generation can load.

@@ -130,12 +130,14 @@ def dtype_here(name: str, *, dtype: str, device_map: Any) -> torch.dtype | None:
     Args:
         name, dtype, device_map: as `load_target` takes them; the weights are not packed.
     """
+    if is_gguf(name):
+        return None
     try:
         config = AutoConfig.from_pretrained(**pretrained_place(name))
     except (OSError, ValueError, KeyError):  # whoever loads it says more
         return None
     precision = _precision(name, config, dtype, device_map, packed=False)
-    if not isinstance(precision, torch.dtype) or is_gguf(name) or precision == config.get_text_config().dtype:
+    if not isinstance(precision, torch.dtype) or precision == config.get_text_config().dtype:
         return None
     return precision
 
