@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -20,24 +22,34 @@ MOST_PROCESSES = 4
 """Each takes about 0.8 GB for a graph of the embedded pair."""
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Of a process before it forks: the others would not be there afterwards. Each job says how many it wants."""
+
+
 class CompilerError(RuntimeError):
     """A package could not be compiled; its text says why."""
 
 
 class CompilerProcesses:
-    """Starts as many processes as there is work for; closing it ends them.
+    """Starts processes where there is work; closing it ends them.
 
     Not `multiprocessing`: that would run a script again which has no `if __name__ == "__main__"`.
+
+    Packages are for as many threads as torch uses when the pool is made.
 
     Args:
         most: processes.
     """
 
     def __init__(self, most: int):
+        self.most, self.threads = most, torch.get_num_threads()
         self._exported = TemporaryDirectory(prefix="eagle31-")
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="compiling")  # each waits for a process of its own
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="compiling")  # each talks to a process of its own
         self._own = threading.local()
-        self._started: list[subprocess.Popen[str]] = []
+        self._starting = threading.Lock()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._lines: list[_Line] = []
+        self._idle: list[_Line] = []
         self._count, self._is_closed = 0, False
 
     @classmethod
@@ -58,51 +70,65 @@ class CompilerProcesses:
         handed = Path(self._exported.name) / f"{self._count}.pt2"
         exported.example_inputs = None  # they may be as large as the weights, and say no more than their shapes
         torch.export.save(exported, handed)
-        job = CompileJob(str(handed), str(package.absolute()), settings, torch.get_num_threads())
+        job = CompileJob(str(handed), str(package.absolute()), settings, self.threads)
         return self._threads.submit(self._compile, job)
 
     def _compile(self, job: CompileJob) -> None:
-        process = self._process()
-        assert process.stdin is not None, "opened as pipes"
-        assert process.stdout is not None, "opened as pipes"
         try:
-            process.stdin.write(json.dumps(job._asdict()) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError:
-            answer = ""
-        Path(job.exported).unlink(missing_ok=True)
+            answer = self._line().ask(json.dumps(job._asdict()))
+        finally:
+            Path(job.exported).unlink(missing_ok=True)
         if not answer:
-            raise CompilerError(f"the process that compiled has ended (exit status {process.wait()})")
+            raise CompilerError("the process that compiled has ended; memory may have run out")
         if failure := json.loads(answer)["failure"]:
             raise CompilerError(failure)
 
-    def _process(self) -> subprocess.Popen[str]:
-        """That of the calling thread; it lives until the pool is closed."""
-        if not hasattr(self._own, "process"):
-            self._own.process = subprocess.Popen(
-                [sys.executable, "-m", CompileJob.__module__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="utf-8",
-                # `-m` looks for modules in the working folder first, which may be anybody's.
-                cwd=self._exported.name,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            )
-            self._started.append(self._own.process)
-            if self._is_closed:
-                self._own.process.kill()
-        return self._own.process
+    def _line(self) -> _Line:
+        """To the process of the calling thread, which lives until the pool is closed."""
+        if not hasattr(self._own, "line"):
+            with self._starting:
+                if not self._idle:
+                    self._start()
+                self._own.line = self._idle.pop()
+        return self._own.line
+
+    def _start(self) -> None:
+        """Start a process, which forks itself as often as is wanted where that is safe."""
+        further = [_Line.opened() for _ in range(self.most - 1 if sys.platform == "linux" else 0)]
+        theirs = [number for _, numbers in further for number in numbers]
+        process = subprocess.Popen(
+            [sys.executable, "-m", CompileJob.__module__, *map(str, theirs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # `-m` looks for modules in the working folder first, which may be anybody's.
+            cwd=self._exported.name,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))} | ONE_THREAD,
+            pass_fds=theirs,
+            start_new_session=True,  # a group, to be ended together
+        )
+        for number in theirs:
+            os.close(number)
+        assert process.stdin is not None, "opened as pipes"
+        assert process.stdout is not None, "opened as pipes"
+        self._started.append(process)
+        lines = [_Line(process.stdin, process.stdout), *(line for line, _ in further)]
+        self._lines += lines
+        self._idle += lines
+        if self._is_closed:
+            _end(process)
 
     def close(self) -> None:
         """End all processes, whatever they are at."""
-        self._is_closed = True
-        for process in self._started:
-            process.kill()
+        with self._starting:
+            self._is_closed = True
+            for process in self._started:
+                _end(process)
         self._threads.shutdown(cancel_futures=True)
         for process in self._started:
-            process.communicate()
+            process.wait()
+        for line in self._lines:
+            line.close()
         self._exported.cleanup()
 
     def __enter__(self) -> CompilerProcesses:
@@ -110,6 +136,43 @@ class CompilerProcesses:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Line(NamedTuple):
+    """The way to one process: jobs go there line by line, answers come back."""
+
+    jobs: IO[bytes]
+    answers: IO[bytes]
+
+    @classmethod
+    def opened(cls) -> tuple[_Line, tuple[int, int]]:
+        """A new one, and the numbers of its other end."""
+        job_reader, job_writer = os.pipe()
+        answer_reader, answer_writer = os.pipe()
+        return cls(open(job_writer, "wb"), open(answer_reader, "rb")), (job_reader, answer_writer)
+
+    def ask(self, job: str) -> bytes:
+        """Its answer; empty if there is nobody any more."""
+        try:
+            self.jobs.write(job.encode() + b"\n")
+            self.jobs.flush()
+            return self.answers.readline()
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        for end in self:
+            with suppress(OSError):  # what was not sent has nobody to go to
+                end.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """And all that it has forked."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
 
 
 def _cores() -> int:

@@ -2,6 +2,9 @@
 
 It reads a job a line, as JSON, and answers each with a line that says what went wrong, if anything did. Being a process
 of its own it can be told how to compile without anybody else noticing, and leaves its caller's interpreter alone.
+
+Arguments are pairs of further files, by number, to read jobs from and to answer on: for each pair the process forks
+itself, once it has imported what compiling takes, which costs as much as two small packages.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch._inductor import config as inductor
 
+from .hastened_inductor import hasten_inductor
 from .packed_weights import tell_inductor
 
 
@@ -67,19 +70,8 @@ def _is_setting(name: str) -> bool:
     return True
 
 
-def _read_templates_once() -> None:
-    """Inductor's templates of products are compiled by jinja at each use, which takes a quarter of a graph's time."""
-    from torch._inductor.codegen.common import KernelTemplate  # slow to import
-
-    read = getattr(KernelTemplate, "_template_from_string", None)
-    if read is not None:
-        KernelTemplate._template_from_string = staticmethod(cache(read))  # type: ignore[method-assign]
-
-
 def serve(jobs: TextIO, answers: TextIO) -> None:
     """Do each job and answer it, until there are no more."""
-    tell_inductor()
-    _read_templates_once()
     for line in jobs:
         job, failure = CompileJob(**json.loads(line)), ""
         try:
@@ -92,12 +84,33 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
         answers.flush()
 
 
+def _prepare() -> None:
+    """What all jobs need."""
+    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  slow to import
+
+    tell_inductor()
+    hasten_inductor()
+    with suppress(Exception):  # the first job tells of it
+        cpu_vec_isa.pick_vec_isa()  # asks the C++ compiler what the processor can do
+
+
 def main() -> None:
-    """Jobs come by standard input; what compilers print must not get among the answers."""
+    """Jobs come by standard input; neither it nor standard output is for compilers."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the caller to tell of
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    numbers = [os.dup(sys.stdin.fileno()), os.dup(sys.stdout.fileno()), *map(int, sys.argv[1:])]
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin, answers)
+    _prepare()
+    own, *further = zip(numbers[::2], numbers[1::2], strict=True)
+    for pair in further:
+        if not os.fork():
+            own = pair
+            break
+    for number in set(numbers) - set(own):
+        os.close(number)  # or nobody would notice where a process ends
+    with open(own[0], encoding="utf-8") as jobs, open(own[1], "w", encoding="utf-8") as answers:
+        serve(jobs, answers)
 
 
 if __name__ == "__main__":

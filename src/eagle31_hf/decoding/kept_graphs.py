@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -98,7 +98,8 @@ class CompilesAhead:
 
     def until_compiled(self, work: Callable[[], object]) -> None:
         """Do `work`, and again as long as graphs that it wants were not there yet."""
-        work()
+        with nullcontext() if self.packages.tries_products else _one_thread():
+            work()
         while self.finish():
             work()
 
@@ -121,6 +122,18 @@ class CompilesAhead:
     def _keep(self, key: GraphKey) -> None:
         self.begun.pop(key)()
         self.made.append(key)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Beside processes that compile, on as many cores, threads that wait for each other make a step take 20 times as
+    long, and keep a core from those processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 FEWEST_CAPTURED_TOKENS = 48

@@ -1,0 +1,101 @@
+"""What inductor does again and again for each package, done once, and what it could do without, left out.
+
+For processes that compile packages and do nothing else: inductor is changed for all of a process. A version of torch
+that does these things otherwise is left as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+
+def hasten_inductor() -> None:
+    """Compile packages in less time, to the same code."""
+    _read_templates_once()
+    _compile_wrappers_without_regex()
+    _compile_both_headers_at_once()
+
+
+def _read_templates_once() -> None:
+    """Inductor's templates of products are compiled by jinja at each use, which takes a quarter of a graph's time."""
+    from torch._inductor.codegen.common import KernelTemplate  # slow to import
+
+    read = getattr(KernelTemplate, "_template_from_string", None)
+    if read is not None:
+        KernelTemplate._template_from_string = staticmethod(cache(read))  # type: ignore[method-assign]
+
+
+WRAPPER_HEADERS = Path(__file__).with_name("wrapper_headers.h")
+
+ITS_HEADER = "torch/csrc/inductor/aoti_include/cpu.h"
+"""What inductor would let wrappers include."""
+
+ITS_REGEX = [
+    "#include <regex>",
+    'std::regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");',
+    "std::smatch sm;",
+    "bool matched = std::regex_match(device_str, sm, re);",
+]
+"""Where `WRAPPER_HEADERS` knows how to do without: these lines, and no other, of AOTInductor's `model_base.h`."""
+
+
+def _compile_wrappers_without_regex() -> None:
+    """Let wrappers include `WRAPPER_HEADERS`, which takes a third off the time of a package that does little."""
+    from torch._inductor import codecache  # slow to import
+
+    headers = getattr(codecache, "_get_cpp_wrapper_header", None)
+    if headers is None or _regex_of(aoti_header("model_base.h")) != ITS_REGEX:
+        return
+
+    def of(device: str, aot_mode: bool = False) -> str:
+        theirs = headers(device, aot_mode)
+        return str(WRAPPER_HEADERS) if theirs == ITS_HEADER else theirs
+
+    codecache._get_cpp_wrapper_header = of
+
+
+def _compile_both_headers_at_once() -> None:
+    """Headers of wrappers and of kernels are compiled once for all packages, 10 seconds each: inductor asks for one
+    after the other, and every other process waits."""
+    from torch._inductor import codecache  # slow to import
+
+    compile_header = getattr(codecache, "_precompile_header", None)
+    header_of_kernels = getattr(codecache, "_get_cpp_prefix_header", None)
+    if compile_header is None or header_of_kernels is None:
+        return
+    begun: set[str] = set()
+
+    def of_kernels(device: str, command: str, options: dict[str, Any]) -> None:
+        with suppress(Exception):  # whoever waits for it meets the same
+            if header := header_of_kernels(device):
+                compile_header(header, command, **options)
+
+    def both(header: str, command: str, **options: Any) -> str:
+        device = options.get("device_type", "")
+        if "min_optimize" in options and device not in begun:  # wrappers come first, and have it
+            begun.add(device)
+            kernels_options = {name: value for name, value in options.items() if name != "min_optimize"}
+            Thread(target=of_kernels, args=(device, command, kernels_options), daemon=True).start()
+        return compile_header(header, command, **options)
+
+    codecache._precompile_header = both  # type: ignore[assignment]
+
+
+def aoti_header(name: str) -> Path:
+    """Of the code around AOTInductor's packages."""
+    return Path(torch.__file__).with_name("include") / "torch/csrc/inductor/aoti_runtime" / name
+
+
+def _regex_of(header: Path) -> list[str]:
+    """Lines of a header that have to do with regular expressions."""
+    try:
+        lines = header.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [line.strip() for line in lines if "regex" in line or "smatch" in line]
