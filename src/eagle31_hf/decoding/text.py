@@ -161,7 +161,8 @@ class Sequences:
             return [row for row, stop in enumerate(self.stopped_at) if stop is None]
         if any(stop is None for stop in self.stopped_at):
             return [row for row in range(self.batch_size) if self.remaining_tokens(row) > 0]
-        return [row for row in range(self.batch_size) if len(self.new[row]) < self._output_length]
+        output_length = self._output_length
+        return [row for row, new in enumerate(self.new) if len(new) < output_length]
 
     @property
     def _output_length(self) -> int:
