@@ -21,7 +21,6 @@ from .package_compiler import CompileJob
 MOST_PROCESSES = 4
 """Each takes about 0.8 GB for a graph of the embedded pair."""
 
-
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Of a process before it forks: the others would not be there afterwards. Each job says how many it wants."""
 
@@ -96,19 +95,21 @@ class CompilerProcesses:
         """Start a process, which forks itself as often as is wanted where that is safe."""
         further = [_Line.opened() for _ in range(self.most - 1 if sys.platform == "linux" else 0)]
         theirs = [number for _, numbers in further for number in numbers]
-        process = subprocess.Popen(
-            [sys.executable, "-m", CompileJob.__module__, *map(str, theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # `-m` looks for modules in the working folder first, which may be anybody's.
-            cwd=self._exported.name,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))} | ONE_THREAD,
-            pass_fds=theirs,
-            start_new_session=True,  # a group, to be ended together
-        )
-        for number in theirs:
-            os.close(number)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", CompileJob.__module__, *map(str, theirs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # `-m` looks for modules in the working folder first, which may be anybody's.
+                cwd=self._exported.name,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))} | ONE_THREAD,
+                pass_fds=theirs,
+                start_new_session=True,  # a group, to be ended together
+            )
+        finally:
+            for number in theirs:
+                os.close(number)
         assert process.stdin is not None, "opened as pipes"
         assert process.stdout is not None, "opened as pipes"
         self._started.append(process)
