@@ -94,7 +94,7 @@ def test_wrappers_without_regex_fit_this_torch() -> None:
     """Else they are compiled as torch has them, in nearly twice the time."""
     from torch._inductor import codecache
 
-    assert hastened_inductor._regex_of(hastened_inductor.aoti_header("model_base.h")) == hastened_inductor.ITS_REGEX
+    assert hastened_inductor._regex_of(hastened_inductor.MODEL_BASE) == hastened_inductor.ITS_REGEX
     assert codecache._get_cpp_wrapper_header("cpu", aot_mode=True) == hastened_inductor.ITS_HEADER
     assert hastened_inductor.WRAPPER_HEADERS.is_file()
 
@@ -104,10 +104,10 @@ def test_headers_of_another_torch_are_left_alone(tmp_path: Path, monkeypatch: py
 
     other = tmp_path / "model_base.h"
     other.write_text("#include <regex>\nstd::wregex re;")
-    monkeypatch.setattr(hastened_inductor, "aoti_header", lambda name: other)
+    monkeypatch.setattr(hastened_inductor, "MODEL_BASE", other)
     before = codecache._get_cpp_wrapper_header
     hastened_inductor._compile_wrappers_without_regex()
     assert codecache._get_cpp_wrapper_header is before
-    monkeypatch.setattr(hastened_inductor, "aoti_header", lambda name: tmp_path / "missing.h")
+    monkeypatch.setattr(hastened_inductor, "MODEL_BASE", tmp_path / "missing.h")
     hastened_inductor._compile_wrappers_without_regex()
     assert codecache._get_cpp_wrapper_header is before

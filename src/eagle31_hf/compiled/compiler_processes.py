@@ -47,8 +47,8 @@ class CompilerProcesses:
         self._own = threading.local()
         self._starting = threading.Lock()
         self._started: list[subprocess.Popen[bytes]] = []
-        self._lines: list[_Line] = []
-        self._idle: list[_Line] = []
+        self._connections: list[_Connection] = []
+        self._idle: list[_Connection] = []
         self._count, self._is_closed = 0, False
 
     @classmethod
@@ -74,7 +74,7 @@ class CompilerProcesses:
 
     def _compile(self, job: CompileJob) -> None:
         try:
-            answer = self._line().ask(json.dumps(job._asdict()))
+            answer = self._connection().ask(json.dumps(job._asdict()))
         finally:
             Path(job.exported).unlink(missing_ok=True)
         if not answer:
@@ -82,18 +82,18 @@ class CompilerProcesses:
         if failure := json.loads(answer)["failure"]:
             raise CompilerError(failure)
 
-    def _line(self) -> _Line:
+    def _connection(self) -> _Connection:
         """To the process of the calling thread, which lives until the pool is closed."""
-        if not hasattr(self._own, "line"):
+        if not hasattr(self._own, "connection"):
             with self._starting:
                 if not self._idle:
                     self._start()
-                self._own.line = self._idle.pop()
-        return self._own.line
+                self._own.connection = self._idle.pop()
+        return self._own.connection
 
     def _start(self) -> None:
         """Start a process, which forks itself as often as is wanted where that is safe."""
-        further = [_Line.opened() for _ in range(self.most - 1 if sys.platform == "linux" else 0)]
+        further = [_Connection.opened() for _ in range(self.most - 1 if sys.platform == "linux" else 0)]
         theirs = [number for _, numbers in further for number in numbers]
         try:
             process = subprocess.Popen(
@@ -113,9 +113,9 @@ class CompilerProcesses:
         assert process.stdin is not None, "opened as pipes"
         assert process.stdout is not None, "opened as pipes"
         self._started.append(process)
-        lines = [_Line(process.stdin, process.stdout), *(line for line, _ in further)]
-        self._lines += lines
-        self._idle += lines
+        opened = [_Connection(process.stdin, process.stdout), *(each for each, _ in further)]
+        self._connections += opened
+        self._idle += opened
         if self._is_closed:
             _end(process)
 
@@ -128,8 +128,8 @@ class CompilerProcesses:
         self._threads.shutdown(cancel_futures=True)
         for process in self._started:
             process.wait()
-        for line in self._lines:
-            line.close()
+        for connection in self._connections:
+            connection.close()
         self._exported.cleanup()
 
     def __enter__(self) -> CompilerProcesses:
@@ -139,14 +139,14 @@ class CompilerProcesses:
         self.close()
 
 
-class _Line(NamedTuple):
+class _Connection(NamedTuple):
     """The way to one process: jobs go there line by line, answers come back."""
 
     jobs: IO[bytes]
     answers: IO[bytes]
 
     @classmethod
-    def opened(cls) -> tuple[_Line, tuple[int, int]]:
+    def opened(cls) -> tuple[_Connection, tuple[int, int]]:
         """A new one, and the numbers of its other end."""
         job_reader, job_writer = os.pipe()
         answer_reader, answer_writer = os.pipe()

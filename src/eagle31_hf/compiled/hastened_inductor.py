@@ -31,6 +31,9 @@ def _read_templates_once() -> None:
         KernelTemplate._template_from_string = staticmethod(cache(read))  # type: ignore[method-assign]
 
 
+MODEL_BASE = Path(torch.__file__).with_name("include") / "torch/csrc/inductor/aoti_runtime/model_base.h"
+"""Of the code around each of AOTInductor's packages."""
+
 WRAPPER_HEADERS = Path(__file__).with_name("wrapper_headers.h")
 
 ITS_HEADER = "torch/csrc/inductor/aoti_include/cpu.h"
@@ -42,7 +45,7 @@ ITS_REGEX = [
     "std::smatch sm;",
     "bool matched = std::regex_match(device_str, sm, re);",
 ]
-"""Where `WRAPPER_HEADERS` knows how to do without: these lines, and no other, of AOTInductor's `model_base.h`."""
+"""Where `WRAPPER_HEADERS` knows how to do without: these lines, and no other, of `MODEL_BASE`."""
 
 
 def _compile_wrappers_without_regex() -> None:
@@ -50,7 +53,7 @@ def _compile_wrappers_without_regex() -> None:
     from torch._inductor import codecache  # slow to import
 
     headers = getattr(codecache, "_get_cpp_wrapper_header", None)
-    if headers is None or _regex_of(aoti_header("model_base.h")) != ITS_REGEX:
+    if headers is None or _regex_of(MODEL_BASE) != ITS_REGEX:
         return
 
     def of(device: str, aot_mode: bool = False) -> str:
@@ -62,7 +65,7 @@ def _compile_wrappers_without_regex() -> None:
 
 def _compile_both_headers_at_once() -> None:
     """Headers of wrappers and of kernels are compiled once for all packages, 10 seconds each: inductor asks for one
-    after the other, and every other process waits."""
+    after the other, while every other process waits."""
     from torch._inductor import codecache  # slow to import
 
     compile_header = getattr(codecache, "_precompile_header", None)
@@ -85,11 +88,6 @@ def _compile_both_headers_at_once() -> None:
         return compile_header(header, command, **options)
 
     codecache._precompile_header = both  # type: ignore[assignment]
-
-
-def aoti_header(name: str) -> Path:
-    """Of the code around AOTInductor's packages."""
-    return Path(torch.__file__).with_name("include") / "torch/csrc/inductor/aoti_runtime" / name
 
 
 def _regex_of(header: Path) -> list[str]:

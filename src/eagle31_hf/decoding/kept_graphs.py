@@ -126,8 +126,8 @@ class CompilesAhead:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Beside processes that compile, on as many cores, threads that wait for each other make a step take 20 times as
-    long, and keep a core from those processes."""
+    """Beside processes that keep all cores busy, two threads take two to three times as long as one: they wait for each
+    other, and keep cores from those processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
