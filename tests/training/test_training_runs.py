@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import PartialState
 from chat_rows import CHAT
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.console import Console
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.target import loading
 from eagle31_hf.training import train
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
 from eagle31_hf.training.settings import TrainingSettings
@@ -25,18 +27,23 @@ from warm_processes import finish, start_group
 
 
 @pytest.mark.slow
-def test_from_prompts_to_a_drafter_and_on_after_an_interruption(tmp_path: Path, hub: StandInHub) -> None:
+def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
+    tmp_path: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that computes in float32; the drafter is stored as its target is."""
+    monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
         max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
-        dtype="float32", stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit", reward="text",
+        stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit", reward="text",
     )  # fmt: skip
     report = train_drafter(told)
     assert [stage.name for stage in report.stages] == ["stage1", "stage2"]
     assert [(stage.name, stage.steps) for stage in report.plan.stages] == [("stage1", 2), ("stage2", 2)]
     drafter = Eagle31Drafter.from_pretrained(told.out)
+    assert drafter.dtype == torch.bfloat16
     assert drafter.config.is_eagle31
     assert drafter.config.draft_vocab_size == 256
     card = (told.out / "README.md").read_text()

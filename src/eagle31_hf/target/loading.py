@@ -142,11 +142,24 @@ def dtype_here(name: str, *, dtype: str, device_map: Any) -> torch.dtype | None:
     return precision
 
 
+def stored_dtype(name: str) -> torch.dtype | None:
+    """What a target's weights are stored in, as its configuration says; `None` if it does not.
+
+    Raises:
+        CheckpointNotFoundError, ConfigurationError, OSError, ValueError: there is no configuration.
+    """
+    return _stored_dtype(name, AutoConfig.from_pretrained(**pretrained_place(name)))
+
+
+def _stored_dtype(name: str, config: Any) -> torch.dtype | None:
+    return config.get_text_config().dtype or (GGUF_STORED_DTYPE if is_gguf(name) else None)
+
+
 def _precision(name: str, config: Any, dtype: str, device_map: Any, packed: bool) -> torch.dtype | str:
     """What a target is loaded in; packed weights and several devices decide for themselves."""
     if dtype not in ("auto", "stored"):
         return SHORT_NAMES.get(dtype, dtype)
-    stored = config.get_text_config().dtype or (GGUF_STORED_DTYPE if is_gguf(name) else None)
+    stored = _stored_dtype(name, config)
     decides = getattr(config, "quantization_config", None) or packed or device_map not in ("cpu", "cuda", "mps")
     if stored is None or (decides and not is_gguf(name)):
         return "auto"

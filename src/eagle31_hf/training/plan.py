@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ Work = Callable[[dict[str, Tensor]], None]
 """Something done with a batch."""
 
 PROBE_BATCHES = 5
+"""Fewer where the run itself takes fewer steps: trying it out shall not take longer than doing it."""
 PROBE_TOKENS = 8
 LEARNED_ACCEPTANCE = 2.0
 """Tokens per target pass that a measurement's time is told for: an untrained drafter has 1, a good one 3 or 4."""
@@ -116,17 +118,24 @@ def checkpoint_bytes(model: DistillationModel, kept: int) -> int:
     return 12 * kept * sum(p.numel() for p in model.drafter.parameters())
 
 
-def time_step(model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, batch_rows: int, bf16: bool) -> float:
+@dataclass(frozen=True)
+class Probe:
+    """What is timed: batches of `batch_rows` of these `rows`, in mixed precision or not, for a run of `steps`."""
+
+    rows: Sequence[dict[str, Tensor]]
+    batch_rows: int
+    bf16: bool
+    steps: int
+
+
+def time_step(model: DistillationModel, probe: Probe) -> float:
     """Median seconds of forward and backward over one batch; the model is left as it was."""
-    return _median_times(model, (_step_of(model),), rows, batch_rows=batch_rows, bf16=bf16)[0]
+    return _median_times(model, (_step_of(model),), probe)[0]
 
 
-def time_token_loss(
-    model: DistillationModel, rows: Sequence[dict[str, Tensor]], *, batch_rows: int, bf16: bool
-) -> tuple[float, float]:
+def time_token_loss(model: DistillationModel, probe: Probe) -> tuple[float, float]:
     """The same, and the median of what a step cannot do without, taken in turns: a machine's speed changes."""
-    works = _step_of(model), _bare_parts_of(model)
-    step_s, bare_s = _median_times(model, works, rows, batch_rows=batch_rows, bf16=bf16)
+    step_s, bare_s = _median_times(model, (_step_of(model), _bare_parts_of(model)), probe)
     return step_s, bare_s
 
 
@@ -196,22 +205,15 @@ def _bare_parts_of(model: DistillationModel) -> Work:
     return parts
 
 
-def _median_times(
-    model: DistillationModel,
-    works: Sequence[Work],
-    rows: Sequence[dict[str, Tensor]],
-    *,
-    batch_rows: int,
-    bf16: bool,
-) -> list[float]:
+def _median_times(model: DistillationModel, works: Sequence[Work], probe: Probe) -> list[float]:
     """Median seconds of each of `works`, all of them on one batch after the other."""
-    device = model.drafter.device
+    device, rows = model.drafter.device, probe.rows
 
     def seconds_of(work: Work, turn: int) -> float:
-        chosen = [rows[(turn * batch_rows + i) % len(rows)] for i in range(batch_rows)]
+        chosen = [rows[(turn * probe.batch_rows + i) % len(rows)] for i in range(probe.batch_rows)]
         batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
         started = now(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=probe.bf16):
             work(batch)
         seconds = now(device) - started
         model.zero_grad(set_to_none=True)
@@ -219,7 +221,9 @@ def _median_times(
 
     with torch.random.fork_rng():
         warming = 0.0
-        while warming < WARM_UP_S:  # once, if a batch takes so long
+        for _ in range(probe.steps):
             warming += sum(seconds_of(work, 0) for work in works)
-        turns = [[seconds_of(work, 1 + turn) for work in works] for turn in range(PROBE_BATCHES)]
-    return [sorted(seconds)[PROBE_BATCHES // 2] for seconds in zip(*turns, strict=True)]
+            if warming >= WARM_UP_S:  # after one, if a batch takes so long
+                break
+        turns = [[seconds_of(work, 1 + turn) for work in works] for turn in range(min(PROBE_BATCHES, probe.steps))]
+    return [median(seconds) for seconds in zip(*turns, strict=True)]

@@ -118,7 +118,7 @@ class TrainingSettings:
         None, MACHINE, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
     )
     dtype: str = _option(
-        "auto", MACHINE, "precision of the target: as stored, or bfloat16, float16, float32 (bf16, ...)"
+        "auto", MACHINE, "precision of the target: as stored unless this CPU would emulate it, stored, bf16, fp16, fp32"
     )
     device: str = _option("auto", MACHINE, "auto, cpu, cuda or mps")
     seed: int = _option(0, STEPS, "of data order, sampling and initial weights")

@@ -39,7 +39,7 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
         )
     target, tokenizer = load_pretrained(
         settings.target,
-        dtype="stored" if settings.dtype == "auto" else settings.dtype,
+        dtype=settings.dtype,
         device_map=_device_map(device),
         quantization_config=quantization,
     )

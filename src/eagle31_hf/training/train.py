@@ -25,6 +25,7 @@ from transformers import (
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, TrainingError
+from ..target.loading import stored_dtype
 from .data.disk import require_disk
 from .data.regeneration import own_temperature
 from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
@@ -33,6 +34,7 @@ from .distillation.optimizers import OptimizerSettings
 from .distillation.trainer import DistillationTrainer, copy_weights, last_checkpoint
 from .distillation.training_model import DistillationModel
 from .plan import (
+    Probe,
     StagePlan,
     TrainingPlan,
     checkpoint_bytes,
@@ -238,11 +240,11 @@ class _Run:
         rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
         disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
-        probe: dict[str, Any] = {"batch_rows": settings.batch_rows, "bf16": self.bf16}
-        token_loss_s, bare_s = time_token_loss(model, rows, **probe)
+        probe = Probe(rows, settings.batch_rows, self.bf16, steps * accumulate)
+        token_loss_s, bare_s = time_token_loss(model, probe)
         step_s = {"stage1": accumulate * token_loss_s}
         if settings.stage != "1":
-            step_s["stage2"] = accumulate * time_step(self._policy(model.drafter), rows, **probe)
+            step_s["stage2"] = accumulate * time_step(self._policy(model.drafter), probe)
         return TrainingPlan(
             rows=len(dataset),
             tokens=data.documents.tokens,
@@ -349,8 +351,7 @@ class _Run:
         if not is_first_process():
             return
         settings = self.settings
-        precision = self.target.dtype if self.target.dtype.is_floating_point else torch.bfloat16
-        drafter.eval().to(precision)  # type: ignore[call-arg]
+        drafter.eval().to(self._precision_of_result())  # type: ignore[call-arg]
         # Where it is to be found, but nobody else has this machine's folders.
         drafter.name_target(settings.target_id or (target_name(settings) if settings.push else settings.target))
         drafter.save_pretrained(settings.out)
@@ -361,6 +362,12 @@ class _Run:
         (settings.out / CARD_FILE).write_text(fill_card(settings.out, repository), encoding="utf-8")
         if settings.push is not None:
             drafter.save_pretrained(settings.out, push_to_hub=True, repo_id=settings.push)
+
+    def _precision_of_result(self) -> torch.dtype:
+        """The target's, as it is stored: this machine may have loaded it in what it computes in quickly."""
+        is_auto = self.settings.dtype == "auto"
+        precision = stored_dtype(self.settings.target) if is_auto else self.target.dtype
+        return precision if precision is not None and precision.is_floating_point else torch.bfloat16
 
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
