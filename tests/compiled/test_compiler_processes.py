@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from eagle31_hf.compiled import hastened_inductor
 from eagle31_hf.compiled.compiler_processes import CompilerError, CompilerProcesses
+from eagle31_hf.compiled.packages import SETTINGS
 
 
 class Doubling(nn.Module):
@@ -37,9 +38,9 @@ def test_what_fails_is_told_and_the_next_package_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise SystemExit('modules of a working folder are not imported')")
-    failing = processes.compile(exported(), tmp_path / "missing" / "a.pt2", {})
+    failing = processes.compile(exported(), tmp_path / "missing" / "a.pt2", SETTINGS)
     (tmp_path / "missing").write_text("a file where a folder is wanted")
-    written = processes.compile(exported(), Path("b.pt2"), {"no.such.setting": 1})
+    written = processes.compile(exported(), Path("b.pt2"), {**SETTINGS, "no.such.setting": 1})
     with pytest.raises(CompilerError, match="Error: "):
         failing.result()
     written.result()
@@ -50,7 +51,7 @@ def test_what_fails_is_told_and_the_next_package_is_written(
 
 def test_a_process_that_is_killed(processes: CompilerProcesses, tmp_path: Path) -> None:
     """By the system where memory runs out, say."""
-    written = processes.compile(exported(), tmp_path / "a.pt2", {})
+    written = processes.compile(exported(), tmp_path / "a.pt2", SETTINGS)
     while not processes._started:
         time.sleep(0.01)
     processes._started[0].kill()
@@ -63,14 +64,14 @@ def test_a_process_that_is_killed(processes: CompilerProcesses, tmp_path: Path) 
 def test_two_of_which_the_first_is_killed(tmp_path: Path) -> None:
     """The other goes on: it was forked and is nobody's child any more."""
     with CompilerProcesses(2) as processes:
-        first = processes.compile(exported(), tmp_path / "0.pt2", {})
-        second = processes.compile(exported(), tmp_path / "1.pt2", {})
+        first = processes.compile(exported(), tmp_path / "0.pt2", SETTINGS)
+        second = processes.compile(exported(), tmp_path / "1.pt2", SETTINGS)
         wait([first, second])
         assert first.exception() is None
         assert second.exception() is None
         assert len(processes._started) == 1
         processes._started[0].kill()
-        later = [processes.compile(exported(), tmp_path / f"{number}.pt2", {}) for number in (2, 3, 4)]
+        later = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in (2, 3)]
         wait(later)
         lost = [each.exception() for each in later if each.exception()]
     assert lost
@@ -80,7 +81,7 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path) -> None:
 
 def test_closing_ends_what_has_begun_and_begins_nothing_more(tmp_path: Path) -> None:
     with CompilerProcesses(1) as processes:
-        begun = [processes.compile(exported(), tmp_path / f"{number}.pt2", {}) for number in range(3)]
+        begun = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in range(3)]
         while not processes._started:
             time.sleep(0.01)
     assert len(processes._started) == 1

@@ -99,11 +99,11 @@ def test_own_loop_writes_the_plain_text(name: str, shape: str, indices: list[int
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_TARGET)
 def test_stock_loop_writes_the_plain_text(name: str) -> None:
-    """205 prompts over all targets, every K from 1 to 8: each with each on whole families, else each with one."""
+    """205 prompts over all targets, every K from 1 to 8: three of them with each prompt on whole families, else one."""
     ties = 0
     for index, prompt in enumerate(prompts_for(name, 5 if name == "demo-target" else 25, seed=3)):
         batch = plain_batch(name, left_padded([prompt]), max_new_tokens=SHORT)
-        for depth in range(1, 9) if name in WHOLE else (index % 8 + 1,):
+        for depth in {(index + step) % 8 + 1 for step in ((0, 3, 6) if name in WHOLE else (0,))}:
             loop = STOCK | {"num_assistant_tokens": depth}
             ties += assert_loop_agrees(name, batch, loop, oracle=(index // 8 + depth) % 2 == 0, max_new_tokens=SHORT)
     assert ties <= 1
@@ -168,9 +168,9 @@ def bf16_pair() -> Eagle31Drafter:
 
 @cache
 def bf16_texts() -> list[Batch]:
-    """Ten prompts, and what the target alone writes after them."""
+    """Six prompts, and what the target alone writes after them; a machine without bf16 arithmetic takes long for it."""
     target, options = bf16_pair().require_binding().model, {"do_sample": False, "max_new_tokens": 32}
-    prompts = [left_padded([prompt]) for prompt in prompts_for("demo-target", 10)]
+    prompts = [left_padded([prompt]) for prompt in prompts_for("demo-target", 6)]
     return [Batch(inputs | options, target.generate(**inputs, **options)) for inputs in prompts]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eagle31_hf.compiled import packages, shapes
 from eagle31_hf.compiled.compiler_processes import CompilerProcesses
@@ -36,8 +37,14 @@ def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_exported(_: CompilerProcesses, exported: Any, package: Path, settings: dict[str, Any]) -> Future[None]:
-    torch.export.save(exported, package)
+    name, module = uuid.uuid4().hex, exported.module(check_guards=False)
+    _WRITTEN[name] = module, {name: weight.clone() for name, weight in module.state_dict().items()}
+    package.write_text(name * 10)
     return done()
+
+
+_WRITTEN: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}
+"""Exported steps and their weights, which stand for packages, by what their files say: to save them takes seconds."""
 
 
 def done(failure: Exception | None = None) -> Future[None]:
@@ -49,11 +56,15 @@ def done(failure: Exception | None = None) -> Future[None]:
     return written
 
 
+def exported_in(package: Path) -> tuple[nn.Module, dict[str, Tensor]]:
+    return _WRITTEN[package.read_text()[:32]]
+
+
 def load_exported(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    module = torch.export.load(path).module(check_guards=False)
+    module, weights = exported_in(path)
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
-        outputs = module(*tensors)
+        outputs = torch.func.functional_call(module, weights, tuple(tensors))
         return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
     return run
