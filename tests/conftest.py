@@ -41,8 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--few-row-runs",
         type=int,
-        default=1000,
-        help="runs of each sampling test that writes one or four rows at a time; the log's figures are from 20000",
+        default=500,
+        help="runs of each sampling test that writes one or four rows at a time; figures in docs/history are from 20000",
     )
 
 

@@ -30,7 +30,7 @@ from helpers import GROUPED, calibrated, configured, random_drafter, random_targ
 from matrix import pairwise
 
 V = 8
-RUNS = 20_000
+RUNS = 10_000
 P_VALUE = 0.01
 PROMPT = [3, 5, 1]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -340,7 +340,7 @@ def test_switching_in_every_round_keeps_the_distribution(shape: str, name: str) 
     """Nothing, the drafter's tokens or others, as many as dice say: what is drafted does not change what follows."""
     settings = SHAPES[shape] | {"speculation_loop": "own"}
     with switching_policies():
-        assert_follows("t1", lambda seed: sample(name, "t1", settings, batch=250, runs=8000, seed=seed))
+        assert_follows("t1", lambda seed: sample(name, "t1", settings, batch=250, runs=5000, seed=seed))
 
 
 @pytest.mark.slow
@@ -348,7 +348,7 @@ def test_switching_in_every_round_keeps_the_distribution(shape: str, name: str) 
 def test_schedules_keep_the_distribution(schedule: str) -> None:
     settings = SHAPES["chain"] | {"speculation_loop": "own", "num_assistant_tokens_schedule": schedule}
     with calibrated(drafter_called("good")):
-        assert_follows("top_p", lambda seed: sample("good", "top_p", settings, batch=250, runs=8000, seed=seed))
+        assert_follows("top_p", lambda seed: sample("good", "top_p", settings, batch=250, runs=5000, seed=seed))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ STUDY = Path(__file__).parents[2] / "examples" / "studies" / "load_on_server.py"
 @pytest.mark.slow
 def test_nothing_is_lost_or_wrong_in_a_crowd(tmp_path, monkeypatch):
     record = tmp_path / "load.json"
-    told = ["--seconds", "30", "--clients", "8", "--requests", "20", "--json", str(record)]
+    told = ["--seconds", "15", "--clients", "8", "--requests", "20", "--json", str(record)]
     monkeypatch.setattr(sys, "argv", [str(STUDY), *told])
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(STUDY), run_name="__main__")
