@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--few-row-runs",
         type=int,
         default=500,
-        help="runs of each sampling test that writes one or four rows at a time; figures in docs/history are from 20000",
+        help="runs of each sampling test that writes one or four rows at a time; docs tell of 20000",
     )
 
 

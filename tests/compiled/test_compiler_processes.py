@@ -46,7 +46,7 @@ def test_what_fails_is_told_and_the_next_package_is_written(
     written.result()
     code = torch._inductor.aoti_load_package(str(tmp_path / "b.pt2"))
     assert torch.equal(code(torch.arange(3.0))[0], torch.tensor([0.0, 2.0, 4.0]))
-    assert list(Path(processes._exported.name).iterdir()) == [], "what was handed on is cleared away"
+    assert list(Path(processes._exported.name).glob("*.pt2")) == [], "what was handed on is cleared away"
 
 
 def test_a_process_that_is_killed(processes: CompilerProcesses, tmp_path: Path) -> None:
@@ -69,6 +69,7 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path) -> None:
         wait([first, second])
         assert first.exception() is None
         assert second.exception() is None
+        assert len(list(Path(processes._exported.name).glob("interface-*.o"))) == 1, "compiled once for all"
         assert len(processes._started) == 1
         processes._started[0].kill()
         later = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in (2, 3)]
@@ -98,6 +99,22 @@ def test_wrappers_without_regex_fit_this_torch() -> None:
     assert hastened_inductor._regex_of(hastened_inductor.MODEL_BASE) == hastened_inductor.ITS_REGEX
     assert codecache._get_cpp_wrapper_header("cpu", aot_mode=True) == hastened_inductor.ITS_HEADER
     assert hastened_inductor.WRAPPER_HEADERS.is_file()
+
+
+def test_the_interface_of_packages_is_the_known_one() -> None:
+    """Else each wrapper is compiled with its own, in twice the time."""
+    assert hastened_inductor._digest_of(hastened_inductor.INTERFACE) == hastened_inductor.ITS_DIGEST
+
+
+def test_the_interface_of_another_torch_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache
+
+    other, before = tmp_path / "interface.cpp", codecache.CppBuilder
+    other.write_text("int other;")
+    for file in (other, tmp_path / "missing.cpp"):
+        monkeypatch.setattr(hastened_inductor, "INTERFACE", file)
+        hastened_inductor._compile_interface_once()
+        assert codecache.CppBuilder is before
 
 
 def test_headers_of_another_torch_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ that does these things otherwise is left as it is.
 
 from __future__ import annotations
 
+import hashlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -13,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 
 def hasten_inductor() -> None:
@@ -20,6 +24,7 @@ def hasten_inductor() -> None:
     _read_templates_once()
     _compile_wrappers_without_regex()
     _compile_both_headers_at_once()
+    _compile_interface_once()
 
 
 def _read_templates_once() -> None:
@@ -88,6 +93,85 @@ def _compile_both_headers_at_once() -> None:
         return compile_header(header, command, **options)
 
     codecache._precompile_header = both  # type: ignore[assignment]
+
+
+INTERFACE = Path(torch.__file__).parent / "_inductor/codegen/aoti_runtime/interface.cpp"
+"""Functions by which a package is called, which AOTInductor writes into each wrapper."""
+
+ITS_DIGEST = "02306319fed87cd8c850756fcf65bdff04714f5ad51ddf2c232b0135b52ebf58"
+"""Of the one that is known to be the same in every package."""
+
+
+def _compile_interface_once() -> None:
+    """Link one compiled `INTERFACE` into all packages: it takes a compiler longer than the rest of a wrapper.
+
+    It lies in the working folder, which the processes of a pool share.
+    """
+    from torch._inductor import codecache, config  # slow to import
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    builder = getattr(codecache, "CppBuilder", None)
+    write = getattr(CppWrapperCpu, "_write_aoti_interface_header", None)
+    if builder is None or write is None or _digest_of(INTERFACE) != ITS_DIGEST:
+        return
+
+    def include_declarations(self: Any) -> None:
+        if not config.aot_inductor.dynamic_linkage:
+            return write(self)
+        self.header.splice("#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n")
+
+    CppWrapperCpu._write_aoti_interface_header = include_declarations  # type: ignore[method-assign]
+    codecache.CppBuilder = _linking_interface(builder)  # type: ignore[misc]
+
+
+def _linking_interface(builder: type[Any]) -> type[Any]:
+    """A builder that compiles the interface beside a wrapper, and links it into the wrapper's package."""
+    interface = _Interface(builder)
+
+    class Builder(builder):  # type: ignore[misc]
+        def __init__(self, name: str, sources: str | list[str], BuildOption: Any, output_dir: str = ""):
+            if isinstance(sources, list) and any(source.endswith(".wrapper.o") for source in sources):
+                sources = [*sources, interface.compiled()]
+            super().__init__(name, sources, BuildOption, output_dir)
+            if isinstance(sources, str) and sources.endswith(".wrapper.cpp"):
+                interface.begin(BuildOption)
+
+    return Builder
+
+
+class _Interface:
+    """`INTERFACE`, compiled by the first process of a pool that needs it."""
+
+    def __init__(self, builder: type[Any]):
+        self._builder = builder
+        self._thread = ThreadPoolExecutor(1)
+        self._compiled: Future[str] | None = None
+
+    def begin(self, options: Any) -> None:
+        """Compile it with a wrapper's options, unless that was done."""
+        self._compiled = self._thread.submit(self._compile, options)
+
+    def compiled(self) -> str:
+        """Path of the object, once it is there; raises what its compiler said."""
+        assert self._compiled is not None, "begun with the wrapper"
+        return self._compiled.result()
+
+    def _compile(self, options: Any) -> str:
+        command = self._builder("interface", str(INTERFACE), options).get_command_line()
+        path = Path(f"interface-{hashlib.sha256(command.encode()).hexdigest()[:12]}.o").absolute()
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                own = self._builder(f"{path.stem}.{os.getpid()}", str(INTERFACE), options, str(path.parent))
+                own.build()
+                Path(own.get_target_file_path()).replace(path)  # whole, or not there
+        return str(path)
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _regex_of(header: Path) -> list[str]:
