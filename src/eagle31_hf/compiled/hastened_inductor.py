@@ -130,13 +130,17 @@ def _linking_interface(builder: type[Any]) -> type[Any]:
 
     class Builder(builder):  # type: ignore[misc]
         def __init__(self, name: str, sources: str | list[str], BuildOption: Any, output_dir: str = ""):
-            if isinstance(sources, list) and any(source.endswith(".wrapper.o") for source in sources):
+            if isinstance(sources, list) and any(map(_is_wrapper, sources)):
                 sources = [*sources, interface.compiled()]
             super().__init__(name, sources, BuildOption, output_dir)
-            if isinstance(sources, str) and sources.endswith(".wrapper.cpp"):
+            if isinstance(sources, str) and _is_wrapper(sources):
                 interface.begin(BuildOption)
 
     return Builder
+
+
+def _is_wrapper(file: str) -> bool:
+    return Path(file).stem.endswith(".wrapper")
 
 
 class _Interface:
