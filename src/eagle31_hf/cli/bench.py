@@ -61,6 +61,7 @@ def _numbers(text: str | None) -> str | None:
 @expand_options
 @readable_errors
 def loop(
+    *,
     source: PairSource,
     prompts: Annotated[
         str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET, chats cut short; default: the embedded ones.")
@@ -178,6 +179,7 @@ def _run_loop(subject: Subject, settings: LoopSettings, json_path: Path | None) 
 @app.command()
 @readable_errors
 def growth(
+    *,
     contexts: Annotated[str, typer.Option(callback=_whole_numbers, help="Lengths of context.")] = ",".join(
         map(str, CONTEXTS)
     ),
@@ -213,6 +215,7 @@ def growth(
 @app.command()
 @readable_errors
 def memory(
+    *,
     synthetic: Annotated[
         str | None,
         typer.Option(help="Another random target in every run: a known name, a config.json, or hidden=512,layers=4,…"),

@@ -30,6 +30,7 @@ LengthsOption = Annotated[
 
 @readable_errors
 def acceptance(
+    *,
     drafters: Annotated[list[str], typer.Argument(help="Folders or Hub ids; the others are compared with the first.")],
     target: Annotated[str | None, typer.Option(help="Folder, Hub id or .gguf file; default: the embedded one.")] = None,
     prompts: Annotated[

@@ -127,6 +127,7 @@ class ExportOptions:
 @expand_options
 @readable_errors
 def run(
+    *,
     source: PairSource,
     chosen: PromptOptions,
     how: MethodOptions,

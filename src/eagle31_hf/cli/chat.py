@@ -36,6 +36,7 @@ ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)
 @expand_options
 @readable_errors
 def chat(
+    *,
     source: PairSource,
     drafting: Drafting,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,

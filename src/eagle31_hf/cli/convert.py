@@ -24,6 +24,7 @@ UNKNOWN_TARGET = "TARGET"
 
 @readable_errors
 def convert(
+    *,
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
     destination: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False, show_default=False)],
     format: Annotated[str, typer.Option(help=f"Layout to write: {', '.join(FORMATS)}.")] = "plain",

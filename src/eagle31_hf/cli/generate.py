@@ -41,6 +41,7 @@ def demo(json_path: JsonOption = None, traceback: TracebackOption = False) -> No
 @expand_options
 @readable_errors
 def generate(
+    *,
     source: PairSource,
     drafting: Drafting,
     prompt: Annotated[str | None, typer.Option(help="What to answer.", show_default=False)] = None,

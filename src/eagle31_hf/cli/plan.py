@@ -16,6 +16,7 @@ from .options import JsonOption, TracebackOption, make_console, readable_errors,
 
 @readable_errors
 def plan(
+    *,
     target: Annotated[
         str,
         typer.Argument(help="Hub id, folder or .gguf file of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),

@@ -15,6 +15,7 @@ from .options import JsonOption, TracebackOption, make_console, readable_errors,
 
 @readable_errors
 def push(
+    *,
     folder: Annotated[Path, typer.Argument(help="Folder of the drafter.", exists=True, file_okay=False)],
     repository: Annotated[str, typer.Argument(help="Hub id, owner/name; made if it does not exist.")],
     really: Annotated[bool, typer.Option("--upload", help="Upload; without it nothing leaves this machine.")] = False,

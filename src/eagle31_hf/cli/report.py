@@ -16,6 +16,7 @@ from .options import TracebackOption, make_console, readable_errors, writable_js
 
 @readable_errors
 def report(
+    *,
     records: Annotated[list[Path], typer.Argument(help="Files that `eagle31 bench run` wrote.", show_default=False)],
     out: Annotated[Path, typer.Option(dir_okay=False, callback=writable_json, help="The page; .html or .md.")] = Path(
         "report.html"

@@ -27,6 +27,7 @@ READING_ROWS = 1
 @expand_options
 @readable_errors
 def serve(
+    *,
     source: PairSource,
     drafting: Drafting,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine only with a key.")] = "127.0.0.1",
