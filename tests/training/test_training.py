@@ -33,6 +33,7 @@ from eagle31_hf.training.distillation.trainer import DistillationTrainer, last_c
 from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.processes import leave_process_group
 from eagle31_hf.training.progress import LiveProgress
+from eagle31_hf.training.settings import TrainingSettings
 from warm_processes import finish, start_group
 
 
@@ -260,6 +261,23 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
         assert finish(process) == 0, [log.read_text()[-3000:] for log in tmp_path.glob("log.*")]
     one, two = (json.loads((tmp_path / f"{processes}.json").read_text()) for processes in (1, 2))
     assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("told", "stored", "saved"),
+    [
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("auto", None, torch.float32),  # what its weights were loaded in is all that is known
+        ("auto", torch.int8, torch.bfloat16),
+        ("float32", torch.bfloat16, torch.float32),
+    ],
+)
+def test_a_drafter_is_saved_as_its_target_is_stored(
+    told: str, stored: torch.dtype | None, saved: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "stored_dtype", lambda _: stored)
+    settings = TrainingSettings("target", ("rows.jsonl",), Path("out"), dtype=told)
+    assert setup.precision_of_result(settings, make_target()) is saved
 
 
 @pytest.mark.parametrize(("ratio", "pays"), [(0.5, True), (0.9, False), (1.3, False)])

@@ -22,7 +22,7 @@ Work = Callable[[dict[str, Tensor]], None]
 """Something done with a batch."""
 
 PROBE_BATCHES = 5
-"""Fewer where the run itself takes fewer steps: trying it out shall not take longer than doing it."""
+"""Fewer where the run itself has fewer: trying it out shall not take longer than doing it."""
 PROBE_TOKENS = 8
 LEARNED_ACCEPTANCE = 2.0
 """Tokens per target pass that a measurement's time is told for: an untrained drafter has 1, a good one 3 or 4."""
@@ -120,12 +120,12 @@ def checkpoint_bytes(model: DistillationModel, kept: int) -> int:
 
 @dataclass(frozen=True)
 class Probe:
-    """What is timed: batches of `batch_rows` of these `rows`, in mixed precision or not, for a run of `steps`."""
+    """What is timed: `batch_rows` of these `rows` at once, in mixed precision or not; a run has so many `batches`."""
 
     rows: Sequence[dict[str, Tensor]]
     batch_rows: int
     bf16: bool
-    steps: int
+    batches: int
 
 
 def time_step(model: DistillationModel, probe: Probe) -> float:
@@ -221,9 +221,9 @@ def _median_times(model: DistillationModel, works: Sequence[Work], probe: Probe)
 
     with torch.random.fork_rng():
         warming = 0.0
-        for _ in range(probe.steps):
+        for _ in range(probe.batches):
             warming += sum(seconds_of(work, 0) for work in works)
             if warming >= WARM_UP_S:  # after one, if a batch takes so long
                 break
-        turns = [[seconds_of(work, 1 + turn) for work in works] for turn in range(min(PROBE_BATCHES, probe.steps))]
+        turns = [[seconds_of(work, 1 + turn) for work in works] for turn in range(min(PROBE_BATCHES, probe.batches))]
     return [median(seconds) for seconds in zip(*turns, strict=True)]

@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from ..drafter.drafter import Eagle31Drafter
 from ..memory.layer_sizes import trained_context
 from ..target.loading import load_target as load_pretrained
+from ..target.loading import stored_dtype
 from .data.vocabulary import DraftVocabulary
 from .settings import SMALL_TARGET_PARAMETERS, ResolvedSettings, TrainingSettings
 
@@ -44,6 +45,13 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
         quantization_config=quantization,
     )
     return target.requires_grad_(False), tokenizer
+
+
+def precision_of_result(settings: TrainingSettings, target: PreTrainedModel) -> torch.dtype:
+    """What the drafter is saved in: the type its target is stored in, which this machine may have loaded in another."""
+    stored = stored_dtype(settings.target) if settings.dtype == "auto" else None
+    precision = stored or target.dtype
+    return precision if precision.is_floating_point else torch.bfloat16
 
 
 def _device_map(device: str) -> Any:

@@ -25,7 +25,6 @@ from transformers import (
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, TrainingError
-from ..target.loading import stored_dtype
 from .data.disk import require_disk
 from .data.regeneration import own_temperature
 from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
@@ -51,7 +50,7 @@ from .processes import is_first_process, leave_process_group
 from .progress import Counting, LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
-from .setup import load_target, multiplies_bfloat16, resolve
+from .setup import load_target, multiplies_bfloat16, precision_of_result, resolve
 from .stopping import RESULT_FILE, describe_kept, telling_what_is_kept
 
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
@@ -151,6 +150,7 @@ class _Run:
         console: Console,
     ):
         self.told, self.settings = told, resolve(told, target)
+        self.precision = precision_of_result(told, target)
         self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
         self.known: list[KnownTexts] = []
@@ -240,7 +240,7 @@ class _Run:
         rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
         disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
-        probe = Probe(rows, settings.batch_rows, self.bf16, steps * accumulate)
+        probe = Probe(rows, settings.batch_rows, self.bf16, batches=steps * accumulate)
         token_loss_s, bare_s = time_token_loss(model, probe)
         step_s = {"stage1": accumulate * token_loss_s}
         if settings.stage != "1":
@@ -351,7 +351,7 @@ class _Run:
         if not is_first_process():
             return
         settings = self.settings
-        drafter.eval().to(self._precision_of_result())  # type: ignore[call-arg]
+        drafter.eval().to(self.precision)  # type: ignore[call-arg]
         # Where it is to be found, but nobody else has this machine's folders.
         drafter.name_target(settings.target_id or (target_name(settings) if settings.push else settings.target))
         drafter.save_pretrained(settings.out)
@@ -362,12 +362,6 @@ class _Run:
         (settings.out / CARD_FILE).write_text(fill_card(settings.out, repository), encoding="utf-8")
         if settings.push is not None:
             drafter.save_pretrained(settings.out, push_to_hub=True, repo_id=settings.push)
-
-    def _precision_of_result(self) -> torch.dtype:
-        """The target's, as it is stored: this machine may have loaded it in what it computes in quickly."""
-        is_auto = self.settings.dtype == "auto"
-        precision = stored_dtype(self.settings.target) if is_auto else self.target.dtype
-        return precision if precision is not None and precision.is_floating_point else torch.bfloat16
 
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
