@@ -203,7 +203,7 @@ def test_json_is_plains(library: str, shape: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_json_of_many_prompts_is_plains(library: str) -> None:
-    """Fifty for all libraries together."""
+    """Some fifty for all libraries together."""
     assert_texts_are_plains(library, SHAPES["chain"], SHAPES["dynamic"], count=17)
 
 
