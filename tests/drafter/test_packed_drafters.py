@@ -215,9 +215,9 @@ def test_settings_that_cannot_be_followed(config: Any, message: str) -> None:
 
 @pytest.mark.parametrize(("version", "message"), [(None, "'bitsandbytes>=0.50'"), ("0.49.1", "0.50 or later")])
 def test_without_bitsandbytes_one_is_told_what_to_install(
-    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, message: str, drafters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = random_target(hf.LlamaConfig(**GROUPED))
+    folder, target = drafter_folder("eagle 3.1", drafters), random_target(hf.LlamaConfig(**GROUPED))
 
     def imported(name: str) -> Any:
         if version is None:
@@ -226,7 +226,7 @@ def test_without_bitsandbytes_one_is_told_what_to_install(
 
     monkeypatch.setattr(importlib, "import_module", imported)
     with pytest.raises(ConfigurationError, match=message):
-        Eagle31Drafter.from_pretrained(DEMO_DRAFTER, quantization_config={"load_in_8bit": True}, target=target)
+        Eagle31Drafter.from_pretrained(folder, quantization_config={"load_in_8bit": True}, target=target)
     assert not any(module._forward_pre_hooks for module in target.modules())
 
 
