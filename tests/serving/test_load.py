@@ -21,6 +21,6 @@ def test_nothing_is_lost_or_wrong_in_a_crowd(tmp_path, monkeypatch):
     seen = json.loads(record.read_text())
     assert (seen["wrong"], seen["lost"]) == (0, 0)
     assert min(seen["right"], seen["cancelled"], seen["refused"]) >= 1
-    # Masks grow with the most rows that ever met, whose number is left to chance; a row of texts is an eighth of it all.
+    # Masks grow with the most rows that ever met, which is left to chance; a row of texts is an eighth of it all.
     assert seen["counted"]["cache_bytes_after"] < 1.01 * seen["counted"]["cache_bytes_before"]
     assert seen["counted"]["texts_per_round"] > 3 > 1.01 > seen["counted_alone"]["texts_per_round"]
