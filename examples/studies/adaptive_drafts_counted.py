@@ -10,10 +10,14 @@ the chance that a round keeps so many drafts has a closed form (`sampling/expect
 dealt `--deals` times, alike for all ways. Rounds take the seconds that this machine is calibrated to: let nothing else
 run until that is done; the rest is counted. The best fixed setting is the best of all in hindsight. Intervals (95 %) by
 drawing texts again.
+
+With --graphs rounds take the seconds of graphs that are kept, made first as `eagle31 warmup` makes them, which takes
+minutes; chains have one length then. Plain decoding is a rest's round, so what a rest takes beyond it is not counted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +31,7 @@ from adaptive_drafts_pay import (
     RANDOM,
     Way,
     configured,
+    make_graphs,
     parser_of,
     prompts_and_pair,
     untrained_drafter,
@@ -40,11 +45,13 @@ from eagle31_hf.benchmark.prompts import Prompt
 from eagle31_hf.benchmark.ratios import RESAMPLES, interval_of
 from eagle31_hf.cli.pairs import Pair, encode
 from eagle31_hf.decoding.adaptive.prompt_lookup import TextIndex
+from eagle31_hf.decoding.calibration.bare_meter import BareMeter
 from eagle31_hf.decoding.calibration.calibration import Calibration
-from eagle31_hf.decoding.calibration.measure import AlwaysTheSame
+from eagle31_hf.decoding.calibration.measure import CONTEXTS, AlwaysTheSame
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
+from eagle31_hf.drafter.hindsight import MOST_JUDGED
 from eagle31_hf.generation_config import LONGEST_CHAIN
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
@@ -70,13 +77,14 @@ class LookupAlone:
         """Learns nothing."""
 
 
-def ways_of(pair: Pair, untrained: Eagle31Drafter) -> list[Way]:
+def ways_of(pair: Pair, untrained: Eagle31Drafter, *, graphs: bool) -> list[Way]:
     """All of them."""
     constant = {"num_assistant_tokens_schedule": "constant"}
+    lengths = [Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED]
+    fixed = [*lengths, Way(DOUBT, pair.drafter, constant)]
     return [
         Way(PLAIN),
-        *(Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED),
-        Way(DOUBT, pair.drafter, constant),
+        *([Way("fixed length", pair.drafter, constant)] if graphs else fixed),
         Way(DEFAULT, pair.drafter),
         Way(LOOKUP),
         Way(RANDOM, untrained),
@@ -94,26 +102,48 @@ def traces_of(drafter: Eagle31Drafter, texts: KnownTexts, deals: int) -> list[Dr
     return found
 
 
-def policy_of(way: Way, context: int, *, sampled: bool) -> tuple[DraftPolicy, DraftShape]:
+def policy_of(way: Way, context: int, *, sampled: bool, compiled: bool) -> tuple[DraftPolicy, DraftShape]:
     """As `generate` chooses it for a text of its own, and the largest draft."""
     if way.drafter is None:
         policy = LookupAlone() if way.name == LOOKUP else AlwaysTheSame(DraftPlan.skip())
         return policy, DraftShape(LONGEST_CHAIN)
     with configured(way):
         length = way.drafter.generation_config.draft_length(
-            device_type="cpu", batch_size=1, sampled=sampled, compiled=False
+            device_type="cpu", batch_size=1, sampled=sampled, compiled=compiled
         )
-        requested = RequestedDraft.of(way.drafter, length, rows=1, context=context, sampled=sampled, compiled=False)
+        requested = RequestedDraft.of(way.drafter, length, rows=1, context=context, sampled=sampled, compiled=compiled)
         return choose_policy(way.drafter, requested, SpeculationStats()), requested.shape
 
 
-def count(way: Way, traces: list[DraftTrace], calibration: Calibration, *, sampled: bool) -> np.ndarray:
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of rounds, and of the drafter over what it missed; `None`: as over what one round wrote."""
+
+    calibration: Calibration
+    compiled: bool
+    reading_s: float | None
+
+    @classmethod
+    def of(cls, drafter: Eagle31Drafter, *, compiled: bool, sampled: bool) -> Costs:
+        """Of this machine; graphs must have been timed."""
+        history = PairHistory.of(drafter)
+        if not compiled:
+            return cls(history.calibrate(drafter, compiled=False), compiled, None)
+        calibration = history.calibration(drafter, compiled=True, sampled=sampled)
+        assert calibration is not None, "warming up times graphs"
+        text = torch.arange(CONTEXTS[0])[None] * 7 % drafter.config.vocab_size
+        missed = 2 * MOST_JUDGED  # by graphs, too, what was missed is read eagerly
+        meter = BareMeter(drafter, text, DraftShape(missed), absorbed=missed)
+        return cls(calibration, compiled, meter.measure_width(1, count=20).absorb_s)
+
+
+def count(way: Way, traces: list[DraftTrace], costs: Costs, *, sampled: bool) -> np.ndarray:
     """Seconds of each trace."""
     seconds = []
     for trace in traces:
-        policy, largest = policy_of(way, len(trace.prompt), sampled=sampled)
-        table = calibration.costs(len(trace.prompt)).rounds(LONGEST_CHAIN)
-        seconds.append(replay(policy, trace, table, largest).seconds)
+        policy, largest = policy_of(way, len(trace.prompt), sampled=sampled, compiled=costs.compiled)
+        table = costs.calibration.costs(len(trace.prompt)).rounds(LONGEST_CHAIN)
+        seconds.append(replay(policy, trace, table, largest, reading_s=costs.reading_s).seconds)
     return np.array(seconds)
 
 
@@ -144,8 +174,8 @@ def verdicts(kind: str, seconds: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 
 def study(pair: Pair, untrained: Eagle31Drafter, prompts: list[Prompt], given: Any) -> list[dict[str, Any]]:
     """A record for each kind and temperature."""
-    calibration = PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=False)
-    ways, record = ways_of(pair, untrained), []
+    ways, record = ways_of(pair, untrained, graphs=given.graphs), []
+    costs = {t: Costs.of(pair.drafter, compiled=given.graphs, sampled=t > 0) for t in given.temperatures}
     for kind in dict.fromkeys(prompt.suite for prompt in prompts):
         openings = [
             EvaluationPrompt(encode(pair, prompt.opening)["input_ids"][0].tolist(), kind)
@@ -159,7 +189,7 @@ def study(pair: Pair, untrained: Eagle31Drafter, prompts: list[Prompt], given: A
             traces = {id(each): traces_of(each, texts, deals) for each in (pair.drafter, untrained)}
             seconds = {
                 way.name: count(
-                    way, traces[id(way.drafter or pair.drafter)], calibration, sampled=temperature > 0
+                    way, traces[id(way.drafter or pair.drafter)], costs[temperature], sampled=temperature > 0
                 ).reshape(-1, deals)
                 for way in ways
             }
@@ -187,11 +217,15 @@ def show(found: dict[str, Any], texts: int) -> None:
 def main() -> None:
     parser = parser_of(__doc__, limit=24)
     parser.add_argument("--deals", type=int, default=4, help="of each drawn text")
+    parser.add_argument("--graphs", action="store_true", help="rounds by graphs that are kept")
     given = parser.parse_args()
     prompts, pair = prompts_and_pair(parser, given)
-    pair.drafter.generation_config.acceleration = "eager"
+    pair.drafter.generation_config.acceleration = "auto" if given.graphs else "eager"
+    untrained = untrained_drafter(pair, given.drafter)
+    if given.graphs:
+        make_graphs([Way(DEFAULT, pair.drafter)], given)
     with ends_off(pair.target):
-        record = study(pair, untrained_drafter(pair, given.drafter), prompts, given)
+        record = study(pair, untrained, prompts, given)
     write_record(given, pair, prompts, record)
 
 

@@ -182,6 +182,17 @@ def test_nothing_is_compiled_twice(warmed: Eagle31Drafter) -> None:
     assert warm_up(warmed, tokens=100, **GREEDY) == []
 
 
+def test_texts_that_warm_up_say_nothing_of_the_drafter(warmed: Eagle31Drafter) -> None:
+    forgotten(warmed)
+    write(warmed)
+    history = PairHistory.of(warmed)
+    before = history.passes, history.prior
+    assert before[0]
+    assert before[1]
+    warm_up(warmed, tokens=100, **GREEDY)
+    assert (history.passes, history.prior) == before
+
+
 @pytest.mark.parametrize("tries_products", [False, True])
 def test_graphs_are_compiled_together_unless_products_are_timed(
     tries_products: bool, pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch

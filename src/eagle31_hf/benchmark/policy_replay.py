@@ -88,7 +88,14 @@ class ReplayedText:
     rounds: tuple[ReplayedRound, ...]
 
 
-def replay(policy: DraftPolicy, trace: DraftTrace, table: RoundTable, largest: DraftShape) -> ReplayedText:
+def replay(
+    policy: DraftPolicy,
+    trace: DraftTrace,
+    table: RoundTable,
+    largest: DraftShape,
+    *,
+    reading_s: float | None = None,
+) -> ReplayedText:
     """Write the trace's text by the policy's plans for one row of chains.
 
     The drafter's first draft after a round without any waits until it has read what it missed, and so does a plan that
@@ -98,7 +105,9 @@ def replay(policy: DraftPolicy, trace: DraftTrace, table: RoundTable, largest: D
         policy: a new one, as for a generation of its own.
         table: seconds of rounds, for drafts as long as `largest`.
         largest: the largest draft that the policy is offered.
+        reading_s: of the drafter over what it has missed; default: as the table says.
     """
+    reading_s = table.reading_s if reading_s is None else reading_s
     tokens = trace.written or (0,) * len(trace)
     prompt = torch.tensor([trace.prompt or (0,)])
     sequences = Sequences(prompt, [0], StopRules(prompt.shape[1] + len(tokens)), None)
@@ -110,12 +119,12 @@ def replay(policy: DraftPolicy, trace: DraftTrace, table: RoundTable, largest: D
         hindsight = None
         if plan is not None and plan.looks_back:
             hindsight, missed = trace.judged(len(new), missed), 0
-            seconds += table.reading_s
+            seconds += reading_s
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         seconds += (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
         if missed and done.drafted and not done.looked_up:
-            seconds += table.reading_s
+            seconds += reading_s
         missed = 0 if done.drafted else missed + 1
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:

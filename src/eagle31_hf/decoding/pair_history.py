@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -114,6 +115,15 @@ class PairHistory:
     def _remember(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
         save(calibration_key(drafter, compiled=compiled), measured)
         self._calibrations[setting_of(drafter, compiled=compiled)] = measured
+
+    @contextmanager
+    def learning_nothing(self) -> Iterator[None]:
+        """While open, texts are written that nobody asked for: how often their drafts are right says nothing."""
+        passes, prior = self.passes, self.prior
+        try:
+            yield
+        finally:
+            self.passes, self.prior = passes, prior
 
     def record(self, stats: SpeculationStats, *, sampled: bool) -> None:
         """Learn from a generation. Drawn texts teach nothing: the next of the same seed is to be the same."""

@@ -52,11 +52,12 @@ def warm_up(
             _write(drafter, length, how)
         meet_graphs(drafter, **measuring)
 
-    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
+    history = PairHistory.of(drafter)
+    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]), history.learning_nothing():
         maker.until_compiled(meet)
         _require_graphs(drafter)
         measured = measure_graphs(drafter, **measuring)
-    PairHistory.of(drafter).keep(drafter, measured, compiled=True)
+    history.keep(drafter, measured, compiled=True)
     return maker.made
 
 
