@@ -55,6 +55,27 @@ def test_what_promises_nothing_is_not_tried() -> None:
     assert not guard.rests
 
 
+def test_what_knows_nothing_rests_long_at_once() -> None:
+    guard, rests = CollapseGuard(), []
+    while not guard.rests:
+        guard.record_drafts(*LOSING)
+    for _ in range(3):
+        rests.append(1)
+        while guard.record_rest(1) is None:
+            rests[-1] += 1
+        guard.record_judgement(is_promising=False, knows_nothing=True)
+    assert rests == [SHORTEST_REST, LONGEST_REST, LONGEST_REST]
+
+
+def test_a_trial_goes_on_where_drafts_are_expected_to_pay() -> None:
+    guard = CollapseGuard(starts_resting=True)
+    while guard.record_rest(1) is None:
+        pass
+    guard.record_judgement(is_promising=True)
+    assert guard.record_drafts(-1.2, 1.1) is None
+    assert guard.record_drafts(-1.2, 0.9) is GuardState.RESTING
+
+
 def test_a_loss_alone_is_no_reason_to_rest() -> None:
     guard = CollapseGuard()
     guard.record_drafts(*WINNING)

@@ -146,8 +146,12 @@ class DraftController:
         """
         self.rates.doubt_past()
         self.rates.record_first(positions, accepted)
-        is_promising = accepted >= FEWEST_RIGHT and self._expected().speedup >= PROMISING
-        self.guard.record_judgement(is_promising=is_promising or not positions)
+        if not positions:
+            self.guard.record_judgement(is_promising=True)
+            return
+        knows_nothing = accepted < FEWEST_RIGHT
+        is_promising = not knows_nothing and self._expected().speedup >= PROMISING
+        self.guard.record_judgement(is_promising=is_promising, knows_nothing=knows_nothing)
 
     # --- the drafter ---------------------------------------------------------------------------------------------
 

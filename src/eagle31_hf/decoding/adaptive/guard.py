@@ -16,7 +16,8 @@ SMALLEST_LOSS, LOSS_TIMES_SLOWDOWN = 1.0, 0.4
 lose, since near break-even chance alone loses some."""
 
 TRIAL_LOSS, TRIAL_GAIN = 0.3, 0.8
-"""Tokens lost at which a trial has failed, and won at which it has succeeded."""
+"""Tokens lost at which a trial has failed if further drafts are not expected to pay, and won at which it has succeeded.
+One round by a graph, whose drafts have one length, may lose more than that by chance alone."""
 
 ROUNDS_OF_GRACE, GRACE_LOSS = 4, 2.4
 """Rounds that a drafter gets which has won nothing in this text yet, fewer once they have lost so many tokens: where a
@@ -81,7 +82,7 @@ class CollapseGuard:
             if self._balance > 0:
                 self._next_rest = SHORTEST_REST
             return self._begin_rest()
-        if self._balance <= -TRIAL_LOSS:
+        if self._balance <= -TRIAL_LOSS and expected_speedup < 1.0:
             return self._begin_rest()
         return self._enter(GuardState.DRAFTING) if self._balance >= TRIAL_GAIN else None
 
@@ -104,8 +105,15 @@ class CollapseGuard:
         """Judge the drafter soon: what it is asked about may have changed."""
         self._rest_left = min(self._rest_left, SHORTEST_REST)
 
-    def record_judgement(self, *, is_promising: bool) -> GuardState:
-        """After the drafter was judged by what it missed. Returns the new state."""
+    def record_judgement(self, *, is_promising: bool, knows_nothing: bool = False) -> GuardState:
+        """After the drafter was judged by what it missed. Returns the new state.
+
+        Args:
+            is_promising: it had better be tried.
+            knows_nothing: none of its tokens would have been right: there is no hurry to judge it again.
+        """
+        if knows_nothing:
+            self._next_rest = LONGEST_REST
         return self._enter(GuardState.TRYING) if is_promising else self._begin_rest()
 
     def _begin_rest(self) -> GuardState:
