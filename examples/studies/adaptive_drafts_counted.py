@@ -25,6 +25,7 @@ import torch
 from adaptive_drafts_pay import (
     DEFAULT,
     DOUBT,
+    FIXED_LENGTH,
     LOOKUP,
     MOST_SLOWER,
     PLAIN,
@@ -84,7 +85,7 @@ def ways_of(pair: Pair, untrained: Eagle31Drafter, *, graphs: bool) -> list[Way]
     fixed = [*lengths, Way(DOUBT, pair.drafter, constant)]
     return [
         Way(PLAIN),
-        *([Way("fixed length", pair.drafter, constant)] if graphs else fixed),
+        *([Way(FIXED_LENGTH, pair.drafter, constant)] if graphs else fixed),
         Way(DEFAULT, pair.drafter),
         Way(LOOKUP),
         Way(RANDOM, untrained),
@@ -168,7 +169,8 @@ def verdicts(kind: str, seconds: dict[str, np.ndarray]) -> list[dict[str, Any]]:
         against("the default against the best fixed setting", DEFAULT, fixed, MOST_SLOWER),
     ]
     if "copy" in kind:
-        told.append(against("the default against the better of lookup and EAGLE alone", DEFAULT, [LOOKUP, DOUBT], 1.0))
+        alone = DOUBT if DOUBT in seconds else FIXED_LENGTH
+        told.append(against("the default against the better of lookup and EAGLE alone", DEFAULT, [LOOKUP, alone], 1.0))
     return told
 
 

@@ -44,7 +44,8 @@ from eagle31_hf.generation.warm_up import warm_up
 from eagle31_hf.stats import variation, window_speeds, windows
 
 FIXED = (2, 4, 8)
-PLAIN, DEFAULT, LOOKUP, RANDOM, DOUBT = "plain", "default", "prompt lookup", "random drafter", "until doubt"
+PLAIN, DEFAULT, LOOKUP, RANDOM = "plain", "default", "prompt lookup", "random drafter"
+DOUBT, FIXED_LENGTH = "until doubt", "fixed length"
 MOST_SLOWER = 0.97
 """What the default may fall to, of plain decoding and of the best fixed setting."""
 
@@ -86,7 +87,7 @@ def ways_of(pair: Pair, given: Any) -> list[Way]:
     constant = {"num_assistant_tokens_schedule": "constant"}
     untrained = Way(RANDOM, untrained_drafter(pair, given.drafter))
     if given.graphs:
-        return [Way(PLAIN), Way("fixed length", pair.drafter, constant), Way(DEFAULT, pair.drafter), untrained]
+        return [Way(PLAIN), Way(FIXED_LENGTH, pair.drafter, constant), Way(DEFAULT, pair.drafter), untrained]
     fixed = [Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED]
     doubt, lookup = Way(DOUBT, pair.drafter, constant), Way(LOOKUP, told={"prompt_lookup_num_tokens": 10})
     return [Way(PLAIN), *fixed, doubt, Way(DEFAULT, pair.drafter), lookup, untrained]
