@@ -23,7 +23,7 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled import graphs, shapes
+from eagle31_hf.compiled import graph_makers, shapes
 from eagle31_hf.decoding import decoder, kept_graphs
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.draft_policy import DraftPlan, RoundState, RoundStats
@@ -145,7 +145,7 @@ def configured(drafter: Eagle31Drafter, **fields: Any) -> Iterator[Eagle31Drafte
 
 def use_fixed_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that compiling needs (buckets, padding, fixed buffers), without the compiler and with buckets that fill."""
-    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
     monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
     nothing_is_kept = mock.Mock(side_effect=ConfigurationError("what is kept would be compiled"))
     monkeypatch.setattr(kept_graphs, "compiling_ahead", nothing_is_kept)

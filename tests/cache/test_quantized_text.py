@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf.cache import SpeculativeCache
-from eagle31_hf.compiled import graphs
+from eagle31_hf.compiled import graph_makers
 from helpers import configured, demo_tokenizer, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 from matrix import WHOLE, pairwise
 
@@ -135,7 +135,7 @@ def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str, kind: str)
 
 
 def test_verification_over_such_a_cache_stays_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
     options = {"max_new_tokens": 10, "do_sample": False}
     prompt = torch.tensor([prompts_for("llama", 1)[0]])
     found = {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31_hf.compiled import graphs
+from eagle31_hf.compiled import graph_makers, graphs
 from eagle31_hf.compiled.round_graphs import AcceptAndDraft, RoundGraph, TreeAcceptAndDraft
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.sampling.acceptance import Acceptance, accept_greedy, accept_sampled_target
@@ -37,12 +37,13 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def compile_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Called with names of steps: from now on these go to the compiler, and the others run as they are."""
-    compile_ = graphs._compile
+    compile_ = graph_makers.compile_step
 
     def only(*steps: str) -> None:
-        monkeypatch.setattr(
-            graphs, "_compile", lambda step, device: compile_(step, device) if step.__name__ in steps else step
-        )
+        def compile_some(step: Any, device: torch.device) -> Any:
+            return compile_(step, device) if step.__name__ in steps else step
+
+        monkeypatch.setattr(graph_makers, "compile_step", compile_some)
 
     return only
 

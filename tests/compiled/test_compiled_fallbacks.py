@@ -14,7 +14,7 @@ from compiled_pairs import CHAIN, NARROW, pair_of, write
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from eagle31_hf.compiled import graphs
+from eagle31_hf.compiled import graph_makers
 from eagle31_hf.compiled.graphs import Graphs
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from helpers import random_prompts
@@ -56,7 +56,7 @@ def test_a_graph_that_computes_something_else_is_given_up(monkeypatch: pytest.Mo
     def wrong(step: Callable, device: torch.device) -> Callable:
         return lambda *inputs: tree_map_only(Tensor, lambda output: output.flip(-1), step(*inputs))
 
-    monkeypatch.setattr(graphs, "_compile", wrong)
+    monkeypatch.setattr(graph_makers, "compile_step", wrong)
     drafter = pair_of("llama")
     plain, ours = write(drafter, random_prompts(2), **CHAIN)
     assert torch.equal(plain, ours)
@@ -126,7 +126,7 @@ def test_an_interrupt_while_compiling_is_not_swallowed(monkeypatch: pytest.Monke
         patch.setattr(torch, "compile", failing(KeyboardInterrupt()))  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             write(drafter, random_prompts(1), **CHAIN)
-    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
     plain, ours = write(drafter, random_prompts(1), **CHAIN)
     assert torch.equal(plain, ours)
     assert drafter.stats.fallbacks == []
@@ -169,7 +169,7 @@ def test_outputs_survive_the_next_replay() -> None:
         pool.fill_(value)
         return pool, pool
 
-    replayed = graphs._replayed(step)
+    replayed = graph_makers._replayed(step)
     first, _ = replayed(1)
     replayed(2)
     assert first.tolist() == [1, 1, 1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled import graphs, repeated_layers
+from eagle31_hf.compiled import graph_makers, graphs, repeated_layers
 from eagle31_hf.compiled.packed_weights import PackedWeights, pack_products
 from eagle31_hf.compiled.repeated_layers import LayerCompiler
 from helpers import CONFIGS, configured, left_padded, random_drafter, random_prompts, random_target
@@ -42,9 +42,9 @@ def pair_of(family: str, layers: int) -> Eagle31Drafter:
 
 def write(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """What the target writes plainly and with its verification compiled; all else stays eager."""
-    compile_, target = graphs._compile, drafter.require_binding().model
+    compile_, target = graph_makers.compile_step, drafter.require_binding().model
     monkeypatch.setattr(
-        graphs, "_compile", lambda step, device: compile_(step, device) if step.__name__ == "verify" else step
+        graph_makers, "compile_step", lambda step, device: compile_(step, device) if step.__name__ == "verify" else step
     )
     kwargs = {**left_padded(random_prompts(1)), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     plain = target.generate(**kwargs)

@@ -18,7 +18,7 @@ import torch
 from kept_pairs import GREEDY, SAMPLING, failing, forgotten, kinds, make_pair, write
 from torch import Tensor
 
-from eagle31_hf.compiled import captured, graphs, shapes
+from eagle31_hf.compiled import captured, graph_makers, shapes
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
 from eagle31_hf.decoding.calibration import store
@@ -56,7 +56,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
     monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
-    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("auto compiles nothing")))
+    monkeypatch.setattr(graph_makers, "compile_step", failing(AssertionError("auto compiles nothing")))
     return made
 
 
@@ -97,7 +97,7 @@ def test_drawn_texts_are_those_of_graphs_made_at_once(
     """Which have the target's distribution (tests/contract): the same numbers draw the same tokens."""
     drawn = [write(pair, seed, **SAMPLING) for seed in range(4)]
     assert recorder.replayed
-    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
     with configured(forgotten(pair), acceleration="compile"):
         assert all(torch.equal(write(pair, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
     assert len(set(map(str, drawn))) == 4

@@ -36,7 +36,7 @@ from kept_pairs import (
 from torch import Tensor
 from transformers import LlamaConfig
 
-from eagle31_hf.compiled import graphs, packages
+from eagle31_hf.compiled import graph_makers, graphs, packages
 from eagle31_hf.compiled.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
@@ -79,7 +79,7 @@ def warmed(kept: Path, pair: Eagle31Drafter) -> Eagle31Drafter:
 def test_auto_is_eager_until_graphs_are_kept_and_writes_the_same_text(
     pair: Eagle31Drafter, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("auto compiles nothing")))
+    monkeypatch.setattr(graph_makers, "compile_step", failing(AssertionError("auto compiles nothing")))
     texts = [write(None, seed) for seed in range(3)]
     assert pair.generation_config.acceleration == "auto"
     assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
@@ -96,7 +96,7 @@ def test_drawn_texts_are_those_of_graphs_made_at_once(warmed: Eagle31Drafter, mo
     """Which have the target's distribution (tests/contract): the same numbers draw the same tokens."""
     kept = [write(warmed, seed, **SAMPLING) for seed in range(4)]
     assert "advance" in kinds(warmed)
-    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
     with configured(forgotten(warmed), acceleration="compile"):
         assert all(torch.equal(write(warmed, seed, **SAMPLING), text) for seed, text in enumerate(kept))
     assert len(set(map(str, kept))) == 4
@@ -120,7 +120,7 @@ def test_switching_between_rounds_writes_the_plain_text(
 
 def test_drafts_adapt_to_what_kept_graphs_take(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warming up has timed rounds by them: a drafter that is never right rests, by the graph of single tokens."""
-    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("auto compiles nothing")))
+    monkeypatch.setattr(graph_makers, "compile_step", failing(AssertionError("auto compiles nothing")))
     with configured(warmed, num_assistant_tokens_schedule="calibrated"):
         assert PairHistory.of(warmed).calibration(warmed, compiled=True) is not None
         monkeypatch.setattr(PairHistory, "calibration", lambda *_, **__: DEAR_DRAFTS)
@@ -222,7 +222,7 @@ def test_graphs_are_compiled_together_unless_products_are_timed(
 
 
 def test_what_a_benchmark_compiles_is_kept(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_compile", failing(AssertionError("for this process alone")))
+    monkeypatch.setattr(graph_makers, "compile_step", failing(AssertionError("for this process alone")))
     with configured(pair, acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
         first = write(pair)
     kept = kept_files(".json")
@@ -236,7 +236,7 @@ def test_what_a_benchmark_compiles_is_kept(pair: Eagle31Drafter, monkeypatch: py
 def test_what_cannot_be_kept_is_compiled_for_this_process(
     pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_compile", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
     monkeypatch.setattr(graphs, "PACKED_BYTES", 10)
     with configured(pair, acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
         assert torch.equal(write(pair), write(None))

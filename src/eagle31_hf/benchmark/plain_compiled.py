@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..compiled.fixed_cache import FixedShapeCache
-from ..compiled.graphs import CompilesAtOnce, GraphKey, Graphs, Step
+from ..compiled.graph_makers import CompilesAtOnce, GraphKey, Step
+from ..compiled.graphs import Graphs
 from ..compiled.inputs import GraphInputs
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.eager_round import EagerRound

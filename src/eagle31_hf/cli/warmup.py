@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..benchmark.provenance import origin
-from ..compiled.graphs import GraphKey
+from ..compiled.graph_makers import GraphKey
 from ..decoding.pair_history import PairHistory
 from ..generation.warm_up import warm_up
 from .option_groups import expand_options

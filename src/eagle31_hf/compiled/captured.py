@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .fixed_cache import FixedShapeCache, RunningBlock
 from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
-from .graphs import GraphKey, Step
+from .graph_makers import GraphKey, Step
 
 
 class Recording(NamedTuple):

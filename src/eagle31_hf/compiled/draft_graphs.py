@@ -17,7 +17,7 @@ from ..sampling.logits_processing import DraftWarping
 from ..trees.draft_tree import DraftTree, Proposal, to_target_ids
 from ..trees.shape import DraftShape
 from .fixed_cache import FixedShapeCache
-from .graphs import Step
+from .graph_makers import Step
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines (B, T, d)
 

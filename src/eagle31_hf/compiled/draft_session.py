@@ -25,7 +25,8 @@ from .draft_graphs import (
     draft_step,
     tree_step,
 )
-from .graphs import GraphKey, Graphs, Step
+from .graph_makers import GraphKey, Step
+from .graphs import Graphs
 from .inputs import GraphInputs
 from .shapes import NODE_BUCKET, step_width
 

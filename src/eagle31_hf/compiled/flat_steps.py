@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .fixed_cache import FixedShapeCache
-from .graphs import OtherInputsError, Step
+from .graph_makers import OtherInputsError, Step
 
 Code = Callable[[list[Tensor]], list[Tensor]]
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from .compiler_processes import CompilerProcesses
 from .flat_steps import Code, FlatStep, ReshapedStep, StepInputs, lend
-from .graphs import TRIED_PRODUCTS, GraphKey, Step
+from .graph_makers import TRIED_PRODUCTS, GraphKey, Step
 from .piece_program import PieceProgram, bound
 from .repeated_layers import LayerCompiler
 

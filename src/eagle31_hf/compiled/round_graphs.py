@@ -27,7 +27,7 @@ from ..trees.shape import DraftShape
 from .draft_graphs import ChainSampling, DraftedChain, GrownTree, Rotary, absorb_step, chain_step, tree_step
 from .draft_session import CompiledDrafting
 from .fixed_cache import FixedShapeCache
-from .graphs import GraphKey, Step
+from .graph_makers import GraphKey, Step
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from ..target.binding import TargetBinding, TargetOutput
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
 from .fixed_cache import FixedShapeCache
-from .graphs import GraphKey, Graphs, Step
+from .graph_makers import GraphKey, Step
+from .graphs import Graphs
 from .inputs import GraphInputs
 from .shapes import node_bucket
 

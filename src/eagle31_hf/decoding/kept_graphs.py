@@ -20,7 +20,8 @@ from torch import nn
 from ..compiled.captured import CAPTURES, CapturesSteps
 from ..compiled.compiler_processes import CompilerProcesses
 from ..compiled.flat_steps import StepInputs
-from ..compiled.graphs import PACKED_BYTES, CompilesAtOnce, GraphKey, GraphMaker, Graphs, Step
+from ..compiled.graph_makers import CompilesAtOnce, GraphKey, GraphMaker, Step
+from ..compiled.graphs import PACKED_BYTES, Graphs
 from ..compiled.packages import GraphPackages, name_of, prefix_of
 from ..compiled.round_graphs import RoundGraph
 from ..compiled.seen_weights import modules_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..compiled.graphs import CompilesAtOnce, GraphMaker
+from ..compiled.graph_makers import CompilesAtOnce, GraphMaker
 from ..sampling.asked_once import AskedOnce
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..compiled import shapes
-from ..compiled.graphs import GraphKey, Graphs
+from ..compiled.graph_makers import GraphKey
+from ..compiled.graphs import Graphs
 from ..decoding.calibration.measure import measure_graphs, meet_graphs
 from ..decoding.kept_graphs import compiling_ahead
 from ..decoding.pair_history import PairHistory

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...compiled.draft_session import CompiledDrafting
-from ...compiled.graphs import CompilesAtOnce, Graphs
+from ...compiled.graph_makers import CompilesAtOnce
+from ...compiled.graphs import Graphs
 from ...compiled.verify import CompiledVerification
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import ConfigurationError

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...compiled.captured import CAPTURES, CapturesSteps
-from ...compiled.graphs import CompilesAtOnce, GraphMaker
+from ...compiled.graph_makers import CompilesAtOnce, GraphMaker
 from ...compiled.shapes import node_bucket
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
