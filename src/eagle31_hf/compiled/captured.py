@@ -62,7 +62,7 @@ class CapturesSteps:
     capture: Capture
     traces, failure = False, "capturing failed"
     serves_rests = True
-    graphs = None
+    weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         return True

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch._inductor import config as inductor
 from torch.utils._pytree import tree_map_only
 
 from .repeated_layers import LayerCompiler, compile_whole
-
-if TYPE_CHECKING:
-    from .graphs import Graphs
 
 Step = Callable[..., Any]
 """Tensors in, a NamedTuple of tensors out."""
@@ -51,7 +48,7 @@ class GraphMaker(Protocol):
     Attributes:
         traces: its graphs have guards, and are made and run under inductor's settings.
         serves_rests: it makes a graph for single tokens, where many are written without drafts.
-        graphs: the pair's, if its weights were looked at for this generation already.
+        weights_seen: for this generation, the pair's weights were compared with those of its graphs already.
         failure: what is said where it could not make one.
     """
 
@@ -62,7 +59,7 @@ class GraphMaker(Protocol):
     def serves_rests(self) -> bool: ...
 
     @property
-    def graphs(self) -> Graphs | None: ...
+    def weights_seen(self) -> bool: ...
 
     @property
     def failure(self) -> str: ...
@@ -79,7 +76,7 @@ class CompilesAtOnce:
 
     traces, failure = True, "compiling failed"
     serves_rests = False  # what drafts in vain cost is less than to compile for a minute
-    graphs = None
+    weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         return True

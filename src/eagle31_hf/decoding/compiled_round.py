@@ -42,7 +42,9 @@ class CompiledRound:
         assert caches.drafter is not None, "without a drafter there is nothing to compile for"
         self.eager = EagerRound(drafter, caches, request, clock)
         self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
-        self.graphs = (request.graph_maker.graphs or Graphs.of(drafter)).made_by(request.graph_maker)
+        maker = request.graph_maker
+        graphs = drafter.require_binding().compiled if maker.weights_seen else Graphs.of(drafter)
+        self.graphs = graphs.made_by(maker)
         self.drafting = CompiledDrafting(caches.drafter, self.graphs)
         self.verification: CompiledVerification | None = None
         if request.stats.cache_type == "full":

@@ -46,9 +46,9 @@ class LoadsKept:
 
     packages: GraphPackages
     names: frozenset[str]
-    graphs: Graphs | None
     traces, failure = False, "a kept graph cannot be used (`eagle31 warmup` renews it)"
     serves_rests = True
+    weights_seen = True  # to find the packages
 
     def can_make(self, key: GraphKey) -> bool:
         return name_of(key) in self.names
@@ -78,7 +78,7 @@ class CompilesAhead:
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
     traces, failure = False, "compiling failed"
     serves_rests = True
-    graphs = None
+    weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         return True
@@ -170,7 +170,7 @@ def graph_maker(
     wanted = prefix_of(GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling))
     if packages is None or not any(name.startswith(wanted) for name in names):
         return None
-    return LoadsKept(packages, names, binding.compiled)
+    return LoadsKept(packages, names)
 
 
 def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> bool:
