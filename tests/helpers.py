@@ -26,9 +26,10 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import graph_makers, shapes
 from eagle31_hf.decoding import decoder, kept_graphs
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
-from eagle31_hf.decoding.draft_policy import DraftPlan, RoundState, RoundStats
+from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
+from eagle31_hf.drafter.hindsight import Hindsight
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation import own_loop
 from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
@@ -178,6 +179,10 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
         return truth[row, start : start + min(count, depth)].tolist()
 
     class OracleRound(RoundWrapper):
+        def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
+            super().read_prompts(tokens, aux, counts)
+            return Hindsight()  # what the drafter knows of them says nothing about the oracle
+
         def draft(self, batch: RoundBatch) -> DraftTree:
             tree = super().draft(batch)
             tokens = tree.tokens.clone()
@@ -204,8 +209,8 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
 # --- policies ---------------------------------------------------------------------------------------------------------
 
 
-class SwitchingPolicy:
-    """A `DraftPolicy` that draws anew in every round: nothing, the drafter's, or tokens out of the air; how many."""
+class SwitchingPolicy(DraftPolicy):
+    """Draws anew in every round: nothing, the drafter's, or tokens out of the air; how many."""
 
     def __init__(self, shape: DraftShape, seed: int = 0):
         self.shape, self.dice = shape, random.Random(seed)

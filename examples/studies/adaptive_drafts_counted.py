@@ -41,7 +41,7 @@ from adaptive_drafts_pay import (
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.benchmark.loop import ends_off
-from eagle31_hf.benchmark.policy_replay import DraftTrace, replay
+from eagle31_hf.benchmark.policy_replay import DraftTrace, judged_by_prompt, replay
 from eagle31_hf.benchmark.prompts import Prompt
 from eagle31_hf.benchmark.ratios import RESAMPLES, interval_of
 from eagle31_hf.cli.pairs import Pair, encode
@@ -62,8 +62,8 @@ from eagle31_hf.trees.shape import DraftShape
 FIXED = range(1, 9)
 
 
-class LookupAlone:
-    """A `DraftPolicy`: ten tokens from the text itself wherever its last two came before, as prompt lookup does it."""
+class LookupAlone(DraftPolicy):
+    """Ten tokens from the text itself wherever its last two came before, as prompt lookup does it."""
 
     def __init__(self) -> None:
         self._index = TextIndex()
@@ -96,10 +96,10 @@ def traces_of(drafter: Eagle31Drafter, texts: KnownTexts, deals: int) -> list[Dr
     """`deals` of each text, which have the same luck with every drafter."""
     found = []
     for place, known in enumerate(texts.texts):
-        chains = chains_along(drafter, known, texts, LONGEST_CHAIN)
+        chains, of_prompt = chains_along(drafter, known, texts, LONGEST_CHAIN), judged_by_prompt(drafter, known, texts)
         for deal in range(deals):
             dice = torch.Generator().manual_seed(1000 * deal + place)
-            found.append(DraftTrace.dealt(known, chains, torch.rand(len(chains.kept), generator=dice)))
+            found.append(DraftTrace.dealt(known, chains, torch.rand(len(chains.kept), generator=dice), of_prompt))
     return found
 
 
@@ -144,7 +144,8 @@ def count(way: Way, traces: list[DraftTrace], costs: Costs, *, sampled: bool) ->
     for trace in traces:
         policy, largest = policy_of(way, len(trace.prompt), sampled=sampled, compiled=costs.compiled)
         table = costs.calibration.costs(len(trace.prompt)).rounds(LONGEST_CHAIN)
-        seconds.append(replay(policy, trace, table, largest, reading_s=costs.reading_s).seconds)
+        told = {"reading_s": costs.reading_s, "reads_at_once": costs.compiled}
+        seconds.append(replay(policy, trace, table, largest, **told).seconds)
     return np.array(seconds)
 
 

@@ -126,7 +126,7 @@ METHODS: dict[str, tuple[Any, str]] = {
     "rows of a layer": (SlotLayer, "select_rows"),
     "rows of the drafter": (DraftSession, "select_rows"),
     "draft step": (DraftSession, "step"),
-    "absorb": (DraftSession, "absorb"),
+    "absorb": (DraftSession, "_absorb"),
     "draft logits": (Eagle31Drafter, "draft_logits"),
     "verify": (EagerRound, "verify"),
     "accept": (EagerRound, "accept"),

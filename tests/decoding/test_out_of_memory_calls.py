@@ -109,7 +109,7 @@ def two_turns(disturbance: Any) -> list[list[int]]:
         (CacheResume, "load", 1, FREED),
         (CarriedCache, "close", 1, None),
         (CarriedCache, "close", 10**6, FORGOT),
-        (DraftSession, "absorb", 10**6, DROPPED),
+        (DraftSession, "_absorb", 10**6, DROPPED),
         (SpeculativeCache, "keep", 1, FREED),
     ],
 )

@@ -89,13 +89,45 @@ def test_one_look_back_says_what_drafts_one_by_one_would_have_said(rows: int, co
     assert later.look_back(FirstDrafts()) == Hindsight(), "nothing is left to be read"
 
 
+@pytest.mark.parametrize(
+    ("counts", "block"),
+    [([30], 64), ([30], 20), ([9], 64), ([30, 12, 25], 64), ([30, 1, 25], 64)],
+    ids=["whole", "in pieces", "short", "uneven", "one of a single token"],
+)
 @torch.no_grad()
-def test_scores_that_are_no_numbers_promise_nothing() -> None:
+def test_a_prompt_is_judged_by_what_drafts_one_by_one_would_have_said(counts: list[int], block: int) -> None:
+    rows, children, right = len(counts), 40, 0
+    tokens, aux = positions(rows, max(counts))
+    judged = min(MOST_JUDGED, min(min(counts), max(counts) % block) - 1)  # of the last piece
+    for row, count in enumerate(counts):
+        one_by_one = session(1)
+        for place in range(count):
+            if place >= count - judged:
+                drafted = one_by_one.root.logits[:, 0].topk(children).indices
+                drafted = drafted if one_by_one.draft_ids is None else one_by_one.draft_ids[drafted]
+                right += int((drafted == tokens[row, place]).sum())
+            one_by_one.absorb(tokens[row : row + 1, place : place + 1], aux[row : row + 1, place : place + 1], [1])
+    at_once, absorbed = session(rows, block), session(rows, block)
+    assert at_once.absorb_judging(tokens, aux, counts, FirstDrafts(children=children)) == Hindsight(
+        rows * judged, right
+    )
+    assert rows * judged < 8 or 0 < right < rows * judged, "no figure that any code would get"
+    absorbed.absorb(tokens, aux, counts)
+    assert at_once.cache.lengths == absorbed.cache.lengths
+    torch.testing.assert_close(at_once.root.logits, absorbed.root.logits)
+    torch.testing.assert_close(at_once.root.feedback, absorbed.root.feedback)
+
+
+@torch.no_grad()
+def test_by_scores_that_are_no_numbers_nothing_is_judged() -> None:
+    """So they are drafted with, which is noticed and said."""
     tokens, aux = positions(1, 9)
+    broken = torch.full_like(aux, float("nan"))
     for first in (FirstDrafts(), FirstDrafts(drawn=True)):
         later = session(1)
-        later.put_off(tokens.tolist(), torch.full_like(aux, float("nan")))
-        assert later.look_back(first).accepted <= 1
+        later.put_off(tokens.tolist(), broken)
+        assert later.look_back(first) == Hindsight()
+        assert session(1).absorb_judging(tokens, broken, [9], first) == Hindsight()
 
 
 def test_the_chance_of_each_drawn_token_is_kept() -> None:

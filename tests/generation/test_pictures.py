@@ -218,7 +218,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "first forward": (PromptForward, "__call__", 2),
     "taking over": (SpeculativeCache, "load_dynamic", 2),
     "first write": (SlotLayer, "lazy_initialization", 6),
-    "absorb": (DraftSession, "absorb", 1),
+    "absorb": (DraftSession, "_absorb", 1),
     "later absorb": (DraftSession, "_absorb", 3),
     "verify": (EagerRound, "verify", 2),
     "keep": (SpeculativeCache, "keep", 3),

@@ -15,9 +15,13 @@ from torch import Tensor
 from ..decoding.adaptive.costs import RoundTable
 from ..decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ..decoding.text import Sequences, StopRules
-from ..drafter.hindsight import MOST_JUDGED, Hindsight
-from ..training.distillation.known_texts import KnownChains, KnownText
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.hindsight import MOST_JUDGED, FirstDrafts, Hindsight
+from ..drafter.replay import drafts_along
+from ..training.distillation.known_texts import KnownChains, KnownText, KnownTexts
 from ..trees.shape import DraftShape
+
+NOTHING_SAID = Hindsight()
 
 
 @dataclass(frozen=True)
@@ -29,20 +33,25 @@ class DraftTrace:
         sure: the drafter's largest probability of each of them; empty for a drafter that says nothing.
         prompt: ids up to the first root.
         written: ids behind it, as many as roots; empty if no policy looks at them.
+        of_prompt: what the prompt says of the drafter.
     """
 
     right: tuple[int, ...]
     sure: tuple[tuple[float, ...], ...] = ()
     prompt: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
+    of_prompt: Hindsight = NOTHING_SAID
 
     @classmethod
-    def dealt(cls, known: KnownText, chains: KnownChains, luck: Tensor) -> DraftTrace:
+    def dealt(
+        cls, known: KnownText, chains: KnownChains, luck: Tensor, of_prompt: Hindsight = NOTHING_SAID
+    ) -> DraftTrace:
         """One outcome of a known text's chains.
 
         Args:
             luck: `(T,)` uniform numbers in [0, 1), one for each root: its round keeps all drafts whose chance to be
                 kept is greater. Of greedy texts any will do.
+            of_prompt: as of the trace.
         """
         ids, first = known.text.ids.tolist(), known.text.prompt_length + 1
         return cls(
@@ -50,14 +59,15 @@ class DraftTrace:
             sure=tuple(map(tuple, chains.sure.tolist())),
             prompt=tuple(ids[:first]),
             written=tuple(ids[first:]),
+            of_prompt=of_prompt,
         )
 
     def __len__(self) -> int:
         return len(self.right)
 
-    def judged(self, at: int, missed: int) -> Hindsight:
-        """A drafter that has read what it missed before root `at`."""
-        first = max(at - min(missed, MOST_JUDGED), 0)
+    def judged(self, at: int, unread: int) -> Hindsight:
+        """A drafter that reads, before root `at`, so many positions: behind the last of them nothing is written yet."""
+        first = at - min(max(unread - 1, 0), MOST_JUDGED)
         return Hindsight(at - first, sum(right > 0 for right in self.right[first:at]))
 
     def drafted(self, at: int, shape: DraftShape) -> int:
@@ -68,6 +78,17 @@ class DraftTrace:
             if length == shape.depth or confidence < shape.min_confidence:
                 return length
         return shape.depth
+
+
+@torch.no_grad()
+def judged_by_prompt(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts) -> Hindsight:
+    """What the end of one of `texts`' prompts says of an attached drafter, as before the first round of `generate`."""
+    last = known.text.prompt_length - 1
+    (draft,) = drafts_along(drafter, known.text, torch.arange(max(last - MOST_JUDGED, 0), last), 1)
+    first = FirstDrafts(drawn=texts.temperature > 0, warping=texts.warping)
+    truth = draft.truth[None]
+    right = first.accepted(draft.logits[None], truth, torch.ones_like(truth, dtype=torch.float), drafter.draft_ids)
+    return Hindsight.of(truth.numel(), right, draft.logits)
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,7 @@ def replay(
     largest: DraftShape,
     *,
     reading_s: float | None = None,
+    reads_at_once: bool = False,
 ) -> ReplayedText:
     """Write the trace's text by the policy's plans for one row of chains.
 
@@ -106,26 +128,33 @@ def replay(
         table: seconds of rounds, for drafts as long as `largest`.
         largest: the largest draft that the policy is offered.
         reading_s: of the drafter over what it has missed; default: as the table says.
+        reads_at_once: a round of its own drafts ends with the drafter reading what was written, as by graphs; else it
+            reads that before it drafts again, which the table's rounds count.
     """
     reading_s = table.reading_s if reading_s is None else reading_s
     tokens = trace.written or (0,) * len(trace)
     prompt = torch.tensor([trace.prompt or (0,)])
     sequences = Sequences(prompt, [0], StopRules(prompt.shape[1] + len(tokens)), None)
     (new,) = sequences.new
-    seconds, rounds, missed = 0.0, [], 0  # roots that the drafter has not seen
+    seconds, rounds = 0.0, []
+    unread, rested = 0, False  # positions that the drafter has not read; whether the last round drafted nothing
+    policy.record_prompts(trace.of_prompt)
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
         plan = policy.next_draft(RoundState(largest, [0], sequences, remaining)) if remaining > 1 else None
         hindsight = None
         if plan is not None and plan.looks_back:
-            hindsight, missed = trace.judged(len(new), missed), 0
+            hindsight, unread, rested = trace.judged(len(new), unread), 0, False
             seconds += reading_s
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         seconds += (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
-        if missed and done.drafted and not done.looked_up:
-            seconds += reading_s
-        missed = 0 if done.drafted else missed + 1
+        is_its_own = done.drafted > 0 and not done.looked_up
+        if is_its_own:
+            seconds += reading_s * rested
+            unread = 0
+        rested = not done.drafted
+        unread += 0 if is_its_own and reads_at_once else done.accepted + 1
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
             policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,), hindsight))

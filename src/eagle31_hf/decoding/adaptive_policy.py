@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..drafter.hindsight import Hindsight
 from ..trees.shape import DraftShape
 from .adaptive.controller import Decision, DraftController, Source
 from .adaptive.prompt_lookup import NOTHING, Lookup, TextIndex
-from .draft_policy import DraftPlan, RoundState, RoundStats
+from .draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from .text import Sequences
 
 
@@ -21,7 +22,7 @@ class PendingLookup:
     lookup: Lookup
 
 
-class AdaptivePolicy:
+class AdaptivePolicy(DraftPolicy):
     """Length, source and rests by a controller's decisions.
 
     Args:
@@ -45,6 +46,10 @@ class AdaptivePolicy:
         self._index, self._indexed_row, self._prompt_length = TextIndex(), -1, 0
         self._pending: PendingLookup | None = None
         self._sequences: Sequences | None = None
+
+    def record_prompts(self, hindsight: Hindsight) -> None:
+        """Tell the controller."""
+        self.controller.record_prompts(*hindsight)
 
     def next_draft(self, state: RoundState) -> DraftPlan:
         """The controller's decision as a plan."""

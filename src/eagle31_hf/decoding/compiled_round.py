@@ -130,6 +130,9 @@ class CompiledRound:
         with self.clock.phase("draft"):
             session.commit(made.state, made.rotary, counts, made.width)
 
+    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight | None:
+        return self.eager.read_prompts(tokens, aux, counts)
+
     def look_back(self) -> Hindsight | None:
         return self.eager.look_back()
 

@@ -171,7 +171,9 @@ class SpeculativeDecoder:
         written = self._write([[token] for token in chosen], batch)
         self.stage = Stage.COMMIT
         if self.caches.drafter is not None and self._goes_on:
-            self.caches.drafter.absorb(*prompts.pair(written))
+            hindsight = self.round.read_prompts(*prompts.pair(written))
+            if hindsight is not None:
+                self.request.policy.record_prompts(hindsight)
         self._after_round(batch)
 
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:

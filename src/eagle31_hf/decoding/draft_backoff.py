@@ -7,7 +7,7 @@ the drafts to come, so that what is written keeps its distribution. Plain counti
 
 from __future__ import annotations
 
-from .draft_policy import DraftPlan, RoundState, RoundStats
+from .draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 
 ROUNDS_IN_VAIN = 8
 """Rounds in a row without an accepted draft after which drafting pauses. A drafter whose first token is right every
@@ -20,8 +20,8 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128
 """Rounds without drafts: at first, and at most. Each failed retry doubles them."""
 
 
-class DraftBackoff:
-    """Drafts as much as there is room for, or nothing while that is in vain. A `DraftPolicy`."""
+class DraftBackoff(DraftPolicy):
+    """Drafts as much as there is room for, or nothing while that is in vain."""
 
     def __init__(self) -> None:
         self._tries_left = ROUNDS_IN_VAIN

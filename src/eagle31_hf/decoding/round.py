@@ -109,6 +109,11 @@ class Round(Protocol):
         """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
         ...
 
+    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight | None:
+        """Let the drafter read the end of the prompts and each row's first token, arguments as of
+        `DraftSession.absorb`, and judge it by them as `look_back` does."""
+        ...
+
     def look_back(self) -> Hindsight | None:
         """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said; `None`
         where there is no drafter."""
@@ -144,6 +149,9 @@ class RoundWrapper:
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         self.inner.commit(accepted, verified, written)
+
+    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight | None:
+        return self.inner.read_prompts(tokens, aux, counts)
 
     def look_back(self) -> Hindsight | None:
         return self.inner.look_back()

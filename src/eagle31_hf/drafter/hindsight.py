@@ -8,6 +8,7 @@ fails.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isnan
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,12 @@ class Hindsight(NamedTuple):
 
     positions: int = 0
     accepted: float = 0.0
+
+    @classmethod
+    def of(cls, positions: int, accepted: Tensor, logits: Tensor) -> Hindsight:
+        """What a scalar says. By logits that are no numbers nothing is judged: to draft with them is noticed."""
+        judged = accepted.float().masked_fill(logits.isnan().any(), torch.nan).item()
+        return cls() if isnan(judged) else cls(positions, judged)
 
 
 @dataclass(frozen=True)

@@ -143,23 +143,49 @@ class DraftSession:
         Args:
             first: how that token would have been chosen.
         """
-        if self._unread.count < 2:  # what follows the last position is not known yet
-            self.catch_up()
+        if not self._unread.count:
             return Hindsight()
-        tokens, judged = self._unread.tokens, min(MOST_JUDGED, self._unread.count - 1)
-        seen: list[Tensor] = []
+        tokens = self._unread.tokens
+        counts = [tokens.shape[1]] * tokens.shape[0]
+        hindsight = self._absorb_judging(tokens, self._unread.aux, counts, first, self._unread.chances)
+        self._unread.clear()
+        return hindsight
+
+    def absorb_judging(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], first: FirstDrafts) -> Hindsight:
+        """`absorb`, and how often the first token of a draft would have been the one that follows.
+
+        Args:
+            tokens, aux, counts: as of `absorb`, of text that was there already: its chances are not known.
+            first: how that token would have been chosen.
+        """
+        self.catch_up()
+        return self._absorb_judging(tokens, aux, counts, first, None)
+
+    def _absorb_judging(
+        self, tokens: Tensor, aux: Tensor, counts: Sequence[int], first: FirstDrafts, chances: Tensor | None
+    ) -> Hindsight:
+        """By the last positions of each row that are read at once; what follows the very last is not known yet. Known
+        `chances` are of no more than is read at once."""
+        found = Hindsight()
 
         def read(tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
+            nonlocal found
+            judged = min(MOST_JUDGED, min(counts) - 1)
+            if judged < 1:
+                return self.read(tokens, aux, rotary, counts)
             normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
-            seen.append(self.drafter.draft_logits(normed[:, -1 - judged :]))
-            return DraftState(seen[-1][:, -1:], feedback[:, -1:])
+            last = _last_places(counts, judged + 1, self.device)
+            logits = self.drafter.draft_logits(normed.gather(1, last.expand(-1, -1, normed.shape[-1])))
+            places = last[:, 1:, 0]
+            known = torch.ones_like(places, dtype=torch.float)
+            if chances is not None:
+                known = chances.to(self.device).gather(1, places)
+            right = first.accepted(logits[:, :-1], tokens.gather(1, places), known, self.draft_ids)
+            found = Hindsight.of(places.numel(), right, logits)
+            return DraftState(logits[:, -1:], feedback.gather(1, last[:, -1:].expand(-1, -1, feedback.shape[-1])))
 
-        self._absorb(tokens, self._unread.aux, [tokens.shape[1]] * tokens.shape[0], read=read)
-        logits = torch.cat(seen, 1)[:, -1 - judged : -1]  # (B, judged, Vd)
-        latest, chances = (each[:, -judged:].to(self.device) for each in (tokens, self._unread.chances))
-        accepted = first.accepted(logits, latest, chances, self.draft_ids)
-        self._unread.clear()
-        return Hindsight(latest.numel(), float(accepted))
+        self._absorb(tokens, aux, counts, read=read)
+        return found
 
     def _absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
         """Read at once what the cache takes at once."""
@@ -313,6 +339,11 @@ def absorbed(tokens: Sequence[Sequence[int]], aux: Tensor) -> tuple[Tensor, Tens
 def positions_read_at_once(drafter: Eagle31Drafter, chunk: int) -> int:
     """Of a prompt's chunk of so many tokens."""
     return chunk if attention_window(drafter) is None else min(chunk, WINDOWED_READ)
+
+
+def _last_places(counts: Sequence[int], width: int, device: torch.device) -> Tensor:
+    """Of each row's last `width` positions, `(B, width, 1)`."""
+    return (torch.tensor(counts, device=device)[:, None] + torch.arange(-width, 0, device=device))[..., None]
 
 
 def _may_view(counts: Sequence[int], width: int) -> bool:

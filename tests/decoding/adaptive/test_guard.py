@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from draft_traces import COSTS, LONGEST, calibrated
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle31_hf.decoding.adaptive.acceptance_rates import Prior
+from eagle31_hf.decoding.adaptive.controller import FEWEST_JUDGED, Decision, DraftController, Source
 from eagle31_hf.decoding.adaptive.guard import (
     GRACE_LOSS,
     LONGEST_REST,
@@ -144,3 +149,38 @@ def test_no_rest_is_longer_than_its_bound(rounds: list[tuple[float, float]]) -> 
             resting = 0
             guard.record_drafts(won, speedup)
         assert resting <= LONGEST_REST
+
+
+def controller(**settings: Any) -> DraftController:
+    table = next(iter(COSTS.values())).rounds(LONGEST)
+    return DraftController(table, calibrated(table), **settings)
+
+
+def test_what_knows_nothing_of_the_prompt_rests_first() -> None:
+    events: list[tuple[str, str]] = []
+    knows = controller(on_event=lambda *told: events.append(told))
+    knows.record_prompts(16, 1.0)
+    knows.record_prompts(FEWEST_JUDGED - 1, 0.0)  # so few say nothing
+    knows.record_prompts(0, 0.0)
+    assert not knows.guard.rests
+    assert not events
+    ignorant = controller(on_event=lambda *told: events.append(told))
+    ignorant.record_prompts(FEWEST_JUDGED, 0.0)
+    for _ in range(SHORTEST_REST):
+        assert ignorant.decide() == Decision(Source.NOTHING)
+        ignorant.record(Decision(Source.NOTHING), 0, [0])
+    assert ignorant.decide().looks_back
+    (what, why), *_ = events
+    assert what == "rest"
+    assert why.startswith("the drafter knows nothing of the prompt")
+    ignorant.record_hindsight(7, 6.0)
+    assert ignorant.decide().source is Source.DRAFTER, "it may know what is written behind it"
+
+
+def test_what_earlier_texts_say_is_no_less_than_what_a_prompt_says() -> None:
+    resting = controller(prior=Prior(0.02, 4.0))
+    resting.record_prompts(16, 0.0)
+    for _ in range(LONGEST_REST):
+        assert not resting.decide().looks_back
+        resting.record(Decision(Source.NOTHING), 0, [0])
+    assert resting.decide().looks_back

@@ -105,6 +105,10 @@ class CollapseGuard:
         """Judge the drafter soon: what it is asked about may have changed."""
         self._rest_left = min(self._rest_left, SHORTEST_REST)
 
+    def rest_at_first(self) -> None:
+        """Begin with a rest, before any drafts."""
+        self._begin_rest()
+
     def record_judgement(self, *, is_promising: bool, knows_nothing: bool = False) -> GuardState:
         """After the drafter was judged by what it missed. Returns the new state.
 

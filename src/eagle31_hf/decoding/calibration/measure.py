@@ -24,7 +24,7 @@ from ...target.binding import TargetBinding
 from ...target.device_clock import now
 from ...trees.shape import DraftShape
 from ..decoder import SpeculativeDecoder
-from ..draft_policy import DraftPlan, RoundState, RoundStats
+from ..draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ..request import DecodingRequest
 from ..text import Sequences, StopRules
 from .bare_meter import BareMeter, WidthSeconds
@@ -181,8 +181,8 @@ def _median(figure: str, rounds: list[WidthSeconds]) -> float:
     return median(getattr(each, figure) for each in rounds)
 
 
-class AlwaysTheSame:
-    """A `DraftPolicy` of one plan."""
+class AlwaysTheSame(DraftPolicy):
+    """One plan."""
 
     def __init__(self, plan: DraftPlan):
         self.plan = plan
