@@ -44,6 +44,7 @@ class CompiledVerification:
         self.eager = Verification(binding, cache)
         self.inputs = GraphInputs(cache)
         self.first_rows = cache.batch_size
+        self._attention = binding.model.config._attn_implementation
 
     def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
         """As `Verification`; the binding must be capturing.
@@ -67,7 +68,7 @@ class CompiledVerification:
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self.eager(tree),
         )
-        return TargetOutput(output.logits[:, :size], output.aux[:, :size])
+        return output if size == nodes else TargetOutput(output.logits[:, :size], output.aux[:, :size])
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""
@@ -79,9 +80,9 @@ class CompiledVerification:
         return self._key(rows, node_bucket(size, self.most_nodes), masks_trees=masks_trees)
 
     def _key(self, rows: int, nodes: int, *, masks_trees: bool) -> GraphKey:
-        attention, offsets = self.binding.model.config._attn_implementation, self.cache.position_offsets
+        offsets = self.cache.position_offsets
         axes = 0 if offsets is None else len(offsets)
-        return GraphKey("verify", rows, nodes, (masks_trees, axes, *self.cache.mask_widths.items(), attention))
+        return GraphKey("verify", rows, nodes, (masks_trees, axes, *self.cache.mask_widths.items(), self._attention))
 
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..drafter.hindsight import Hindsight
 from ..trees.shape import DraftShape
 from .text import Sequences
 
 
-@dataclass(frozen=True)
-class RoundState:
+class RoundState(NamedTuple):
     """What a policy may look at before a round.
 
     Attributes:
@@ -51,14 +50,16 @@ class DraftPlan:
     skips: bool = False
     looks_back: bool = False
 
-    @classmethod
-    def skip(cls, *, looks_back: bool = False) -> DraftPlan:
+    @staticmethod
+    def skip(*, looks_back: bool = False) -> DraftPlan:
         """Draft nothing: one token per row, as plain decoding."""
-        return cls(DraftShape(depth=0), skips=True, looks_back=looks_back)
+        return _SKIPS_LOOKING_BACK if looks_back else _SKIPS
 
 
-@dataclass(frozen=True)
-class RoundStats:
+_SKIPS, _SKIPS_LOOKING_BACK = (DraftPlan(DraftShape(depth=0), skips=True, looks_back=looks) for looks in (False, True))
+
+
+class RoundStats(NamedTuple):
     """What became of a plan.
 
     Attributes:

@@ -103,7 +103,7 @@ class EagerRound:
             with self.clock.phase("draft"):
                 width = len(tokens[0])
                 if all(len(row) == width for row in tokens):
-                    session.put_off(tokens, aux.narrow(1, 0, width), chances)
+                    session.put_off(tokens, aux if aux.shape[1] == width else aux.narrow(1, 0, width), chances)
                 else:
                     session.absorb(*absorbed(tokens, aux))
 

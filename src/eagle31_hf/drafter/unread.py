@@ -22,7 +22,7 @@ class UnreadPositions:
         self.room, self.count = room, 0
         self._tokens: list[list[int]] = []  # of each row
         self._aux: Tensor | None = None  # (B, room, A*Ht)
-        self._chances: Tensor | None = None  # (B, room)
+        self._chances: list[tuple[int, Tensor | None]] = []  # so many positions, (B, T) where they are known
 
     def fits(self, width: int) -> bool:
         """Whether there is room for so many more."""
@@ -39,15 +39,11 @@ class UnreadPositions:
         if not self.count:
             self._make_room(aux)
         assert self._aux is not None
-        assert self._chances is not None
         for row, more in zip(self._tokens, tokens, strict=True):
             row.extend(more)
         width = aux.shape[1]
         self._aux.narrow(1, self.count, width).copy_(aux)
-        if chances is None:
-            self._chances.narrow(1, self.count, width).fill_(1.0)
-        else:
-            self._chances.narrow(1, self.count, width).copy_(chances)
+        self._chances.append((width, chances))
         self.count += width
 
     def _make_room(self, aux: Tensor) -> None:
@@ -57,12 +53,15 @@ class UnreadPositions:
         self._tokens = [[] for _ in range(rows)]
         if held is None or (held.dtype, held.device, held.shape[::2]) != (aux.dtype, aux.device, (rows, width)):
             self._aux = aux.new_empty(rows, self.room, width)
-            self._chances = torch.empty(rows, self.room, device=aux.device)
 
     @property
     def tokens(self) -> Tensor:
         """Of all that waits, `(B, n)`."""
-        return torch.tensor(self._tokens, device=None if self._aux is None else self._aux.device)
+        return torch.tensor(self._tokens, device=self._device)
+
+    @property
+    def _device(self) -> torch.device | None:
+        return None if self._aux is None else self._aux.device
 
     @property
     def aux(self) -> Tensor:
@@ -72,10 +71,11 @@ class UnreadPositions:
 
     @property
     def chances(self) -> Tensor:
-        """The target's probability of each token that waits, `(B, n)`; valid until the next `add`."""
-        assert self._chances is not None, "nothing waits"
-        return self._chances.narrow(1, 0, self.count)
+        """The target's probability of each token that waits, `(B, n)`."""
+        known = (torch.ones(len(self._tokens), width) if each is None else each for width, each in self._chances)
+        return torch.cat([each.to(self._device) for each in known], dim=1)
 
     def clear(self) -> None:
         """Nothing waits any more."""
         self.count = 0
+        self._chances.clear()

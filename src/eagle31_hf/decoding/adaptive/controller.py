@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from math import exp
+from typing import NamedTuple
 
 from .acceptance_rates import AcceptanceRates, Prior
 from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
@@ -44,8 +44,7 @@ class Source(Enum):
     NOTHING = "nothing"
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What to draft: up to `depth` tokens, fewer once the drafter is less sure of them all than `min_confidence`.
 
     Or nothing, and perhaps to judge the drafter by what it would have drafted while it rested (`looks_back`).
