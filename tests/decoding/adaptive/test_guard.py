@@ -177,6 +177,18 @@ def test_what_knows_nothing_of_the_prompt_rests_first() -> None:
     assert ignorant.decide().source is Source.DRAFTER, "it may know what is written behind it"
 
 
+def test_what_knows_neither_the_prompt_nor_what_follows_rests_long() -> None:
+    ignorant, rests = controller(), []
+    ignorant.record_prompts(16, 0.0)
+    for _ in range(3):
+        rests.append(0)
+        while not ignorant.decide().looks_back:
+            ignorant.record(Decision(Source.NOTHING), 0, [0])
+            rests[-1] += 1
+        ignorant.record_hindsight(16, 1.5)
+    assert rests == [SHORTEST_REST, LONGEST_REST, LONGEST_REST]
+
+
 def test_what_earlier_texts_say_is_no_less_than_what_a_prompt_says() -> None:
     resting = controller(prior=Prior(0.02, 4.0))
     resting.record_prompts(16, 0.0)

@@ -106,8 +106,9 @@ class CollapseGuard:
         self._rest_left = min(self._rest_left, SHORTEST_REST)
 
     def rest_at_first(self) -> None:
-        """Begin with a rest, before any drafts."""
+        """Begin with a short rest, before any drafts, and with long ones if that promises nothing either."""
         self._begin_rest()
+        self._next_rest = LONGEST_REST
 
     def record_judgement(self, *, is_promising: bool, knows_nothing: bool = False) -> GuardState:
         """After the drafter was judged by what it missed. Returns the new state.
