@@ -45,6 +45,7 @@ def users_turn(text: Tensor, seed: int = 0, tokens: int = 5) -> Tensor:
 @contextmanager
 def target_positions(name: str) -> Iterator[list[int]]:
     """Positions per row of each target forward, as its last layer sees them."""
+    drafter_of(name)  # attaching it takes a forward, too
     counts: list[int] = []
 
     def count(_module: Any, args: tuple, kwargs: dict) -> None:

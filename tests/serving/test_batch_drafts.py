@@ -97,9 +97,11 @@ def drafted(drafts: BatchDrafts, rows: int, right: int, rounds: int) -> list[int
     depths = []
     for _ in range(rounds):
         plan = drafts.next_draft(rows, context=64, remaining=200)
+        if plan.looks_back:
+            drafts.record_hindsight(Hindsight(8, 8.0 * (right > 0)))
+            plan = drafts.next_draft(rows, context=64, remaining=200)
         depths.append(plan.shape.depth)
-        hindsight = Hindsight(8, 8.0 * (right > 0)) if plan.looks_back else None
-        drafts.record(plan, plan.shape.depth, [min(right, plan.shape.depth)] * rows, hindsight)
+        drafts.record(plan, plan.shape.depth, [min(right, plan.shape.depth)] * rows)
     return depths
 
 

@@ -120,8 +120,8 @@ def replay(
 ) -> ReplayedText:
     """Write the trace's text by the policy's plans for one row of chains.
 
-    The drafter's first draft after a round without any waits until it has read what it missed, and so does a plan that
-    looks back.
+    The drafter's first draft after a round without any waits until it has read what it missed, unless it was judged
+    just before, for which it reads as much.
 
     Args:
         policy: a new one, as for a generation of its own.
@@ -141,11 +141,12 @@ def replay(
     policy.record_prompts(trace.of_prompt)
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
-        plan = policy.next_draft(RoundState(largest, [0], sequences, remaining)) if remaining > 1 else None
-        hindsight = None
+        state = RoundState(largest, [0], sequences, remaining)
+        plan = policy.next_draft(state) if remaining > 1 else None
         if plan is not None and plan.looks_back:
-            hindsight, unread, rested = trace.judged(len(new), unread), 0, False
-            seconds += reading_s
+            policy.record_hindsight(trace.judged(len(new), unread))
+            seconds, unread, rested = seconds + reading_s, 0, False
+            plan = policy.next_draft(state)
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         seconds += (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
@@ -157,7 +158,7 @@ def replay(
         unread += 0 if is_its_own and reads_at_once else done.accepted + 1
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
-            policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,), hindsight))
+            policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,)))
     return ReplayedText(seconds, tuple(rounds))
 
 

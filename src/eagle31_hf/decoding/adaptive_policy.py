@@ -51,6 +51,10 @@ class AdaptivePolicy(DraftPolicy):
         """Tell the controller."""
         self.controller.record_prompts(*hindsight)
 
+    def record_hindsight(self, hindsight: Hindsight) -> None:
+        """Tell the controller."""
+        self.controller.record_hindsight(*hindsight)
+
     def next_draft(self, state: RoundState) -> DraftPlan:
         """The controller's decision as a plan."""
         lookup = self._lookup(state)
@@ -75,8 +79,6 @@ class AdaptivePolicy(DraftPolicy):
             decision = Decision(Source.DRAFTER, plan.shape.depth, plan.shape.min_confidence)
             self._tell_source(Source.DRAFTER, "the text does not repeat itself in a way that pays more")
         self.controller.record(decision, stats.depth, stats.accepted)
-        if plan.looks_back and stats.hindsight is not None:
-            self.controller.record_hindsight(*stats.hindsight)
 
     def _tell_source(self, source: Source, why: str) -> None:
         if source is not self._source:

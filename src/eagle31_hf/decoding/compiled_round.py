@@ -130,10 +130,10 @@ class CompiledRound:
         with self.clock.phase("draft"):
             session.commit(made.state, made.rotary, counts, made.width)
 
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight | None:
+    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         return self.eager.read_prompts(tokens, aux, counts)
 
-    def look_back(self) -> Hindsight | None:
+    def look_back(self) -> Hindsight:
         return self.eager.look_back()
 
     def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None) -> None:

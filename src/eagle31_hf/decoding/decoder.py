@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.hindsight import Hindsight
 from ..sampling.acceptance import Acceptance
 from ..sampling.draw import draw
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
@@ -171,9 +170,7 @@ class SpeculativeDecoder:
         written = self._write([[token] for token in chosen], batch)
         self.stage = Stage.COMMIT
         if self.caches.drafter is not None and self._goes_on:
-            hindsight = self.round.read_prompts(*prompts.pair(written))
-            if hindsight is not None:
-                self.request.policy.record_prompts(hindsight)
+            self.request.policy.record_prompts(self.round.read_prompts(*prompts.pair(written)))
         self._after_round(batch)
 
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
@@ -191,7 +188,6 @@ class SpeculativeDecoder:
         """One round: draft, verify, accept; from then on the text is longer, and the caches follow."""
         self.stage, batch = Stage.DRAFT, self._batch()
         batch = replace(batch, plan=self._plan(batch))
-        hindsight = self.round.look_back() if batch.plan is not None and batch.plan.looks_back else None
         tree = self.round.draft(batch)
         self.stage = Stage.VERIFY
         verified = self.round.verify(tree)
@@ -207,7 +203,7 @@ class SpeculativeDecoder:
         self._collect_scores(accepted, verified.logits, paths, batch)
         written = Written(paths, self._write(emitted, batch))
         self.stage = Stage.COMMIT
-        self._record(tree, [len(paths[b]) - 1 for b in batch.live], batch, hindsight)
+        self._record(tree, [len(paths[b]) - 1 for b in batch.live], batch)
         if self._goes_on:
             self.round.commit(accepted, verified, written)
         self._after_round(batch)
@@ -239,17 +235,21 @@ class SpeculativeDecoder:
         remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
         if remaining < 2 or self.caches.drafter is None or self.largest.depth < 1:
             return None
-        plan = self.request.policy.next_draft(RoundState(self.largest, live_rows, self.sequences, remaining))
+        policy, state = self.request.policy, RoundState(self.largest, live_rows, self.sequences, remaining)
+        plan = policy.next_draft(state)
+        if plan.looks_back:
+            policy.record_hindsight(self.round.look_back())
+            plan = policy.next_draft(state)
         shape = plan.shape.within(self.largest)
         return plan if shape is plan.shape else replace(plan, shape=shape)
 
-    def _record(self, tree: DraftTree, accepted: list[int], batch: RoundBatch, hindsight: Hindsight | None) -> None:
+    def _record(self, tree: DraftTree, accepted: list[int], batch: RoundBatch) -> None:
         stats, plan, depth, nodes = self.request.stats, batch.plan, tree.max_depth, tree.size - 1
         stats.record_round(depth=depth, nodes=nodes, accepted=accepted)
         if plan is not None:
             stats.skipped_rounds += plan.skips
             rows = tuple(self.rows[b] for b in batch.live)
-            self.request.policy.record(RoundStats(plan, depth, nodes, rows, tuple(accepted), hindsight))
+            self.request.policy.record(RoundStats(plan, depth, nodes, rows, tuple(accepted)))
 
     def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
         """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""

@@ -41,8 +41,8 @@ class DraftPlan:
         tokens: drafts that are there already instead of the drafter's, one chain per row of `RoundState.rows`, of any
             length up to `shape.depth` (prompt lookup).
         skips: nothing is drafted because it would be in vain (`stats.skipped_rounds` counts these).
-        looks_back: nothing is drafted, but the drafter reads what it missed, and is judged by it: see
-            `RoundStats.hindsight`.
+        looks_back: before that is decided the drafter reads what it missed, and is judged by it: the policy is told
+            (`record_hindsight`) and asked again.
     """
 
     shape: DraftShape
@@ -68,7 +68,6 @@ class RoundStats(NamedTuple):
         nodes: draft tokens verified per row.
         rows: rows of the text that needed tokens.
         accepted: draft tokens that each of them accepted.
-        hindsight: how often the first token of a draft would have been right lately, where the plan looks back.
     """
 
     plan: DraftPlan
@@ -76,7 +75,6 @@ class RoundStats(NamedTuple):
     nodes: int
     rows: tuple[int, ...]
     accepted: tuple[int, ...]
-    hindsight: Hindsight | None = None
 
 
 class DraftPolicy(Protocol):
@@ -94,6 +92,10 @@ class DraftPolicy(Protocol):
     def next_draft(self, state: RoundState) -> DraftPlan:
         """What to draft in the coming round."""
         ...
+
+    def record_hindsight(self, hindsight: Hindsight) -> None:
+        """Learn how often the first token of a draft would have been right lately, where a plan looks back."""
+        return
 
     def record(self, stats: RoundStats) -> None:
         """Learn what became of it."""

@@ -67,19 +67,19 @@ class EagerRound:
         self.caches.target.keep(written.paths, counts)
         self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)), accepted.chances)
 
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight | None:
+    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         session = self.caches.drafter
         if session is None:
-            return None
+            return Hindsight()
         if self._first_drafts is not None:
             return session.absorb_judging(tokens, aux, counts, self._first_drafts)
         session.absorb(tokens, aux, counts)
         return Hindsight()
 
-    def look_back(self) -> Hindsight | None:
+    def look_back(self) -> Hindsight:
         session = self.caches.drafter
         if session is None:
-            return None
+            return Hindsight()
         with self.clock.phase("draft"):
             if self._first_drafts is not None:
                 return session.look_back(self._first_drafts)

@@ -109,14 +109,14 @@ class Round(Protocol):
         """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
         ...
 
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight | None:
+    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         """Let the drafter read the end of the prompts and each row's first token, arguments as of
         `DraftSession.absorb`, and judge it by them as `look_back` does."""
         ...
 
-    def look_back(self) -> Hindsight | None:
-        """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said; `None`
-        where there is no drafter."""
+    def look_back(self) -> Hindsight:
+        """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said. Before
+        a round's `draft`."""
         ...
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -150,10 +150,10 @@ class RoundWrapper:
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         self.inner.commit(accepted, verified, written)
 
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight | None:
+    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         return self.inner.read_prompts(tokens, aux, counts)
 
-    def look_back(self) -> Hindsight | None:
+    def look_back(self) -> Hindsight:
         return self.inner.look_back()
 
     def select_rows(self, rows: Sequence[int]) -> None:

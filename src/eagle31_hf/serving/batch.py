@@ -200,9 +200,8 @@ class TextBatch:
 
     def round(self) -> list[tuple[WrittenText, RoundOutput]]:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
-        plan = self._plan()
         with self.clock.phase("draft"):
-            hindsight = self.session.look_back(FirstDrafts()) if plan.looks_back else None
+            plan = self._plan()
             tree = self._draft(plan)
         with self.clock.phase("verify"), self.binding.capturing():
             out = self.verify(tree)
@@ -215,7 +214,7 @@ class TextBatch:
         self.cache.keep(paths, counts)
         self._absorb([list(output.tokens) for output in outputs], out.aux, None if tree.is_chain else paths)
         accepted = [len(path) - 1 for path in paths]
-        self.drafts.record(plan, tree.max_depth, accepted, hindsight)
+        self.drafts.record(plan, tree.max_depth, accepted)
         self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
         self.stats.skipped_rounds += plan.skips
         self.stats.new_tokens += sum(counts)
@@ -245,7 +244,12 @@ class TextBatch:
     def _plan(self) -> DraftPlan:
         context = max(self.cache.lengths)
         remaining = max(text.writer.remaining for text in self.texts)
-        return self.drafts.next_draft(len(self.texts), context=context, remaining=remaining)
+        rows = len(self.texts)
+        plan = self.drafts.next_draft(rows, context=context, remaining=remaining)
+        if plan.looks_back:
+            self.drafts.record_hindsight(self.session.look_back(FirstDrafts()))
+            plan = self.drafts.next_draft(rows, context=context, remaining=remaining)
+        return plan
 
     def _draft(self, plan: DraftPlan) -> DraftTree:
         roots = torch.tensor([text.last_token for text in self.texts], device=self.binding.input_device)

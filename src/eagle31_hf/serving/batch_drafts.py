@@ -69,11 +69,15 @@ class BatchDrafts:
         else:
             self._controller.guard.shorten_rest()
 
-    def record(self, plan: DraftPlan, drafted: int, accepted: list[int], hindsight: Hindsight | None = None) -> None:
+    def record_hindsight(self, hindsight: Hindsight) -> None:
+        """Learn how often a drafter that rested would have been right, where the plan looks back."""
+        self._policy.record_hindsight(hindsight)
+
+    def record(self, plan: DraftPlan, drafted: int, accepted: list[int]) -> None:
         """Learn what became of a plan: `drafted` tokens one after another, so many `accepted` by each row."""
         if plan.skips or drafted:
             rows = tuple(range(len(accepted)))
-            self._policy.record(RoundStats(plan, drafted, drafted, rows, tuple(accepted), hindsight))
+            self._policy.record(RoundStats(plan, drafted, drafted, rows, tuple(accepted)))
 
     def _share_rounds(self, calibration: Calibration, rows: int, context: int) -> None:
         """From now on so many rows share each round."""
