@@ -87,7 +87,7 @@ def judged_by_prompt(drafter: Eagle31Drafter, known: KnownText, texts: KnownText
     (draft,) = drafts_along(drafter, known.text, torch.arange(max(last - MOST_JUDGED, 0), last), 1)
     first = FirstDrafts(drawn=texts.temperature > 0, warping=texts.warping)
     truth = draft.truth[None]
-    right = first.accepted(draft.logits[None], truth, torch.ones_like(truth, dtype=torch.float), drafter.draft_ids)
+    right = first.accepted(draft.logits[None], truth, None, drafter.draft_ids)
     return Hindsight.of(truth.numel(), right, draft.logits)
 
 

@@ -31,7 +31,7 @@ class Hindsight(NamedTuple):
     @classmethod
     def of(cls, positions: int, accepted: Tensor, logits: Tensor) -> Hindsight:
         """What a scalar says. By logits that are no numbers nothing is judged: to draft with them is noticed."""
-        judged = accepted.float().masked_fill(logits.isnan().any(), torch.nan).item()
+        judged = accepted.float().masked_fill(logits.amax().isnan(), torch.nan).item()
         return cls() if isnan(judged) else cls(positions, judged)
 
 
@@ -49,7 +49,7 @@ class FirstDrafts:
     drawn: bool = False
     warping: DraftWarping | None = None
 
-    def accepted(self, logits: Tensor, tokens: Tensor, chances: Tensor, draft_ids: Tensor | None) -> Tensor:
+    def accepted(self, logits: Tensor, tokens: Tensor, chances: Tensor | None, draft_ids: Tensor | None) -> Tensor:
         """How many of these would have been accepted: a count, or of drawn ones what is expected of it. A scalar.
 
         A drawn draft is kept with probability `sum(min(p, q))`, the mean of `min(1, q(x) / p(x))` over what the target
@@ -58,7 +58,7 @@ class FirstDrafts:
         Args:
             logits: the drafter's `(B, T, Vd)`.
             tokens: `(B, T)` that the target wrote there.
-            chances: `(B, T)` the target's probability of each; only asked of drawn ones.
+            chances: `(B, T)` the target's probability of each, 1 where `None`; only asked of drawn ones.
             draft_ids: target ids of a reduced draft vocabulary.
         """
         if not self.drawn:
@@ -69,4 +69,4 @@ class FirstDrafts:
         probs = scores.softmax(-1).view(logits.shape)
         ids = torch.arange(logits.shape[-1], device=logits.device) if draft_ids is None else draft_ids
         drafted = probs.masked_fill(ids != tokens[..., None], 0.0).sum(-1)  # (B, T), 0 where it cannot be drafted
-        return (drafted / chances).clamp(max=1.0).nan_to_num(0.0).sum()
+        return drafted.sum() if chances is None else (drafted / chances).clamp(max=1.0).nan_to_num(0.0).sum()

@@ -162,29 +162,30 @@ class DraftSession:
         return self._absorb_judging(tokens, aux, counts, first, None)
 
     def _absorb_judging(
-        self, tokens: Tensor, aux: Tensor, counts: Sequence[int], first: FirstDrafts, chances: Tensor | None
+        self,
+        tokens: Tensor,
+        aux: Tensor,
+        counts: Sequence[int],
+        first: FirstDrafts,
+        chances: Tensor | None,
     ) -> Hindsight:
         """By the last positions of each row that are read at once; what follows the very last is not known yet. Known
         `chances` are of no more than is read at once."""
         found = Hindsight()
 
-        def read(tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
+        def judge(tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
             nonlocal found
             judged = min(MOST_JUDGED, min(counts) - 1)
             if judged < 1:
                 return self.read(tokens, aux, rotary, counts)
-            normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
-            last = _last_places(counts, judged + 1, self.device)
-            logits = self.drafter.draft_logits(normed.gather(1, last.expand(-1, -1, normed.shape[-1])))
-            places = last[:, 1:, 0]
-            known = torch.ones_like(places, dtype=torch.float)
-            if chances is not None:
-                known = chances.to(self.device).gather(1, places)
-            right = first.accepted(logits[:, :-1], tokens.gather(1, places), known, self.draft_ids)
-            found = Hindsight.of(places.numel(), right, logits)
-            return DraftState(logits[:, -1:], feedback.gather(1, last[:, -1:].expand(-1, -1, feedback.shape[-1])))
+            state = self.read(tokens, aux, rotary, counts, before=judged)
+            places = _last_places(counts, judged - 1, self.device)
+            known = None if chances is None else chances.to(self.device).gather(1, places)
+            right = first.accepted(state.logits[:, :-1], tokens.gather(1, places), known, self.draft_ids)
+            found = Hindsight.of(places.numel(), right, state.logits)
+            return DraftState(state.logits[:, -1:], state.feedback)
 
-        self._absorb(tokens, aux, counts, read=read)
+        self._absorb(tokens, aux, counts, read=judge)
         return found
 
     def _absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
@@ -222,16 +223,29 @@ class DraftSession:
             warn_of_length(self.drafter)
             self._trained_length = sys.maxsize  # said
 
-    def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
-        """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
+    def read(
+        self,
+        tokens: Tensor,
+        aux: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        counts: Sequence[int],
+        *,
+        before: int = 0,
+    ) -> DraftState:
+        """One pass over `absorb`'s positions, not yet committed; the state after each row's last.
+
+        Args:
+            before: positions before the last one whose logits are given, too, `(B, before + 1, Vd)`; of a row that has
+                fewer the first one stands in for those that are missing.
+        """
         normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
-        if _may_view(counts, tokens.shape[1]):
+        if not before and _may_view(counts, tokens.shape[1]):
             last = slice(counts[0] - 1, counts[0])
             normed, feedback = normed[:, last], feedback[:, last]
         else:
-            index = torch.tensor([[max(count - 1, 0)] for count in counts], device=self.device)
+            places = _last_places(counts, before, self.device)
             rows = torch.arange(len(counts), device=self.device)[:, None]
-            normed, feedback = normed[rows, index], feedback[rows, index]  # (B, 1, H)
+            normed, feedback = normed[rows, places], feedback[rows, places[:, -1:]]  # (B, before + 1, H), (B, 1, H)
         return DraftState(self.drafter.draft_logits(normed), feedback)
 
     def _merged(self, state: DraftState, counts: Sequence[int]) -> DraftState:
@@ -341,9 +355,10 @@ def positions_read_at_once(drafter: Eagle31Drafter, chunk: int) -> int:
     return chunk if attention_window(drafter) is None else min(chunk, WINDOWED_READ)
 
 
-def _last_places(counts: Sequence[int], width: int, device: torch.device) -> Tensor:
-    """Of each row's last `width` positions, `(B, width, 1)`."""
-    return (torch.tensor(counts, device=device)[:, None] + torch.arange(-width, 0, device=device))[..., None]
+def _last_places(counts: Sequence[int], before: int, device: torch.device) -> Tensor:
+    """Of each row's last position and so many before it, `(B, before + 1)`; none before a row's first."""
+    last = torch.tensor(counts, device=device)[:, None] - 1
+    return (last + torch.arange(-before, 1, device=device)).clamp(min=0)
 
 
 def _may_view(counts: Sequence[int], width: int) -> bool:
