@@ -48,7 +48,7 @@ from eagle31_hf.cli.pairs import Pair, encode
 from eagle31_hf.decoding.adaptive.prompt_lookup import TextIndex
 from eagle31_hf.decoding.calibration.bare_meter import BareMeter
 from eagle31_hf.decoding.calibration.calibration import Calibration
-from eagle31_hf.decoding.calibration.measure import CONTEXTS, AlwaysTheSame
+from eagle31_hf.decoding.calibration.measure import CONTEXTS, InTurn
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
@@ -106,7 +106,7 @@ def traces_of(drafter: Eagle31Drafter, texts: KnownTexts, deals: int) -> list[Dr
 def policy_of(way: Way, context: int, *, sampled: bool, compiled: bool) -> tuple[DraftPolicy, DraftShape]:
     """As `generate` chooses it for a text of its own, and the largest draft."""
     if way.drafter is None:
-        policy = LookupAlone() if way.name == LOOKUP else AlwaysTheSame(DraftPlan.skip())
+        policy = LookupAlone() if way.name == LOOKUP else InTurn(DraftPlan.skip())
         return policy, DraftShape(LONGEST_CHAIN)
     with configured(way):
         length = way.drafter.generation_config.draft_length(

@@ -17,6 +17,7 @@ from eagle31_hf.decoding.calibration import bare_meter, store
 from eagle31_hf.decoding.calibration import measure as measuring
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.calibration.measure import CONTEXTS, PIECES, WIDTHS, measure, measure_by_pieces, measure_graphs
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.errors import ConfigurationError
 from helpers import (
@@ -78,13 +79,37 @@ def test_measures_whole_rounds_of_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rounds_of_graphs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rounds_s(_drafter, _context, plans, *_others, **_told) -> list[float]:
-        assert [plan.shape.depth for plan in plans] == [7, 0, 7]
-        return [3.0, 1.0, 1.25]
+    def rounds_s(_drafter, _context, kinds, *_others, **_told) -> list[float]:
+        assert [[plan.shape.depth for plan in kind.plans] for kind in kinds] == [[7], [0], [7], [7, 7]]
+        return [3.0, 1.0, 1.25, resumed_s]
 
     monkeypatch.setattr(measuring, "_rounds_s", rounds_s)
+    resumed_s = 4.5
     table = measure_graphs(drafter_of("llama")).costs(4096).rounds(7)
     assert (table.plain_s, table.lookup_s[3], table.lookup_s[7], table.speculative_s[7]) == (1.0, 1.25, 1.25, 3.0)
+    assert table.resume_s == 1.5
+    resumed_s = 2.9  # disturbed: to resume takes no less than to go on
+    assert measure_graphs(drafter_of("llama")).contexts[0].resume_s == 0.0
+
+
+def test_timed_rounds_are_of_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain behind a lookup, say: its seconds count, and the lookup's do not."""
+    seconds_of = {"chain": 4.0, "rest": 1.0, "looked up": 2.0}
+    made: list[str] = []
+
+    def step(decoder: SpeculativeDecoder) -> float:
+        plan = decoder.request.policy.next_draft(None)
+        made.append("rest" if plan.skips else "looked up" if plan.tokens else "chain")
+        decoder.step()
+        return seconds_of[made[-1]]
+
+    monkeypatch.setattr(measuring, "_timed_step", step)
+    eagle = drafter_of("llama")
+    with torch.no_grad():
+        found = measuring._rounds_s(eagle, 16, measuring._graph_rounds(eagle, sampled=False))
+    assert found == [4.0, 1.0, 2.0, 4.0]
+    turn = ["chain"] * 3 + ["rest"] * 10 + ["looked up"] + ["looked up", "chain"]
+    assert made == turn * measuring.TURNS
 
 
 def test_the_nearest_context_counts() -> None:

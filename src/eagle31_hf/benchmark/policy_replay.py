@@ -121,7 +121,7 @@ def replay(
     """Write the trace's text by the policy's plans for one row of chains.
 
     The drafter's first draft after a round without any waits until it has read what it missed, unless it was judged
-    just before, for which it reads as much.
+    just before, for which it reads as much. Behind a round of other drafts it takes what the table says of resuming.
 
     Args:
         policy: a new one, as for a generation of its own.
@@ -137,7 +137,8 @@ def replay(
     sequences = Sequences(prompt, [0], StopRules(prompt.shape[1] + len(tokens)), None)
     (new,) = sequences.new
     seconds, rounds = 0.0, []
-    unread, rested = 0, False  # positions that the drafter has not read; whether the last round drafted nothing
+    unread = 0  # positions that the drafter has not read
+    resume_s = 0.0  # what its next draft takes beyond others
     policy.record_prompts(trace.of_prompt)
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
@@ -145,16 +146,16 @@ def replay(
         plan = policy.next_draft(state) if remaining > 1 else None
         if plan is not None and plan.looks_back:
             policy.record_hindsight(trace.judged(len(new), unread))
-            seconds, unread, rested = seconds + reading_s, 0, False
+            seconds, unread, resume_s = seconds + reading_s, 0, max(table.resume_s - reading_s, 0.0)
             plan = policy.next_draft(state)
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         seconds += (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
         is_its_own = done.drafted > 0 and not done.looked_up
         if is_its_own:
-            seconds += reading_s * rested
-            unread = 0
-        rested = not done.drafted
+            seconds, unread, resume_s = seconds + resume_s, 0, 0.0
+        else:
+            resume_s = table.resume_s if done.drafted else max(table.resume_s, reading_s)
         unread += 0 if is_its_own and reads_at_once else done.accepted + 1
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:

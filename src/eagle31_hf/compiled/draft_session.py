@@ -57,6 +57,10 @@ class CompiledDrafting:
         """As `DraftSession.absorb`, compiled unless that is unusually much."""
         self.session.absorb(tokens, aux, counts, read=self.read)
 
+    def catch_up(self) -> None:
+        """As `DraftSession.catch_up`, compiled unless that is much."""
+        self.session.catch_up(read=self.read)
+
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
         """As `DraftSession.read`."""
         rows, size = tokens.shape

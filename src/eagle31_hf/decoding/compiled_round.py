@@ -66,7 +66,7 @@ class CompiledRound:
         if plan is None or not self._by_graphs:
             return self.eager.draft(batch)
         with self.clock.phase("draft"):
-            self.drafting.session.catch_up()
+            self.drafting.catch_up()
             tree = None
             if made is not None and _serves(made.shape, plan.shape):
                 tree = made.to_tree(batch.roots, depth, self.drafter.draft_ids)

@@ -129,12 +129,12 @@ class DraftSession:
             self.catch_up()
         self._unread.add(tokens, aux, chances)
 
-    def catch_up(self) -> None:
-        """Absorb what was put off."""
+    def catch_up(self, *, read: Read | None = None) -> None:
+        """Absorb what was put off; `read` as `absorb` takes it."""
         if not self._unread.count:
             return
         tokens = self._unread.tokens
-        self._absorb(tokens, self._unread.aux, [tokens.shape[1]] * tokens.shape[0])
+        self._absorb(tokens, self._unread.aux, [tokens.shape[1]] * tokens.shape[0], read=read)
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
 
     def look_back(self, first: FirstDrafts) -> Hindsight:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.decoding import decoder
-from eagle31_hf.decoding.calibration.measure import AlwaysTheSame
+from eagle31_hf.decoding.calibration.measure import InTurn
 from eagle31_hf.decoding.draft_policy import DraftPlan
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
@@ -89,7 +89,7 @@ def record(target, eagle, inputs) -> dict[str, list]:
     plan = DraftPlan(DraftShape(depth=LONGEST, min_confidence=1e-12))
     with (
         mock.patch.object(decoder, "make_round", recording),
-        mock.patch.object(own_loop, "choose_policy", return_value=AlwaysTheSame(plan)),
+        mock.patch.object(own_loop, "choose_policy", return_value=InTurn(plan)),
     ):
         out = target.generate(
             **inputs, max_new_tokens=160, eos_token_id=None, pad_token_id=0, do_sample=False, assistant_model=eagle

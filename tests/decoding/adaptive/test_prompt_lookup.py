@@ -95,6 +95,23 @@ def test_the_router_takes_what_writes_faster(machine: str) -> None:
     assert route.decide(LONG_MATCH).source is not Source.LOOKUP
 
 
+def test_leaving_the_drafter_costs_its_return() -> None:
+    """Where a draft behind other rounds takes longer, a lookup must be right for longer to pay, and then goes on."""
+    table, drafting = COSTS["fp32"].rounds(LONGEST), Decision(Source.DRAFTER, 3)
+    routes = {}
+    for share in (0.0, 0.25, 4.0):
+        dear = table._replace(resume_s=share * table.plain_s)
+        routes[share] = route = DraftController(dear, CalibratedSchedule(dear, range(1, LONGEST + 1)))
+        for _ in range(30):
+            route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, [0, 1, 99])
+            route.record(drafting, 3, [1])
+    free, cheap, dear = routes.values()
+    assert free.decide(LONG_MATCH).source is cheap.decide(LONG_MATCH).source is Source.LOOKUP
+    assert dear.decide(LONG_MATCH).source is Source.DRAFTER
+    dear.record(Decision(Source.LOOKUP, 3), 3, [2])
+    assert dear.decide(LONG_MATCH).source is Source.LOOKUP, "one that was left already is paid for by either"
+
+
 def test_a_rest_of_the_drafter_is_no_rest_of_the_text() -> None:
     route = controller()
     while not route.guard.rests:

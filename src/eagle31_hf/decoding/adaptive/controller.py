@@ -104,6 +104,7 @@ class DraftController:
         self.rates = AcceptanceRates(self.longest, prior)
         self.lookup_rates = LookupRates(sampled=sampled)
         self._on_event = on_event or (lambda _what, _why: None)
+        self._source = Source.NOTHING  # of the last round's drafts
         expected = self._expected()
         self._realised = RealisedSpeed(max(expected.speedup, 1.0))
         self.doubt = DoubtThreshold(self._further_token_s())
@@ -134,7 +135,7 @@ class DraftController:
             drafted: tokens drafted one after the other, at least as many as any row accepted.
             accepted: by each row that needed tokens.
         """
-        tokens = 1.0 + sum(accepted) / len(accepted)
+        tokens, self._source = 1.0 + sum(accepted) / len(accepted), decision.source
         if decision.source is Source.DRAFTER and drafted:
             self._record_drafts(drafted, accepted, tokens)
         else:
@@ -221,8 +222,10 @@ class DraftController:
         """Length, and how many tokens it is ahead of writing on at the present speed."""
         reach = self.lookup_rates.reach(lookup.match, min(len(lookup.tokens), self.longest))
         ahead = [
-            tokens - self._speedup() * seconds / self.table.plain_s
-            for tokens, seconds in zip(accumulate(reach, initial=1.0), self.table.lookup_s, strict=False)
+            tokens - self._tokens_of(seconds + self._return_s() * (1.0 - right))
+            for tokens, right, seconds in zip(
+                accumulate(reach, initial=1.0), (0.0, *reach), self.table.lookup_s, strict=False
+            )
         ][1:]
         return ahead.index(max(ahead)) + 1, max(ahead)
 
@@ -233,4 +236,13 @@ class DraftController:
         if self.asks_confidence:
             return 0.0  # the present speed is the drafter's
         tokens = expected_tokens(self.rates.reach(), drafter.depth)
-        return tokens - self._speedup() * self.table.break_even_tokens(drafter.depth)
+        resume_s = 0.0 if self._source is Source.DRAFTER else self.table.resume_s
+        return tokens - self._tokens_of(self.table.speculative_s[drafter.depth] + resume_s)
+
+    def _return_s(self) -> float:
+        """What it takes to have the drafter draft again behind a lookup that was not right to its end."""
+        return 0.0 if self.guard.rests else self.table.resume_s
+
+    def _tokens_of(self, seconds: float) -> float:
+        """Written in that time at the present speed."""
+        return self._speedup() * seconds / self.table.plain_s

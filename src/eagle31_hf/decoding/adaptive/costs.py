@@ -24,6 +24,8 @@ class RoundCosts:
         drafter_step_s: each draft step behind the first.
         absorb_s: the drafter over the accepted tokens and their hidden states, which gives the first draft token.
         round_s: everything else in a round with drafts; `plain_round_s` in one without.
+        resume_s: that the drafter's first draft behind other rounds takes beyond its later ones. By graphs a draft is
+            made at the end of the round before, unless that round had none of the drafter's.
         in_buckets: widths between two measured ones cost as much as the wider (graphs of fixed shape).
 
     Raises:
@@ -35,12 +37,13 @@ class RoundCosts:
     absorb_s: float
     round_s: float = 0.0
     plain_round_s: float = 0.0
+    resume_s: float = 0.0
     in_buckets: bool = False
 
     def __post_init__(self) -> None:
         widths = [width for width, _ in self.forward_s]
         seconds = [s for _, s in self.forward_s]
-        others = (self.drafter_step_s, self.absorb_s, self.round_s, self.plain_round_s)
+        others = (self.drafter_step_s, self.absorb_s, self.round_s, self.plain_round_s, self.resume_s)
         if not widths or widths[0] != 1 or any(b <= a for a, b in pairwise(widths)):
             raise ConfigurationError(f"got forwards of widths {widths}; wanted rising widths from 1 on")
         if not all(0 < s < float("inf") for s in seconds) or not all(0 <= s < float("inf") for s in others):
@@ -77,6 +80,7 @@ class RoundCosts:
                 *(drafted + verified for drafted, verified in zip(drafted_s, verified_s, strict=True)),
             ),
             lookup_s=(plain_s, *(self.target_s(rows * (depth + 1)) + self.round_s for depth in range(1, longest + 1))),
+            resume_s=self.resume_s,
         )
 
 
@@ -85,6 +89,7 @@ class RoundTable(NamedTuple):
 
     speculative_s: tuple[float, ...]
     lookup_s: tuple[float, ...]  # drafts were there already; the drafter reads what was accepted before its next turn
+    resume_s: float = 0.0  # as in `RoundCosts`
 
     @property
     def plain_s(self) -> float:

@@ -16,13 +16,14 @@ class ContextSeconds:
 
     Attributes:
         forward_s: of the target, as in `RoundCosts`.
-        drafter_step_s, absorb_s: of the drafter, as in `RoundCosts`.
+        drafter_step_s, absorb_s, resume_s: of the drafter, as in `RoundCosts`.
     """
 
     context: int
     forward_s: tuple[tuple[int, float], ...]
     drafter_step_s: float
     absorb_s: float
+    resume_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Calibration:
             absorb_s=each.absorb_s,
             round_s=self.round_s,
             plain_round_s=self.plain_round_s,
+            resume_s=each.resume_s,
             in_buckets=self.in_buckets,
         )
 
@@ -82,6 +84,7 @@ class Calibration:
                     forward_s=tuple((int(width), float(seconds)) for width, seconds in each["forward_s"]),
                     drafter_step_s=float(each["drafter_step_s"]),
                     absorb_s=float(each["absorb_s"]),
+                    resume_s=float(each["resume_s"]),
                 )
                 for each in fields["contexts"]
             )

@@ -44,27 +44,28 @@ TURNS = 6
 """Of each kind of round in the real loop, one after the other: a slow moment of the machine falls on all of them."""
 
 SPARE_ROUNDS = 4
-"""That texts have room for beside these: one makes graphs, and the last of a text are cut short."""
+"""That texts have room for beside these: the first make graphs, and the last of a text are cut short."""
 
 
-class Turn(NamedTuple):
-    """Rounds of one kind, of which the first are not timed: others have put their weights into the processor's cache.
+class TimedRounds(NamedTuple):
+    """Rounds of one kind as they are timed in turns: the last ones of a turn, behind some that only come before them.
 
-    Graphs of a small pair hold weights of their own, so that this shows: a round among others of its kind is a quarter
-    faster than the first one.
+    Others have put their weights into the processor's cache. Graphs of a small pair hold weights of their own, so that
+    this shows: a round among others of its kind is a quarter faster than the first one.
+
+    Attributes:
+        plans: of the rounds, one after the other and again from the first.
+        untimed, timed: rounds of a turn.
     """
 
-    untimed: int
-    timed: int
+    plans: tuple[DraftPlan, ...]
+    untimed: int = 1
+    timed: int = 2
 
-    @classmethod
-    def of(cls, plan: DraftPlan, *, compiled: bool) -> Turn:
-        """As such rounds come in a text: rests are long, drafts follow one another, between rests one is looked up."""
-        if not compiled:
-            return cls(1, 2)
-        if plan.skips:
-            return cls(4, 6)
-        return cls(1, 2) if plan.tokens is None else cls(0, 1)
+    @property
+    def most_rounds(self) -> int:
+        """Of a text."""
+        return TURNS * (self.untimed + self.timed) + SPARE_ROUNDS
 
 
 PIECES = len(CONTEXTS) + 1
@@ -114,7 +115,8 @@ def measure_graphs(
     sampled: bool = False,
     contexts: Sequence[int] = CONTEXTS[:1],
 ) -> Calibration:
-    """Measure rounds of one row by graphs: with a chain, with a draft that was there already, and without.
+    """Measure rounds of one row by graphs: with a chain, with a draft that was there already, without, and with a chain
+    behind another round.
 
     What is not there yet is captured on a CUDA device, and compiled elsewhere, which may take minutes.
 
@@ -124,16 +126,17 @@ def measure_graphs(
         sampled: whether these draw.
         contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
     """
-    plans, measured = _graph_plans(drafter, sampled=sampled), []
-    shape = plans[0].shape
+    kinds, measured = _graph_rounds(drafter, sampled=sampled), []
+    shape = kinds[0].plans[0].shape
     for context in contexts:
         with _undisturbed():
-            seconds = _rounds_s(drafter, context, plans, processing, sampled=sampled, compiled=True)
-        chain_s, rest_s, looked_up_s = seconds
+            seconds = _rounds_s(drafter, context, kinds, processing, sampled=sampled, compiled=True)
+        chain_s, rest_s, looked_up_s, resumed_s = seconds
         plain_s, lookup_s, chain_s = _rising((rest_s, looked_up_s, chain_s))
         step_s = (chain_s - lookup_s) / shape.depth
         width = node_bucket(shape.nodes, shape.nodes)  # of the graph, which takes as long over fewer tokens
-        measured.append(ContextSeconds(context, ((1, plain_s), (width, lookup_s)), step_s, step_s))
+        forward_s, resume_s = ((1, plain_s), (width, lookup_s)), max(resumed_s - chain_s, 0.0)
+        measured.append(ContextSeconds(context, forward_s, step_s, step_s, resume_s))
     return Calibration(tuple(measured), 0.0, 0.0, in_buckets=True)
 
 
@@ -143,16 +146,26 @@ def meet_graphs(
     """Let all graphs be made that `measure_graphs` would time, whose arguments these are."""
     for context in contexts:
         with _undisturbed():
-            _begin(drafter, context, _graph_plans(drafter, sampled=sampled), processing, sampled=sampled, compiled=True)
+            kinds = _graph_rounds(drafter, sampled=sampled)
+            _begin(drafter, context, kinds, processing, sampled=sampled, compiled=True)
 
 
-def _graph_plans(drafter: Eagle31Drafter, *, sampled: bool) -> tuple[DraftPlan, ...]:
-    """A chain, none, and one that was there already."""
+def _graph_rounds(drafter: Eagle31Drafter, *, sampled: bool) -> tuple[TimedRounds, ...]:
+    """With a chain, with no draft, with one that was there already, and with a chain behind such a one.
+
+    As they come in a text: chains follow one another, rests are long, between chains one draft is looked up.
+    """
     length = drafter.generation_config.draft_length(
         device_type=drafter.device.type, batch_size=1, sampled=sampled, compiled=True
     )
     shape = DraftShape(length.depth)
-    return DraftPlan(shape), DraftPlan.skip(), DraftPlan(shape, tokens=((0,) * shape.depth,))
+    chain, rest, looked_up = DraftPlan(shape), DraftPlan.skip(), DraftPlan(shape, tokens=((0,) * shape.depth,))
+    return (
+        TimedRounds((chain,)),
+        TimedRounds((rest,), 4, 6),
+        TimedRounds((looked_up,), 0, 1),
+        TimedRounds((chain, looked_up), 1, 1),  # the first is made before any turn
+    )
 
 
 @contextmanager
@@ -181,18 +194,19 @@ def _median(figure: str, rounds: list[WidthSeconds]) -> float:
     return median(getattr(each, figure) for each in rounds)
 
 
-class AlwaysTheSame(DraftPolicy):
-    """One plan."""
+class InTurn(DraftPolicy):
+    """These plans, one after the other and again from the first."""
 
-    def __init__(self, plan: DraftPlan):
-        self.plan = plan
+    def __init__(self, *plans: DraftPlan):
+        self._plans, self._rounds = plans, 0
 
     def next_draft(self, state: RoundState) -> DraftPlan:
-        """The plan."""
-        return self.plan
+        """The next one."""
+        return self._plans[self._rounds % len(self._plans)]
 
     def record(self, stats: RoundStats) -> None:
-        """Learns nothing."""
+        """Counts, and learns nothing."""
+        self._rounds += 1
 
 
 def _around(drafter: Eagle31Drafter, bare: ContextSeconds) -> tuple[float, float]:
@@ -200,7 +214,9 @@ def _around(drafter: Eagle31Drafter, bare: ContextSeconds) -> tuple[float, float
     forward_s, shape = dict(bare.forward_s), DraftShape(LOOP_DEPTH)
     drafted = bare.absorb_s + (LOOP_DEPTH - 1) * bare.drafter_step_s
     chain_s = drafted + max(s for width, s in bare.forward_s if width <= LOOP_DEPTH + 3)
-    drafting, plain = _rounds_s(drafter, bare.context, (DraftPlan(shape), DraftPlan.skip()))
+    drafting, plain = _rounds_s(
+        drafter, bare.context, (TimedRounds((DraftPlan(shape),)), TimedRounds((DraftPlan.skip(),)))
+    )
     round_s = max(drafting - chain_s, 0.0)
     # A round without drafts does nothing that one with them does not do: what says otherwise was disturbed.
     return round_s, min(max(plain - forward_s[1], 0.0), round_s)
@@ -209,51 +225,52 @@ def _around(drafter: Eagle31Drafter, bare: ContextSeconds) -> tuple[float, float
 def _rounds_s(
     drafter: Eagle31Drafter,
     context: int,
-    plans: Sequence[DraftPlan],
+    kinds: Sequence[TimedRounds],
     processing: ScoreProcessing | None = None,
     *,
     sampled: bool = False,
     compiled: bool = False,
 ) -> list[float]:
-    """Median seconds of the loop's own rounds by each of the plans, the first of which is the largest."""
-    decoders = _begin(drafter, context, plans, processing, sampled=sampled, compiled=compiled)
-    turns = [Turn.of(plan, compiled=compiled) for plan in plans]
-    seconds: list[list[float]] = [[] for _ in plans]
+    """Median seconds of the loop's own rounds of each kind, the first of which drafts most."""
+    decoders = _begin(drafter, context, kinds, processing, sampled=sampled, compiled=compiled)
+    seconds: list[list[float]] = [[] for _ in kinds]
     with drafter.require_binding().masked_attention():
         for _ in range(TURNS):
-            for decoder, turn, found in zip(decoders, turns, seconds, strict=True):
-                rounds_s = [_timed_step(decoder) for _ in range(turn.untimed + turn.timed)]
-                found += rounds_s[turn.untimed :]
+            for decoder, kind, found in zip(decoders, kinds, seconds, strict=True):
+                rounds_s = [_timed_step(decoder) for _ in range(kind.untimed + kind.timed)]
+                found += rounds_s[kind.untimed :]
     return [median(found) for found in seconds]
 
 
 def _begin(
     drafter: Eagle31Drafter,
     context: int,
-    plans: Sequence[DraftPlan],
+    kinds: Sequence[TimedRounds],
     processing: ScoreProcessing | None,
     *,
     sampled: bool,
     compiled: bool,
 ) -> list[SpeculativeDecoder]:
-    """A text for each of the plans, of which one round is made: with room for all that are timed."""
+    """A text for each kind, with room for all rounds that are timed, of which so many are made that all were met and
+    the first plan's comes last."""
     binding, decoders = drafter.require_binding(), []
-    for plan in plans:
-        rounds = TURNS * sum(Turn.of(plan, compiled=compiled)) + SPARE_ROUNDS
-        rules = StopRules(max_length=context + rounds * plan.shape.nodes)
+    largest = kinds[0].plans[0].shape
+    for kind in kinds:
+        rules = StopRules(max_length=context + kind.most_rounds * kind.plans[0].shape.nodes)
         request = DecodingRequest(
             sequences=Sequences(_text(binding, context), [0], rules, None),
             processing=processing or ScoreProcessing(LogitsProcessorList()),
-            shape=plans[0].shape,
-            policy=AlwaysTheSame(plan),
+            shape=largest,
+            policy=InTurn(*kind.plans),
             do_sample=sampled,
             graph_maker=_maker(binding),
         )
         decoders.append(SpeculativeDecoder(drafter, request, compiled=compiled))
     with binding.masked_attention():
-        for decoder in decoders:
+        for decoder, kind in zip(decoders, kinds, strict=True):
             decoder.prefill()
-            decoder.step()
+            for _ in range(len(kind.plans) + 1):
+                decoder.step()
     return decoders
 
 

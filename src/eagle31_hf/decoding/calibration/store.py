@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
 CACHE_VARIABLE = "EAGLE31_CACHE"
-FORMAT = 1
+FORMAT = 2
 
 
 def cache_folder() -> Path:
