@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle31_hf.compiled.draft_session import MOST_PIECES, CompiledDrafting
+from eagle31_hf.compiled.graph_makers import CompilesAtOnce
+from eagle31_hf.compiled.graphs import Graphs
+from eagle31_hf.compiled.shapes import NODE_BUCKET
 from eagle31_hf.drafter.session import MOST_UNREAD, DraftSession
 from eagle31_hf.drafter.unread import UnreadPositions
-from helpers import VOCABULARY, drafter_of, seeded
+from helpers import VOCABULARY, drafter_of, seeded, use_fixed_shapes_only
 
 
 def positions(rows: int, count: int) -> tuple[Tensor, Tensor]:
@@ -35,6 +39,27 @@ def test_parts_that_were_put_off_are_read_in_order(rows: int, block: int) -> Non
     assert later.cache.lengths == at_once.cache.lengths
     torch.testing.assert_close(later.root.logits, at_once.root.logits)
     torch.testing.assert_close(later.root.feedback, at_once.root.feedback)
+
+
+@pytest.mark.parametrize("unread", [1, NODE_BUCKET, NODE_BUCKET + 3, MOST_PIECES * NODE_BUCKET, 60])
+@torch.no_grad()
+def test_graphs_read_what_was_put_off_by_pieces(unread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fixed_shapes_only(monkeypatch)
+    tokens, aux = positions(1, 20 + unread)
+    graphs, widths = Graphs.of(drafter_of("llama")).made_by(CompilesAtOnce()), []
+    eager, graphed = (DraftSession(drafter_of("llama"), batch_size=1, capacity=256, block=64) for _ in range(2))
+    drafting, run = CompiledDrafting(graphed, graphs), Graphs.run_or_eager
+    monkeypatch.setattr(Graphs, "run_or_eager", lambda *told: widths.append(told[1].size) or run(*told))
+    for session in (eager, graphed):
+        session.absorb(tokens[:, :20], aux[:, :20], [20])
+        session.put_off(tokens[:, 20:].tolist(), aux[:, 20:])
+    eager.catch_up()
+    drafting.catch_up()
+    pieces = -(-unread // NODE_BUCKET)
+    assert widths == ([NODE_BUCKET] * pieces if pieces <= MOST_PIECES else [])
+    assert graphed.cache.lengths == eager.cache.lengths
+    torch.testing.assert_close(graphed.root.logits, eager.root.logits)
+    torch.testing.assert_close(graphed.root.feedback, eager.root.feedback)
 
 
 def test_buffers_follow_the_rows() -> None:

@@ -30,6 +30,9 @@ from .graphs import Graphs
 from .inputs import GraphInputs
 from .shapes import NODE_BUCKET, step_width
 
+MOST_PIECES = 3
+"""In which a graph reads what the drafter has missed: behind other graphs so many are quicker than one eager pass."""
+
 
 class CompiledDrafting:
     """A session's steps as graphs where shapes allow, else the session's own. Drafts are proposed with it as with one.
@@ -59,7 +62,8 @@ class CompiledDrafting:
 
     def catch_up(self) -> None:
         """As `DraftSession.catch_up`, compiled unless that is much."""
-        self.session.catch_up(read=self.read)
+        few = self.session.num_unread <= MOST_PIECES * NODE_BUCKET
+        self.session.catch_up(read=self.read, at_once=NODE_BUCKET if few else None)
 
     def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
         """As `DraftSession.read`."""

@@ -129,12 +129,23 @@ class DraftSession:
             self.catch_up()
         self._unread.add(tokens, aux, chances)
 
-    def catch_up(self, *, read: Read | None = None) -> None:
-        """Absorb what was put off; `read` as `absorb` takes it."""
+    @property
+    def num_unread(self) -> int:
+        """Positions of each row that were put off."""
+        return self._unread.count
+
+    def catch_up(self, *, read: Read | None = None, at_once: int | None = None) -> None:
+        """Absorb what was put off.
+
+        Args:
+            read: as `absorb` takes it.
+            at_once: most positions that it is given; default: as many as the cache takes.
+        """
         if not self._unread.count:
             return
         tokens = self._unread.tokens
-        self._absorb(tokens, self._unread.aux, [tokens.shape[1]] * tokens.shape[0], read=read)
+        counts = [tokens.shape[1]] * tokens.shape[0]
+        self._absorb(tokens, self._unread.aux, counts, read=read, at_once=at_once)
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
 
     def look_back(self, first: FirstDrafts) -> Hindsight:
@@ -188,11 +199,20 @@ class DraftSession:
         self._absorb(tokens, aux, counts, read=judge)
         return found
 
-    def _absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
-        """Read at once what the cache takes at once."""
+    def _absorb(
+        self,
+        tokens: Tensor,
+        aux: Tensor,
+        counts: Sequence[int],
+        *,
+        read: Read | None = None,
+        at_once: int | None = None,
+    ) -> None:
+        """Read at once what the cache takes at once, or less."""
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
-        for start in range(0, tokens.shape[1], self.cache.block):
-            end = min(start + self.cache.block, tokens.shape[1])
+        block = min(at_once or self.cache.block, self.cache.block)
+        for start in range(0, tokens.shape[1], block):
+            end = min(start + block, tokens.shape[1])
             valid = [min(max(count - start, 0), end - start) for count in counts]
             if start and not any(valid):
                 break
