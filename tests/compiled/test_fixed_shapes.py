@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.compiled.draft_session import CompiledDrafting
+from eagle31_hf.compiled.graph_makers import GraphKey
 from eagle31_hf.compiled.graphs import MOST_SAMPLING_SETTINGS, Graphs
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.compiled.shapes import NODE_BUCKET, node_bucket, slot_bucket
@@ -60,6 +61,28 @@ def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) ->
     # Rows of 16, 32, 64 and 128 slots at most, and one width of rounds and steps.
     assert len([shape for shape in shapes if shape[0] == "verify"]) <= 4
     assert len([shape for shape in shapes if shape[0] == "step"]) <= 4
+
+
+def test_rows_that_become_longer_take_the_graph_of_their_new_length(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the very round they do: the one before is made for buffers that are no longer there."""
+    run, lengths = Graphs.run_or_eager, []
+
+    def watching(self: Graphs, key: GraphKey, make: Any, inputs: Any, *told: Any, **more: Any) -> Any:
+        def watched() -> tuple:
+            filled = inputs()
+            if key.kind == "verify":
+                lengths.append((dict(key.shape[2:-1]), filled[-1].layers[0].keys.shape[2]))
+            return filled
+
+        return run(self, key, make, watched, *told, **more)
+
+    monkeypatch.setattr(Graphs, "run_or_eager", watching)
+    write(pair_of("llama"), random_prompts(1), **CHAIN)
+    assert len({slots for _, slots in lengths}) > 1
+    for made_for, slots in lengths:
+        assert set(made_for.values()) == {slots}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])  # the second with windows, whose masks graphs are given

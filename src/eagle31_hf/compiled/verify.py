@@ -54,12 +54,12 @@ class CompiledVerification:
         """
         rows, size = tree.tokens.shape
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
-        key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)
-        nodes = key.size
         self.cache.place(size)
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
-        if unmasked or not self.inputs.make_room(nodes):
+        if unmasked or not self.inputs.make_room(node_bucket(size, self.most_nodes)):
             return self.eager(tree)
+        key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
+        nodes = key.size
         # A batch that loses rows is not worth a graph for each number.
         pays = rows == self.first_rows and (size > 1 or nodes == 1)
         output = self.graphs.run_or_eager(
