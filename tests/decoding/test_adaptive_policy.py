@@ -340,16 +340,16 @@ def test_what_a_rest_passed_over_is_read_at_once(rows: int, acceleration: str) -
         with (
             configured(drafter_of("llama"), num_assistant_tokens=3, acceleration=acceleration),
             mock.patch.object(own_loop, "choose_policy", side_effect=lambda *_: RestsTwelveRounds()),
-            mock.patch.object(DraftSession, "read", counting(DraftSession.read, reads)),
+            mock.patch.object(DraftSession, "_absorb", counting(DraftSession._absorb, reads)),
             wrapped_rounds(Watching),
         ):
             write(rows)
-    assert max(reads[1:]) >= 12, "one pass over all of the rest; the first is over the prompt"
+    assert max(reads[1:]) >= 12, "all of the rest together; the first is the prompt"
     assert drafts[True] == drafts[False]
 
 
 def counting(read: Callable[..., Any], widths: list[int]) -> Callable[..., Any]:
-    """`DraftSession.read`, and how many positions it read each time."""
+    """What reads positions of a session, and how many each time."""
 
     def counted(self: DraftSession, tokens: Tensor, *rest: Any, **told: Any) -> Any:
         widths.append(tokens.shape[1])

@@ -43,6 +43,7 @@ class AdaptivePolicy(DraftPolicy):
         self.controller, self.shape, self.looks_up = controller, shape, looks_up
         self._on_event = on_event or (lambda _what, _why: None)
         self._source = Source.DRAFTER
+        self._plan: tuple[Decision, DraftPlan] | None = None  # the last of the drafter's drafts; most are alike
         self._index, self._indexed_row, self._prompt_length = TextIndex(), -1, 0
         self._pending: PendingLookup | None = None
         self._sequences: Sequences | None = None
@@ -63,7 +64,9 @@ class AdaptivePolicy(DraftPolicy):
             return DraftPlan.skip(looks_back=decision.looks_back)
         if decision.source is Source.LOOKUP:
             return DraftPlan(DraftShape(depth=decision.depth), tokens=(lookup.tokens[: decision.depth],))
-        return DraftPlan(self._shape_of(decision))
+        if self._plan is None or self._plan[0] != decision:
+            self._plan = decision, DraftPlan(self._shape_of(decision))
+        return self._plan[1]
 
     def record(self, stats: RoundStats) -> None:
         """Tell the controller what became of it."""

@@ -70,13 +70,19 @@ class AcceptanceRates:
         self.depth = depth
         self._memories = [FadingRates(memory, depth, prior or Prior()) for memory in MEMORIES]
         self._scores = [0.0] * len(MEMORIES)  # log-likelihood of what was seen lately
+        self._by_memory: list[list[float]] | None = None
         self._reach: list[float] | None = None
 
     def rates(self) -> list[float]:
         """Chance of each position if all before it were accepted."""
         weights = self._weights()
-        by_memory = [memory.rates() for memory in self._memories]
-        return [sum(map(mul, weights, position)) for position in zip(*by_memory, strict=True)]
+        return [sum(map(mul, weights, position)) for position in zip(*self._foretold(), strict=True)]
+
+    def _foretold(self) -> list[list[float]]:
+        """The same by each memory."""
+        if self._by_memory is None:
+            self._by_memory = [memory.rates() for memory in self._memories]
+        return self._by_memory
 
     def reach(self) -> list[float]:
         """Chance of each position to be accepted, all before it included."""
@@ -93,8 +99,8 @@ class AcceptanceRates:
         drafted = min(drafted, self.depth)
         if not drafted:
             return
-        self._reach = None
-        foretold = [memory.rates() for memory in self._memories]
+        foretold = self._foretold()
+        self._learn_anew()
         for memory in self._memories:
             memory.fade(memory.keep)
         for row in accepted:
@@ -107,17 +113,21 @@ class AcceptanceRates:
 
     def record_first(self, positions: int, accepted: float) -> None:
         """Of so many first draft tokens, none of which was verified in a round, this many would have been accepted."""
-        self._reach = None
+        self._learn_anew()
         for memory in self._memories:
             memory.reached[0] += positions
             memory.accepted[0] += accepted
 
     def doubt_past(self, keep: float = 0.1) -> None:
         """Something has changed: what was seen before counts little from now on."""
-        self._reach = None
+        self._learn_anew()
         for memory in self._memories:
             memory.fade(keep)
         self._scores = [0.0] * len(MEMORIES)
+
+    def _learn_anew(self) -> None:
+        """What was computed from counts no longer holds."""
+        self._by_memory = self._reach = None
 
     def _weights(self) -> list[float]:
         best = max(self._scores)

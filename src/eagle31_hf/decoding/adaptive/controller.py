@@ -99,6 +99,7 @@ class DraftController:
         on_event: Callable[[str, str], None] | None = None,
     ):
         self.table, self.schedule, self.asks_confidence = table, schedule, asks_confidence
+        self._choice: tuple[Sequence[float], LengthChoice] | None = None  # expected of drafts by some reach
         self.longest = len(table.speculative_s) - 1
         self._longest_trial = min(longest_trial or self.longest, self.longest)
         self.rates = AcceptanceRates(self.longest, prior)
@@ -114,7 +115,7 @@ class DraftController:
 
     def use(self, table: RoundTable, schedule: LengthSchedule) -> None:
         """Decide by these from now on: rounds are shared by another number of rows. Neither is longer than before."""
-        self.table, self.schedule = table, schedule
+        self.table, self.schedule, self._choice = table, schedule, None
 
     def decide(self, lookup: Lookup = NOTHING) -> Decision:
         """What to draft next; asking twice changes nothing.
@@ -192,7 +193,9 @@ class DraftController:
     def _expected(self) -> LengthChoice:
         """Of drafts as long as the schedule makes them."""
         reach = self.rates.reach()
-        return choose_length(self.table, reach, (self.schedule.length(reach),))
+        if self._choice is None or self._choice[0] is not reach:
+            self._choice = reach, choose_length(self.table, reach, (self.schedule.length(reach),))
+        return self._choice[1]
 
     def _record_drafts(self, drafted: int, accepted: Sequence[int], tokens: float) -> None:
         plain_tokens = self.table.break_even_tokens(drafted)

@@ -67,6 +67,8 @@ class CalibratedSchedule:
         self._length: int | None = None
 
     def length(self, reach: Sequence[float]) -> int:
+        if len(self._lengths) == 1:
+            return self._lengths[0]
         best = choose_length(self._table, reach, self._lengths)
         if self._length is None or best.depth == self._length:
             return best.depth
