@@ -85,14 +85,14 @@ def pair_table(summary: RunSummary) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for heading in ("tokens/s", "spread", "speedup", "ceiling", "accepts"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("same text", min_width=9)
     for method in summary.methods:
         speed, accepts = method.tok_per_s, method.acceptance_length if method.drafts else None
         table.add_row(
             shown_name(method.method),
             f"{speed.median:.1f}",
-            f"{speed.low:.0f} – {speed.high:.0f}",
+            f"{speed.low:.0f}–{speed.high:.0f}",
             speedup_text(method),
             "" if method.ceiling is None else f"{method.ceiling:.2f}×",
             "" if accepts is None else f"{accepts:.2f}",
