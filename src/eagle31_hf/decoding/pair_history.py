@@ -53,16 +53,19 @@ class PairHistory:
             binding.history = cls()
         return binding.history
 
-    def calibration(self, drafter: Eagle31Drafter, *, compiled: bool, sampled: bool = False) -> Calibration | None:
+    def calibration(
+        self, drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False, sampled: bool = False
+    ) -> Calibration | None:
         """What was measured of the pair as it is now, by this process or an earlier one; `None` if nothing was.
 
         Args:
+            at_once: as in `RequestedDraft`.
             sampled: for a text that is drawn. All of a process go by what was known before its first one, since a
                 draft's length decides which random numbers a text gets: a seed writes the same one twice.
         """
-        setting = setting_of(drafter, compiled=compiled)
+        setting = setting_of(drafter, compiled=compiled, at_once=at_once)
         if setting not in self._calibrations:
-            self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled))
+            self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled, at_once=at_once))
         known = self._calibrations[setting]
         return self._of_drawn_texts.setdefault(setting, known) if sampled else known
 
@@ -76,15 +79,20 @@ class PairHistory:
         return self._kept_for_drawn_texts
 
     def calibrate(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration:
-        """Measure now, for all texts to come, and keep it for later processes, too."""
+        """Measure now, for all texts to come, and keep it for later processes, too.
+
+        Args:
+            compiled: rounds by graphs, as `acceleration="compile"` makes them.
+        """
         measured = measure_graphs(drafter) if compiled else measure(drafter)
-        self.keep(drafter, measured, compiled=compiled)
+        at_once = compiled and not can_measure_unasked(drafter, compiled=True)
+        self.keep(drafter, measured, compiled=compiled, at_once=at_once)
         return measured
 
-    def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
+    def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool, at_once: bool = False) -> None:
         """Go by this from now on, in drawn texts, too, and in later processes."""
-        self._remember(drafter, measured, compiled=compiled)
-        self._of_drawn_texts.pop(setting_of(drafter, compiled=compiled), None)
+        self._remember(drafter, measured, compiled=compiled, at_once=at_once)
+        self._of_drawn_texts.pop(setting_of(drafter, compiled=compiled, at_once=at_once), None)
 
     def calibrate_if_due(self, drafter: Eagle31Drafter, *, compiled: bool) -> None:
         """Measure one more piece of a calibration once enough was written for that to cost little.
@@ -112,9 +120,11 @@ class PairHistory:
             self._failed = True
             logger.warning("eagle31: could not be calibrated, drafts stay as they are: %s", error)
 
-    def _remember(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
-        save(calibration_key(drafter, compiled=compiled), measured)
-        self._calibrations[setting_of(drafter, compiled=compiled)] = measured
+    def _remember(
+        self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool, at_once: bool = False
+    ) -> None:
+        save(calibration_key(drafter, compiled=compiled, at_once=at_once), measured)
+        self._calibrations[setting_of(drafter, compiled=compiled, at_once=at_once)] = measured
 
     @contextmanager
     def learning_nothing(self) -> Iterator[None]:
@@ -133,9 +143,9 @@ class PairHistory:
             self.prior = Prior((right + 0.5) / (tried + 1.0), min(float(tried), PRIOR_TOKENS))
 
 
-def setting_of(drafter: Eagle31Drafter, *, compiled: bool) -> Hashable:
+def setting_of(drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False) -> Hashable:
     """What of a `calibration_key` may change while a process runs."""
     binding = drafter.require_binding()
     attention = binding.model.config._attn_implementation
-    settings = drafter.generation_config.stored_cache_type, compiled
+    settings = drafter.generation_config.stored_cache_type, compiled, at_once
     return binding.model.dtype, binding.head_device, drafter.dtype, torch.get_num_threads(), attention, settings

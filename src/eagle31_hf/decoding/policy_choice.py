@@ -39,6 +39,8 @@ class RequestedDraft:
         context: tokens of the longest prompt.
         sampled: tokens are drawn.
         compiled: rounds are computed by graphs.
+        at_once: these are compiled where they are first wanted, with none for rounds without drafts, which therefore
+            take longer than by graphs that were kept: calibrated apart.
     """
 
     shape: DraftShape
@@ -47,6 +49,7 @@ class RequestedDraft:
     context: int
     sampled: bool
     compiled: bool
+    at_once: bool = False
 
     @classmethod
     def of(
@@ -74,7 +77,9 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
     schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
     if schedule == "constant":
         return DraftBackoff()
-    calibration = history.calibration(drafter, compiled=requested.compiled, sampled=requested.sampled)
+    calibration = history.calibration(
+        drafter, compiled=requested.compiled, at_once=requested.at_once, sampled=requested.sampled
+    )
     if calibration is None and schedule == "calibrated":
         return DraftBackoff()
     costs = NOMINAL_COSTS if calibration is None else calibration.costs(requested.context)

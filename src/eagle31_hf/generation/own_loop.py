@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..decoding.calibration.measure import can_measure_unasked
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.kept_graphs import GraphMaker, graph_maker
@@ -95,7 +97,10 @@ def requested_draft(call: Call) -> tuple[RequestedDraft, GraphMaker | None]:
     by_graphs = _requested(call, compiled=True)
     new_tokens = call.rules.max_length - call.input_ids.shape[1]
     maker = graph_maker(call.drafter, by_graphs, call.processing, new_tokens=new_tokens)
-    return (_requested(call, compiled=False), None) if maker is None else (by_graphs, maker)
+    if maker is None:
+        return _requested(call, compiled=False), None
+    at_once = maker.traces and not can_measure_unasked(call.drafter, compiled=True)
+    return replace(by_graphs, at_once=at_once), maker
 
 
 def _requested(call: Call, *, compiled: bool) -> RequestedDraft:
