@@ -10,7 +10,7 @@ from eagle31_hf.compiled.draft_session import MOST_PIECES, CompiledDrafting
 from eagle31_hf.compiled.graph_makers import CompilesAtOnce
 from eagle31_hf.compiled.graphs import Graphs
 from eagle31_hf.compiled.shapes import NODE_BUCKET
-from eagle31_hf.drafter.session import MOST_UNREAD, DraftSession
+from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, DraftSession
 from eagle31_hf.drafter.unread import UnreadPositions
 from helpers import VOCABULARY, drafter_of, seeded, use_fixed_shapes_only
 
@@ -27,9 +27,11 @@ def positions(rows: int, count: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def test_parts_that_were_put_off_are_read_in_order(rows: int, block: int) -> None:
     """Single tokens, a part that is wider than there is room for, and more of them than may wait."""
-    parts = [1, 1, 5, MOST_UNREAD + 3, 1, 2, *[1] * MOST_UNREAD, 1]
+    most = MOST_UNREAD if rows == 1 else MOST_UNREAD_OF_SEVERAL
+    parts = [1, 1, 5, most + 3, 1, 2, *[1] * most, 1]
     tokens, aux = positions(rows, sum(parts))
-    at_once, later = (DraftSession(drafter_of("llama"), batch_size=rows, capacity=256, block=block) for _ in range(2))
+    settings = {"batch_size": rows, "capacity": sum(parts) + block, "block": block}
+    at_once, later = (DraftSession(drafter_of("llama"), **settings) for _ in range(2))
     at_once.absorb(tokens, aux, [sum(parts)] * rows)
     start = 0
     for width in parts:

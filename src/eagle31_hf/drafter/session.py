@@ -85,7 +85,8 @@ class DraftSession:
         )
         self._root: DraftState | None = None
         self._rotary: tuple[Tensor, Tensor] | None = None  # (B, depths, d) from the present lengths on
-        self._unread = UnreadPositions(min(MOST_UNREAD, self.cache.block))  # arguments of `absorb` that were put off
+        unread = MOST_UNREAD if batch_size == 1 else MOST_UNREAD_OF_SEVERAL
+        self._unread = UnreadPositions(min(unread, self.cache.block))  # arguments of `absorb` that were put off
         self._depths: list[int] = []  # of the draft's positions that were stepped over
         self._trained_length = drafter.config.max_position_embeddings
 
@@ -405,5 +406,8 @@ SLAB = 4096
 WINDOWED_READ = 512
 """Prompt positions that a drafter reads at once which sees a window only: its cache has room for so many beside it."""
 
-MOST_UNREAD = 64
-"""Positions that may be put off: as many as a long rest passes over."""
+MOST_UNREAD = 192
+"""Positions that may be put off: as many as the longest rest passes over."""
+
+MOST_UNREAD_OF_SEVERAL = 64
+"""The same of each row of a batch, whose hidden states lie beside each other."""

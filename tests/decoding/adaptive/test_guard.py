@@ -12,6 +12,7 @@ from eagle31_hf.decoding.adaptive.acceptance_rates import Prior
 from eagle31_hf.decoding.adaptive.controller import FEWEST_JUDGED, Decision, DraftController, Source
 from eagle31_hf.decoding.adaptive.guard import (
     GRACE_LOSS,
+    LONGEST_HOPELESS_REST,
     LONGEST_REST,
     ROUNDS_OF_GRACE,
     SHORTEST_REST,
@@ -165,7 +166,7 @@ def test_what_knows_nothing_of_the_prompt_rests_first() -> None:
     assert not knows.guard.rests
     assert not events
     ignorant = controller(on_event=lambda *told: events.append(told))
-    ignorant.record_prompts(FEWEST_JUDGED, 0.0)
+    ignorant.record_prompts(FEWEST_JUDGED, 0.4)
     for _ in range(SHORTEST_REST):
         assert ignorant.decide() == Decision(Source.NOTHING)
         ignorant.record(Decision(Source.NOTHING), 0, [0])
@@ -178,15 +179,44 @@ def test_what_knows_nothing_of_the_prompt_rests_first() -> None:
 
 
 def test_what_knows_neither_the_prompt_nor_what_follows_rests_long() -> None:
-    ignorant, rests = controller(), []
-    ignorant.record_prompts(16, 0.0)
-    for _ in range(3):
-        rests.append(0)
-        while not ignorant.decide().looks_back:
-            ignorant.record(Decision(Source.NOTHING), 0, [0])
+    ignorant = controller()
+    ignorant.record_prompts(16, 0.4)
+    assert rests_of(ignorant, [1.5, 1.5, 1.5]) == [SHORTEST_REST, LONGEST_REST, LONGEST_REST]
+
+
+def test_what_has_never_known_anything_rests_ever_longer() -> None:
+    """A drafter of another target: no domain has gone that could return."""
+    hopeless = controller()
+    hopeless.record_prompts(16, 0.1)
+    assert rests_of(hopeless, [0.1] * 4) == [LONGEST_REST, 2 * LONGEST_REST, LONGEST_HOPELESS_REST, 192]
+    lucky = controller()
+    lucky.record_prompts(16, 0.1)
+    assert rests_of(lucky, [1.5] * 3) == [LONGEST_REST, 2 * LONGEST_REST, LONGEST_HOPELESS_REST]  # not to be tried yet
+
+
+def test_what_was_worth_a_trial_rests_no_longer_than_others() -> None:
+    guard, rests = CollapseGuard(), []
+    guard.rest_at_first(is_hopeless=True)
+    for is_promising in (False, False, True, False):
+        rests.append(1)
+        while guard.record_rest(1) is None:
             rests[-1] += 1
-        ignorant.record_hindsight(16, 1.5)
-    assert rests == [SHORTEST_REST, LONGEST_REST, LONGEST_REST]
+        if guard.record_judgement(is_promising=is_promising) is GuardState.TRYING:
+            while not guard.rests:
+                guard.record_drafts(*LOSING)
+    assert rests == [LONGEST_REST, 2 * LONGEST_REST, LONGEST_HOPELESS_REST, LONGEST_REST]
+
+
+def rests_of(controller: DraftController, judged: list[float]) -> list[int]:
+    """Rounds of each rest, at whose ends so many of 16 first tokens would have been right."""
+    rests = []
+    for right in judged:
+        rests.append(0)
+        while not controller.decide().looks_back:
+            controller.record(Decision(Source.NOTHING), 0, [0])
+            rests[-1] += 1
+        controller.record_hindsight(16, right)
+    return rests
 
 
 def test_what_earlier_texts_say_is_no_less_than_what_a_prompt_says() -> None:

@@ -32,6 +32,9 @@ FEWEST_RIGHT = 0.5
 """First tokens of a rest that must have been right for that: what knows nothing is not tried, however cheap it is. The
 same of a prompt: trained drafters have 1 to 12 of 16 right there, whatever it is about, and untrained ones none."""
 
+HOPELESS_SHARE = 0.01
+"""Of a prompt's positions: a drafter that is right at fewer was never trained for this target, or not for such text."""
+
 FEWEST_JUDGED = 8
 """Positions of a prompt that say something."""
 
@@ -150,7 +153,7 @@ class DraftController:
             accepted: first draft tokens that would have been the prompt's next one there.
         """
         if positions >= FEWEST_JUDGED and accepted < FEWEST_RIGHT and not self.guard.rests:
-            self.guard.rest_at_first()
+            self.guard.rest_at_first(is_hopeless=accepted < HOPELESS_SHARE * positions)
             self._tell("rest", "the drafter knows nothing of the prompt")
 
     def record_hindsight(self, positions: int, accepted: float) -> None:

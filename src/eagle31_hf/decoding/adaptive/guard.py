@@ -29,6 +29,10 @@ SHORTEST_REST = 8
 LONGEST_REST = 48
 """The same at most: a returning domain is used within 64 tokens."""
 
+LONGEST_HOPELESS_REST = 192
+"""The same where the drafter knew nothing of the prompt and has not been tried since: no domain has gone that could
+return. That a few tokens would have been kept says nothing: of drawn ones, some no draft could have been worse than."""
+
 
 class GuardState(Enum):
     """What is being done."""
@@ -54,6 +58,7 @@ class CollapseGuard:
         self._best = 0.0  # the most they ever were
         self._has_won = False  # whether drafts ever did
         self._rounds = 0  # with drafts
+        self._longest_rest = LONGEST_REST
 
     @property
     def rests(self) -> bool:
@@ -105,10 +110,16 @@ class CollapseGuard:
         """Judge the drafter soon: what it is asked about may have changed."""
         self._rest_left = min(self._rest_left, SHORTEST_REST)
 
-    def rest_at_first(self) -> None:
-        """Begin with a short rest, before any drafts, and with long ones if that promises nothing either."""
+    def rest_at_first(self, *, is_hopeless: bool) -> None:
+        """Begin with a rest, before any drafts, and with long ones if what follows promises nothing either.
+
+        Args:
+            is_hopeless: the prompt leaves no doubt: begin with a long one, and let them grow.
+        """
+        if is_hopeless:
+            self._next_rest, self._longest_rest = LONGEST_REST, LONGEST_HOPELESS_REST
         self._begin_rest()
-        self._next_rest = LONGEST_REST
+        self._next_rest = max(self._next_rest, LONGEST_REST)
 
     def record_judgement(self, *, is_promising: bool, knows_nothing: bool = False) -> GuardState:
         """After the drafter was judged by what it missed. Returns the new state.
@@ -117,14 +128,18 @@ class CollapseGuard:
             is_promising: it had better be tried.
             knows_nothing: none of its tokens would have been right: there is no hurry to judge it again.
         """
+        if is_promising:
+            self._longest_rest = LONGEST_REST
+            self._next_rest = min(self._next_rest, LONGEST_REST)
+            return self._enter(GuardState.TRYING)
         if knows_nothing:
-            self._next_rest = LONGEST_REST
-        return self._enter(GuardState.TRYING) if is_promising else self._begin_rest()
+            self._next_rest = max(self._next_rest, LONGEST_REST)
+        return self._begin_rest()
 
     def _begin_rest(self) -> GuardState:
         """Rest, and longer the next time, unless drafting wins something before."""
         self._rest_left = self._next_rest
-        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+        self._next_rest = min(2 * self._next_rest, self._longest_rest)
         return self._enter(GuardState.RESTING)
 
     def _enter(self, state: GuardState) -> GuardState:
