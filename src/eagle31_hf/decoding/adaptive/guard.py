@@ -114,10 +114,10 @@ class CollapseGuard:
         """Begin with a rest, before any drafts, and with long ones if what follows promises nothing either.
 
         Args:
-            is_hopeless: the prompt leaves no doubt: begin with a long one, and let them grow.
+            is_hopeless: the prompt leaves no doubt: there is no hurry to judge it again.
         """
         if is_hopeless:
-            self._next_rest, self._longest_rest = LONGEST_REST, LONGEST_HOPELESS_REST
+            self._next_rest, self._longest_rest = LONGEST_HOPELESS_REST // 2, LONGEST_HOPELESS_REST
         self._begin_rest()
         self._next_rest = max(self._next_rest, LONGEST_REST)
 
