@@ -101,9 +101,9 @@ def test_wrappers_without_regex_fit_this_torch() -> None:
     assert hastened_inductor.WRAPPER_HEADERS.is_file()
 
 
-def test_the_interface_of_packages_is_the_known_one() -> None:
+def test_the_interface_of_packages_is_a_known_one() -> None:
     """Else each wrapper is compiled with its own, in twice the time."""
-    assert hastened_inductor._digest_of(hastened_inductor.INTERFACE) == hastened_inductor.ITS_DIGEST
+    assert hastened_inductor._digest_of(hastened_inductor.INTERFACE) in hastened_inductor.KNOWN_INTERFACES
 
 
 def test_the_interface_of_another_torch_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

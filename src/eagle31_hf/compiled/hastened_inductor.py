@@ -98,8 +98,11 @@ def _compile_both_headers_at_once() -> None:
 INTERFACE = Path(torch.__file__).parent / "_inductor/codegen/aoti_runtime/interface.cpp"
 """Functions by which a package is called, which AOTInductor writes into each wrapper."""
 
-ITS_DIGEST = "02306319fed87cd8c850756fcf65bdff04714f5ad51ddf2c232b0135b52ebf58"
-"""Of the one that is known to be the same in every package."""
+KNOWN_INTERFACES = {
+    "02306319fed87cd8c850756fcf65bdff04714f5ad51ddf2c232b0135b52ebf58",  # torch 2.13
+    "765224ead5bb61fd499f908dec8adbbff2b67e8d80af0f17b7ee39d2d1173f76",  # torch 2.14
+}
+"""Digests of those that are known to be the same in every package."""
 
 
 def _compile_interface_once() -> None:
@@ -112,7 +115,7 @@ def _compile_interface_once() -> None:
 
     builder = getattr(codecache, "CppBuilder", None)
     write = getattr(CppWrapperCpu, "_write_aoti_interface_header", None)
-    if builder is None or write is None or _digest_of(INTERFACE) != ITS_DIGEST:
+    if builder is None or write is None or _digest_of(INTERFACE) not in KNOWN_INTERFACES:
         return
 
     def include_declarations(self: Any) -> None:
