@@ -36,6 +36,7 @@ from kept_pairs import (
 from torch import Tensor
 from transformers import LlamaConfig
 
+from eagle31_hf.cli.generate import was_written_by_kept_graphs
 from eagle31_hf.compiled import graph_makers, graphs, packages
 from eagle31_hf.compiled.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import kept_graphs
@@ -231,6 +232,14 @@ def test_what_a_benchmark_compiles_is_kept(pair: Eagle31Drafter, monkeypatch: py
     with configured(forgotten(pair), acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
         assert torch.equal(write(pair), first)
     assert "advance" in kinds(pair)
+
+
+def test_the_command_measures_graphs_where_its_answer_was_written_by_them(warmed: Eagle31Drafter) -> None:
+    with configured(forgotten(warmed), acceleration="eager"):
+        write(warmed)
+    assert not was_written_by_kept_graphs(warmed)
+    write(warmed)
+    assert was_written_by_kept_graphs(warmed)
 
 
 def test_what_cannot_be_kept_is_compiled_for_this_process(

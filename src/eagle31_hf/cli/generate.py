@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,8 @@ from ..benchmark.pair import measure_pair, pair_settings
 from ..benchmark.prompts import Prompt, embedded_prompts
 from ..benchmark.provenance import origin
 from ..benchmark.suite import Task
+from ..decoding.kept_graphs import kept_packages
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from . import terminal
 from .measuring import progress_bar
@@ -53,7 +55,8 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Of the random numbers; the same seed writes the same text.")] = None,
     compare: Annotated[
-        bool, typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for.")
+        bool,
+        typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for or kept."),
     ] = True,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
@@ -98,7 +101,8 @@ class Shown:
     Attributes:
         prompts: what to answer; `streamed` of them, the first ones, are written on the screen.
         names: folder or Hub id of target and drafter; `None`: the embedded ones.
-        compare: measure plain decoding against EAGLE, too; `compiled`: by graphs as well.
+        compare: measure plain decoding against EAGLE, too; `compiled`: by graphs as well, which is done anyway where
+            the answer was written by graphs that were kept.
     """
 
     prompts: Sequence[Prompt]
@@ -122,10 +126,17 @@ def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | No
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if shown.compare:
-        record |= _measure(console, pair, tasks, shown, answer)
+        compiled = shown.compiled or was_written_by_kept_graphs(pair.drafter)
+        record |= _measure(console, pair, tasks, replace(shown, compiled=compiled), answer)
     else:
         console.print(terminal.stats_line(pair.drafter.stats))
     write_json(json_path, record)
+
+
+def was_written_by_kept_graphs(drafter: Eagle31Drafter) -> bool:
+    """Then figures without them would not be those of what was seen."""
+    graphs = drafter.require_binding().compiled
+    return graphs is not None and bool(graphs.keys) and kept_packages(drafter) is not None
 
 
 def _stream(console: Console, pair: Pair, task: Task, answer: AnswerSettings) -> None:
