@@ -134,7 +134,7 @@ def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | No
 
 
 def was_written_by_kept_graphs(drafter: Eagle31Drafter) -> bool:
-    """Then figures without them would not be those of what was seen."""
+    """Whether graphs that were kept wrote in this process: figures of eager code alone would be others."""
     graphs = drafter.require_binding().compiled
     return graphs is not None and bool(graphs.keys) and kept_packages(drafter) is not None
 

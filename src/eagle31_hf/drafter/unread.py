@@ -20,7 +20,7 @@ class UnreadPositions:
     """Tokens of positions that wait to be read, and their hidden states and chances, each in one buffer.
 
     Kept one by one, they would lie between what each forward of the target allocates: that alone made the matrix
-    products of a small one 5 % slower, and a single number kept of each forward 1 to 5 %.
+    products of a small one 5 % slower, and a single number kept of each forward 3 to 5 %.
 
     Args:
         room: most positions that may wait.
