@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_pairs import CHAIN, NARROW, WINDOWED, assert_judged_alike, pair_of, write
+from eagle31_hf.trees.static import StaticTopology
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from eagle31_hf.decoding.round import Accepted, RoundBatch, RoundWrapper
 from eagle31_hf.target.binding import TargetOutput
 from eagle31_hf.target.verify import Verification
 from eagle31_hf.trees.draft_tree import DraftTree
-from eagle31_hf.trees.static import StaticTopology
 from helpers import assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
 
 pytestmark = pytest.mark.usefixtures("unpacked_weights")

@@ -28,9 +28,8 @@ CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
 TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": CHAIN,
-    "static": {**TREE, "draft_tree": "static"},
-    "dynamic": TREE,
-    "dynamic compiled": {**TREE, "acceleration": "compile"},
+    "tree": TREE,
+    "tree compiled": {**TREE, "acceleration": "compile"},
 }
 NO_TREES = ("bloom", "gpt_neo")
 """Families whose layers take no mask of one's own: the self-test finds out, and another loop serves them."""

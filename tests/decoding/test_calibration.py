@@ -220,23 +220,16 @@ def test_short_texts_are_never_kept_waiting(soon_due: list[str], monkeypatch: py
     assert soon_due == [], "nor is measured what nobody would use"
 
 
-def test_a_calibration_changes_no_drawn_text_of_its_process(soon_due: list[str]) -> None:
-    texts = [write(sampled=True, seed=5)]
-    while len(soon_due) < PIECES:
-        write()
-    history = PairHistory.of(drafter_of("llama"))
-    assert history.calibration(drafter_of("llama"), compiled=False) == CHEAP_DRAFTS, "greedy texts go by it at once"
-    assert history.calibration(drafter_of("llama"), compiled=False, sampled=True) is None
-    texts.append(write(sampled=True, seed=5))
-    assert torch.equal(*texts)
-
-
-def test_a_calibration_that_was_asked_for_holds_for_all(monkeypatch: pytest.MonkeyPatch, soon_due: list[str]) -> None:
+def test_a_calibration_changes_no_text(monkeypatch: pytest.MonkeyPatch, soon_due: list[str]) -> None:
+    """Sampled or not, a text that begins after it is written by other drafts, and is the same."""
     monkeypatch.setattr(pair_history, "measure", lambda *_: CHEAP_DRAFTS)
     eagle, history = drafter_of("llama"), PairHistory.of(drafter_of("llama"))
-    assert history.calibration(eagle, compiled=False, sampled=True) is None
+    before = [write(sampled=sampled, seed=5) for sampled in (True, False)]
+    assert history.calibration(eagle, compiled=False) is None
     history.calibrate(eagle, compiled=False)
-    assert history.calibration(eagle, compiled=False, sampled=True) == CHEAP_DRAFTS
+    assert history.calibration(eagle, compiled=False) == CHEAP_DRAFTS
+    for sampled, text in zip((True, False), before, strict=True):
+        assert torch.equal(write(sampled=sampled, seed=5), text)
 
 
 def test_graphs_that_are_compiled_at_once_have_a_calibration_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

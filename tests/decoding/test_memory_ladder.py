@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from eagle31_hf.trees.static import StaticTopology
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from eagle31_hf.decoding.memory_ladder import (
 from eagle31_hf.memory import allocator
 from eagle31_hf.memory.allocator import AllocatorSetup, allocator_advice
 from eagle31_hf.trees.shape import DraftShape
-from eagle31_hf.trees.static import StaticTopology
 
 BUDGETS = st.builds(
     Budget,

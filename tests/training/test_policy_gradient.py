@@ -25,6 +25,7 @@ from eagle31_hf.training.policy.policy_model import (
 )
 from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains, roll_out_trees
 from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
+from helpers import seeded
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +113,13 @@ def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
     batch = batch_of(make_documents())
     contexts = choose_contexts(batch, 3, 1)
     assert contexts is not None
-    rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=0.7)
-    again = (chain_logits(drafter, rollout.contexts, rollout.tokens) / 0.7).log_softmax(-1)
-    assert torch.allclose(again, rollout.draft_log_probs, atol=1e-5)
+    with seeded(8):
+        rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=0.7)
+    with seeded(8):
+        noise = torch.empty(6, 3, drafter.config.vocab_size).exponential_()[..., drafter.draft_ids]
+    scores = chain_logits(drafter, rollout.contexts, rollout.tokens) / 0.7
+    assert torch.equal((scores - noise.log()).argmax(-1), rollout.draft_ids)
+    assert torch.allclose(scores.log_softmax(-1), rollout.draft_log_probs, atol=1e-5)
     # And the target judged them as it would in a forward of its own.
     row = torch.cat((contexts.tokens[1, : contexts.lengths[1]], contexts.roots[1:2], rollout.tokens[2]))
     logits = target(row[None]).logits[0, contexts.lengths[1] : contexts.lengths[1] + 3] / 0.7
@@ -127,9 +132,9 @@ def test_greedy_tree_reward_is_the_accepted_length(target) -> None:
     contexts = choose_contexts(batch_of(make_documents()), 4, 1)
     assert contexts is not None
     rollout = roll_out_trees(drafter, contexts, depth=3, top_k=4, size=12, temperature=0)
-    from eagle31_hf.sampling.acceptance import accept_greedy
+    from eagle31_hf.sampling.acceptance import accept_chosen
 
-    accepted = accept_greedy(rollout.tree, rollout.target_probs.argmax(-1)).length - 1
+    accepted = accept_chosen(rollout.tree, rollout.target_probs.argmax(-1)).length - 1
     assert tree_reward(node_chances(rollout.tree, rollout.target_probs)).tolist() == accepted.tolist()
 
 

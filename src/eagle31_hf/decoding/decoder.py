@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
 from ..sampling.acceptance import Acceptance
-from ..sampling.draw import draw
+from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
@@ -135,8 +135,15 @@ class SpeculativeDecoder:
     def finish(self) -> Tensor:
         """Close the figures and return the text, `(B, L + n)` ids."""
         self.clock.stop()
+        self._settle_noise()
         self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
         return self.sequences.assemble()
+
+    def _settle_noise(self) -> None:
+        """Leave torch's generator where plain `generate` would have left it."""
+        noise = self.request.noise
+        if noise is not None and not noise.settle(self.sequences.output_length):
+            self.request.stats.fall_back(NOT_PLAIN)
 
     # --- prefill -------------------------------------------------------------------------------------------------
 
@@ -177,7 +184,9 @@ class SpeculativeDecoder:
         """First token of each row from `(B, V)`."""
         request, rows = self.request, self.rows
         scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.asked)
-        choice = draw(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)
+        request.begin_sampling(scores.shape[-1])
+        noise = request.noise_ahead(batch, 1)
+        choice = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
         chosen = request.keep_choice(rows, [self.sequences.length(row) for row in rows], choice.tolist())
         self._collect({b: [(scores[b], logits[b])] for b in batch.live})
         return chosen
@@ -194,12 +203,7 @@ class SpeculativeDecoder:
         accepted = self.round.accept(tree, verified, batch)
         paths, emitted, is_broken = sync_accepted(tree, accepted.acceptance, self._is_broken(tree, batch))
         if is_broken:
-            is_lossless = tree.proposal is None  # else it was judged by a distribution that is none
-            if not is_lossless:
-                self.caches.forget_round()
             self._stop_drafting()
-            if not is_lossless:
-                return self.step()
         self._collect_scores(accepted, verified.logits, paths, batch)
         written = Written(paths, self._write(emitted, batch))
         self.stage = Stage.COMMIT
@@ -213,9 +217,7 @@ class SpeculativeDecoder:
         session, plan = self.caches.drafter, batch.plan
         if session is None or plan is None or plan.tokens is not None or tree.size == 1:
             return None
-        # A softmax with one NaN in it has nothing else.
-        shown = session.root.logits[:, 0, :1] if tree.proposal is None else tree.proposal.probs[..., 0]
-        return shown.isnan().any()
+        return session.root.logits[:, 0, :1].isnan().any()
 
     def _stop_drafting(self) -> None:
         """No drafter for the rest of the text."""
@@ -238,7 +240,7 @@ class SpeculativeDecoder:
         policy, state = self.request.policy, RoundState(self.largest, live_rows, self.sequences, remaining)
         plan = policy.next_draft(state)
         if plan.looks_back:
-            policy.record_hindsight(self.round.look_back())
+            policy.record_hindsight(self.round.look_back(batch))
             plan = policy.next_draft(state)
         shape = plan.shape.within(self.largest)
         return plan if shape is plan.shape else replace(plan, shape=shape)
@@ -254,11 +256,21 @@ class SpeculativeDecoder:
     def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
         """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""
         written: list[list[int]] = [[] for _ in self.rows]
+        self._require_tokens([emitted[b] for b in batch.live])
         for b in batch.live:
             written[b] = emitted[b][: self.sequences.append(self.rows[b], emitted[b])]
         self.clock.note_tokens(sum(len(new) for new in self.sequences.new))
         self.sequences.stop_if_out_of_time()
         return written
+
+    def _require_tokens(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Raise as `generate` does where there was nothing to sample from (`draw.choose`)."""
+        noise = self.request.noise
+        if noise is not None and any(noise.vocabulary in tokens for tokens in emitted):
+            raise ValueError(
+                "the target's scores are no numbers, or its processors have forbidden every token: there is nothing to "
+                "sample from; look at the model's dtype and at the logits processors"
+            )
 
     def stream(self) -> None:
         """Show what was written since the last time. Apart from the round: what a streamer raises is not ours."""

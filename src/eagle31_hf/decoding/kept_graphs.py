@@ -164,8 +164,6 @@ def graph_maker(
         return CapturesSteps(capture) if pays and not Graphs.of(drafter).disabled_reason else None
     packages = kept_packages(drafter)
     names = frozenset() if packages is None else packages.names()
-    if requested.sampled:
-        names &= PairHistory.of(drafter).kept_for_drawn_texts(names)
     sampling = requested.sampled, processing.draft_warping.key
     wanted = prefix_of(GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling))
     if packages is None or not any(name.startswith(wanted) for name in names):

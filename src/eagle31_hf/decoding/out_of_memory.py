@@ -45,8 +45,7 @@ HOST = torch.device("cpu")
 class RecoveringDecoder:
     """Drives a `SpeculativeDecoder` and goes on where memory runs out; see the module.
 
-    Greedy text is that of an undisturbed run. Sampled text follows the same distribution; under a fixed seed it is
-    another draw, since random numbers that a failed round has used are not used again.
+    The text is that of an undisturbed run, sampled or not: a round that is repeated chooses by the same noise.
 
     Args:
         decoder: has not begun yet.

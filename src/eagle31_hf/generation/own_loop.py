@@ -51,7 +51,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     if call.streamer is not None:
         call.streamer.end()
     history = PairHistory.of(call.drafter)
-    history.record(stats, sampled=requested.sampled)
+    history.record(stats)
     if call.drafter.generation_config.num_assistant_tokens_schedule != "constant":
         history.calibrate_if_due(call.drafter, compiled=requested.compiled)
     if not call.generation_config.return_dict_in_generate:

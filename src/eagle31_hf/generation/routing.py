@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache
 
 from ..errors import UnsupportedGenerationError
+from ..sampling.draw import why_noise_is_unknown
 from .call import Call
 from .continuation import why_not_continued
 from .model_inputs import why_no_draft, why_not_our_loop
@@ -79,6 +80,10 @@ def _one_forward_per_token(call: Call) -> str | None:
     return "synced_gpus" if call.synced_gpus else None
 
 
+def _unknown_noise(call: Call) -> str | None:
+    return why_noise_is_unknown(call.input_ids.device) if call.generation_config.do_sample else None
+
+
 def _foreign_cache(call: Call) -> str | None:
     """Caches that only the model's own forwards, one token at a time, may write."""
     cache, implementation = call.cache, call.generation_config.cache_implementation
@@ -108,6 +113,7 @@ def _processors_of_a_batch(call: Call) -> str | None:
 
 AGAINST_OWN: tuple[Objection, ...] = (
     _one_forward_per_token,
+    _unknown_noise,
     why_no_draft,
     _target_without_trees,
     _foreign_cache,
@@ -148,8 +154,17 @@ def _reads_it_would_get_wrong(call: Call) -> str | None:
     return None
 
 
+def _sampled_scores_wanted(call: Call) -> str | None:
+    config = call.generation_config
+    if config.do_sample and config.return_dict_in_generate and config.output_scores:
+        return "transformers' assisted loop would return perturbed scores of a sampled text"
+    return None
+
+
 AGAINST_STOCK: tuple[Objection, ...] = (
     _one_forward_per_token,
+    _unknown_noise,
+    _sampled_scores_wanted,
     why_no_draft,
     _several_rows,
     _processors_that_keep_state,

@@ -23,7 +23,7 @@ from ..decoding.prefill import ChunkedPrefill, PrefillState
 from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import FirstDrafts
-from ..drafter.propose import propose_chain
+from ..drafter.propose import DraftChoice, DraftScores, propose_chain
 from ..drafter.reach import layer_windows
 from ..drafter.session import SLAB, DraftSession, DraftState
 from ..generation_config import DraftLength
@@ -32,7 +32,7 @@ from ..stats import PhaseClock, SpeculationStats
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
 from .batch_drafts import BatchDrafts
-from .choosing import TokenChooser, accept_drafts
+from .choosing import ScoreShape, TokenChooser, accept_drafts, noise_of, warp_rows
 from .requests import TextRequest, TextUsage, TokenLogprob
 from .text import TextWriter
 
@@ -135,6 +135,7 @@ class TextBatch:
         self.session = PooledDraftSession(drafter, batch_size=max_rows, **sizes)
         self.verify = Verification(self.binding, self.cache)
         self._reader = PromptReader(self, sizes)
+        self._scores = ScoreShape(self.binding.text_config.vocab_size, self.binding.head_device)
         self._parked: dict[int, list[int]] = {}  # tokens of parked rows, by place
 
     def target_cache(self, kind: type[SpeculativeCache], rows: int, sizes: dict[str, int]) -> Any:
@@ -206,8 +207,7 @@ class TextBatch:
         with self.clock.phase("verify"), self.binding.capturing():
             out = self.verify(tree)
         written = [len(text.writer.tokens) for text in self.texts]
-        choosers = [text.chooser for text in self.texts]
-        acceptance = accept_drafts(tree, out.logits, choosers, written, self._prefix)
+        acceptance = accept_drafts(tree, out.logits, self._choosers, written, self._prefix)
         paths, emitted = _read_back(tree, acceptance)
         outputs = [self._write(b, tree, out.logits, paths[b], emitted[b]) for b in range(len(self.texts))]
         counts = [len(output.tokens) for output in outputs]
@@ -247,7 +247,7 @@ class TextBatch:
         rows = len(self.texts)
         plan = self.drafts.next_draft(rows, context=context, remaining=remaining)
         if plan.looks_back:
-            self.drafts.record_hindsight(self.session.look_back(FirstDrafts()))
+            self.drafts.record_hindsight(self.session.look_back(self._first_drafts()))
             plan = self.drafts.next_draft(rows, context=context, remaining=remaining)
         return plan
 
@@ -257,17 +257,57 @@ class TextBatch:
             return DraftTree.chain(roots[:, None])
         self.session.catch_up()
         length = DraftLength(plan.shape.depth, plan.shape.min_confidence)
-        return propose_chain(self.session, roots, length, sample=False, scores=self._draft_scores())
+        choice = DraftChoice(self._draft_scores(), self._noise(0, length.depth))
+        return propose_chain(self.session, roots, length, choice)
 
-    def _draft_scores(self) -> ScoresByRow | None:
-        """Drafts keep to their text's grammar, and to what else it was asked that looks at the text."""
+    @property
+    def _choosers(self) -> list[TokenChooser]:
+        return [text.chooser for text in self.texts]
+
+    @property
+    def _samples(self) -> bool:
+        return any(chooser.draws for chooser in self._choosers)
+
+    def _noise(self, behind: int, count: int) -> Tensor | None:
+        """Noise `(B, count, V)` from so many tokens behind each text's end on; `None` if none is sampled."""
+        if not self._samples:
+            return None
+        starts = [len(text.writer.tokens) - behind for text in self.texts]
+        return noise_of(self._choosers, starts, count, self._scores)
+
+    def _first_drafts(self) -> FirstDrafts:
+        """How the first tokens of drafts would have been chosen lately."""
+        if not self._samples:
+            return FirstDrafts()
+
+        def warping(logits: Tensor) -> Tensor:
+            rows = [warp_rows(logits[:, place].float(), self._choosers) for place in range(logits.shape[1])]
+            return torch.stack(rows, 1)
+
+        return FirstDrafts(1, warping, self._noise_behind)
+
+    def _noise_behind(self, count: int) -> Tensor:
+        noise = self._noise(count, count)
+        assert noise is not None, "some text is sampled"
+        return noise
+
+    def _draft_scores(self) -> DraftScores | None:
+        """Drafts keep to their text's grammar, to what else it was asked that looks at the text, and to how its tokens
+        are sampled."""
         grammar = GrammarDrafts(range(len(self.texts)), frozenset(), self.stats.fall_back)
         scorers = {
             b: InGrammar(text.chooser.processing, partial(self._drafted_prefix, b), 0, grammar)
             for b, text in enumerate(self.texts)
             if text.chooser.processing.can_fork
         }
-        return ScoresByRow(self.drafter, scorers) if scorers else None
+        by_row = ScoresByRow(self.drafter, scorers) if scorers else None
+        if not self._samples:
+            return by_row
+
+        def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+            return warp_rows(logits.float() if by_row is None else by_row(logits, drafted), self._choosers)
+
+        return scores
 
     def _drafted_prefix(self, place: int, drafted: Tensor) -> Tensor:
         return self._prefix(place, drafted.tolist())
