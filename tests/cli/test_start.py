@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from eagle31_hf.cli.app import COMMANDS, LazyCommand
+from eagle31_hf.demo import drafter_path, target_path
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors", "psutil", "matplotlib", "fastapi")
 TELL = "import json, sys, atexit; atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))"
@@ -44,3 +45,19 @@ def test_the_package_is_imported_without_what_it_is_made_of() -> None:
 def test_what_is_listed_of_a_command_is_what_it_says_itself(name: str) -> None:
     real = LazyCommand(name=name, callback=None).load()
     assert (real.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
+
+
+MODELS = ("torch", "transformers", "huggingface_hub", "fastapi", "matplotlib")
+
+
+def test_inspect_reads_a_folder_by_its_headers() -> None:
+    modules = imported_by_command("inspect", drafter_path())
+    assert "eagle31_hf.checkpoints.checkpoint" in modules, "or nothing was tried"
+    assert not modules.intersection(MODELS)
+
+
+@pytest.mark.parametrize("drafter", [[], ["--drafter", drafter_path()]])
+def test_plan_reads_a_folder_by_its_headers(drafter: list[object]) -> None:
+    modules = imported_by_command("plan", target_path(), "--card", "RTX 4090", *drafter)
+    assert "eagle31_hf.memory.planner" in modules, "or nothing was tried"
+    assert not modules.intersection(MODELS)

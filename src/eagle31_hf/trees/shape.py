@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .static import StaticTopology
 
+RESIDENT_QUERIES = 128
+"""Blocks of at most so many queries use the resident mask. Prefill chunks are larger; theirs is made and dropped,
+since a resident one would hold `chunk * capacity` elements for the whole generation."""
+
 
 @dataclass(frozen=True)
 class DraftShape:
