@@ -20,7 +20,7 @@ LEVELS = [  # a room may import from itself and from rooms of the levels above i
     {"compiled"},
     {"decoding"},
     {"generation"},
-    {"demo", "training", "benchmark", "doctor", "serving"},
+    {"demo", "training", "evidence", "serving"},
     {"cli"},
 ]
 MOST_ROOMS, MOST_FLOORS = 20, 9

@@ -32,9 +32,9 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from eagle31_hf.benchmark.known_texts import DrafterAcceptance, acceptance_of
-from eagle31_hf.benchmark.provenance import origin
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.evidence.known_texts import DrafterAcceptance, acceptance_of
+from eagle31_hf.evidence.provenance import origin
 from eagle31_hf.training.data.conversations import read_conversations
 from eagle31_hf.training.data.packing import collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts

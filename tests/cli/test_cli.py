@@ -10,13 +10,13 @@ import torch
 from command_line import DRAFTER, PROMPT, TARGET, run
 from rich.console import Console
 
-from eagle31_hf.benchmark.calls import DIFFERENT, REFERENCE, SAME, SAMPLED, TIE, CallRecord, Drafting, Verdict
-from eagle31_hf.benchmark.pair import pair_settings
-from eagle31_hf.benchmark.record_file import Records
-from eagle31_hf.benchmark.records import add_up
-from eagle31_hf.benchmark.summary import summarise
 from eagle31_hf.cli import generate, pairs, terminal
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts
+from eagle31_hf.evidence.calls import DIFFERENT, REFERENCE, SAME, SAMPLED, TIE, CallRecord, Drafting, Verdict
+from eagle31_hf.evidence.pair import pair_settings
+from eagle31_hf.evidence.record_file import Records
+from eagle31_hf.evidence.records import add_up
+from eagle31_hf.evidence.summary import summarise
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.target.precision import quick_dtype
 from helpers import configured, drafter_of, use_fixed_shapes_only

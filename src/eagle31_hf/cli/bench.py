@@ -11,18 +11,18 @@ import typer
 from rich.text import Text
 from torch import Tensor
 
-from ..benchmark import loop_tables
-from ..benchmark.bare import describe_device, describe_machine
-from ..benchmark.growth import CONTEXTS, check_growth, measure_growth, small_drafter
-from ..benchmark.loop import LoopBenchmark
-from ..benchmark.memory_peaks import RUNS, measure_peaks, runs_on
-from ..benchmark.methods import LoopSettings
-from ..benchmark.prompts import read_prompts
-from ..benchmark.synthetic import random_target, target_config
 from ..demo import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import ConfigurationError
+from ..evidence import loop_tables
+from ..evidence.bare import describe_device, describe_machine
+from ..evidence.growth import CONTEXTS, check_growth, measure_growth, small_drafter
+from ..evidence.loop import LoopBenchmark
+from ..evidence.memory_peaks import RUNS, measure_peaks, runs_on
+from ..evidence.methods import LoopSettings
+from ..evidence.prompts import read_prompts
+from ..evidence.synthetic import random_target, target_config
 from ..generation_config import FIXED_DEPTH
 from ..target.precision import quick_dtype
 from ..trees.shape import DraftShape

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..benchmark.calls import DIFFERENT, SAME, SAMPLED, TIE, Verdict
-from ..benchmark.loop_tables import without_empty_columns
-from ..benchmark.run_tables import speedup_text
-from ..benchmark.summary import MethodSummary, RunSummary
+from ..evidence.calls import DIFFERENT, SAME, SAMPLED, TIE, Verdict
+from ..evidence.loop_tables import without_empty_columns
+from ..evidence.run_tables import speedup_text
+from ..evidence.summary import MethodSummary, RunSummary
 from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
 from .options import WIDTH, count

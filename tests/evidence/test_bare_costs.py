@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_loops import CHAIN, TREE
 
-from eagle31_hf.benchmark.bare import drafted_depths, requested_shape
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter, quantiles
+from eagle31_hf.evidence.bare import drafted_depths, requested_shape
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.trees.shape import DraftShape
 from helpers import drafter_of, use_fixed_shapes_only

@@ -1,8 +1,8 @@
 """Is the text with the drafter the text without it, on this very machine, target and precision?
 
-Greedy texts are compared token by token; a difference must be a tie, two logits within what the precision can tell
-apart. Sampled text is compared by its distribution: the first tokens after a prompt are drawn many times under a top-k
-so small that the exact probability of every outcome can be had from the target itself.
+Greedy texts are compared token by token; a difference must be a tie (`exactness.judge_greedy`). Sampled text is
+compared by its distribution: the first tokens after a prompt are drawn many times under a top-k so small that the exact
+probability of every outcome can be had from the target itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import Eagle31Drafter
-
-TIE_ROUNDINGS = 4.0
-"""A tie is a gap of at most so many units in the last place of the larger logit, in the target's precision."""
+from ...drafter.drafter import Eagle31Drafter
+from ...stats import SpeculationStats
+from ..bare import requested_shape
+from ..calls import TIE
+from ..exactness import TIE_ROUNDINGS, judge_greedy
 
 SAMPLED_TOKENS, SAMPLED_TOP_K = 3, 3
 SMALLEST_EXPECTED = 5.0
@@ -33,18 +34,16 @@ class Difference:
     Attributes:
         prompt: number of the prompt.
         at: new tokens written before they part.
-        gap: difference of the two tokens' logits, by the target over the shared text.
-        rounding: the largest gap that is a tie in the target's precision.
+        gap: largest distance of a written token's logit from the best one, over the whole text.
+        rounding: the largest gap that is a tie: twice what the target's logits move there with the size of a block.
+        is_tie: whether every token is the target's own choice but for that.
     """
 
     prompt: int
     at: int
     gap: float
     rounding: float
-
-    @property
-    def is_tie(self) -> bool:
-        return self.gap <= self.rounding
+    is_tie: bool
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class GreedyComparison:
         """JSON-ready, without the texts."""
         return {
             "prompts": len(self.texts),
-            "differences": [{**asdict(one), "is_tie": one.is_tie} for one in self.differences],
+            "differences": [asdict(one) for one in self.differences],
             "is_exact": self.is_exact,
             "acceptance_length": self.acceptance_length,
             "loops": self.loops,
@@ -102,7 +101,8 @@ def compare_greedy(
     wanted = {"do_sample": False, "max_new_tokens": new_tokens, "num_beams": 1}
     texts, differences, loops = [], [], Counter[str]()
     seconds = [0.0, 0.0]
-    accepted = rounds = 0
+    total = SpeculationStats()
+    blocks = (8, requested_shape(drafter, batch_size=1).nodes)
     model.generate(**prompts[0], **wanted, assistant_model=drafter)  # what runs for the first time is slower
     for number, prompt in enumerate(prompts):
         written = []
@@ -112,41 +112,30 @@ def compare_greedy(
             seconds[way] += time.perf_counter() - started
         stats = drafter.stats
         assert stats is not None, "generate leaves its figures"
-        accepted, rounds = accepted + stats.accepted, rounds + stats.rounds
+        total.accepted, total.rounds = total.accepted + stats.accepted, total.rounds + stats.rounds
         loops[f"{stats.loop}: {stats.reason}" if stats.reason else stats.loop] += 1
         plain, ours = written
         if not torch.equal(plain, ours):
-            differences.append(_difference(model, number, plain, ours, prompt["input_ids"].shape[1]))
+            differences.append(_difference(model, number, prompt["input_ids"][0], (plain, ours), blocks))
         texts.append(plain)
     return GreedyComparison(
         texts=texts,
         prompt_lengths=[prompt["input_ids"].shape[1] for prompt in prompts],
         differences=differences,
-        acceptance_length=(accepted + rounds) / rounds if rounds else 0.0,
+        acceptance_length=total.acceptance_length,
         loops=dict(loops),
         plain_s=seconds[0],
         speculative_s=seconds[1],
     )
 
 
-@torch.no_grad()
-def _difference(model: Any, number: int, plain: Tensor, ours: Tensor, prompt_length: int) -> Difference:
-    width = min(len(plain), len(ours))
-    parted = (plain[:width] != ours[:width]).nonzero()
-    if not len(parted):  # one of them went on where the other ended: no rounding does that
-        return Difference(number, width - prompt_length, float("inf"), 0.0)
-    at = int(parted[0])
-    logits = model(plain[None, :at].to(model.device)).logits[0, -1].float()
-    first, second = float(logits[plain[at]]), float(logits[ours[at]])
-    rounding = _tie(model.dtype, logits, max(abs(first), abs(second)))
-    return Difference(number, at - prompt_length, abs(first - second), rounding)
-
-
-def _tie(dtype: torch.dtype, logits: Tensor, largest: float) -> float:
-    """The largest gap between two of these logits `(V,)` that is a tie, where the larger of them is `largest`."""
-    if dtype == torch.float32:
-        return 1e-5 * float(logits.max() - logits.min())
-    return TIE_ROUNDINGS * torch.finfo(dtype).eps * max(1.0, largest)
+def _difference(
+    model: Any, number: int, prompt: Tensor, texts: tuple[Tensor, Tensor], blocks: Sequence[int]
+) -> Difference:
+    """Of the plain text and ours, whole and on the CPU."""
+    plain, ours = (text[len(prompt) :].tolist() for text in texts)
+    found = judge_greedy(model, prompt, ours, plain, blocks=blocks)
+    return Difference(number, found.position, found.logit_gap, TIE_ROUNDINGS * found.rounding, found.kind == TIE)
 
 
 @dataclass(frozen=True)
@@ -272,7 +261,8 @@ def exact_openings(model: Any, prompt_ids: Tensor) -> Openings:
         for row, (prefix, before) in enumerate(begun.items()):
             of_row = [probs[row] for probs in warped]
             likeliest = of_row[0].topk(2).indices.tolist()
-            found.allowed[prefix] = {token for logits in shapes for token in _kept(model.dtype, logits[row])}
+            rounding = TIE_ROUNDINGS * float((shapes[0][row] - shapes[1][row]).abs().max())
+            found.allowed[prefix] = {token for logits in shapes for token in _kept(logits[row], rounding)}
             branches = {token: tuple(float(probs[token]) for probs in of_row) for token in likeliest}
             branches[OTHER] = tuple(max(0.0, 1 - float(probs[likeliest].sum())) for probs in of_row)
             for token, here in branches.items():
@@ -285,10 +275,10 @@ def exact_openings(model: Any, prompt_ids: Tensor) -> Openings:
     return found
 
 
-def _kept(dtype: torch.dtype, logits: Tensor) -> list[int]:
+def _kept(logits: Tensor, rounding: float) -> list[int]:
     """Tokens that rounding may put among the `SAMPLED_TOP_K` best of `(V,)`."""
     last = float(logits.topk(SAMPLED_TOP_K).values[-1])
-    return (logits >= last - _tie(dtype, logits, abs(last))).nonzero().flatten().tolist()
+    return (logits >= last - rounding).nonzero().flatten().tolist()
 
 
 def _top_k(logits: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.benchmark.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
 from helpers import SHARED
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..configuration_eagle31 import Eagle31Config
-from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import TargetText
+from ...configuration_eagle31 import Eagle31Config
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.replay import TargetText
 from .replay import Replay, replay
 
 STANDARD_ERRORS = 3.0

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from small_loops import CHAIN, tensors
 
-from eagle31_hf.benchmark import loop_tables
-from eagle31_hf.benchmark.loop import LoopBenchmark, PassCounter, Tally, ends_off, typical_context
-from eagle31_hf.benchmark.methods import LoopSettings, Output, all_methods, early_exit_refusal
-from eagle31_hf.benchmark.prompt_batches import batches_of
-from eagle31_hf.benchmark.records import LoopRecord, LoopReport, RoundSplit, Sample
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter
 from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
+from eagle31_hf.evidence import loop_tables
+from eagle31_hf.evidence.loop import LoopBenchmark, PassCounter, Tally, ends_off, typical_context
+from eagle31_hf.evidence.methods import LoopSettings, Output, all_methods, early_exit_refusal
+from eagle31_hf.evidence.prompt_batches import batches_of
+from eagle31_hf.evidence.records import LoopRecord, LoopReport, RoundSplit, Sample
 from helpers import drafter_of, random_prompts, target_of
 
 BARE = BareCosts(0.010, verify_s=0.012, drafter_step_s=0.001, absorb_s=0.002, verified_tokens=5, drafter_steps=4)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from rich.table import Table
 
-from eagle31_hf.benchmark.calls import CallRecord, Drafting, TextPart, Verdict
-from eagle31_hf.benchmark.comparing import compare_runs
-from eagle31_hf.benchmark.exports import acceptance_rows, best_drafting, profile
-from eagle31_hf.benchmark.record_file import Records
-from eagle31_hf.benchmark.run_tables import run_notes, run_parts
-from eagle31_hf.benchmark.summary import Setting, summarise
 from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.calls import CallRecord, Drafting, TextPart, Verdict
+from eagle31_hf.evidence.comparing import compare_runs
+from eagle31_hf.evidence.exports import acceptance_rows, best_drafting, profile
+from eagle31_hf.evidence.record_file import Records
+from eagle31_hf.evidence.run_tables import run_notes, run_parts
+from eagle31_hf.evidence.summary import Setting, summarise
 
 RUN = {
     "eagle31_hf": "0.1.0", "commit": "abc", "torch": "2", "transformers": "5", "python": "3", "command": "eagle31",

@@ -10,11 +10,11 @@ import pytest
 from test_summary import RUN, SPEEDS, call, records
 from typer.testing import CliRunner
 
-from eagle31_hf.benchmark.calls import TextPart, Verdict
-from eagle31_hf.benchmark.record_file import RecordWriter
-from eagle31_hf.benchmark.report.content import make_page
-from eagle31_hf.benchmark.report.render import to_html
 from eagle31_hf.cli import app
+from eagle31_hf.evidence.calls import TextPart, Verdict
+from eagle31_hf.evidence.record_file import RecordWriter
+from eagle31_hf.evidence.report.content import make_page
+from eagle31_hf.evidence.report.render import to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from eagle31_hf.benchmark import loop_tables, memory_peaks
-from eagle31_hf.benchmark.bare import requested_shape
-from eagle31_hf.benchmark.memory_peaks import (
+from eagle31_hf.cli import app
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence import loop_tables, memory_peaks
+from eagle31_hf.evidence.bare import requested_shape
+from eagle31_hf.evidence.memory_peaks import (
     ACCEPTANCE,
     NEW_TOKENS,
     RUNS,
@@ -29,11 +32,8 @@ from eagle31_hf.benchmark.memory_peaks import (
     ragged_prompts,
     runs_on,
 )
-from eagle31_hf.benchmark.storages import StorageCounter
-from eagle31_hf.benchmark.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
-from eagle31_hf.cli import app
-from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.storages import StorageCounter
+from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.memory import MemoryPlan
 from eagle31_hf.memory.cards import GIB, MIB, Card
 from eagle31_hf.memory.ledger import RUNNING

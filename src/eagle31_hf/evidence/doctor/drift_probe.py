@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import TargetText, read_text
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.replay import TargetText, read_text
 from .drift import CONDITIONS, OTHER_TEMPLATE, DriftCurve, drift_curve, form_of, in_plain_words
-from .findings import Finding
-from .patient import Patient
+from .findings import Finding, Patient
 from .variants import read_as
 
 

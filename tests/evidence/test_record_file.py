@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.benchmark.calls import CallRecord, Drafting, TextPart, Verdict
-from eagle31_hf.benchmark.provenance import checkout_of
-from eagle31_hf.benchmark.record_file import RecordFileError, RecordWriter, differences, read_records
+from eagle31_hf.evidence.calls import CallRecord, Drafting, TextPart, Verdict
+from eagle31_hf.evidence.provenance import checkout_of
+from eagle31_hf.evidence.record_file import RecordFileError, RecordWriter, differences, read_records
 from eagle31_hf.stats import variation, windows
 
 RUN = {"command": "eagle31 bench run", "settings": {"repeats": 2, "seed": 0}, "commit": "abc"}

@@ -11,17 +11,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eagle31_hf.benchmark import gauges
-from eagle31_hf.benchmark.calls import DIFFERENT, SAME, SAMPLED, TIE
-from eagle31_hf.benchmark.exactness import judge_greedy
-from eagle31_hf.benchmark.gauges import EnergyGauge, PeakGauge, RaplPackage
-from eagle31_hf.benchmark.prompts import Prompt
-from eagle31_hf.benchmark.record_file import read_records
-from eagle31_hf.benchmark.run_settings import RunSettings
-from eagle31_hf.benchmark.suite import BenchmarkRun, Task
-from eagle31_hf.benchmark.thinking import ThinkMarks, split_rounds
 from eagle31_hf.cli import app
 from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence import gauges
+from eagle31_hf.evidence.calls import DIFFERENT, SAME, SAMPLED, TIE
+from eagle31_hf.evidence.exactness import judge_greedy
+from eagle31_hf.evidence.gauges import EnergyGauge, PeakGauge, RaplPackage
+from eagle31_hf.evidence.prompts import Prompt
+from eagle31_hf.evidence.record_file import read_records
+from eagle31_hf.evidence.run_settings import RunSettings
+from eagle31_hf.evidence.suite import BenchmarkRun, Task
+from eagle31_hf.evidence.thinking import ThinkMarks, split_rounds
 from helpers import drafter_of, random_prompts, target_of
 
 SETTINGS = RunSettings(new_tokens=12, repeats=2, depth=3)
@@ -325,7 +325,7 @@ def test_a_stopped_command_goes_on(record_file, tmp_path):
 
 KILLED = """
 import json, os, signal
-from eagle31_hf.benchmark.record_file import RecordWriter
+from eagle31_hf.evidence.record_file import RecordWriter
 from eagle31_hf.cli import app
 
 def write_half_and_die(writer, calls):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import TargetText
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.replay import TargetText
 from .replay import Replay, replay
 
 Messages = list[dict[str, str]]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import StartsCache, TargetText, drafts_along, rows_of_ids
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.replay import StartsCache, TargetText, drafts_along, rows_of_ids
 
 SINK_TOKENS = 4
 """First tokens of a prompt counted as its sink (StreamingLLM, arXiv 2309.17453, keeps four)."""

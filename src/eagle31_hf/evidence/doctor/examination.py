@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import TargetText, read_text
-from ..target.precision import precision_advice, precision_caution
-from ..target.quantized import holds_packed_weights
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.replay import TargetText, read_text
+from ...target.precision import precision_advice, precision_caution
+from ...target.quantized import holds_packed_weights
 from .drift import DriftCurve, form_of
 from .drift_probe import drift_finding, probe_both_forms
-from .findings import Finding
+from .findings import Finding, Patient
 from .losslessness import GreedyComparison, SamplingComparison, compare_greedy, compare_sampling
-from .patient import Patient
 from .replay import replay
 from .variants import ReadingScore, layers_to_keep, other_readings, score_readings, score_vocabulary
 

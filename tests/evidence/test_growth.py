@@ -4,12 +4,12 @@ import pytest
 import torch
 from small_loops import CHAIN, TREE, tensors
 
-from eagle31_hf.benchmark import loop_tables
-from eagle31_hf.benchmark.growth import AttentionClock, GrowthRecord, measure_growth
-from eagle31_hf.benchmark.prompt_batches import batches_of
-from eagle31_hf.benchmark.storages import count_storages
-from eagle31_hf.benchmark.synthetic import SyntheticRequest, write_synthetic
 from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence import loop_tables
+from eagle31_hf.evidence.growth import AttentionClock, GrowthRecord, measure_growth
+from eagle31_hf.evidence.prompt_batches import batches_of
+from eagle31_hf.evidence.storages import count_storages
+from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from helpers import drafter_of, random_prompts
 
 

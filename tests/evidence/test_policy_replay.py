@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.benchmark.loop import ends_off
-from eagle31_hf.benchmark.policy_replay import DraftTrace, judged_by_prompt, replay
 from eagle31_hf.decoding.adaptive.costs import RoundTable
 from eagle31_hf.decoding.calibration.calibration import Calibration
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.drafter.hindsight import Hindsight
+from eagle31_hf.evidence.loop import ends_off
+from eagle31_hf.evidence.policy_replay import DraftTrace, judged_by_prompt, replay
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
 from eagle31_hf.training.distillation.known_texts import chains_along, write_texts

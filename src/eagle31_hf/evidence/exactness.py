@@ -18,6 +18,8 @@ from transformers import DynamicCache
 from ..target.cache_argument import CACHE_ARGUMENT
 from .calls import DIFFERENT, SAME, TIE, Verdict
 
+TIE_ROUNDINGS = 2
+"""A tie is a gap of at most so many times what the size of a block moves the logits."""
 MOST_TIES = 16
 """Places of one answer that are looked at; one with more is called different."""
 
@@ -53,8 +55,8 @@ def judge_greedy(
         if place == position:  # the plain text's token, too, has to be as good
             gap = max(gap, float((whole[place].amax() - whole[place, reference[place]]).abs()))
         found.append((gap, rounding))
-    is_tie = all(gap <= 2 * rounding for gap, rounding in found)
-    gap, rounding = max(found, key=lambda pair: pair[0] - 2 * pair[1])
+    is_tie = all(gap <= TIE_ROUNDINGS * rounding for gap, rounding in found)
+    gap, rounding = max(found, key=lambda pair: pair[0] - TIE_ROUNDINGS * pair[1])
     return Verdict(TIE if is_tie else DIFFERENT, position, gap, rounding)
 
 

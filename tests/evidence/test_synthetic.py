@@ -9,19 +9,19 @@ import torch
 import transformers as hf
 from small_loops import CHAIN, SPEC, TREE, tensors
 
-from eagle31_hf.benchmark.prompt_batches import batches_of
-from eagle31_hf.benchmark.synthetic import (
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.draft_policy import DraftPlan
+from eagle31_hf.decoding.round import RoundBatch
+from eagle31_hf.drafter.propose import propose_dynamic_tree
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.prompt_batches import batches_of
+from eagle31_hf.evidence.synthetic import (
     SyntheticRequest,
     random_target,
     synthetic_decoder,
     target_config,
     write_synthetic,
 )
-from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.decoding.draft_policy import DraftPlan
-from eagle31_hf.decoding.round import RoundBatch
-from eagle31_hf.drafter.propose import propose_dynamic_tree
-from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.target.verify import Verification
 from helpers import configured, random_drafter, random_prompts, use_fixed_shapes_only
 

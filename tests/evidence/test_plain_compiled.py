@@ -6,13 +6,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from eagle31_hf.benchmark import loop_tables
-from eagle31_hf.benchmark.calls import PLAIN, PLAIN_COMPILED
-from eagle31_hf.benchmark.loop import LoopBenchmark
-from eagle31_hf.benchmark.methods import LoopSettings
-from eagle31_hf.benchmark.plain_compiled import write_plain_compiled
-from eagle31_hf.benchmark.prompt_batches import batches_of
 from eagle31_hf.compiled.graphs import Graphs
+from eagle31_hf.evidence import loop_tables
+from eagle31_hf.evidence.calls import PLAIN, PLAIN_COMPILED
+from eagle31_hf.evidence.loop import LoopBenchmark
+from eagle31_hf.evidence.methods import LoopSettings
+from eagle31_hf.evidence.plain_compiled import write_plain_compiled
+from eagle31_hf.evidence.prompt_batches import batches_of
 from helpers import FAMILIES, configured, drafter_of, random_prompts, target_of, use_fixed_shapes_only
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
