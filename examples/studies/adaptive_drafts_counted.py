@@ -49,7 +49,7 @@ from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState,
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.drafter.hindsight import MOST_JUDGED
-from eagle31_hf.evidence.loop import ends_off
+from eagle31_hf.evidence.gauges import ends_off
 from eagle31_hf.evidence.policy_replay import DraftTrace, judged_by_prompt, replay
 from eagle31_hf.evidence.prompts import Prompt
 from eagle31_hf.evidence.ratios import RESAMPLES, interval_of

@@ -34,8 +34,7 @@ from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
 from eagle31_hf.decoding.kept_graphs import compiling_ahead
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import drafter_path
-from eagle31_hf.evidence.gauges import TokenClock
-from eagle31_hf.evidence.loop import ends_off
+from eagle31_hf.evidence.gauges import TokenClock, ends_off
 from eagle31_hf.evidence.plain_compiled import write_plain_compiled
 from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.prompts import Prompt, read_prompts

@@ -21,8 +21,7 @@ from statistics import median
 from typing import Any
 
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
-from eagle31_hf.evidence.gauges import TokenClock
-from eagle31_hf.evidence.loop import ends_off
+from eagle31_hf.evidence.gauges import TokenClock, ends_off
 from eagle31_hf.evidence.prompts import read_prompts
 from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,55 +12,77 @@ from small_loops import CHAIN, tensors
 
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter
 from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
-from eagle31_hf.evidence import loop_tables
-from eagle31_hf.evidence.loop import LoopBenchmark, PassCounter, Tally, ends_off, typical_context
-from eagle31_hf.evidence.methods import LoopSettings, Output, all_methods, early_exit_refusal
-from eagle31_hf.evidence.prompt_batches import batches_of
-from eagle31_hf.evidence.records import LoopRecord, LoopReport, RoundSplit, Sample
+from eagle31_hf.evidence.calls import PLAIN, SAME, CallRecord, Drafting, Verdict
+from eagle31_hf.evidence.gauges import PassCounter, ends_off
+from eagle31_hf.evidence.loop_report import LoopRecord, loop_parts
+from eagle31_hf.evidence.methods import all_methods, early_exit_refusal
+from eagle31_hf.evidence.pair import measure_loops
+from eagle31_hf.evidence.prompt_batches import batches_of, typical_context
+from eagle31_hf.evidence.run_settings import RunSettings
+from eagle31_hf.evidence.summary import MethodSummary, RunSummary, Setting
+from eagle31_hf.evidence.tables import json_line
 from helpers import drafter_of, random_prompts, target_of
 
 BARE = BareCosts(0.010, verify_s=0.012, drafter_step_s=0.001, absorb_s=0.002, verified_tokens=5, drafter_steps=4)
+FIXED = {"ignore_eos": True, "as_configured": True, "ceilings": True}
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def sample(seconds, *, split=None, bare=None):
-    return Sample(seconds, 128, 30, 4.5, split, bare)
+def call(method, repeat, seconds, *, rows=1, **more):
+    return CallRecord(
+        turn=f"repeat {repeat}", method=method, temperature=0.0, seed=0, batch_size=rows, repeat=repeat,
+        prompts=["a"], suite="a", category="a", prompt_tokens=3, new_tokens=128, seconds=seconds, first_token_s=0.1,
+        texts=["t"], verdicts=[Verdict(SAME)], **more,
+    )  # fmt: skip
 
 
-def record(**fields):
-    split = RoundSplit(0.005, 0.012, 0.001)
-    ours = tuple(sample(s, split=split, bare=BARE) for s in (0.4, 0.5, 0.25))
-    plain = tuple(sample(s) for s in (1.6, 1.0, 1.5))
-    made = LoopRecord("chain", 1, ours, plain, "own", 3, 3)
-    return replace(made, **fields)
+def record(rows=1):
+    drafted = Drafting(rounds=30, passes=30, drafted=120, accepted=105, drafted_at=[30] * 4, reached_at=[30] * 4,
+                       accepted_at=[30] * 4, prefill_s=0.0, draft_s=0.15, verify_s=0.36, other_s=0.03)  # fmt: skip
+    ours = tuple(
+        call("chain", i, seconds, rows=rows, drafting=drafted, bare_round_s=0.017, served_by="own")
+        for i, seconds in enumerate((0.4, 0.5, 0.25))
+    )
+    plain = tuple(call(PLAIN, i, s, rows=rows, target_passes=128) for i, s in enumerate((1.6, 1.0, 1.5)))
+    setting = Setting(0.0, rows)
+    return (
+        LoopRecord(MethodSummary("chain", setting, ours, plain), BARE),
+        LoopRecord(MethodSummary(PLAIN, setting, plain, plain)),
+    )
 
 
 def test_speedups_are_formed_within_a_repeat():
-    assert record().speedups == pytest.approx([4.0, 2.0, 6.0])
-    assert record().speedup == pytest.approx(4.0)  # of the medians it would be 3.75
+    chain, _ = record()
+    assert chain.speedups == pytest.approx([4.0, 2.0, 6.0])
+    assert chain.to_dict()["speedup"] == pytest.approx(4.0)  # of the medians it would be 3.75
 
 
 def test_the_ceiling_is_made_of_bare_forwards_and_the_plain_step():
     assert BARE.round_s == pytest.approx(0.017)  # verify, absorb, three more steps
     assert BARE.ceiling(4.0) == pytest.approx(4.0 * 10 / 17)
-    assert record().plain_step_s == pytest.approx(1.5 / 128)
-    assert record().ceiling == pytest.approx(4.5 * (1.5 / 128) / 0.017)
-    assert record(batch_size=4).plain_step_s == pytest.approx(4 * 1.5 / 128)  # a step writes a token to each row
+    chain, _ = record()
+    assert chain.plain_step_s == pytest.approx(1.5 / 128)
+    assert chain.ceiling == pytest.approx(4.5 * (1.5 / 128) / 0.017)
+    assert record(rows=4)[0].plain_step_s == pytest.approx(4 * 1.5 / 128)  # a step writes a token to each row
 
 
 def test_overhead_is_a_round_over_its_bare_forwards():
-    assert record().round_over_bare == pytest.approx(18 / 17)
-    assert record(samples=record().plain).round_over_bare is None
+    chain, plain = record()
+    assert chain.round_over_bare == pytest.approx(18 / 17)
+    assert plain.round_over_bare is None
+    split = chain.to_dict()["round"]
+    assert split == pytest.approx({"draft_s": 0.005, "verify_s": 0.012, "other_s": 0.001, "total_s": 0.018})
+    assert plain.to_dict()["round"] is None
 
 
 def test_acceptance_without_a_drafter_is_tokens_per_pass_after_the_prompt():
-    tally = Tally()
-    tally.add(1.0, Output(torch.zeros(1, 13)), target_passes=5)  # 1 token by the prompt's pass, 12 by 4 more
-    tally.add(1.0, Output(torch.zeros(1, 13)), target_passes=9)
-    assert tally.sample(1, bare=None).acceptance_length == pytest.approx(24 / 12)
-    assert tally.sample(1, bare=None).split is None
+    lookup = LoopRecord(MethodSummary("prompt lookup", Setting(0.0, 1), (
+        call("prompt lookup", 0, 1.0, target_passes=33), call("prompt lookup", 0, 1.0, target_passes=33),
+    ), (call(PLAIN, 0, 1.0, target_passes=128),)))  # fmt: skip
+    assert lookup.acceptance_length == pytest.approx(254 / 64)  # 1 token by the prompt's pass, 127 by 32 more
+    assert lookup.target_passes == [66]
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -90,63 +111,74 @@ def test_the_typical_context_lies_half_way_through_the_median_text():
 def measured():
     drafter = drafter_of("llama")
     before = vars(drafter.generation_config).copy()
-    wanted = LoopSettings(new_tokens=12, batch_sizes=(1, 2), repeats=2, depth=3, tree_width=2, tree_size=5)
+    wanted = RunSettings(new_tokens=12, batch_sizes=(1, 2), repeats=2, depth=3, tree_width=2, tree_size=5, **FIXED)
     done = []
-    bench = LoopBenchmark(drafter, tensors(random_prompts(3, longest=8)), wanted, done.append)
-    result = bench.run()
+    summary, records = measure_loops(drafter, tensors(random_prompts(3, longest=8)), wanted, done.append)
     assert vars(drafter.generation_config) == before, "settings are put back"
-    assert done == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    return result
+    assert done == pytest.approx([turn / 10 for turn in range(1, 11)])
+    return summary, [record.to_dict() for record in records]
 
 
 @pytest.mark.slow
 def test_records_are_complete(measured):
+    summary, records = measured
     methods = ["plain generate", "prompt lookup", "early exit", "stock loop", "chain", "tree"]
-    assert [r.name for r in measured.records if r.batch_size == 1] == methods
-    assert [r.name for r in measured.records if r.batch_size == 2] == [methods[0], *methods[4:]]
-    assert not measured.left_out
-    for each in measured.records:
-        calls, own = math.ceil(3 / each.batch_size), each.name.startswith(("chain", "tree"))
-        assert len(each.samples) == 2
-        assert all(s.new_tokens == 12 * calls * each.batch_size for s in each.samples)
-        assert each.equal_texts == each.texts == calls * each.batch_size
-        assert (each.split is not None) == (each.bare is not None) == (each.ceiling is not None) == own
-        assert all(s.target_passes >= 2 * calls for s in each.samples)
-        assert each.acceptance_length >= 1
-        assert each.served_by == ("own" if own else "stock: asked for" if each.name == "stock loop" else "")
-    plain = measured.records[0]
-    assert plain.speedups == [1.0, 1.0]
-    assert plain.acceptance_length == 1.0
-    assert plain.samples[0].target_passes == 3 * 12
-    tree = next(r for r in measured.records if r.name == "tree")
-    assert 3 < tree.bare.verified_tokens <= 5
-    assert 1.5 < tree.bare.drafter_steps <= 3
+    assert [r["name"] for r in records if r["batch_size"] == 1] == methods
+    assert [r["name"] for r in records if r["batch_size"] == 2] == [methods[0], *methods[4:]]
+    assert not summary.left_out
+    for each in records:
+        rows, own = each["batch_size"], each["name"].startswith(("chain", "tree"))
+        calls = math.ceil(3 / rows)
+        assert len(each["tok_per_s"]) == len(each["speedups"]) == 2
+        assert each["new_tokens"] == [12 * calls * rows] * 2
+        assert each["equal_texts"] == each["texts"] == calls * rows
+        for part in ("round", "bare", "ceiling", "round_over_bare"):
+            assert (each[part] is not None) == own, part
+        assert all(passes >= 2 * calls for passes in each["target_passes"])
+        assert each["acceptance_length"] >= 1
+        assert each["served_by"] == ("own" if own else "stock: asked for" if each["name"] == "stock loop" else "")
+    plain = records[0]
+    assert plain["speedups"] == [1.0, 1.0]
+    assert plain["acceptance_length"] == 1.0
+    assert plain["target_passes"][0] == 3 * 12
+    tree = next(r for r in records if r["name"] == "tree")
+    assert 3 < tree["bare"]["verified_tokens"] <= 5
+    assert 1.5 < tree["bare"]["drafter_steps"] <= 3
+
+
+FIELDS = {
+    "name", "batch_size", "tok_per_s", "speedups", "speedup", "by_compiler", "by_drafter", "acceptance_length",
+    "round_over_bare", "ceiling", "median_tok_per_s", "target_passes", "new_tokens", "round", "bare", "served_by",
+    "equal_texts", "texts",
+}  # fmt: skip
+
+
+def test_records_have_the_fields_of_those_written_before():
+    assert set(record()[0].to_dict()) == FIELDS
+    assert json.loads(json_line(record()[0].to_dict()))["texts"] == 1
 
 
 def test_accelerated_loops_are_measured_on_request():
-    names = [method.name for method in all_methods(drafter_of("llama"), LoopSettings(compiled=True, acceptance=(0.5,)))]
+    wanted = RunSettings(compiled=True, acceptance=(0.5,))
+    names = [method.name for method in all_methods(drafter_of("llama"), wanted)]
     assert names == ["plain generate", "chain", "tree", "chain compiled", "tree compiled"]
 
 
-@pytest.mark.slow
-def test_records_become_tables_and_json(measured):
-    console = Console(width=80, record=True, file=None, quiet=False)
+def shown(summary, records, *, synthetic=False):
+    console = Console(width=80)
     with console.capture() as capture:
-        for table_of in (loop_tables.ceiling_table, loop_tables.loop_table, loop_tables.round_table):
-            console.print(table_of(measured))
-    text = capture.get()
+        for part in loop_parts(summary, records, synthetic=synthetic):
+            console.print(part)
+    return capture.get()
+
+
+def test_records_become_tables():
+    records = record()
+    text = shown(RunSummary({}, tuple(each.summary for each in records), {"early exit": "because"}), records)
     assert "…" not in text, "no cell is cut"
-    assert all(word in text for word in ("prompt lookup", "stock loop", "round/bare", "Theoretical ceiling"))
-    back = json.loads(loop_tables.json_line(measured.to_dict()))
-    assert len(back["records"]) == len(measured.records)
-    assert back["records"][0]["speedup"] == 1.0
-
-
-def test_notes_tell_what_the_tables_cannot():
-    odd = LoopReport((record(served_by="stock: no trees"), record(equal_texts=2)), {"early exit": "because"})
-    notes = " ".join(note.plain for note in loop_tables.loop_notes(odd, synthetic=False))
-    assert all(part in notes for part in ("early exit: because", "served by stock: no trees", "ties"))
-    assert "means nothing" in loop_tables.loop_notes(LoopReport((), {}), synthetic=True)[0].plain
+    assert all(word in text for word in ("chain", "round/bare", "Theoretical ceiling", "early exit: because"))
+    assert "means nothing" not in text
+    assert "means nothing" in " ".join(shown(RunSummary({}, ()), [], synthetic=True).split())
 
 
 def test_transformers_alternatives_that_fail_are_left_out(monkeypatch):
@@ -159,10 +191,16 @@ def test_transformers_alternatives_that_fail_are_left_out(monkeypatch):
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(type(target_of("qwen2")), "generate", failing)
-    wanted = LoopSettings(new_tokens=4, batch_sizes=(1,), repeats=1)
-    result = LoopBenchmark(drafter, tensors(random_prompts(1)), wanted).run()
-    assert result.left_out["prompt lookup"] == "RuntimeError: not today"
-    assert "prompt lookup" not in [r.name for r in result.records]
+    wanted = RunSettings(new_tokens=4, repeats=1, methods=("plain generate", "prompt lookup"), **FIXED)
+    summary, records = measure_loops(drafter, tensors(random_prompts(1)), wanted, lambda _: None)
+    assert summary.left_out["prompt lookup"] == "RuntimeError: not today"
+    assert [each.name for each in records] == ["plain generate"]
+
+
+def test_methods_of_one_row_are_left_out_of_batches_with_a_reason():
+    wanted = RunSettings(new_tokens=3, repeats=1, batch_sizes=(2,), methods=("plain generate", "stock loop"), **FIXED)
+    summary, _ = measure_loops(drafter_of("llama"), tensors(random_prompts(1)), wanted, lambda _: None)
+    assert "one row at a time" in summary.left_out["stock loop"]
 
 
 def test_early_exit_is_for_targets_that_heed_their_layer_count():
@@ -201,28 +239,27 @@ def test_ends_are_back_after_an_error():
 def test_texts_of_another_length_are_refused(monkeypatch):
     drafter = drafter_of("llama")
     monkeypatch.setattr(drafter.require_binding().model.generation_config, "max_time", 1e-9)
-    bench = LoopBenchmark(drafter, tensors(random_prompts(1)), LoopSettings(new_tokens=6, batch_sizes=(1,)))
     with pytest.raises(UnsupportedGenerationError, match="ends its texts early"):
-        bench.run()
+        measure_loops(drafter, tensors(random_prompts(1)), RunSettings(new_tokens=6, **FIXED), lambda _: None)
 
 
 @pytest.mark.parametrize(
     "wrong", [{"new_tokens": 2}, {"repeats": 0}, {"batch_sizes": ()}, {"batch_sizes": (0,)}, {"depth": 0},
-              {"tree_width": 1}, {"tree_size": 2}, {"temperature": float("nan")}, {"temperature": -1.0}]
+              {"tree_width": 1}, {"tree_size": 2}, {"temperatures": (float("nan"),)}, {"temperatures": (-1.0,)}]
 )  # fmt: skip
 def test_settings_that_make_no_sense(wrong):
     with pytest.raises(ConfigurationError):
-        LoopSettings(**wrong).check()
+        RunSettings(**wrong).check()
 
 
 @pytest.mark.parametrize("chances", [(), (1.1,), (0.5, -0.1), (float("nan"),)])
 def test_chances_are_probabilities(chances):
     with pytest.raises(ConfigurationError, match="probability"):
-        LoopSettings(acceptance=chances).check()
+        RunSettings(acceptance=chances).check()
 
 
 def test_no_prompts_is_an_error(drafter):
     with pytest.raises(ConfigurationError, match="no prompts"):
-        LoopBenchmark(drafter, [], LoopSettings())
+        measure_loops(drafter, [], RunSettings(), lambda _: None)
     with pytest.raises(ConfigurationError, match="context of 1 token"):
         BareMeter(drafter, torch.tensor([[1]]), CHAIN)

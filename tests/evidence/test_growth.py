@@ -5,7 +5,7 @@ import torch
 from small_loops import CHAIN, TREE, tensors
 
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence import loop_tables
+from eagle31_hf.evidence import tables
 from eagle31_hf.evidence.growth import AttentionClock, GrowthRecord, measure_growth
 from eagle31_hf.evidence.prompt_batches import batches_of
 from eagle31_hf.evidence.storages import count_storages
@@ -59,7 +59,7 @@ def test_rounds_can_be_taken_without_attention(drafter, monkeypatch):
 
 def test_growth_is_against_the_first_context():
     first, later = GrowthRecord(8, 0.010, 0.002, 0.008, 1, 0), GrowthRecord(80, 0.020, 0.010, 0.010, 1, 2)
-    assert loop_tables.growth(first, later) == pytest.approx(0.25)
+    assert tables.growth(first, later) == pytest.approx(0.25)
     assert (first.allocates_steadily, later.allocates_steadily) == (True, False)
     with pytest.raises(ConfigurationError):
         measure_growth(drafter_of("llama"), CHAIN, ())

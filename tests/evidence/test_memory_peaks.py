@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from eagle31_hf.cli import app
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence import loop_tables, memory_peaks
+from eagle31_hf.evidence import memory_peaks, tables
 from eagle31_hf.evidence.bare import requested_shape
 from eagle31_hf.evidence.memory_peaks import (
     ACCEPTANCE,
@@ -110,7 +110,7 @@ def test_runs_that_do_not_fit_or_run_out_are_left_out(monkeypatch: pytest.Monkey
     for found, reason in ((failed, "ran out of memory, planned were"), (refused, "needs 0.0 GiB")):
         assert not found.records
         assert reason in found.left_out[0][1]
-        assert reason in loop_tables.memory_notes(found)[0]
+        assert reason in tables.memory_notes(found)[0]
 
 
 def test_other_errors_are_not_left_out() -> None:
@@ -146,7 +146,7 @@ def test_the_allocator_is_asked_for_what_a_run_added() -> None:
 def test_a_plan_is_kept_within_its_bounds(planned: int, is_kept: bool) -> None:
     record = PeakRecord(RUNS[0], planned, "verify", 1000, 500, 498)
     assert record.is_kept is is_kept
-    notes = loop_tables.memory_notes(PeakReport((record,), ()))
+    notes = tables.memory_notes(PeakReport((record,), ()))
     assert notes == [
         "Planned weights are off by 2 bytes at most.",
         f"{int(is_kept)} of 1 ratios lie within 0.99 to 1.03.",

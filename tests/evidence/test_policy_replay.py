@@ -12,7 +12,7 @@ from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState,
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.drafter.hindsight import Hindsight
-from eagle31_hf.evidence.loop import ends_off
+from eagle31_hf.evidence.gauges import ends_off
 from eagle31_hf.evidence.policy_replay import DraftTrace, judged_by_prompt, replay
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt

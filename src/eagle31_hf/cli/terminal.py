@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..evidence.calls import DIFFERENT, SAME, SAMPLED, TIE, Verdict
-from ..evidence.loop_tables import without_empty_columns
 from ..evidence.run_tables import speedup_text
 from ..evidence.summary import MethodSummary, RunSummary
+from ..evidence.tables import without_empty_columns
 from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
 from .options import WIDTH, count

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from ..drafter.drafter import Eagle31Drafter
-from ..stats import SpeculationStats
+from ..stats import Acceptance, SpeculationStats
 from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
 
@@ -22,7 +22,7 @@ def requested_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool =
     )
 
 
-def drafted_depths(stats: SpeculationStats | None) -> dict[int, float] | None:
+def drafted_depths(stats: SpeculationStats | Acceptance | None) -> dict[int, float] | None:
     """Share of the rounds that drafted so many tokens one after another; doubt and the end of a text shorten drafts.
 
     `None` if there was no round.

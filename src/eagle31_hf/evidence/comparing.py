@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigurationError
+from ..stats import Acceptance
 from .calls import PLAIN, CallRecord
 from .ratios import RESAMPLES, interval_of, speeds
 from .record_file import Records, differences
-from .summary import Acceptance, MethodSummary, Setting, summarise
+from .summary import MethodSummary, Setting, summarise
 
 MUST_AGREE = ("machine.device", "machine.processor", "machine.threads", "pair.target", "pair.dtype",
               "pair.quantisation", "pair.template", "settings.new_tokens", "settings.ignore_eos")  # fmt: skip
@@ -129,7 +130,7 @@ def _difference(
 def _figure(what: str, summary: MethodSummary, names: Sequence[Any]) -> float:
     calls, plain = ([c for c in each if tuple(c.prompts) in set(names)] for each in (summary.calls, summary.plain))
     if what == "acceptance length":
-        return Acceptance.of(calls).length or float("nan")
+        return Acceptance.of(call.drafting for call in calls).length or float("nan")
     ours, theirs = speeds(calls), speeds(plain)
     return float(np.median([ours[repeat] / theirs[repeat] for repeat in ours]))
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from .summary import Acceptance, MethodSummary, RunSummary
+from ..stats import Acceptance
+from .summary import MethodSummary, RunSummary
 
 CSV_COLUMNS = ("subset", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length")
 POSITION_COLUMN = "acceptance_at_pos_{}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
+
+from ..target.binding import TargetBinding
 
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 RESET_PEAK = "5"  # proc(5): the resident set's peak begins anew
@@ -140,3 +143,36 @@ class RaplPackage:
 def gauge_names(peak: PeakGauge, energy: EnergyGauge) -> dict[str, Any]:
     """What was counted, for the records."""
     return {"memory": peak.source or "not told by this machine", "energy": energy.source or "not told by this machine"}
+
+
+class PassCounter:
+    """Counts whole forwards of the target; those of an early exit are drafts, those of a compiled graph unseen."""
+
+    def __init__(self, binding: TargetBinding):
+        self.count = 0
+        self._binding = binding
+        self._layers = binding.text_config.num_hidden_layers
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        handle = self._binding.model.register_forward_hook(self._after)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _after(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():  # a number that changes would be compiled for again and again
+            self.count += self._binding.text_config.num_hidden_layers == self._layers
+
+
+@contextmanager
+def ends_off(model: Any) -> Iterator[None]:
+    """While open, no token ends a text."""
+    config = model.generation_config
+    before = config.eos_token_id
+    config.eos_token_id = None
+    try:
+        yield
+    finally:
+        config.eos_token_id = before

@@ -5,7 +5,6 @@ Each is a function from prompts to new tokens, so that they can take turns.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError
 from ..generation_config import FIXED_DEPTH
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
@@ -24,63 +22,10 @@ from .bare import requested_shape
 from .calls import PLAIN, PLAIN_COMPILED
 from .plain_compiled import write_plain_compiled
 from .prompt_batches import PromptBatch
-from .synthetic import SyntheticRequest, check_acceptance, write_synthetic
+from .run_settings import RunSettings
+from .synthetic import SyntheticRequest, write_synthetic
 
 LOOKUP_TOKENS = 10  # the proposal of prompt lookup's author
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """What to measure.
-
-    Attributes:
-        temperature: 0 is greedy.
-        batch_sizes: rows written together; transformers' own alternatives run with one row only.
-        depth: draft tokens one after another, of chain and tree; `None`: what the drafter does by itself.
-        tree_width, tree_size: children per node of the tree, and its nodes with the root.
-        compiled: measure the accelerated loops, too.
-        acceptance: chance of each draft position where acceptance is synthetic, else `None`.
-        warping: further keyword arguments of `generate`, in place of the target's generation config.
-    """
-
-    new_tokens: int = 128
-    temperature: float = 0.0
-    batch_sizes: tuple[int, ...] = (1, 4, 16)
-    repeats: int = 5
-    depth: int | None = None
-    tree_width: int = 4
-    tree_size: int = 24
-    compiled: bool = False
-    acceptance: tuple[float, ...] | None = None
-    warping: Mapping[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        counts = {"new_tokens": self.new_tokens, "repeats": self.repeats}
-        counts |= {"batch size": min(self.batch_sizes, default=0), "depth": 1 if self.depth is None else self.depth}
-        for name, count in counts.items():
-            if count < 1:
-                raise ConfigurationError(f"{name} is {count}; wanted at least 1")
-        if self.new_tokens < 3:
-            raise ConfigurationError(f"new_tokens is {self.new_tokens}; speculation begins with the third token")
-        if self.tree_width < 2 or self.tree_size < 3:
-            raise ConfigurationError(
-                f"got a tree of width {self.tree_width} and {self.tree_size} nodes; wanted a width of at least 2 and "
-                "at least 3 nodes (chains are measured anyway)"
-            )
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ConfigurationError(f"temperature is {self.temperature}; wanted 0 (greedy) or a positive number")
-        if self.acceptance is not None:
-            check_acceptance(self.acceptance)
-
-    @property
-    def samples(self) -> bool:
-        return self.temperature > 0
-
-    def to_generate(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`."""
-        sampling = {"temperature": self.temperature} if self.samples else {}
-        return {"max_new_tokens": self.new_tokens, "do_sample": self.samples, **sampling, **self.warping}
 
 
 @dataclass(frozen=True)
@@ -115,7 +60,7 @@ class Method:
     early_exit_layers: int = 0
 
 
-def all_methods(drafter: Eagle31Drafter, settings: LoopSettings) -> list[Method]:
+def all_methods(drafter: Eagle31Drafter, settings: RunSettings) -> list[Method]:
     """Plain first; then transformers' alternatives, its assisted loop with our drafter, and our loop."""
     methods = [Method(PLAIN, _by_generate(drafter, settings))]
     if settings.acceptance is None:
@@ -137,7 +82,7 @@ def all_methods(drafter: Eagle31Drafter, settings: LoopSettings) -> list[Method]
     return methods
 
 
-def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, overrides: dict[str, Any]) -> Method:
+def _own_loop(drafter: Eagle31Drafter, settings: RunSettings, name: str, overrides: dict[str, Any]) -> Method:
     overrides = {"speculation_loop": "own", **overrides}
     with _configured(drafter, settings, overrides):
         sampled = settings.samples
@@ -147,7 +92,7 @@ def _own_loop(drafter: Eagle31Drafter, settings: LoopSettings, name: str, overri
     return Method(f"{name}{' compiled' * compiled}", own(drafter, settings, overrides), shapes, compiled)
 
 
-def _by_generate(drafter: Eagle31Drafter, settings: LoopSettings, **how: Any) -> Write:
+def _by_generate(drafter: Eagle31Drafter, settings: RunSettings, **how: Any) -> Write:
     model: Any = drafter.require_binding().model
 
     def write(prompts: PromptBatch, streamer: Any = None) -> Output:
@@ -157,7 +102,7 @@ def _by_generate(drafter: Eagle31Drafter, settings: LoopSettings, **how: Any) ->
     return write
 
 
-def _by_drafter(drafter: Eagle31Drafter, settings: LoopSettings, overrides: dict[str, Any]) -> Write:
+def _by_drafter(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Write:
     generate = _by_generate(drafter, settings, assistant_model=drafter)
 
     def write(prompts: PromptBatch, streamer: Any = None) -> Output:
@@ -167,7 +112,7 @@ def _by_drafter(drafter: Eagle31Drafter, settings: LoopSettings, overrides: dict
     return write
 
 
-def _by_target_alone(drafter: Eagle31Drafter, settings: LoopSettings) -> Write:
+def _by_target_alone(drafter: Eagle31Drafter, settings: RunSettings) -> Write:
     def write(prompts: PromptBatch, streamer: Any = None) -> Output:
         with _configured(drafter, settings, {"acceleration": "compile"}):
             return Output(*write_plain_compiled(drafter, prompts, streamer, **settings.to_generate()))
@@ -175,7 +120,7 @@ def _by_target_alone(drafter: Eagle31Drafter, settings: LoopSettings) -> Write:
     return write
 
 
-def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: LoopSettings, overrides: dict[str, Any]) -> Write:
+def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Write:
     assert settings.acceptance is not None, "only synthetic acceptance is drawn by lot"
     acceptance = settings.acceptance
 
@@ -195,7 +140,7 @@ def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: LoopSettings, ov
 
 
 @contextmanager
-def _configured(drafter: Eagle31Drafter, settings: LoopSettings, overrides: dict[str, Any]) -> Iterator[None]:
+def _configured(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Iterator[None]:
     """The drafter's generation_config with other values for a while."""
     config = drafter.generation_config
     # A random drafter doubts everything: with synthetic acceptance drafts have one length.

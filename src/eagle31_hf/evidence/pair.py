@@ -1,4 +1,4 @@
-"""One pair against plain decoding on a few prompts: what `eagle31 demo` and `eagle31 generate` show.
+"""One pair against plain decoding on a few prompts: what `eagle31 demo`, `generate` and `bench loop` show.
 
 The same engine as `bench run` (`suite`), kept in memory instead of in a file of records.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
 from .calls import PLAIN, PLAIN_COMPILED, CallRecord
+from .loop_report import LoopRecord
+from .prompts import Prompt
 from .provenance import run_facts
 from .record_file import Records
 from .run_settings import RunSettings, settings_facts
@@ -68,11 +71,27 @@ def measure_pair(
         notes.append(told)
         note(told)
 
-    run = BenchmarkRun(drafter, tasks, settings, note=keep)
+    calls = measured_calls(BenchmarkRun(drafter, tasks, settings, note=keep), on_turn)
+    facts = {**run_facts(drafter, tokenizer, names), "settings": dict(settings_facts(settings))}
+    return summarise(Records("this run", facts | {"prompts": [task.prompt.id for task in tasks]}, calls, notes))
+
+
+def measure_loops(
+    drafter: Eagle31Drafter, prompts: Sequence[Tensor], settings: RunSettings, on_turn: Callable[[float], None]
+) -> tuple[RunSummary, list[LoopRecord]]:
+    """All methods on prompts `(T,)` of no name, texts of one length: what `eagle31 bench loop` shows."""
+    notes: list[dict[str, Any]] = []
+    tasks = [Task(Prompt(f"loop/{number}", "loop", "loop", ()), ids) for number, ids in enumerate(prompts)]
+    run = BenchmarkRun(drafter, tasks, settings, note=notes.append)
+    summary = summarise(Records("this run", {}, measured_calls(run, on_turn), notes))
+    return summary, [LoopRecord(method, run.bare_costs(method)) for method in summary.methods]
+
+
+def measured_calls(run: BenchmarkRun, on_turn: Callable[[float], None]) -> list[CallRecord]:
+    """All of a run's calls."""
     calls: list[CallRecord] = []
     num_turns = len(run.turns)
     for count, turn in enumerate(run.measure(), 1):
         calls += turn
         on_turn(count / num_turns)
-    facts = {**run_facts(drafter, tokenizer, names), "settings": dict(settings_facts(settings))}
-    return summarise(Records("this run", facts | {"prompts": [task.prompt.id for task in tasks]}, calls, notes))
+    return calls

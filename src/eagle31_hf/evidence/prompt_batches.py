@@ -37,3 +37,10 @@ def _left_padded(rows: Sequence[Tensor], pad_id: int) -> PromptBatch:
     ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=pad_id) for row in rows])
     mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
     return PromptBatch(ids, mask)
+
+
+def typical_context(prompts: Sequence[Tensor], new_tokens: int) -> Tensor:
+    """Ids `(1, T)`: as many as a prompt of median length has half-way through its text."""
+    length = sorted(len(prompt) for prompt in prompts)[len(prompts) // 2] + new_tokens // 2
+    ids = torch.cat(list(prompts))
+    return ids.repeat(-(-length // len(ids)))[None, :length]

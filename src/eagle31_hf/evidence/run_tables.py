@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .comparing import PROCESSES_DIFFER, ComparedRuns
-from .loop_tables import make_table, without_empty_columns
 from .ratios import spread_texts, times_text
 from .record_file import Records
 from .summary import MethodSummary, RunSummary, Setting, exact_text
+from .tables import make_table, without_empty_columns
 
 
 def run_parts(summary: RunSummary) -> Iterator[Text | Table]:

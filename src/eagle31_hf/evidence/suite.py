@@ -7,20 +7,22 @@ Seeds depend on the turn alone, so a run that was stopped goes on as if it had n
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..decoding.calibration.bare_meter import BareMeter
+from ..decoding.calibration.bare_meter import BareCosts, BareMeter
 from ..decoding.kept_graphs import keeping_what_is_compiled
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError, MemoryPlanError
+from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
 from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
@@ -30,12 +32,12 @@ from ..target.device_clock import now
 from .bare import drafted_depths
 from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict
 from .exactness import judge_greedy
-from .gauges import EnergyGauge, PeakGauge, TokenClock
-from .loop import PassCounter, ends_off, typical_context
+from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off
 from .methods import Method, Output, all_methods, early_exit_refusal
-from .prompt_batches import PromptBatch, batches_of
+from .prompt_batches import PromptBatch, batches_of, typical_context
 from .prompts import Prompt
 from .run_settings import RunSettings
+from .summary import MethodSummary
 from .thinking import ThinkMarks, split_rounds
 
 NEVER_HERE = {
@@ -99,6 +101,7 @@ class BenchmarkRun:
         self._judged: dict[tuple[str, ...], Verdict] = {}
         self._warm: dict[tuple[float, int], list[Method]] = {}
         self._meters: dict[tuple[str, int], BareMeter] = {}  # by method and batch size
+        self._bare: dict[tuple[str, int], list[BareCosts]] = {}
         self._left_out: set[str] = set()
 
     # --- the plan ---------------------------------------------------------------------------------------------------
@@ -175,7 +178,9 @@ class BenchmarkRun:
         seconds = now(self.binding.head_device) - started
         used = None if joules is None else (self.energy.read() or 0.0) - joules
         answers = self._answers(written.tokens)
-        bare_round_s = self._time_bare(method, turn.batch_size, written)
+        bare = self._time_bare(method, turn.batch_size, written)
+        if bare is not None:
+            self._bare.setdefault((method.name, turn.batch_size), []).append(bare)
         record = CallRecord(
             turn=turn.name,
             method=method.name,
@@ -195,15 +200,15 @@ class BenchmarkRun:
             target_passes=self._passes.count - passes if written.stats is None and not method.compiled else None,
             peak_bytes=self.peak.read(),
             energy_j=used,
-            bare_round_s=bare_round_s,
+            bare_round_s=None if bare is None else bare.round_s,
             served_by=_served_by(written),
         )
         if turn.batch_size == 1:
             record = self._with_arrivals(record, clock, turn.tasks[0], answers[0], written.stats is not None)
         return _Call(record, answers)
 
-    def _time_bare(self, method: Method, size: int, written: Output) -> float | None:
-        """Seconds of the bare forwards of a round as deep as this call's were; `None` where nobody asked for them."""
+    def _time_bare(self, method: Method, size: int, written: Output) -> BareCosts | None:
+        """The bare forwards of a round as deep as this call's were; `None` where nobody asked for them."""
         shape = method.shapes.get(size)
         if not self.settings.ceilings or shape is None or written.stats is None or written.stats.loop != "own":
             return None
@@ -212,7 +217,14 @@ class BenchmarkRun:
             self._meters[method.name, size] = BareMeter(self.drafter, context, shape, compiled=method.compiled)
         meter, depths = self._meters[method.name, size], drafted_depths(written.stats)
         meter.time_rounds(depths)
-        return meter.costs(depths).round_s
+        return meter.costs(depths)
+
+    def bare_costs(self, method: MethodSummary) -> BareCosts | None:
+        """Of a method's calls, each field's median; `None` where they were not timed."""
+        costs = self._bare.get((method.method, method.setting.batch_size))
+        if costs is None:
+            return None
+        return BareCosts(**{f.name: median(getattr(cost, f.name) for cost in costs) for f in fields(BareCosts)})
 
     def _with_arrivals(
         self, record: CallRecord, clock: TokenClock, task: Task, answer: list[int], is_drafted: bool
@@ -226,6 +238,11 @@ class BenchmarkRun:
     def _answers(self, tokens: Tensor) -> list[list[int]]:
         """Each row of `(B, n)` up to and with its end."""
         if self.settings.ignore_eos:
+            if tokens.shape[1] != self.settings.new_tokens:
+                raise UnsupportedGenerationError(
+                    f"a text has {tokens.shape[1]} tokens, not {self.settings.new_tokens}: something in the target's "
+                    "generation config ends its texts early; remove it, since only texts of one length are compared"
+                )
             return tokens.tolist()
         ends = self._ends()
         answers = []
@@ -281,7 +298,8 @@ class BenchmarkRun:
 
     def _warm_up(self, method: Method, turn: Turn) -> bool:
         if method.one_row_only and turn.batch_size > 1:
-            return False
+            alone = "transformers' assisted loop serves one row at a time, and no batch of 1 was asked for"
+            return False if 1 in self.settings.batch_sizes else self._leave_out(method.name, alone)
         layers = self.binding.text_config.num_hidden_layers
         started = time.perf_counter()
         try:
@@ -322,7 +340,7 @@ class BenchmarkRun:
         record = call.record
         if record.method == PLAIN:
             verdicts = [Verdict(REFERENCE)] * len(call.answers)
-        elif turn.temperature > 0:
+        elif turn.temperature > 0 or self.settings.acceptance is not None:
             verdicts = [Verdict(SAMPLED)] * len(call.answers)
         else:
             verdicts = [self._verdict(*row) for row in zip(turn.tasks, call.answers, plain, strict=True)]
@@ -365,19 +383,7 @@ def _served_by(written: Output) -> str:
 
 
 def _drafting(written: Output) -> Drafting | None:
-    stats = written.stats
-    if stats is None:
+    if written.stats is None:
         return None
-    return Drafting(
-        rounds=stats.rounds,
-        passes=stats.passes,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        drafted_at=list(stats.drafted_at),
-        reached_at=list(stats.reached_at),
-        accepted_at=list(stats.accepted_at),
-        prefill_s=stats.prefill_s,
-        draft_s=stats.draft_s,
-        verify_s=stats.verify_s,
-        other_s=stats.other_s,
-    )
+    told: dict[str, Any] = {field.name: getattr(written.stats, field.name) for field in fields(Drafting)}
+    return Drafting(**copy.deepcopy(told))

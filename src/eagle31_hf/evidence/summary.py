@@ -7,7 +7,7 @@ their median. The interval beside it is over prompts: what other prompts of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..stats import variation, window_speeds
+from ..stats import Acceptance, variation, window_speeds
 from .calls import DIFFERENT, PLAIN, PLAIN_COMPILED, SAME, SAMPLED, TIE, CallRecord, TextPart
 from .ratios import Spread, ratio, speeds
 from .record_file import Records
@@ -30,45 +30,6 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{'greedy' if not self.temperature else f'temperature {self.temperature:g}'}, batch {self.batch_size}"
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Counts of drafts over some calls."""
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_at: tuple[int, ...] = ()
-    reached_at: tuple[int, ...] = ()
-    accepted_at: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, calls: Iterable[CallRecord]) -> Acceptance:
-        parts = [call.drafting for call in calls if call.drafting is not None]
-
-        def total(name: str) -> tuple[int, ...]:
-            lists = [getattr(part, name) for part in parts]
-            deepest = max(map(len, lists), default=0)
-            return tuple(sum(each[i] for each in lists if i < len(each)) for i in range(deepest))
-
-        rounds, drafted, accepted = (sum(getattr(p, n) for p in parts) for n in ("rounds", "drafted", "accepted"))
-        return cls(rounds, drafted, accepted, total("drafted_at"), total("reached_at"), total("accepted_at"))
-
-    @property
-    def length(self) -> float | None:
-        """Mean tokens per verification pass, bonus included."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else None
-
-    @property
-    def cumulative(self) -> list[float]:
-        """Share of the rounds that drafted a position in which it was accepted."""
-        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]
-
-    @property
-    def conditional(self) -> list[float]:
-        """Share of the rounds that had accepted everything before a position in which it was accepted, too."""
-        return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True) if r]
 
 
 @dataclass(frozen=True)
@@ -164,7 +125,7 @@ class MethodSummary:
 
     @cached_property
     def acceptance(self) -> Acceptance:
-        return Acceptance.of(self.calls)
+        return Acceptance.of(call.drafting for call in self.calls)
 
     @property
     def acceptance_length(self) -> float | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...drafter.drafter import Eagle31Drafter
-from ...stats import SpeculationStats
+from ...stats import Acceptance
 from ..bare import requested_shape
 from ..calls import TIE
 from ..exactness import TIE_ROUNDINGS, judge_greedy
@@ -101,7 +101,7 @@ def compare_greedy(
     wanted = {"do_sample": False, "max_new_tokens": new_tokens, "num_beams": 1}
     texts, differences, loops = [], [], Counter[str]()
     seconds = [0.0, 0.0]
-    total = SpeculationStats()
+    drafted = []
     blocks = (8, requested_shape(drafter, batch_size=1).nodes)
     model.generate(**prompts[0], **wanted, assistant_model=drafter)  # what runs for the first time is slower
     for number, prompt in enumerate(prompts):
@@ -112,7 +112,7 @@ def compare_greedy(
             seconds[way] += time.perf_counter() - started
         stats = drafter.stats
         assert stats is not None, "generate leaves its figures"
-        total.accepted, total.rounds = total.accepted + stats.accepted, total.rounds + stats.rounds
+        drafted.append(stats)
         loops[f"{stats.loop}: {stats.reason}" if stats.reason else stats.loop] += 1
         plain, ours = written
         if not torch.equal(plain, ours):
@@ -122,7 +122,7 @@ def compare_greedy(
         texts=texts,
         prompt_lengths=[prompt["input_ids"].shape[1] for prompt in prompts],
         differences=differences,
-        acceptance_length=total.acceptance_length,
+        acceptance_length=Acceptance.of(drafted).length or 0.0,
         loops=dict(loops),
         plain_s=seconds[0],
         speculative_s=seconds[1],

@@ -1,11 +1,10 @@
-"""Benchmark records as tables and lines."""
+"""Figures as tables and lines."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,97 +13,11 @@ from rich.text import Text
 
 from .growth import GrowthRecord
 from .memory_peaks import HIGHEST_RATIO, LOWEST_RATIO, PeakReport, PeakRun
-from .records import LoopReport
 
 
 def json_line(record: dict[str, Any]) -> str:
     """Everything in one line, the last one of a benchmark."""
     return json.dumps(record, default=str)
-
-
-# --- bench loop -------------------------------------------------------------------------------------------------------
-
-
-def ceiling_table(report: LoopReport) -> Table:
-    """The speedup of loops that cost nothing, and the bare forwards it is made of."""
-    headings = ("accepts", "plain", "verify (of)", "drafter steps", "ceiling")  # 80 columns are full
-    table = make_table(
-        "Theoretical ceiling, from bare forwards in ms (of so many tokens)", ("method", "batch"), headings
-    )
-    for record in report.records:
-        bare, ceiling = record.bare, record.ceiling
-        if bare is None or ceiling is None:
-            continue
-        table.add_row(
-            record.name,
-            str(record.batch_size),
-            f"{record.acceptance_length:.2f}",
-            _ms(record.plain_step_s),
-            f"{_ms(bare.verify_s)} ({bare.verified_tokens:.3g})",
-            f"{_ms(bare.absorb_s)} + {bare.further_steps:.3g} × {_ms(bare.drafter_step_s)}",
-            Text(f"{ceiling:.2f}×", style="bold"),
-        )
-    return table
-
-
-def loop_table(report: LoopReport) -> Table:
-    """Every method to write at every batch size."""
-    headings = ("tok/s", "speedup", "spread", "drafts", "ceiling", "accept", "same")
-    table = make_table("Medians and spreads of interleaved repeats", ("method", "rows"), headings)
-    last = None
-    for record in report.records:
-        if last not in (None, record.batch_size):
-            table.add_section()
-        last = record.batch_size
-        speedups = record.speedups
-        table.add_row(
-            record.name,
-            str(record.batch_size),
-            f"{median(record.tok_per_s):.1f}",
-            Text(f"{record.speedup:.2f}×", style="bold"),
-            f"{min(speedups):.2f}–{max(speedups):.2f}",
-            "" if record.by_drafter is None else f"{record.by_drafter:.2f}×",
-            "" if record.ceiling is None else f"{record.speedup / record.ceiling:.0%}",
-            f"{record.acceptance_length:.2f}",
-            "" if record.equal_texts is None else f"{record.equal_texts}/{record.texts}",
-        )
-    return without_empty_columns(table)
-
-
-def round_table(report: LoopReport) -> Table:
-    """Where a round's time goes, and how much of it the bare forwards need."""
-    headings = ("draft", "verify", "rest", "round", "bare", "round/bare")
-    table = make_table("Where a round's ms go", ("method", "batch"), headings)
-    for record in report.records:
-        split, bare = record.split, record.bare
-        if split is None or bare is None or record.round_over_bare is None:
-            continue
-        table.add_row(
-            record.name,
-            str(record.batch_size),
-            _ms(split.draft_s),
-            _ms(split.verify_s),
-            _ms(split.other_s),
-            _ms(split.total_s),
-            _ms(bare.round_s),
-            Text(f"{record.round_over_bare:.2f}", style="bold"),
-        )
-    return table
-
-
-def loop_notes(report: LoopReport, *, synthetic: bool) -> list[Text]:
-    """What the tables cannot say: what was left out and why, a loop that was not the one asked for."""
-    notes = [f"Left out: {name}: {reason}." for name, reason in report.left_out.items()]
-    notes += [
-        f"{record.name}, batch {record.batch_size}, was served by {record.served_by}."
-        for record in report.records
-        if record.bare is not None and record.served_by not in ("", "own")
-    ]
-    if synthetic:
-        notes.append("Random weights, and drafts accepted by lot: the figures are costs, the text means nothing.")
-    elif any(record.equal_texts not in (None, record.texts) for record in report.records):
-        notes.append("Texts that differ: in bf16 two tokens can tie; `eagle31 generate` tells ties from errors.")
-    return [Text(note, style="dim") for note in notes]
 
 
 # --- bench growth -----------------------------------------------------------------------------------------------------
