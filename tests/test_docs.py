@@ -14,7 +14,7 @@ import pytest
 import typer.main
 
 import eagle31_hf
-from eagle31_hf.cli import app
+from eagle31_hf.cli.app import LazyCommand, app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
@@ -40,6 +40,7 @@ def unknown_options(line: str) -> list[str]:
         if name not in command.commands:
             return [name]
         command = command.commands[name]
+        command = command.load() if isinstance(command, LazyCommand) else command
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
     return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
 

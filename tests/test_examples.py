@@ -81,7 +81,7 @@ def test_recipes_are_runs_that_can_be_told(recipe: Path) -> None:
     script = re.sub(r"\\\n", " ", recipe.read_text())
     (line,) = [line for line in script.splitlines() if line.startswith("exec ")]
     words = shlex.split(line.removesuffix('"$@"'))
-    command = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands["train"].load()  # type: ignore[attr-defined]
     told = command.make_context("train", words[words.index("train") + 1 :]).params
     known = {field.name for field in fields(TrainingSettings)}
     settings = TrainingSettings(**{
@@ -102,7 +102,7 @@ def told_in(script: Path, command: str) -> tuple[dict, dict[str, str]]:
     defaults = dict(re.findall(r"^(\w+)=\$\{\w+:-(.*)\}$", script.read_text(), re.M))
     (line,) = [line for line in lines if f"eagle31 {command} " in line and not line.startswith("#")]
     words = shlex.split(line.removesuffix('"$@"'))
-    known = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    known = typer.main.get_command(app).commands[command].load()  # type: ignore[attr-defined]
     return known.make_context(command, words[words.index(command) + 1 :]).params, defaults
 
 

@@ -38,10 +38,6 @@ from adaptive_drafts_pay import (
 )
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.benchmark.loop import ends_off
-from eagle31_hf.benchmark.policy_replay import DraftTrace, judged_by_prompt, replay
-from eagle31_hf.benchmark.prompts import Prompt
-from eagle31_hf.benchmark.ratios import RESAMPLES, interval_of
 from eagle31_hf.cli.pairs import Pair, encode
 from eagle31_hf.decoding.adaptive.prompt_lookup import TextIndex
 from eagle31_hf.decoding.calibration.bare_meter import BareMeter
@@ -51,6 +47,10 @@ from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState,
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.drafter.hindsight import MOST_JUDGED
+from eagle31_hf.evidence.gauges import ends_off
+from eagle31_hf.evidence.policy_replay import DraftTrace, judged_by_prompt, replay
+from eagle31_hf.evidence.prompts import Prompt
+from eagle31_hf.evidence.ratios import RESAMPLES, interval_of
 from eagle31_hf.generation_config import LONGEST_CHAIN
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt

@@ -30,16 +30,15 @@ from typing import Any
 import torch
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.benchmark.gauges import TokenClock
-from eagle31_hf.benchmark.loop import ends_off
-from eagle31_hf.benchmark.plain_compiled import write_plain_compiled
-from eagle31_hf.benchmark.prompt_batches import PromptBatch
-from eagle31_hf.benchmark.prompts import Prompt, read_prompts
-from eagle31_hf.benchmark.provenance import machine, origin, pair_facts
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
 from eagle31_hf.decoding.kept_graphs import compiling_ahead
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import drafter_path
+from eagle31_hf.evidence.gauges import TokenClock, ends_off
+from eagle31_hf.evidence.plain_compiled import write_plain_compiled
+from eagle31_hf.evidence.prompt_batches import PromptBatch
+from eagle31_hf.evidence.prompts import Prompt, read_prompts
+from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 from eagle31_hf.generation.warm_up import warm_up
 from eagle31_hf.stats import variation, window_speeds, windows
 

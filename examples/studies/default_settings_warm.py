@@ -20,11 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle31_hf.benchmark.gauges import TokenClock
-from eagle31_hf.benchmark.loop import ends_off
-from eagle31_hf.benchmark.prompts import read_prompts
-from eagle31_hf.benchmark.provenance import machine, origin, pair_facts
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
+from eagle31_hf.evidence.gauges import TokenClock, ends_off
+from eagle31_hf.evidence.prompts import read_prompts
+from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 
 WARM_S = 15.0
 PLAIN, AUTO, COMPILE = "plain", "default", "compile"

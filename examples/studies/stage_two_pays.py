@@ -10,7 +10,7 @@ over which its learning rate falls to nothing in a line. What differs is the obj
     hybrid      LK-hybrid on the same tokens (`--loss lk_hybrid`)
     text        expected acceptance along written texts, in closed form (`eagle31 train --reward text`)
     reach       the same, but how likely a draft is reached weighs it and is not learned
-    chain, tree the policy gradient (`--reward chain`, `--reward tree`)
+    chain       the policy gradient (`--reward chain`)
 
 Measured without a draw (`bench acceptance`): acceptance length of a chain at temperature 0 and 1, its ratio to that of
 the drafter all began with, and the same of each branch's weights averaged over the second half of its steps.
@@ -32,9 +32,9 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from eagle31_hf.benchmark.known_texts import DrafterAcceptance, acceptance_of
-from eagle31_hf.benchmark.provenance import origin
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.evidence.known_texts import DrafterAcceptance, acceptance_of
+from eagle31_hf.evidence.provenance import origin
 from eagle31_hf.training.data.conversations import read_conversations
 from eagle31_hf.training.data.packing import collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
@@ -49,7 +49,7 @@ from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
 from eagle31_hf.training.setup import load_target, multiplies_bfloat16, resolve
 from eagle31_hf.trees.shape import DraftShape
 
-BRANCHES = ("token", "written", "hybrid", "text", "reach", "chain", "tree")
+BRANCHES = ("token", "written", "hybrid", "text", "reach", "chain")
 
 
 def model_of(branch: str, drafter: Eagle31Drafter, told: ResolvedSettings) -> DistillationModel:

@@ -4,20 +4,21 @@ eagle = Eagle31Drafter.from_pretrained("...", target=model)
 model.generate(**inputs, assistant_model=eagle)
 """
 
-from transformers import AutoConfig, AutoModel
+from __future__ import annotations
 
-from .configuration_eagle31 import Eagle31Config
-from .drafter.drafter import Eagle31Drafter
-from .errors import Eagle31Error
-from .generation.hooks import install
-from .generation.stock_loop import Eagle31CandidateGenerator
-from .generation_config import Eagle31GenerationConfig
-from .memory import MemoryPlan, plan_memory
-from .stats import SpeculationStats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-AutoConfig.register(Eagle31Config.model_type, Eagle31Config)
-AutoModel.register(Eagle31Config, Eagle31Drafter)
-install()
+from .generation.first_use import install_at_first_use
+
+if TYPE_CHECKING:
+    from .configuration_eagle31 import Eagle31Config
+    from .drafter.drafter import Eagle31Drafter
+    from .errors import Eagle31Error
+    from .generation.stock_loop import Eagle31CandidateGenerator
+    from .generation_config import Eagle31GenerationConfig
+    from .memory import MemoryPlan, plan_memory
+    from .stats import SpeculationStats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,3 +31,30 @@ __all__ = [
     "SpeculationStats",
     "plan_memory",
 ]
+
+_MODULES = {
+    "Eagle31CandidateGenerator": "generation.stock_loop",
+    "Eagle31Config": "configuration_eagle31",
+    "Eagle31Drafter": "drafter.drafter",
+    "Eagle31Error": "errors",
+    "Eagle31GenerationConfig": "generation_config",
+    "MemoryPlan": "memory",
+    "SpeculationStats": "stats",
+    "plan_memory": "memory",
+}
+
+install_at_first_use()
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first asked for: torch and transformers take seconds, `eagle31 --help` needs
+    neither."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ import math
 import reprlib
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -193,5 +193,7 @@ class Eagle31Config(LlamaConfig):
         )
         return layers
 
+
+AutoConfig.register(Eagle31Config.model_type, Eagle31Config)
 
 __all__ = ["Eagle31Config"]

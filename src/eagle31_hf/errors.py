@@ -17,7 +17,12 @@
 Messages say what was got, what was wanted and what to do.
 """
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Eagle31Error(Exception):
@@ -60,8 +65,24 @@ class MemoryPlanError(Eagle31Error, ValueError):
     """A memory plan cannot be made, or does not belong to this target or card."""
 
 
-class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError):
-    """Memory ran out during a generation, and everything that could be given up was. Says what took it."""
+if TYPE_CHECKING:
+
+    class OutOfMemoryError(Eagle31Error, torch.OutOfMemoryError):
+        """Memory ran out during a generation, and everything that could be given up was. Says what took it."""
+
+
+def __getattr__(name: str) -> Any:
+    """`OutOfMemoryError` is torch's error, too; torch takes seconds to import, so the class is made when asked for."""
+    if name != "OutOfMemoryError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
+    made = type(name, (Eagle31Error, torch.OutOfMemoryError), {"__module__": __name__, "__doc__": _OUT_OF_MEMORY})
+    globals()[name] = made
+    return made
+
+
+_OUT_OF_MEMORY = "Memory ran out during a generation, and everything that could be given up was. Says what took it."
 
 
 class PublishingError(Eagle31Error, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -257,6 +257,46 @@ class _Phase:
 
     def __exit__(self, *_: object) -> None:
         self._clock.charge(self._field, time.perf_counter() - self._start, self._outside_s)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts of drafts over some calls, as each call's figures have them."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: tuple[int, ...] = ()
+    reached_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, several: Iterable[Any]) -> Acceptance:
+        """The sum of figures with these fields: `SpeculationStats`, or what a benchmark noted of a call, if it did."""
+        parts = [part for part in several if part is not None]
+
+        def total(name: str) -> tuple[int, ...]:
+            lists = [getattr(part, name) for part in parts]
+            deepest = max(map(len, lists), default=0)
+            return tuple(sum(each[i] for each in lists if i < len(each)) for i in range(deepest))
+
+        rounds, drafted, accepted = (sum(getattr(p, n) for p in parts) for n in ("rounds", "drafted", "accepted"))
+        return cls(rounds, drafted, accepted, total("drafted_at"), total("reached_at"), total("accepted_at"))
+
+    @property
+    def length(self) -> float | None:
+        """Mean tokens per verification pass, bonus included."""
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else None
+
+    @property
+    def cumulative(self) -> list[float]:
+        """Share of the rounds that drafted a position in which it was accepted."""
+        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]
+
+    @property
+    def conditional(self) -> list[float]:
+        """Share of the rounds that had accepted everything before a position in which it was accepted, too."""
+        return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True) if r]
 
 
 def windows(arrivals: Sequence[tuple[float, int]], size: int = WINDOW_TOKENS) -> list[float]:

@@ -19,7 +19,7 @@ from tiny_checkpoints import (
     speculators_config,
 )
 
-from eagle31_hf.checkpoints import files, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints import read_checkpoint, write_checkpoint
 from eagle31_hf.checkpoints.formats import find_format
 from eagle31_hf.checkpoints.losses import find_losses
 from eagle31_hf.errors import CheckpointError, ConfigurationError
@@ -156,7 +156,7 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_things_as_they_were(tmp_path, 
         path.write_bytes(b"half of it")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(CheckpointError, match=r"could not be written to .*No space left.*another\s+folder"):
         write_checkpoint(make(), folder)
     if is_there:

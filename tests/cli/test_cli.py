@@ -10,14 +10,13 @@ import torch
 from command_line import DRAFTER, PROMPT, TARGET, run
 from rich.console import Console
 
-from eagle31_hf.benchmark.calls import DIFFERENT, REFERENCE, SAME, SAMPLED, TIE, CallRecord, Drafting, Verdict
-from eagle31_hf.benchmark.pair import pair_settings
-from eagle31_hf.benchmark.record_file import Records
-from eagle31_hf.benchmark.records import add_up
-from eagle31_hf.benchmark.summary import summarise
 from eagle31_hf.cli import generate, pairs, terminal
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts
-from eagle31_hf.stats import SpeculationStats
+from eagle31_hf.evidence.calls import DIFFERENT, REFERENCE, SAME, SAMPLED, TIE, CallRecord, Drafting, Verdict
+from eagle31_hf.evidence.pair import pair_settings
+from eagle31_hf.evidence.record_file import Records
+from eagle31_hf.evidence.summary import summarise
+from eagle31_hf.stats import Acceptance, SpeculationStats
 from eagle31_hf.target.precision import quick_dtype
 from helpers import configured, drafter_of, use_fixed_shapes_only
 
@@ -102,14 +101,13 @@ def test_ceiling_is_tokens_per_round_over_its_cost_in_plain_steps():
     assert costs.ceiling(4.5) == pytest.approx(4.5 * 10 / (12 + 2 + 5))
 
 
-def test_stats_of_several_calls_add_up():
-    one, two = SpeculationStats(new_tokens=3), SpeculationStats(new_tokens=4, loop="stock", reason="because")
+def test_acceptance_of_several_calls_adds_up():
+    one, two = SpeculationStats(), SpeculationStats()
     one.record_round(depth=1, nodes=1, accepted=[1])
     two.record_round(depth=2, nodes=2, accepted=[0])
-    total = add_up([one, two])
-    assert (total.rounds, total.drafted, total.accepted, total.new_tokens) == (2, 3, 1, 7)
-    assert (total.drafted_at, total.reached_at, total.accepted_at) == ([2, 1], [2, 0], [1, 0])
-    assert (total.loop, total.reason) == ("stock", "because")
+    total = Acceptance.of([one, two])
+    assert (total.rounds, total.drafted, total.accepted, total.length) == (2, 3, 1, 1.5)
+    assert (total.drafted_at, total.reached_at, total.accepted_at) == ((2, 1), (2, 0), (1, 0))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle31_hf.compiled import hastened_inductor
 from eagle31_hf.compiled.compiler_processes import CompilerError, CompilerProcesses
 from eagle31_hf.compiled.packages import SETTINGS
 
@@ -69,7 +68,6 @@ def test_two_of_which_the_first_is_killed(tmp_path: Path) -> None:
         wait([first, second])
         assert first.exception() is None
         assert second.exception() is None
-        assert len(list(Path(processes._exported.name).glob("interface-*.o"))) == 1, "compiled once for all"
         assert len(processes._started) == 1
         processes._started[0].kill()
         later = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in (2, 3)]
@@ -90,42 +88,3 @@ def test_closing_ends_what_has_begun_and_begins_nothing_more(tmp_path: Path) -> 
     assert all(each.cancelled() or each.exception() for each in begun)
     assert not Path(processes._exported.name).exists()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_wrappers_without_regex_fit_this_torch() -> None:
-    """Else they are compiled as torch has them, in nearly twice the time."""
-    from torch._inductor import codecache
-
-    assert hastened_inductor._regex_of(hastened_inductor.MODEL_BASE) == hastened_inductor.ITS_REGEX
-    assert codecache._get_cpp_wrapper_header("cpu", aot_mode=True) == hastened_inductor.ITS_HEADER
-    assert hastened_inductor.WRAPPER_HEADERS.is_file()
-
-
-def test_the_interface_of_packages_is_a_known_one() -> None:
-    """Else each wrapper is compiled with its own, in twice the time."""
-    assert hastened_inductor._digest_of(hastened_inductor.INTERFACE) in hastened_inductor.KNOWN_INTERFACES
-
-
-def test_the_interface_of_another_torch_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import codecache
-
-    other, before = tmp_path / "interface.cpp", codecache.CppBuilder
-    other.write_text("int other;")
-    for file in (other, tmp_path / "missing.cpp"):
-        monkeypatch.setattr(hastened_inductor, "INTERFACE", file)
-        hastened_inductor._compile_interface_once()
-        assert codecache.CppBuilder is before
-
-
-def test_headers_of_another_torch_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import codecache
-
-    other = tmp_path / "model_base.h"
-    other.write_text("#include <regex>\nstd::wregex re;")
-    monkeypatch.setattr(hastened_inductor, "MODEL_BASE", other)
-    before = codecache._get_cpp_wrapper_header
-    hastened_inductor._compile_wrappers_without_regex()
-    assert codecache._get_cpp_wrapper_header is before
-    monkeypatch.setattr(hastened_inductor, "MODEL_BASE", tmp_path / "missing.h")
-    hastened_inductor._compile_wrappers_without_regex()
-    assert codecache._get_cpp_wrapper_header is before

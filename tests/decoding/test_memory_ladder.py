@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from eagle31_hf.trees.static import StaticTopology
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,10 +99,9 @@ def test_workspaces_are_freed_once_per_stage() -> None:
     ]  # fmt: skip
 
 
-@given(st.integers(1, 8), st.integers(0, 8), st.booleans(), st.booleans())
-def test_a_reduced_shape_is_never_larger(depth: int, left: int, is_tree: bool, is_static: bool) -> None:
-    static = StaticTopology.best_for([0.7, 0.2], depth=depth, size=4 * depth) if is_static else None
-    shape = DraftShape(depth, top_k=2, size=4 * depth, static=static)
+@given(st.integers(1, 8), st.integers(0, 8), st.booleans())
+def test_a_reduced_shape_is_never_larger(depth: int, left: int, is_tree: bool) -> None:
+    shape = DraftShape(depth, top_k=2, size=4 * depth)
     reduced = shape.reduced_to(left, is_tree=is_tree)
     assert reduced.depth == min(depth, left)
     assert reduced.nodes <= shape.nodes

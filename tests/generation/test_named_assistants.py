@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import transformers as hf
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import target_path as demo_target_path
 from eagle31_hf.errors import CheckpointNotFoundError, IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.generation.named_assistants import KEPT_AT
 from helpers import CONFIGS, DEMO_DRAFTER, demo_tokenizer, left_padded, prompts_for, random_drafter, random_target
@@ -79,3 +82,32 @@ def test_pipeline_leaves_other_assistants_to_transformers(tmp_path: Path) -> Non
     demo_tokenizer().save_pretrained(tmp_path)
     eagle = hf.pipeline("text-generation", model=target, tokenizer=demo_tokenizer(), assistant_model=str(tmp_path))
     assert type(eagle.assistant_model) is type(target)
+
+
+BY_NAME_ALONE = """
+{imports}
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+target = AutoModelForCausalLM.from_pretrained({target!r})
+tokenizer = AutoTokenizer.from_pretrained({target!r})
+inputs = tokenizer("Hello", return_tensors="pt")
+call = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+{call}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ["import eagle31_hf", "import transformers.generation.utils, eagle31_hf"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "out = target.generate(**inputs, **call, assistant_model={drafter!r}); print(out.speculation_stats.loop)",
+        "print(type(pipeline('text-generation', target, tokenizer=tokenizer, assistant_model={drafter!r})"
+        ".assistant_model).__name__)",
+    ],
+)
+def test_importing_the_package_is_enough(imports: str, call: str) -> None:
+    """No class of ours is touched: the package changes transformers when that is first used."""
+    names = {"target": str(demo_target_path()), "drafter": str(DEMO_DRAFTER)}
+    code = BY_NAME_ALONE.format(imports=imports, call=call.format(**names), **names)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split()[-1:] in (["own"], ["Eagle31Drafter"]), done.stderr

@@ -20,11 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from eagle31_hf.benchmark.storages import StorageCounter
 from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
+from eagle31_hf.evidence.storages import StorageCounter
 from eagle31_hf.memory.activation_bytes import (
     Block,
     absorb_bytes,

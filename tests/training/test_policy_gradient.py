@@ -1,8 +1,7 @@
-"""The policy gradient of stage 2: exact in expectation, rewards by hand, rollouts as they were drawn."""
+"""The policy gradient of stage 2: exact in expectation, rollouts as they were drawn."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -13,18 +12,9 @@ from transformers import LlamaForCausalLM
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate, pack_row
 from eagle31_hf.training.data.rendering import Document
-from eagle31_hf.training.distillation.objective import DistillationSettings
-from eagle31_hf.training.policy.policy_model import (
-    PolicyModel,
-    PolicySettings,
-    best_branch,
-    chain_policy_loss,
-    node_chances,
-    standardised,
-    tree_reward,
-)
-from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains, roll_out_trees
-from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
+from eagle31_hf.training.policy.policy_model import PolicyModel, chain_policy_loss
+from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains
+from eagle31_hf.training.settings import DistillationSettings, PolicySettings
 from helpers import seeded
 
 
@@ -60,58 +50,26 @@ def test_policy_gradient_is_the_exact_gradient_in_expectation() -> None:
     for first, second in itertools.product(range(len(chains)), repeat=2):
         pair = chains[[first, second]]
         log_probs = toy_policy(logits, pair)
-        old = log_probs.detach().gather(-1, pair[..., None]).squeeze(-1)
-        loss = chain_policy_loss(log_probs, old, target_log_probs[[first, second]], pair, group=2, clip=0.2)
+        loss = chain_policy_loss(log_probs, target_log_probs[[first, second]], pair, group=2)
         (gradient,) = torch.autograd.grad(-loss, logits)
         estimate += probability[first] * probability[second] * gradient
     assert torch.allclose(estimate, exact, atol=1e-10)
     assert exact.abs().max() > 1e-2
 
 
-def test_tree_values_and_reward_by_hand() -> None:
-    #        0 -> 1 (token 1, p .5) -> 3 (token 2, p .4);  0 -> 2 (token 2, p .3)
-    parents = torch.tensor([[0, 0, 0, 1]])
-    ancestors = ancestors_from_parents(parents, 2)
-    tree = DraftTree(torch.tensor([[9, 1, 2, 2]]), parents, ancestors.sum(2) - 1, ancestors, 2, 2)
-    probs = torch.zeros(1, 4, 10)
-    probs[0, 0, 1], probs[0, 0, 2], probs[0, 1, 2] = 0.5, 0.3, 0.4
-    chances = node_chances(tree, probs)
-    assert chances[0].tolist() == pytest.approx([1.0, 0.5, 0.3, 0.5 * 0.4])
-    assert tree_reward(chances).item() == pytest.approx(0.5 + 0.3 + 0.2)
-    nodes, valid = best_branch(tree, chances)
-    assert nodes[0][valid[0]].tolist() == [1, 3]
-    # A branch carries a gradient down to where it may be accepted; where nothing may, nothing does.
-    probs[0, 1, 2] = 0
-    nodes, valid = best_branch(tree, node_chances(tree, probs))
-    assert nodes[0][valid[0]].tolist() == [1]
-    probs[:] = 0
-    assert not best_branch(tree, node_chances(tree, probs))[1].any()
-    assert tree_reward(node_chances(tree, probs)).item() == 0
-    cut = dataclasses.replace(tree, valid=torch.tensor([[True, True, False, True]]))
-    assert node_chances(cut, torch.ones_like(probs))[0].tolist() == [1, 1, 0, 1]
-
-
-def test_rewards_that_hardly_differ_are_called_equal() -> None:
-    assert standardised(torch.tensor([0.0, 0.0, 0.0, 1e-4]), 4).abs().max() < 1e-3
-    assert standardised(torch.tensor([0.0, 2.0]), 2).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-
-
 def test_contexts_end_in_what_the_target_wrote() -> None:
     documents = [Document("a", list(range(3, 20)), [True] * 17, 9, 1.0), Document("b", list(range(30, 36)), [True] * 6)]
     batch = PackedBatch(**collate([pack_row(documents, ROW)]))
-    roots = set(choose_contexts(batch, 200, 1).roots.tolist())
+    roots = set(choose_contexts(batch, 200).roots.tolist())
     assert roots == set(range(12, 19))  # tokens 9 to 15 of the first; nothing stands behind the 16th
     given = PackedBatch(**collate([pack_row([Document("b", list(range(30, 36)), [True] * 6)], ROW)]))
-    assert set(choose_contexts(given, 200, 1).roots.tolist()) == {31, 32, 33, 34}
-    runs = choose_contexts(batch, 50, 4).roots.view(50, 4)
-    assert runs[:, -1].max() <= 18
-    assert torch.equal(runs - runs[:, :1], torch.arange(4).expand(50, -1))
+    assert set(choose_contexts(given, 200).roots.tolist()) == {31, 32, 33, 34}
 
 
 def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
     drafter = make_drafter(target)
     batch = batch_of(make_documents())
-    contexts = choose_contexts(batch, 3, 1)
+    contexts = choose_contexts(batch, 3)
     assert contexts is not None
     with seeded(8):
         rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=0.7)
@@ -126,22 +84,9 @@ def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
     assert torch.allclose(logits.log_softmax(-1)[:, drafter.draft_ids], rollout.target_log_probs[2], atol=1e-4)
 
 
-def test_greedy_tree_reward_is_the_accepted_length(target) -> None:
-    """One-hot probabilities: the best branch's value is how many of its tokens the target takes."""
+def test_policy_model_has_gradients_and_keeps_its_anchor(target) -> None:
     drafter = make_drafter(target)
-    contexts = choose_contexts(batch_of(make_documents()), 4, 1)
-    assert contexts is not None
-    rollout = roll_out_trees(drafter, contexts, depth=3, top_k=4, size=12, temperature=0)
-    from eagle31_hf.sampling.acceptance import accept_chosen
-
-    accepted = accept_chosen(rollout.tree, rollout.target_probs.argmax(-1)).length - 1
-    assert tree_reward(node_chances(rollout.tree, rollout.target_probs)).tolist() == accepted.tolist()
-
-
-@pytest.mark.parametrize("reward", ["chain", "tree"])
-def test_policy_model_has_gradients_and_keeps_its_anchor(target, reward: str) -> None:
-    drafter = make_drafter(target)
-    policy = PolicySettings(reward=reward, depth=3, contexts=3, group=2, temperature=1.0, top_k=2, tree_size=6)
+    policy = PolicySettings(depth=3, contexts=3, group=2)
     model = PolicyModel(drafter, DistillationSettings(steps=2), policy)
     before = {name: tensor.clone() for name, tensor in model._anchor[0].state_dict().items()}
     output = model(**collate([PackedDocuments(make_documents(), ROW, seed=0)[0]]))
@@ -157,5 +102,7 @@ def test_policy_model_has_gradients_and_keeps_its_anchor(target, reward: str) ->
 def test_policy_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least 2 samples"):
         PolicySettings(group=1).check()
-    with pytest.raises(ConfigurationError, match="reward='tree'"):
+    with pytest.raises(ConfigurationError, match="reward='text'"):
         PolicySettings(temperature=0.0).check()
+    with pytest.raises(ConfigurationError, match=r"reward is 'tree'; wanted one of \('text', 'chain'\)"):
+        PolicySettings(reward="tree").check()

@@ -14,8 +14,8 @@ from eagle31_hf.training.data.disk import require_disk
 from eagle31_hf.training.data.packing import PackedDocuments, collate
 from eagle31_hf.training.data.rendering import Document
 from eagle31_hf.training.distillation.features import MANIFEST, FeatureManifest, StoredFeatures, store_features
-from eagle31_hf.training.distillation.objective import DistillationSettings
 from eagle31_hf.training.distillation.training_model import DistillationModel
+from eagle31_hf.training.settings import DistillationSettings
 
 
 def make_documents(count: int = 5) -> list[Document]:

@@ -19,12 +19,11 @@ from eagle31_hf.training.data.regeneration import RegenerationSettings, own_temp
 from eagle31_hf.training.data.rendering import Document, render_documents
 from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.distillation.losses import cross_entropy
-from eagle31_hf.training.distillation.objective import DistillationSettings
 from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.distillation.unroll import position_weights
-from eagle31_hf.training.policy.objective import PolicySettings
 from eagle31_hf.training.policy.policy_model import make_policy_model
 from eagle31_hf.training.policy.text_model import TextModel, expected_accepted, require_written, written_starts
+from eagle31_hf.training.settings import DistillationSettings, PolicySettings
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
 
 STEPS, TOP_K = 3, 7

@@ -14,9 +14,9 @@ from eagle31_hf.training.data.rendering import Document
 from eagle31_hf.training.distillation import unroll as unrolling
 from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.distillation.losses import LOSSES
-from eagle31_hf.training.distillation.objective import DistillationSettings
 from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.distillation.unroll import make_teacher, step_losses, supervised_positions, unroll
+from eagle31_hf.training.settings import DistillationSettings
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..trees.shape import RESIDENT_QUERIES
 from .placement import Placement
 from .spans import AttentionSpan, LayerSpans
-
-RESIDENT_QUERIES = 128
-"""Blocks of at most so many queries use the resident mask. Prefill chunks are larger; theirs is made and dropped,
-since a resident one would hold `chunk * capacity` elements for the whole generation."""
 
 
 def causal_block(num_queries: int, num_nodes: int, device: torch.device) -> Tensor:

@@ -13,13 +13,8 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
-
-from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
     check_rope,
@@ -50,7 +45,14 @@ from .formats import (
 from .json_files import read_json
 from .losses import check_expressible, reduce_to
 from .packed import PackingScheme, packed_infos
+from .plain_config import plain_config
 from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters, engine_verdicts, method_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..configuration_eagle31 import Eagle31Config
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def write_checkpoint(
         written["quantization_config"] = scheme.to_dict()
     tensors = {stored_name(table, name): tensor for name, tensor in (checkpoint.tensors | checkpoint.packed).items()}
     if "d2t" in tensors:
-        tensors["d2t"] = tensors["d2t"].to("cpu", torch.int64)
+        tensors["d2t"] = tensors["d2t"].cpu().long()
         tensors["t2d"] = _draft_vocabulary_mask(tensors["d2t"], config.vocab_size)
     replace_checkpoint(Path(folder), written, tensors)
     return left_out
@@ -183,7 +185,7 @@ def inspect_checkpoint(
     folder = resolve_checkpoint(
         path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    headers = _read_headers(folder)
+    headers = _read_headers(folder, to_load=False)
     infos, config, raw = headers.tensors.infos, headers.config, headers.raw_config
     return CheckpointSummary(
         source=str(path_or_id),
@@ -204,7 +206,7 @@ def inspect_checkpoint(
 # ---------------------------------------------------------------- reading, step by step
 
 
-def _read_headers(folder: Path) -> _Headers:
+def _read_headers(folder: Path, *, to_load: bool = True) -> _Headers:
     raw_config = read_json(folder / CONFIG_FILE)
     _check_sections(raw_config)
     stored = open_tensors(folder)
@@ -214,7 +216,8 @@ def _read_headers(folder: Path) -> _Headers:
     check_vocabulary_infos({name: stored.infos[names[name]] for name in ("d2t", "t2d") if name in names})
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items()}
     stored_config = read_config_fields(table, raw_config)
-    config = _build_config(stored_config, raw_config, infos)
+    fields = _completed_fields(stored_config, raw_config, infos)
+    config = (None if to_load else plain_config(fields)) or _build_config(fields)
     if not has_reduced_vocabulary(config):
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
         _check_identity_map(stored, names)
@@ -280,9 +283,9 @@ def _canonical_names(table: Format, infos: Mapping[str, TensorInfo]) -> dict[str
     return names
 
 
-def _build_config(
+def _completed_fields(
     stored: StoredConfig, raw_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]
-) -> Eagle31Config:
+) -> dict[str, Any]:
     """Fields from the table, completed and corrected by what the tensors themselves show."""
     fields = dict(stored.fields)
     layers = {match[1] for name in infos if (match := re.match(r"layers\.(\d+)\.", name))}
@@ -303,6 +306,14 @@ def _build_config(
             "config.json ties the draft head to the drafter's own embedding; such a drafter cannot be read. Store the "
             "head as lm_head.weight"
         )
+    return fields
+
+
+def _build_config(fields: Mapping[str, Any]) -> Eagle31Config:
+    from huggingface_hub.errors import StrictDataclassError
+
+    from ..configuration_eagle31 import Eagle31Config
+
     try:
         return Eagle31Config(**fields)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
@@ -333,7 +344,7 @@ def _check_loaded(config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if name == "d2t":
-        return tensor.to(torch.int64)  # nebius stores int32
+        return tensor.long()  # nebius stores int32
     return tensor if dtype is None else tensor.to(dtype)
 
 
@@ -343,6 +354,8 @@ def _info(tensor: Tensor) -> TensorInfo:
 
 def _draft_vocabulary_mask(d2t: Tensor, vocab_size: int) -> Tensor:
     """`t2d`: bool `[V]`, true for the target ids a draft row stands for."""
+    import torch
+
     mask = torch.zeros(vocab_size, dtype=torch.bool)
     mask[d2t + torch.arange(len(d2t))] = True
     return mask

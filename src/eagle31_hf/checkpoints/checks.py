@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .config_fields import get_path
 from .files import TensorInfo
 from .formats import filled, has_reduced_vocabulary
 from .json_files import shown
 from .packed import LAYOUT, latent_matrices, published_weights
+from .plain_config import PlainConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..configuration_eagle31 import Eagle31Config
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -233,6 +234,11 @@ def check_rope(config: Eagle31Config) -> None:
             f"config.json: partial_rotary_factor is {shown(turned)}; only drafters whose heads are turned whole can be "
             "read"
         )
+    if isinstance(config, PlainConfig):
+        return  # Llama's own tables, of a finite base
+    import torch
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     ends = torch.tensor([[0, config.max_position_embeddings]])
     try:
         cos, sin = LlamaRotaryEmbedding(config)(torch.ones(1), ends)
@@ -282,6 +288,8 @@ def check_vocabulary_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> No
     Raises:
         CheckpointFormatError: the map is none, holds absolute ids, or disagrees with `t2d`.
     """
+    import torch
+
     stored = d2t.to(torch.int64)
     ids = stored + torch.arange(len(stored))  # [Vd] target ids
     if t2d is not None and tuple(t2d.shape) != (vocab_size,):
@@ -309,4 +317,4 @@ def check_vocabulary_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> No
 def _names_tokens(ids: Tensor, members: Tensor | None, vocab_size: int) -> bool:
     distinct = ids.unique()  # sorted
     in_range = bool(distinct[0] >= 0) and bool(distinct[-1] < vocab_size)
-    return len(distinct) == len(ids) and in_range and (members is None or torch.equal(distinct, members))
+    return len(distinct) == len(ids) and in_range and (members is None or distinct.equal(members))

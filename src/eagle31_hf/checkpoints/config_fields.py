@@ -6,9 +6,8 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .formats import (
     LAYER_ID_PLACES,
@@ -20,6 +19,9 @@ from .formats import (
     to_hs_indices,
 )
 from .json_files import shown
+
+if TYPE_CHECKING:
+    from ..configuration_eagle31 import Eagle31Config
 
 # Keys that are someone's marker or say how a file came to be: they would mislead in another format.
 _MARKERS = {

@@ -10,17 +10,15 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
-import torch
-from huggingface_hub import errors as hub
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from ..errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
 from .json_files import read_json, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -81,6 +79,8 @@ def resolve_checkpoint(
     """
     if (folder := _local_folder(path_or_id)) is not None:
         return folder
+    from huggingface_hub import errors as hub
+
     options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     try:
         found = _download(str(path_or_id), [CONFIG_FILE, "*.safetensors", INDEX_FILE], options)
@@ -112,6 +112,8 @@ def _cause(error: Exception) -> str:
 
 
 def _download(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
+    import huggingface_hub
+
     found = huggingface_hub.snapshot_download(
         repo_id, allow_patterns=patterns, ignore_patterns=["*/*"], **options
     )  # subfolders hold other checkpoints
@@ -119,6 +121,8 @@ def _download(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Pat
 
 
 def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
+    from huggingface_hub import errors as hub
+
     local = "or pass a local folder that holds config.json and the weights"
     if isinstance(error, hub.GatedRepoError):
         return f"{name!r} is gated: accept its terms on its Hub page and pass token=…, {local}"
@@ -195,7 +199,7 @@ def _open_shards(paths: list[Path]) -> StoredTensors:
     infos: dict[str, TensorInfo] = {}
     shard_of: dict[str, Path] = {}
     for path in paths:
-        with _open_safetensors(path) as shard:
+        with _open_safetensors(path, "np") as shard:  # for headers alone: torch takes seconds to import
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 if name in infos:
                     raise CheckpointFormatError(f"{name} is in both {shard_of[name].name} and {path.name}")
@@ -206,14 +210,16 @@ def _open_shards(paths: list[Path]) -> StoredTensors:
     return StoredTensors(infos, tuple(paths), shard_of)
 
 
-def _open_safetensors(path: Path) -> Any:
+def _open_safetensors(path: Path, framework: str = "pt") -> Any:
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return safe_open(path, framework=framework, device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointFormatError(f"{path} is damaged or not a safetensors file ({error}); fetch it again") from error
 
 
 def _open_pickle(path: Path) -> StoredTensors:
+    from torch import Tensor
+
     content = _unpickle(path)
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
@@ -230,6 +236,9 @@ def _open_pickle(path: Path) -> StoredTensors:
 
 def _require_stored(name: str, tensor: Tensor, path: Path) -> None:
     """A pickle may describe tensors that are not there, or a million rows that are one row said a million times."""
+    import torch
+    from torch import Tensor, nn
+
     kind = ""
     if type(tensor) not in (Tensor, nn.Parameter):
         kind = type(tensor).__name__
@@ -252,6 +261,8 @@ def _require_printable(name: str, path: Path) -> None:
 
 
 def _unpickle(path: Path) -> Any:
+    import torch
+
     # Files of torch < 1.6 are no zip archives and cannot be mapped.
     with path.open("rb") as stream:
         mappable = stream.read(2) == b"PK"
@@ -322,6 +333,8 @@ def _made_folder(folder: Path) -> Iterator[None]:
 
 
 def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
     new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
         new_config.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
-from ..configuration_eagle31 import Eagle31Config
 from ..errors import ConfigurationError
 from .checks import expected_shapes
 from .formats import FORMATS, VARIANTS, Format, find_format, from_hs_indices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..configuration_eagle31 import Eagle31Config
 
 # Config fields of the drafter that is left; what is not listed cannot be left out of a network that still runs.
 _LEFT: Mapping[str, Mapping[str, Any]] = {

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError, ConfigurationError
 from .files import TensorInfo
 from .formats import filled
 from .json_files import shown
+
+if TYPE_CHECKING:
+    from ..configuration_eagle31 import Eagle31Config
 
 BLOCK = 64  # weights with a scale of their own, in 4 bits
 NESTED_BLOCK = 256  # scales with a scale of their own, under double quantisation

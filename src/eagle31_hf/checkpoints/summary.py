@@ -6,9 +6,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..configuration_eagle31 import Eagle31Config
 from .checks import FLOAT_DTYPES, Tensors, expected_shapes
 from .config_fields import get_path
 from .formats import (
@@ -21,6 +20,9 @@ from .formats import (
     to_hs_indices,
 )
 from .packed import packable_shapes
+
+if TYPE_CHECKING:
+    from ..configuration_eagle31 import Eagle31Config
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 

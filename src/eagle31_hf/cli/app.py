@@ -1,63 +1,87 @@
-"""The `eagle31` command."""
+"""The `eagle31` command. A command's module is imported when it is called, so `--help` waits for neither torch nor
+transformers."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Annotated
+import os
+import sys
+from importlib import import_module
+from typing import Annotated, Any
 
-import transformers
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from ..checkpoints import inspect_checkpoint
-from . import bench as cli_bench
-from . import chat as cli_chat
-from . import convert as cli_convert
-from . import doctor as cli_doctor
-from . import generate as cli_generate
-from . import plan as cli_plan
-from . import push as cli_push
-from . import report as cli_report
-from . import serve as cli_serve
-from . import terminal
-from . import train as cli_train
-from . import warmup as cli_warmup
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
-from .processor import avoid_unusable_tiles
+COMMANDS = {
+    "demo": "Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no "
+    "network.",
+    "generate": "Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE.",
+    "plan": "Plan a run's memory from configurations alone. Exit code 1 if it does not fit.",
+    "report": "Make one page with tables and plots out of benchmark records; it needs no model and nothing beside it.",
+    "convert": 'Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read.',
+    "chat": "Chat with a pair: answers stream, history is not read twice, /help lists the commands.",
+    "serve": "Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running "
+    "batch.",
+    "warmup": "Compile a pair's graphs for this machine, time rounds by them, and keep both. Takes minutes, once.",
+    "push": "Publish a drafter with its card and records; shows what would be uploaded unless told to upload.",
+    "train": "Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first.",
+    "doctor": "Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?",
+    "inspect": "Tell what a drafter checkpoint is, from its headers alone, and which engines read it.",
+    "bench": "Measure what the loops are worth, and what they cost.",
+}
+"""Each command and the first line of its help, which `eagle31 --help` shows without importing it."""
+
+
+class LazyCommand(TyperCommand):
+    """A command by name and help; the real one takes its place when it is called."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.load().make_context(info_name, args, parent=parent, **extra)
+
+    def load(self) -> Any:
+        """The command itself, or the group of them."""
+        name = self.name
+        module = import_module(f".{'generate' if name == 'demo' else name}", __package__)
+        if "torch" in sys.modules:
+            from .processor import avoid_unusable_tiles
+
+            avoid_unusable_tiles()
+        _quiet_transformers()  # it may just have been imported
+        if name == "bench":
+            return get_command(module.app)
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(module.make_command() if name == "train" else getattr(module, str(name)))
+        return get_command(alone)
+
+
+class LazyCommands(TyperGroup):
+    """All commands, none of them imported."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.commands = {name: LazyCommand(name=name, callback=None, help=help) for name, help in COMMANDS.items()}
+
 
 app = typer.Typer(
     name="eagle31",
+    cls=LazyCommands,
     help="EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, faster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 
-app.command()(cli_generate.demo)
-app.command()(cli_generate.generate)
-app.command()(cli_plan.plan)
-app.command()(cli_report.report)
-app.command()(cli_convert.convert)
-app.command()(cli_chat.chat)
-app.command()(cli_serve.serve)
-app.command()(cli_warmup.warmup)
-app.add_typer(cli_bench.app)
-app.command()(cli_push.push)
-app.command(name="train")(cli_train.make_command())
-app.command()(cli_doctor.doctor)
-
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-CheckpointArgument = Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)]
-
 
 def main() -> None:
     """Entry point of the `eagle31` script."""
-    avoid_unusable_tiles()
     app()
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"eagle31-hf {version('eagle31-hf')} (transformers {transformers.__version__})")
+        from importlib.metadata import version  # a tenth of what `--help` takes
+
+        typer.echo(f"eagle31-hf {version('eagle31-hf')} (transformers {version('transformers')})")
         raise typer.Exit
 
 
@@ -67,23 +91,15 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    # Stock progress bars and advice about generation flags would stand between the lines of ours.
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
+    _quiet_transformers()
 
 
-@app.command()
-@readable_errors
-def inspect(
-    path_or_id: CheckpointArgument,
-    revision: RevisionOption = None,
-    json_path: JsonOption = None,
-    traceback: TracebackOption = False,
-) -> None:
-    """Tell what a drafter checkpoint is, from its headers alone, and which engines read it."""
-    summary = inspect_checkpoint(path_or_id, revision=revision)
-    console = make_console()
-    console.print(terminal.summary_table(summary))
-    console.print()
-    console.print(terminal.tensor_table(summary))
-    write_json(json_path, summary.to_dict())
+def _quiet_transformers() -> None:
+    """Its progress bars and advice about generation flags would stand between the lines of ours."""
+    if "transformers" in sys.modules:
+        logging = import_module("transformers.utils.logging")
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+    else:  # it and huggingface_hub read these when they are imported
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

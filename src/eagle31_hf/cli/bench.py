@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +10,19 @@ import typer
 from rich.text import Text
 from torch import Tensor
 
-from ..benchmark import loop_tables
-from ..benchmark.bare import describe_device, describe_machine
-from ..benchmark.growth import CONTEXTS, check_growth, measure_growth, small_drafter
-from ..benchmark.loop import LoopBenchmark
-from ..benchmark.memory_peaks import RUNS, measure_peaks, runs_on
-from ..benchmark.methods import LoopSettings
-from ..benchmark.prompts import read_prompts
-from ..benchmark.synthetic import random_target, target_config
 from ..demo import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import ConfigurationError
+from ..evidence import tables
+from ..evidence.bare import describe_device, describe_machine
+from ..evidence.growth import CONTEXTS, check_growth, measure_growth, small_drafter
+from ..evidence.loop_report import loop_parts
+from ..evidence.memory_peaks import RUNS, measure_peaks, runs_on
+from ..evidence.pair import measure_loops
+from ..evidence.prompts import read_prompts
+from ..evidence.run_settings import RunSettings
+from ..evidence.synthetic import random_target, target_config
 from ..generation_config import FIXED_DEPTH
 from ..target.precision import quick_dtype
 from ..trees.shape import DraftShape
@@ -89,9 +89,9 @@ def loop(
     traceback: TracebackOption = False,
 ) -> None:
     """Plain generate, transformers' alternatives and our loops on the same prompts, in turns."""
-    settings = LoopSettings(
+    settings = RunSettings(
         new_tokens=new_tokens,
-        temperature=temperature,
+        temperatures=(temperature,),
         batch_sizes=tuple(int(part) for part in batch.split(",")),
         repeats=repeats,
         depth=draft_tokens,
@@ -99,6 +99,9 @@ def loop(
         tree_size=tree_size,
         compiled=compile_steps or source.acceleration == "compile",
         acceptance=_acceptance(synthetic, acceptance),
+        ignore_eos=True,
+        as_configured=True,
+        ceilings=True,
     )
     settings.check()
     if synthetic is None:
@@ -156,7 +159,10 @@ def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> S
     return Subject(name, drafter, list(ids.to(drafter.require_binding().input_device)))
 
 
-def _run_loop(subject: Subject, settings: LoopSettings, json_path: Path | None) -> None:
+SETTINGS_TOLD = ("new_tokens", "batch_sizes", "repeats", "depth", "tree_width", "tree_size", "compiled", "acceptance")
+
+
+def _run_loop(subject: Subject, settings: RunSettings, json_path: Path | None) -> None:
     out = make_console()
     with progress_bar(out) as (progress, task):
 
@@ -164,16 +170,16 @@ def _run_loop(subject: Subject, settings: LoopSettings, json_path: Path | None) 
             progress.update(task, completed=done)
             progress.refresh()
 
-        measured = LoopBenchmark(subject.drafter, subject.prompts, settings, show).run()
+        summary, records = measure_loops(subject.drafter, subject.prompts, settings, show)
     machine = describe_machine(subject.drafter.require_binding())
-    record = {"bench": "loop", "target": subject.name, **machine, "settings": asdict(settings)}
-    record |= {"prompts": len(subject.prompts), **measured.to_dict()}
+    told = {name: getattr(settings, name) for name in SETTINGS_TOLD}
+    record = {"bench": "loop", "target": subject.name, **machine}
+    record |= {"settings": {**told, "temperature": settings.temperatures[0], "warping": {}}}
+    record |= {"prompts": len(subject.prompts), "records": [each.to_dict() for each in records]}
     out.print(_conditions(subject.name, machine))
-    for table_of in (loop_tables.ceiling_table, loop_tables.loop_table, loop_tables.round_table):
-        out.print(table_of(measured))
-    for note in loop_tables.loop_notes(measured, synthetic=settings.acceptance is not None):
-        out.print(note)
-    finish(json_path, record)
+    for part in loop_parts(summary, records, synthetic=settings.acceptance is not None):
+        out.print(part)
+    finish(json_path, record | {"left_out": summary.left_out})
 
 
 @app.command()
@@ -207,8 +213,8 @@ def growth(
         records = measure_growth(drafter, shape, lengths, rounds=rounds, on_context=show)
     machine = describe_machine(drafter.require_binding())
     out.print(_conditions("small random target", machine))
-    out.print(loop_tables.growth_table(records))
-    rows = [{**each.to_dict(), "growth": loop_tables.growth(records[0], each)} for each in records]
+    out.print(tables.growth_table(records))
+    rows = [{**each.to_dict(), "growth": tables.growth(records[0], each)} for each in records]
     finish(json_path, {"bench": "growth", **machine, "tree_width": tree_width, "records": rows})
 
 
@@ -249,11 +255,11 @@ def memory(
         measured = measure_peaks(runs, dtype=precision, device=place, on_run=show)
     machine = {**describe_device(place, precision), "bitsandbytes": bitsandbytes().__version__}
     out.print(_conditions("random weights" if synthetic is None else f"random weights, {synthetic}", machine))
-    out.print(loop_tables.memory_table(measured))
-    for note in loop_tables.memory_notes(measured):
+    out.print(tables.memory_table(measured))
+    for note in tables.memory_notes(measured):
         out.print(Text(note, style="dim"))
     if out_path is not None:
-        out_path.write_text(loop_tables.memory_markdown(measured, machine), encoding="utf-8")
+        out_path.write_text(tables.memory_markdown(measured, machine), encoding="utf-8")
     finish(json_path, {"bench": "memory", **machine, **measured.to_dict()})
 
 

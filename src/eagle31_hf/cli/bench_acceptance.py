@@ -9,9 +9,9 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..benchmark.known_texts import DrafterAcceptance, acceptance_of
-from ..benchmark.prompts import embedded_prompts, read_prompts
 from ..drafter.drafter import Eagle31Drafter
+from ..evidence.known_texts import DrafterAcceptance, acceptance_of
+from ..evidence.prompts import embedded_prompts, read_prompts
 from ..training.distillation.evaluation import EvaluationPrompt
 from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts
 from ..trees.shape import DraftShape

@@ -11,18 +11,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..benchmark import run_tables
-from ..benchmark.comparing import compare_runs
-from ..benchmark.exports import write_acceptance_csv, write_profile
-from ..benchmark.gauges import gauge_names
-from ..benchmark.prompts import Prompt, embedded_prompts, read_prompts
-from ..benchmark.provenance import run_facts
-from ..benchmark.record_file import RecordWriter, read_records
-from ..benchmark.run_settings import RunSettings, settings_facts
-from ..benchmark.suite import NEVER_HERE, BenchmarkRun, Task
-from ..benchmark.summary import RunSummary, summarise
-from ..benchmark.thinking import ThinkMarks
 from ..errors import ConfigurationError
+from ..evidence import run_tables
+from ..evidence.comparing import compare_runs
+from ..evidence.exports import write_acceptance_csv, write_profile
+from ..evidence.gauges import gauge_names
+from ..evidence.prompts import Prompt, embedded_prompts, read_prompts
+from ..evidence.provenance import run_facts
+from ..evidence.record_file import RecordWriter, read_records
+from ..evidence.run_settings import RunSettings, settings_facts
+from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
+from ..evidence.summary import RunSummary, summarise
+from ..evidence.thinking import ThinkMarks
 from .measuring import finish, progress_bar
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors

@@ -22,7 +22,7 @@ from ..errors import ConfigurationError, Eagle31Error
 from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
 from .option_groups import expand_options
-from .options import TracebackOption, make_console, readable_errors
+from .options import WIDTH, TracebackOption, error_line, make_console, readable_errors
 from .pairs import Drafting, Pair, PairSource, load_pair
 from .plan import print_decision
 from .wrapped_writer import WrappedWriter
@@ -110,7 +110,7 @@ class Chat:
             except Leave:
                 return
             except Eagle31Error as error:
-                self.console.print(terminal.error_line(error))
+                self.console.print(error_line(error))
 
     def take(self, line: str) -> None:
         """One line: a command, or something to answer."""
@@ -231,7 +231,7 @@ class _AnswerView:
             if not text:
                 return
             self._end_thought()
-            self._writer = WrappedWriter(self._console, terminal.WIDTH, LABEL, len(LABEL))
+            self._writer = WrappedWriter(self._console, WIDTH, LABEL, len(LABEL))
             piece = Piece(text, piece.drafted, piece.thought)
         self._writer.add(piece.text, terminal.ACCEPTED_STYLE if self._colour and piece.drafted else "")
 
@@ -242,7 +242,7 @@ class _AnswerView:
 
     def _add_thought(self, text: str) -> None:
         if self._thoughts:
-            self._thinking = self._thinking or WrappedWriter(self._console, terminal.WIDTH, LABEL, len(LABEL))
+            self._thinking = self._thinking or WrappedWriter(self._console, WIDTH, LABEL, len(LABEL))
             self._thinking.add(text, THOUGHT_STYLE)
             return
         self._folded += len(text.split())

@@ -10,19 +10,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..benchmark.prompts import read_prompts
-from ..benchmark.provenance import origin
 from ..decoding.adaptive.costs import RoundCosts
 from ..decoding.calibration.calibration import ContextSeconds
 from ..decoding.pair_history import PairHistory
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
 from ..demo import Messages
-from ..doctor.drift import DriftCurve, plot_drift
-from ..doctor.examination import Examination, examine
-from ..doctor.findings import Finding
-from ..doctor.patient import Patient
-from ..doctor.prompts import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
+from ..evidence.doctor.drift import DriftCurve, plot_drift
+from ..evidence.doctor.examination import Examination, examine
+from ..evidence.doctor.findings import Finding, Patient
+from ..evidence.doctor.prompts import CONVERSATIONS
+from ..evidence.prompts import read_prompts
+from ..evidence.provenance import origin
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, Pair, PairSource, encode, load_pair
 

@@ -12,14 +12,14 @@ import torch
 import typer
 from rich.console import Console
 
-from ..benchmark.calls import DIFFERENT
-from ..benchmark.pair import measure_pair, pair_settings
-from ..benchmark.prompts import Prompt, embedded_prompts
-from ..benchmark.provenance import origin
-from ..benchmark.suite import Task
 from ..decoding.kept_graphs import kept_packages
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..evidence.calls import DIFFERENT
+from ..evidence.pair import measure_pair, pair_settings
+from ..evidence.prompts import Prompt, embedded_prompts
+from ..evidence.provenance import origin
+from ..evidence.suite import Task
 from . import terminal
 from .measuring import progress_bar
 from .option_groups import expand_options

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from ..benchmark.loop_tables import json_line
-from ..benchmark.provenance import origin
+from ..evidence.provenance import origin
+from ..evidence.tables import json_line
 from .options import write_json
 from .pairs import DeviceName
 

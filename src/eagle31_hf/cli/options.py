@@ -10,9 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error
-from . import terminal
+
+WIDTH = 100
+"""Most columns that text and tables take."""
 
 
 def writable_json(path: Path | None) -> Path | None:
@@ -39,16 +42,26 @@ def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
         except Eagle31Error as error:
             if kwargs["traceback"]:
                 raise
-            make_console(stderr=True).print(terminal.error_line(error), soft_wrap=True)
+            make_console(stderr=True).print(error_line(error), soft_wrap=True)
             raise typer.Exit(1) from error
 
     return wrapped
 
 
+def error_line(error: Exception) -> Text:
+    """One readable line for an error of ours."""
+    return Text.assemble(("error: ", "bold red"), (str(error), "red"))
+
+
+def count(number: int, noun: str) -> str:
+    """`"1 token"`, `"1,024 tokens"`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console no wider than our tables are made for."""
     made = Console(stderr=stderr, highlight=False)
-    made.width = min(made.width, terminal.WIDTH)
+    made.width = min(made.width, WIDTH)
     return made
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..benchmark.record_file import read_records
-from ..benchmark.report.content import make_page
-from ..benchmark.report.render import to_html, write_markdown
 from ..errors import ConfigurationError
+from ..evidence.record_file import read_records
+from ..evidence.report.content import make_page
+from ..evidence.report.render import to_html, write_markdown
 from .options import TracebackOption, make_console, readable_errors, writable_json
 
 

@@ -1,4 +1,4 @@
-"""What the command line shows: streamed text with accepted drafts coloured, tables, one-line errors."""
+"""What the command line shows: streamed text with accepted drafts coloured, tables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ..benchmark.calls import DIFFERENT, SAME, SAMPLED, TIE, Verdict
-from ..benchmark.loop_tables import without_empty_columns
-from ..benchmark.run_tables import speedup_text
-from ..benchmark.summary import MethodSummary, RunSummary
-from ..checkpoints.summary import CheckpointSummary, EngineVerdict
+from ..evidence.calls import DIFFERENT, SAME, SAMPLED, TIE, Verdict
+from ..evidence.run_tables import speedup_text
+from ..evidence.summary import MethodSummary, RunSummary
+from ..evidence.tables import without_empty_columns
 from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
+from .options import WIDTH, count
 from .wrapped_writer import WrappedWriter
 
-WIDTH = 100
 ACCEPTED_STYLE = "green"
 OWN_STYLE = ""
 
@@ -64,16 +63,12 @@ def legend() -> Text:
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def conditions_line(summary: RunSummary) -> Text:
     """What was measured where."""
     place, settings = summary.run["machine"], summary.run["settings"]
-    device = _count(place["threads"], "CPU thread") if place["device"] == "cpu" else place["device"]
+    device = count(place["threads"], "CPU thread") if place["device"] == "cpu" else place["device"]
     return Text(
-        f"{_count(len(summary.run['prompts']), 'prompt')}, up to {settings['new_tokens']} tokens each, {device} "
+        f"{count(len(summary.run['prompts']), 'prompt')}, up to {settings['new_tokens']} tokens each, {device} "
         f"({place['processor']}), {summary.run['pair']['dtype']}; medians and spreads of {settings['repeats']} "
         "interleaved repeats",
         style="dim",
@@ -155,71 +150,7 @@ def stats_line(stats: SpeculationStats) -> Text:
     """Acceptance of one text in a line."""
     positions = " ".join(f"{value:.2f}" for value in stats.cumulative_acceptance)
     return Text(
-        f"{_count(stats.new_tokens, 'token')} in {_count(stats.rounds, 'round')}, acceptance length "
+        f"{count(stats.new_tokens, 'token')} in {count(stats.rounds, 'round')}, acceptance length "
         f"{stats.acceptance_length:.2f}, accepted by position [{positions}]",
         style="dim",
     )
-
-
-def error_line(error: Exception) -> Text:
-    """One readable line for an error of ours."""
-    return Text.assemble(("error: ", "bold red"), (str(error), "red"))
-
-
-# --- inspect ----------------------------------------------------------------------------------------------------------
-
-
-def summary_table(summary: CheckpointSummary) -> Table:
-    """What a checkpoint is."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for fact, value in _facts(summary):
-        table.add_row(fact, value)
-    return table
-
-
-def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
-    c = summary.config
-    heads = f"{c.num_attention_heads} heads ({c.num_key_value_heads} key/value) of {c.head_dim}"
-    norms = {
-        "none": "as they are",
-        "per_slot": "each normed (fc_norm)",
-        "concatenated": "normed together (norm_before_fc)",
-    }
-    stored_ids = "; ".join(f"{ids} at {where}" for where, ids in summary.aux_layers_as_stored.items())
-    layers = f"hs {c.aux_layers}" + (f", stored as {stored_ids}" if stored_ids else "")
-    assert c.draft_vocab_size is not None, "filled in when the configuration is made"
-    reduced = c.draft_vocab_size < c.vocab_size
-    return [
-        ("checkpoint", summary.source),
-        ("method", summary.method),
-        ("layout", summary.format),
-        ("known from", summary.format_title),
-        ("weights", f"{summary.parameters:,} parameters, {summary.dtype}, {summary.stored_bytes / 1e6:,.1f} MB"),
-        ("network", f"{_count(c.num_hidden_layers, 'layer')}, hidden {c.hidden_size}, {heads}, "
-                    f"MLP {c.intermediate_size}{', query/key norms' if c.qk_norm else ''}"),
-        ("target", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size:,}"),
-        ("draft vocabulary", f"{c.draft_vocab_size:,} of {c.vocab_size:,}" if reduced else "the target's"),
-        ("aux states", f"{c.num_aux_hidden_states}, {norms[c.aux_norm]}"),
-        ("aux layers", layers if c.aux_layers else "not stated: hs 2, L/2, L-3 of the target"),
-        ("feedback", "post-norm (norm_output)" if c.norm_output else "pre-norm"),
-        ("embedding", "its own" if c.own_embedding else "the target's"),
-        ("LM head", "its own" if c.own_lm_head else "the target's"),
-        *((verdict.engine, _engine(verdict)) for verdict in summary.engines),
-        *(("note", Text(note, style="yellow")) for note in summary.notes),
-    ]  # fmt: skip
-
-
-def _engine(verdict: EngineVerdict) -> Text:
-    told = Text("reads it", style="green") if verdict.reads else Text("does not read it", style="yellow")
-    details = [*verdict.reasons, *(f"needs {need}" for need in verdict.needs)]
-    return told.append(": " + "; ".join(details), style="default") if details else told
-
-
-def tensor_table(summary: CheckpointSummary) -> Table:
-    """Stored names and shapes."""
-    table = Table("tensor", "shape", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name, shape in summary.tensors.items():
-        table.add_row(name, " × ".join(map(str, shape)))
-    return table

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..benchmark.provenance import origin
 from ..compiled.graph_makers import GraphKey
 from ..decoding.pair_history import PairHistory
+from ..evidence.provenance import origin
 from ..generation.warm_up import warm_up
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json

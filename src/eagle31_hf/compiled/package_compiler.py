@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch._inductor import config as inductor
 
-from .hastened_inductor import hasten_inductor
 from .packed_weights import tell_inductor
 
 
@@ -89,7 +88,6 @@ def _prepare() -> None:
     from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  slow to import
 
     tell_inductor()
-    hasten_inductor()
     with suppress(Exception):  # the first job tells of it
         cpu_vec_isa.pick_vec_isa()  # asks the C++ compiler what the processor can do
 

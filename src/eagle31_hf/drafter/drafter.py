@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from ..checkpoints import Checkpoint, PackingScheme, packable_shapes, read_checkpoint, write_checkpoint
 from ..checkpoints.config_fields import TARGET_MODEL
@@ -392,3 +392,6 @@ def _plan_to_keep_to(
             "target it was made for: pass target="
         )
     return plan_to_apply(memory, target, drafter)
+
+
+AutoModel.register(Eagle31Config, Eagle31Drafter)

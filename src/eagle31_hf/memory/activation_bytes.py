@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cache.masks import RESIDENT_QUERIES
+from ..trees.shape import RESIDENT_QUERIES
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoints import inspect_checkpoint, packable_shapes
-from ..configuration_eagle31 import Eagle31Config
+from ..checkpoints.plain_config import PlainConfig
 from ..errors import MemoryPlanError
 from .activation_bytes import DecoderShape, DrafterShape
 from .quantization_schemes import Quantization
 from .target_facts import TargetFacts, digest
+
+if TYPE_CHECKING:
+    from ..configuration_eagle31 import Eagle31Config
 
 # A fresh or unknown drafter is planned with the draft vocabulary most published ones have.
 USUAL_DRAFT_VOCABULARY = 32000
@@ -71,13 +74,15 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
 
 
 def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
-    config = getattr(drafter, "config", drafter)
-    if isinstance(config, Eagle31Config):
-        return config
     if isinstance(drafter, (str, Path)):
         return inspect_checkpoint(drafter).config
     if drafter is None:
         return _default_drafter_config(target)
+    from ..configuration_eagle31 import Eagle31Config
+
+    config = getattr(drafter, "config", drafter)
+    if isinstance(config, Eagle31Config):
+        return config
     raise MemoryPlanError(
         f"got a {type(drafter).__name__} as drafter; wanted a folder, a Hub id, an Eagle31Config, a drafter, or None "
         "for one shaped like the target"
@@ -86,8 +91,9 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
 
 def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
     shape = target.shape
-    return Eagle31Config(
+    config = PlainConfig(
         hidden_size=shape.hidden_size,
+        target_hidden_size=shape.hidden_size,
         intermediate_size=target.intermediate_size,
         num_attention_heads=shape.q_heads,
         num_key_value_heads=shape.kv_heads,
@@ -97,6 +103,7 @@ def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
         aux_norm="per_slot",
         norm_output=True,
     )
+    return cast("Eagle31Config", config)
 
 
 def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:

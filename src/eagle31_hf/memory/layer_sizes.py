@@ -8,9 +8,10 @@ transformers lets nobody read as if they were one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import PreTrainedConfig
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # GPT-2, OPT, Falcon
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..cache.masks import RESIDENT_QUERIES
 from ..sampling.draw import noise_bytes
-from ..trees.shape import DraftShape, default_tree_size
+from ..trees.shape import RESIDENT_QUERIES, DraftShape, default_tree_size
 from .activation_bytes import (
     Block,
     DecoderShape,
@@ -47,6 +46,8 @@ _PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4", "hqq", "torchao-int8"
 _LAYER_FORMULA = "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with keys, values repeated n_q/n_kv times"
 _DRAFTER_FORMULA = "hidden states + b*T * max(7H + 4I, attention)"
 
+CACHE_TYPES = ("full", "int8", "fp8")
+"""Those of `cache.quantized`, which imports torch."""
 DRAFTER_PRECISIONS = ("full", "int8", "nf4")
 """What a drafter's matrices may be stored as; `"full"` is the target's own dtype, in `"nf4"` the scales are packed too.
 
@@ -64,7 +65,7 @@ class MemorySettings:
         draft_tokens: depth of a draft; 0 means no drafter.
         tree_size: nodes verified per round, root included; `None` for a chain.
         prefill_chunk: prompt tokens per target forward.
-        cache_type: one of `cache.quantized.CACHE_TYPES`; the target's. The drafter's one layer stays as it is.
+        cache_type: one of `CACHE_TYPES`; the target's. The drafter's one layer stays as it is.
         drafter_precision: one of `DRAFTER_PRECISIONS`.
     """
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from torch import nn
-
-from ..cache.quantized import CACHE_TYPES
 from ..errors import MemoryPlanError
 from .cards import GIB, Card, find_card
 from .drafter_facts import DrafterFacts
-from .ledger import LedgerTerm, MemorySettings, build_ledger, bytes_by_moment
+from .ledger import CACHE_TYPES, LedgerTerm, MemorySettings, build_ledger, bytes_by_moment
 from .target_facts import TargetFacts, target_fingerprint
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)

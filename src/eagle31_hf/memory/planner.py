@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ..cache.quantized import CACHE_TYPES
 from ..errors import MemoryPlanError
 from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, read_drafter
-from .ledger import DRAFTER_PRECISIONS, MemorySettings
+from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings
 from .plan import Alternative, MemoryPlan
 from .quantization_schemes import SCHEMES, Quantization
 from .target_facts import TargetFacts, read_target

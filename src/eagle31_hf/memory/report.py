@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import MemoryPlanError
 from .cards import GIB, MIB
-from .known_targets import known_targets
 from .ledger import MOMENTS
 from .plan import FrontierPoint, MemoryPlan
 from .planner import plan_memory
@@ -96,6 +95,8 @@ def home_lab_table(
     Args:
         targets: name -> anything `plan_memory` takes as target; default `known_targets`.
     """
+    from .known_targets import known_targets
+
     targets = targets or {name: known.config for name, known in known_targets().items()}
     rows = []
     for name, target in targets.items():

@@ -7,26 +7,25 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-
-from ..cache.spans import windows_from_config
 from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
 from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
-from .known_targets import find_known_target, known_targets
+from .folder_facts import PlainDecoder, read_plain_decoder
 from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import SCHEMES, Quantization, scheme
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
                        "tie_word_embeddings", "num_local_experts", "num_experts")  # fmt: skip
 _LAYER_FIELDS = ("intermediate_size", "num_key_value_heads", "head_dim")  # no layer's own where layers differ
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,13 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
     Raises:
         MemoryPlanError: it cannot be found or read, or lacks a field (named).
     """
+    if isinstance(target, (str, Path)) and str(target).endswith(".gguf"):
+        return _facts_of_gguf(Path(target), quantization)
+    if isinstance(target, (str, Path)) and (found := read_plain_decoder(Path(target))) is not None:
+        return _facts_of_plain_decoder(str(target), found, quantization, attention)
+    from torch import nn
+    from transformers import PreTrainedConfig
+
     if isinstance(target, nn.Module):
         if quantization is not None:
             raise MemoryPlanError(
@@ -69,8 +75,6 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
                 "give the model's id to plan another form of it"
             )
         return _facts_of_model(target, attention)
-    if isinstance(target, (str, Path)) and str(target).endswith(".gguf"):
-        return _facts_of_gguf(Path(target), quantization)
     config = target if isinstance(target, PreTrainedConfig) else _load_config(target)
     config = _with_required_fields(config)
     packing = _packing(config, quantization)
@@ -92,6 +96,10 @@ def _load_config(target: Any) -> PreTrainedConfig:
         raise MemoryPlanError(
             f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a .gguf file, a config or a model"
         )
+    from transformers import AutoConfig
+
+    from .known_targets import find_known_target, known_targets
+
     known = None if Path(target).exists() else find_known_target(str(target))
     if known is not None:
         return known.config
@@ -120,11 +128,16 @@ def _with_required_fields(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
     text = config.get_text_config(decoder=True)
-    dtype = _DTYPE_NAMES.get(getattr(config, "dtype", None) or getattr(text, "dtype", None), "bf16")  # type: ignore[arg-type]
+    dtype = _dtype_name(getattr(config, "dtype", None) or getattr(text, "dtype", None))
     own = getattr(config, "quantization_config", None)
     if quantization is None:
         return scheme(own, dtype) if own else SCHEMES[dtype]
     return scheme(quantization, dtype)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Of torch's, or of what a `config.json` calls it."""
+    return _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "bf16")
 
 
 def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DecoderShape:
@@ -133,6 +146,8 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
     Raises:
         MemoryPlanError: it has layers without keys and values (recurrent ones), which no draft can be verified on.
     """
+    from ..cache.spans import windows_from_config
+
     text = config.get_text_config(decoder=True)
     try:
         windows, _ = windows_from_config(text, None, 1)
@@ -153,16 +168,18 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         windows=tuple(windows),
         rotary_tables=max(1, len(kinds & set(rope))),
         element_bytes=packing.dtype_bytes,
-        score_bytes=_score_bytes(text, attention, packing.dtype_bytes),
+        score_bytes=_score_bytes(
+            text.model_type, attention, getattr(text, "_attn_implementation", None), packing.dtype_bytes
+        ),
         kv_by_layer=tuple((layer.cached_heads, layer.cached_elements) for layer in layers),
     )
 
 
-def _score_bytes(text: PreTrainedConfig, attention: str | None, element_bytes: int) -> int:
+def _score_bytes(model_type: str, attention: str | None, configured: str | None, element_bytes: int) -> int:
     """What attention holds per score: nothing with a fused kernel."""
-    if text.model_type == "gpt_oss" and attention in (None, "eager", "sdpa"):  # no SDPA path because of its sinks
+    if model_type == "gpt_oss" and attention in (None, "eager", "sdpa"):  # no SDPA path because of its sinks
         return 3 * element_bytes  # scores with the sink column, less their maximum, softmax in the same dtype
-    implementation = attention or getattr(text, "_attn_implementation", None) or "sdpa"
+    implementation = attention or configured or "sdpa"
     return 3 * element_bytes + 4 if implementation == "eager" else 0  # scores, masked, fp32 softmax, its cast back
 
 
@@ -187,7 +204,29 @@ def target_fingerprint(config: PreTrainedConfig) -> str:
     layers = set(sizes_by_layer(text))
     if len(layers) > 1:
         return digest(fields | {"layers": sorted(layers)})
-    return digest(fields | {field: getattr(text, field, None) for field in _LAYER_FIELDS})
+    return digest(fields | {field: getattr(text, field, None) for field in _LAYER_FIELDS} | _head_dim(text))
+
+
+def _head_dim(text: Any) -> dict[str, int]:
+    """Written out, whether or not a family's configuration has a field for it."""
+    return {"head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads}
+
+
+def _facts_of_plain_decoder(name: str, found: PlainDecoder, quantization: Any, attention: str | None) -> TargetFacts:
+    config = found.config
+    dtype = _dtype_name(config.get("dtype") or config.get("torch_dtype"))
+    packing = SCHEMES[dtype] if quantization is None else scheme(quantization, dtype)
+    fields = {field: config.get(field) for field in _FINGERPRINT_FIELDS} | {"head_dim": found.head_dim}
+    return TargetFacts(
+        name=name,
+        fingerprint=digest(fields),
+        quantization=packing,
+        weights=count_weights(found.inventory, packing),
+        num_parameters=found.inventory.num_parameters,
+        shape=found.shape(packing, _score_bytes(config["model_type"], attention, None, packing.dtype_bytes)),
+        intermediate_size=config["intermediate_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+    )
 
 
 def digest(fields: dict[str, Any]) -> str:
@@ -195,6 +234,8 @@ def digest(fields: dict[str, Any]) -> str:
 
 
 def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     base = getattr(model, "get_base_model", None)  # PEFT
     inner = base() if callable(base) else model
     config = getattr(inner, "config", None)
@@ -204,7 +245,7 @@ def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
         )
     config = _with_required_fields(config)
     embedding: Any = inner.get_input_embeddings() if isinstance(inner, PreTrainedModel) else None
-    dtype = _DTYPE_NAMES.get(getattr(getattr(embedding, "weight", None), "dtype", None), "bf16")  # type: ignore[arg-type]
+    dtype = _dtype_name(getattr(getattr(embedding, "weight", None), "dtype", None))
     packing = replace(_packing(config, None), dtype=dtype)
     num_bytes = storage_bytes(model)
     return TargetFacts(
@@ -253,6 +294,8 @@ def _facts_of_gguf(path: Path, quantization: Any) -> TargetFacts:
 
 def _gguf_fingerprint(path: Path) -> str | None:
     """As the loaded model's, so that a plan of the file is known again; `None` where transformers cannot read it."""
+    from transformers import AutoConfig
+
     try:
         return target_fingerprint(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
     except Exception:  # whatever it lacks: the header is enough for a plan

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MemoryPlanError
 from .quantization_schemes import Quantization
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Tensors that quantisers hang on a parameter or a module, outside parameters() and buffers().
 _PARAMETER_EXTRAS = ("SCB", "CB")
@@ -51,6 +51,8 @@ def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _attached_tensors(owner: Any, names: Iterable[str]) -> Iterator[Tensor]:
+    from torch import Tensor
+
     for name in names:
         value = getattr(owner, name, None)
         if isinstance(value, Tensor):
@@ -182,6 +184,9 @@ def _config_from_json(config_class: type[PreTrainedConfig], config_json: str) ->
 
 
 def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -215,6 +220,8 @@ def inventory_of(model: PreTrainedModel) -> WeightInventory:
 
 
 def _role(module: nn.Module, key: str, tensor: Tensor, *, is_head: bool, is_embedding: bool) -> str:
+    from torch import nn
+
     if is_embedding:
         return "embedding"
     if is_head:
@@ -228,7 +235,7 @@ def _role(module: nn.Module, key: str, tensor: Tensor, *, is_head: bool, is_embe
 
 def _fixed_bytes(tensor: Tensor) -> int | None:
     """A parameter the model itself keeps wider than its dtype (some routers) stays so."""
-    return None if tensor.dtype == torch.bfloat16 else tensor.element_size()
+    return None if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size()
 
 
 def _fields_without_dtype(config_json: str) -> dict[str, Any]:

@@ -11,9 +11,61 @@ from ..target.precision import PRECISIONS
 from .data.regeneration import TURNS, RegenerationSettings
 from .data.rendering import SUPERVISED, TOO_LONG
 from .distillation.losses import find_loss
-from .distillation.objective import DistillationSettings
 from .distillation.optimizers import OPTIMIZERS
-from .policy.objective import PolicySettings
+
+
+@dataclass(frozen=True)
+class DistillationSettings:
+    """What stage 1 minimises.
+
+    Attributes:
+        steps: draft steps `S` of the training-time test.
+        step_decay: weight of step `s` is `step_decay ** s`.
+        loss: name in `losses.LOSSES`.
+        given_weight: weight of tokens the target did not write itself, beside 1 for those it wrote.
+    """
+
+    steps: int = 4
+    step_decay: float = 0.8
+    loss: str = "cross_entropy"
+    given_weight: float = 1.0
+
+
+REWARDS = ("text", "chain")
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What stage 2 raises.
+
+    Attributes:
+        reward: `"text"` (in closed form along what the target wrote) or `"chain"` (drafts drawn and verified). The
+            sizes are of the latter, `token_weight` of the former.
+        depth: drafted tokens per chain.
+        temperature: of drafter and target, above 0.
+        contexts, group: places drafted from per batch, and chains drawn at each.
+        token_weight: of the token loss beside expected acceptance along texts.
+    """
+
+    reward: str = "chain"
+    depth: int = 5
+    temperature: float = 1.0
+    contexts: int = 8
+    group: int = 4
+    token_weight: float = 0.2
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` naming the first field that makes no sense."""
+        if self.reward not in REWARDS:
+            raise ConfigurationError(f"reward is {self.reward!r}; wanted one of {REWARDS}")
+        if self.group < 2:
+            raise ConfigurationError(f"group is {self.group}; a baseline needs at least 2 samples to compare")
+        if self.reward == "chain" and self.temperature <= 0:
+            raise ConfigurationError(
+                f"temperature is {self.temperature}, but the chain reward draws drafts; use a temperature above 0, or "
+                "reward='text' for greedy serving"
+            )
+
 
 STAGES = ("1", "2", "both")
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -90,12 +142,10 @@ class TrainingSettings:
     reward: str = _option(
         "chain",
         ACCEPTANCE,
-        "text (closed form, along what the target wrote) or a policy gradient: chain (sampled serving), tree (greedy); "
-        "none has been shown to pay",
+        "text (closed form, along what the target wrote) or chain (policy gradient, sampled serving); neither has been "
+        "shown to pay",
     )
-    reward_temperature: float | None = _option(
-        None, ACCEPTANCE, "temperature served; default 1 of chain, 0 of tree; text knows it"
-    )
+    reward_temperature: float | None = _option(None, ACCEPTANCE, "temperature served with --reward chain; default 1")
     stage2_share: float = _option(0.25, ACCEPTANCE, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, STEPS, "passes over the data, if max_steps is not given")
@@ -173,8 +223,7 @@ class TrainingSettings:
 
     def to_policy(self) -> PolicySettings:
         """The acceptance objective."""
-        default = 1.0 if self.reward == "chain" else 0.0
-        temperature = default if self.reward_temperature is None else self.reward_temperature
+        temperature = 1.0 if self.reward_temperature is None else self.reward_temperature
         return PolicySettings(reward=self.reward, depth=self.draft_tokens, temperature=temperature)
 
 

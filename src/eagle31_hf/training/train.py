@@ -25,6 +25,7 @@ from transformers import (
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, TrainingError
+from ..trees.shape import DraftShape
 from .data.disk import require_disk
 from .data.regeneration import own_temperature
 from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
@@ -155,9 +156,6 @@ class _Run:
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
         self.known: list[KnownTexts] = []
         self.evaluation = EvaluationSettings(depth=told.draft_tokens, max_new_tokens=told.eval_new_tokens)
-        if told.stage != "1" and told.reward == "tree":
-            policy = told.to_policy()
-            self.evaluation = dataclasses.replace(self.evaluation, top_k=policy.top_k, tree_size=policy.tree_size)
 
     def execute(self) -> TrainingReport:
         settings = self.settings
@@ -256,7 +254,7 @@ class _Run:
             ),
             measurement_s=(
                 time_measurement(model.drafter, data.prompts[:: self.processes], self.evaluation)
-                + time_known_texts(model.drafter, self.known, self.evaluation.served_shape)
+                + time_known_texts(model.drafter, self.known, DraftShape(self.evaluation.depth))
             ),
             prompts=len(data.prompts),
             disk_bytes=disk,

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+RESIDENT_QUERIES = 128
+"""Blocks of at most so many queries use the resident mask. Prefill chunks are larger; theirs is made and dropped,
+since a resident one would hold `chunk * capacity` elements for the whole generation."""
+
 
 @dataclass(frozen=True)
 class DraftShape:

@@ -56,20 +56,22 @@ USERS_WORDS = "\u2063user\u2063"
 """Stands where the user's words would: invisible separators, which no template trims."""
 
 
+TEMPERATURES = (0.7, 0.85, 1.0)
+"""Each batch is written at one of them."""
+
+
 @dataclass(frozen=True)
 class SelfPromptSettings:
     """How prompts are written.
 
     Attributes:
         count: how many are wanted.
-        temperatures: each batch takes one of them.
         max_new_tokens: a prompt that is longer is left out.
         batch_size: prompts written at a time.
         seed: of all draws.
     """
 
     count: int = DEFAULT_COUNT
-    temperatures: tuple[float, ...] = (0.7, 0.85, 1.0)
     max_new_tokens: int = 72
     batch_size: int = 64
     seed: int = 0
@@ -144,7 +146,7 @@ def write_prompts(
             nothing more that can be used.
     """
     writer = _PromptWriter(target, tokenizer, settings)
-    header = {**asdict(settings), "temperatures": list(settings.temperatures), "target": target.name_or_path}
+    header = {**asdict(settings), "temperatures": list(TEMPERATURES), "target": target.name_or_path}
     kept = read_whole_lines(path, {name: value for name, value in header.items() if name != "count"})
     sieve = PromptSieve()
     for row in kept:
@@ -189,7 +191,7 @@ class _PromptWriter:
                 input_ids=ids,
                 attention_mask=mask,
                 do_sample=True,
-                temperature=chance.choice(self.settings.temperatures),
+                temperature=chance.choice(TEMPERATURES),
                 top_k=0,
                 min_p=MIN_P,
                 max_new_tokens=self.settings.max_new_tokens,

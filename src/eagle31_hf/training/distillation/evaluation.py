@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import TrainingError
 from ...stats import SpeculationStats
-from ...trees.shape import DraftShape
 from ..data.conversations import Conversation, Message
 from ..data.padding import left_padded, pad_token_id
 from ..data.regeneration import sampling_options
@@ -38,7 +37,6 @@ class EvaluationSettings:
 
     Attributes:
         depth: draft tokens per round (a chain).
-        top_k, tree_size: of the trees that are served, if they are; `generate` measures chains.
         max_new_tokens: most tokens per prompt.
         temperature: 0 is greedy.
         batch_size: prompts at a time.
@@ -48,13 +46,6 @@ class EvaluationSettings:
     max_new_tokens: int = 128
     temperature: float = 0.0
     batch_size: int = 16
-    top_k: int = 1
-    tree_size: int = 0
-
-    @property
-    def served_shape(self) -> DraftShape:
-        """What drafts look like where it is served."""
-        return DraftShape(self.depth, top_k=self.top_k, size=self.tree_size)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...checkpoints import read_checkpoint, write_checkpoint
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import CheckpointError, TrainingError
+from ...trees.shape import DraftShape
 from ..data.packing import collate
 from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings, measure_acceptance, total
 from .known_texts import KnownTexts, TextRounds, acceptance_length, rounds_of, served_error, served_length
@@ -173,7 +174,7 @@ class DistillationTrainer(Trainer):
     def _rounds_on_known_texts(self) -> list[list[TextRounds]]:
         """By temperature, of the texts of all processes."""
         drafter = self.accelerator.unwrap_model(self.model).drafter
-        mine = [rounds_of(drafter, texts, self.evaluation.served_shape) for texts in self.known]
+        mine = [rounds_of(drafter, texts, DraftShape(self.evaluation.depth)) for texts in self.known]
         if self.args.world_size == 1:
             return mine
         everybodys = gather_object([mine])

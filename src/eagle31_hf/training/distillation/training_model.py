@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ...drafter.drafter import Eagle31Drafter
 from ..data.packing import PackedBatch
+from ..settings import DistillationSettings
 from .features import compute_features
 from .losses import find_loss
-from .objective import DistillationSettings
 from .unroll import StepLosses, Teacher, make_teacher, position_weights, step_losses, weighted_sum
 
 

@@ -1,4 +1,4 @@
-"""On-policy drafts for stage 2, made and verified as in generation: prefill, `DraftSession`, `propose_*`, verify.
+"""On-policy drafts for stage 2, made and verified as in generation: prefill, `DraftSession`, `propose_chain`, verify.
 
 `N` contexts, `G` samples of each, `K` drafted tokens, `Vd` draft vocabulary.
 """
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ...cache import SpeculativeCache
 from ...drafter.drafter import Eagle31Drafter
-from ...drafter.propose import DraftChoice, propose_chain, propose_dynamic_tree
+from ...drafter.propose import DraftChoice, propose_chain
 from ...drafter.replay import rows_of_ids
 from ...drafter.session import DraftSession
 from ...generation_config import DraftLength
 from ...target.verify import Verification
 from ...trees.draft_tree import DraftTree
-from ...trees.shape import DraftShape
 from ..data.packing import NOT_WRITTEN, PackedBatch
 from ..distillation.step_attention import GrowingCache
 from ..distillation.unroll import supervised_positions
@@ -55,7 +54,7 @@ class ChainRollout:
     Attributes:
         contexts: with their aux states.
         tokens, draft_ids: `(N*G, K)` drafted tokens as target ids and as ids of the draft vocabulary.
-        draft_log_probs: `(N*G, K, Vd)` the distributions they were drawn from.
+        draft_log_probs: `(N*G, K, Vd)` the distributions they were drawn from, for tests.
         target_log_probs: `(N*G, K, Vd)` the target's at the same places, over its whole vocabulary, draft ids only.
     """
 
@@ -66,28 +65,27 @@ class ChainRollout:
     target_log_probs: Tensor
 
 
-def choose_contexts(batch: PackedBatch, groups: int, adjacent: int) -> Contexts | None:
-    """`groups` runs of `adjacent` neighbouring positions, each the end of a context, at random supervised places.
+def choose_contexts(batch: PackedBatch, count: int) -> Contexts | None:
+    """`count` contexts that end at random supervised places.
 
     If the batch says what the target wrote, roots are tokens of that: nobody drafts elsewhere.
 
     Returns:
         `None` if the batch has no such place.
     """
-    # A root for each of the run, and something behind the last one.
-    allowed = supervised_positions(batch) & (tokens_left(batch) > adjacent)
+    allowed = supervised_positions(batch) & (tokens_left(batch) > 1)  # a root, and something behind it
     written = allowed & (batch.written_at != NOT_WRITTEN)
     allowed = written if bool(written.any()) else allowed
     places = allowed.flatten().nonzero().squeeze(1)
     if len(places) == 0:
         return None
-    chosen = places[torch.randint(len(places), (groups,), device=places.device)].tolist()
+    chosen = places[torch.randint(len(places), (count,), device=places.device)].tolist()
     width = batch.input_ids.shape[1]
     rows: list[list[int]] = []
     for place in chosen:
         row, end = divmod(place, width)
         begin = end - int(batch.position_ids[row, end])
-        rows += [batch.input_ids[row, begin : end + 1 + offset].tolist() for offset in range(adjacent)]
+        rows.append(batch.input_ids[row, begin : end + 1].tolist())
     longest = max(len(row) for row in rows) - 1
     padded = [row[:-1] + [0] * (longest - len(row) + 1) for row in rows]
     device = batch.input_ids.device
@@ -181,38 +179,6 @@ def roll_out_chains(
         draft_log_probs=drawn_from.log_softmax(-1),
         target_log_probs=log_probs if ids is None else log_probs[..., ids],
     )
-
-
-@dataclass(frozen=True)
-class TreeRollout:
-    """Drafted trees, one per context, with the target's probabilities `(N, nodes, V)` at their nodes."""
-
-    contexts: Contexts
-    tree: DraftTree
-    target_probs: Tensor
-
-
-@torch.no_grad()
-def roll_out_trees(
-    drafter: Eagle31Drafter, contexts: Contexts, *, depth: int, top_k: int, size: int, temperature: float
-) -> TreeRollout:
-    """Draft a dynamic tree for each context, as greedy serving does, and let the target judge it.
-
-    Args:
-        temperature: of the target; 0 makes its probabilities one-hot.
-    """
-    binding = drafter.require_binding()
-    with binding.masked_attention(), binding.capturing():
-        prefilled = _prefill(drafter, contexts, size)
-        session = _session(drafter, prefilled.contexts, depth * top_k)
-        roots = contexts.roots.to(drafter.device)
-        tree = propose_dynamic_tree(session, roots, DraftShape(depth, top_k=top_k, size=size))
-        logits = _verify(drafter, tree, prefilled.cache)
-    if temperature == 0:
-        probs = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    else:
-        probs = (logits / temperature).softmax(-1)
-    return TreeRollout(prefilled.contexts, tree, probs.to(drafter.device))
 
 
 def chain_logits(drafter: Eagle31Drafter, contexts: Contexts, tokens: Tensor) -> Tensor:

@@ -31,10 +31,9 @@ from ...sampling.logits_processing import DraftWarping
 from ..data.packing import NOT_WRITTEN, PackedBatch
 from ..data.rendering import Document
 from ..distillation.known_texts import served_processing
-from ..distillation.objective import DistillationSettings
 from ..distillation.training_model import DistillationModel, LossOutput
 from ..distillation.unroll import StepLosses, draft_rows, unroll, weighted_sum
-from .objective import PolicySettings
+from ..settings import DistillationSettings, PolicySettings
 from .rollouts import tokens_left
 
 

@@ -1,1 +1,0 @@
-"""Measuring: methods to write the same text against each other, bare costs, growth with the context."""

@@ -1,0 +1,84 @@
+"""`eagle31 inspect`: what a drafter checkpoint is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ..checkpoints import CheckpointSummary, EngineVerdict, inspect_checkpoint
+from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
+
+
+@readable_errors
+def inspect(
+    path_or_id: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """Tell what a drafter checkpoint is, from its headers alone, and which engines read it."""
+    summary = inspect_checkpoint(path_or_id, revision=revision)
+    console = make_console()
+    console.print(summary_table(summary))
+    console.print()
+    console.print(tensor_table(summary))
+    write_json(json_path, summary.to_dict())
+
+
+def summary_table(summary: CheckpointSummary) -> Table:
+    """What a checkpoint is."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for fact, value in _facts(summary):
+        table.add_row(fact, value)
+    return table
+
+
+def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
+    c = summary.config
+    heads = f"{c.num_attention_heads} heads ({c.num_key_value_heads} key/value) of {c.head_dim}"
+    norms = {
+        "none": "as they are",
+        "per_slot": "each normed (fc_norm)",
+        "concatenated": "normed together (norm_before_fc)",
+    }
+    stored_ids = "; ".join(f"{ids} at {where}" for where, ids in summary.aux_layers_as_stored.items())
+    layers = f"hs {c.aux_layers}" + (f", stored as {stored_ids}" if stored_ids else "")
+    assert c.draft_vocab_size is not None, "filled in when the configuration is made"
+    reduced = c.draft_vocab_size < c.vocab_size
+    return [
+        ("checkpoint", summary.source),
+        ("method", summary.method),
+        ("layout", summary.format),
+        ("known from", summary.format_title),
+        ("weights", f"{summary.parameters:,} parameters, {summary.dtype}, {summary.stored_bytes / 1e6:,.1f} MB"),
+        ("network", f"{count(c.num_hidden_layers, 'layer')}, hidden {c.hidden_size}, {heads}, "
+                    f"MLP {c.intermediate_size}{', query/key norms' if c.qk_norm else ''}"),
+        ("target", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size:,}"),
+        ("draft vocabulary", f"{c.draft_vocab_size:,} of {c.vocab_size:,}" if reduced else "the target's"),
+        ("aux states", f"{c.num_aux_hidden_states}, {norms[c.aux_norm]}"),
+        ("aux layers", layers if c.aux_layers else "not stated: hs 2, L/2, L-3 of the target"),
+        ("feedback", "post-norm (norm_output)" if c.norm_output else "pre-norm"),
+        ("embedding", "its own" if c.own_embedding else "the target's"),
+        ("LM head", "its own" if c.own_lm_head else "the target's"),
+        *((verdict.engine, _engine(verdict)) for verdict in summary.engines),
+        *(("note", Text(note, style="yellow")) for note in summary.notes),
+    ]  # fmt: skip
+
+
+def _engine(verdict: EngineVerdict) -> Text:
+    told = Text("reads it", style="green") if verdict.reads else Text("does not read it", style="yellow")
+    details = [*verdict.reasons, *(f"needs {need}" for need in verdict.needs)]
+    return told.append(": " + "; ".join(details), style="default") if details else told
+
+
+def tensor_table(summary: CheckpointSummary) -> Table:
+    """Stored names and shapes."""
+    table = Table("tensor", "shape", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, shape in summary.tensors.items():
+        table.add_row(name, " × ".join(map(str, shape)))
+    return table

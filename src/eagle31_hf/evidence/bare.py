@@ -1,0 +1,51 @@
+"""What bare figures are asked about: drafts by a loop's settings, how deep they were, and on which machine."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+import transformers
+
+from ..drafter.drafter import Eagle31Drafter
+from ..stats import Acceptance, SpeculationStats
+from ..target.binding import TargetBinding
+from ..trees.shape import DraftShape
+
+
+def requested_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False) -> DraftShape:
+    """What a round drafts at most by the drafter's settings."""
+    asked = drafter.generation_config
+    return asked.draft_shape(
+        asked.draft_length(device_type=drafter.device.type, batch_size=batch_size, sampled=sampled)
+    )
+
+
+def drafted_depths(stats: SpeculationStats | Acceptance | None) -> dict[int, float] | None:
+    """Share of the rounds that drafted so many tokens one after another; doubt and the end of a text shorten drafts.
+
+    `None` if there was no round.
+    """
+    if stats is None or not stats.rounds:
+        return None
+    reached = [stats.rounds, *stats.drafted_at, 0]
+    ended = {depth: reached[depth] - reached[depth + 1] for depth in range(len(reached) - 1)}
+    return {depth: count / stats.rounds for depth, count in ended.items() if count}
+
+
+def describe_machine(binding: TargetBinding) -> dict[str, Any]:
+    """What a figure depends on beside the models."""
+    return describe_device(binding.head_device, binding.model.dtype)
+
+
+def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The same before any model is there."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

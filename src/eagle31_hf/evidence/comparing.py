@@ -1,0 +1,181 @@
+"""`bench run --compare A B`: whether the difference of two runs is larger than their noise.
+
+What is compared is each method's speedup over plain decoding of its own run, so a machine that was slower as a whole on
+one day does not count. Prompts and repeats of both runs are drawn anew, over and over; a difference is larger than the
+noise where 95 % of those draws lie on one side of none. Draws from one process know nothing of what differs between
+processes (where memory lies, which kernels were chosen), so speedups must differ by more than that, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigurationError
+from ..stats import Acceptance
+from .calls import PLAIN, CallRecord
+from .ratios import RESAMPLES, interval_of, speeds
+from .record_file import Records, differences
+from .summary import MethodSummary, Setting, summarise
+
+MUST_AGREE = ("machine.device", "machine.processor", "machine.threads", "pair.target", "pair.dtype",
+              "pair.quantisation", "pair.template", "settings.new_tokens", "settings.ignore_eos")  # fmt: skip
+"""What two runs must share to be compared without being told to: figures of unlike things say nothing."""
+
+
+PROCESSES_DIFFER = 0.05
+"""Share by which speedups of one code differ from process to process: up to 4.4 % was measured."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One method in one setting in two runs.
+
+    Attributes:
+        before, after: the figures; `ratio` is after over before, `interval` its middle 95 %.
+        prompts: how many were in both runs.
+    """
+
+    what: str
+    method: str
+    setting: Setting
+    before: float
+    after: float
+    interval: tuple[float, float]
+    prompts: int
+
+    @property
+    def ratio(self) -> float:
+        return self.after / self.before
+
+    @property
+    def verdict(self) -> str:
+        if self.interval[0] <= 1 <= self.interval[1]:
+            return "noise"
+        if self.what == "speedup" and abs(self.ratio - 1) <= PROCESSES_DIFFER:
+            return "processes differ so"
+        return "better" if self.ratio > 1 else "worse"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "what": self.what, "method": self.method, "temperature": self.setting.temperature,
+            "batch_size": self.setting.batch_size, "before": self.before, "after": self.after, "ratio": self.ratio,
+            "interval": list(self.interval), "prompts": self.prompts, "verdict": self.verdict,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ComparedRuns:
+    """All differences, and in what else the runs differ."""
+
+    differences: tuple[Difference, ...]
+    told: tuple[str, ...]
+
+
+def compare_runs(before: Records, after: Records, *, allow: Iterable[str] = ()) -> ComparedRuns:
+    """Speedups and acceptance of the methods that both runs measured on the same prompts.
+
+    Args:
+        allow: of `MUST_AGREE`, what may differ.
+
+    Raises:
+        ConfigurationError: the runs are of unlike things, or share no method on at least two prompts.
+    """
+    changed = [line for line in differences(before.run, after.run, ignored=("kind", "format", "started", "command"))]
+    forbidden = [line for line in changed if line.startswith(tuple(set(MUST_AGREE) - set(allow)))]
+    if forbidden:
+        names = ", ".join(sorted({name for name in MUST_AGREE for line in forbidden if line.startswith(name)}))
+        raise ConfigurationError(
+            f"{before.name} and {after.name} are not of the same thing ({'; '.join(forbidden[:4])}), so that their "
+            f"difference says nothing of the code; to compare all the same, pass --allow {names}"
+        )
+    earlier = {(m.method, m.setting): m for m in summarise(before).methods}
+    found: list[Difference] = []
+    for later in summarise(after).methods:
+        one = earlier.get((later.method, later.setting))
+        if one is not None:
+            found += _differences(one, later)
+    if not found:
+        raise ConfigurationError(
+            f"{before.name} and {after.name} share no method on two prompts or more in one setting; nothing to compare"
+        )
+    return ComparedRuns(tuple(found), tuple(changed))
+
+
+def _differences(one: MethodSummary, other: MethodSummary) -> list[Difference]:
+    tables = [_Table(one, seed=1), _Table(other, seed=2)]
+    names = [name for name in tables[0].names if name in tables[1].names]
+    if len(names) < 2:
+        return []
+    found = []
+    if one.method != PLAIN and not one.refusal and not other.refusal:
+        found.append(_difference("speedup", one, other, [table.speedup_draws(names) for table in tables], names))
+    if one.acceptance.length and other.acceptance.length:
+        draws = [table.acceptance_draws(names) for table in tables]
+        found.append(_difference("acceptance length", one, other, draws, names))
+    return found
+
+
+def _difference(
+    what: str, one: MethodSummary, other: MethodSummary, draws: Sequence[np.ndarray], names: Sequence[Any]
+) -> Difference:
+    before, after = (_figure(what, summary, names) for summary in (one, other))
+    ratios = draws[1] / draws[0]
+    return Difference(what, one.method, one.setting, before, after, interval_of(ratios), len(names))
+
+
+def _figure(what: str, summary: MethodSummary, names: Sequence[Any]) -> float:
+    calls, plain = ([c for c in each if tuple(c.prompts) in set(names)] for each in (summary.calls, summary.plain))
+    if what == "acceptance length":
+        return Acceptance.of(call.drafting for call in calls).length or float("nan")
+    ours, theirs = speeds(calls), speeds(plain)
+    return float(np.median([ours[repeat] / theirs[repeat] for repeat in ours]))
+
+
+class _Table:
+    """A method's calls by prompt and repeat."""
+
+    def __init__(self, summary: MethodSummary, seed: int):
+        self._seed = seed  # repeats of one run have nothing to do with those of another
+        self._ours, self._plain = _by_prompt(summary.calls), _by_prompt(summary.plain)
+        self.names = list(self._ours)
+
+    def speedup_draws(self, names: Sequence[Any]) -> np.ndarray:
+        """`(R,)` speedups of repeats and prompts drawn anew; the same prompts for both runs."""
+        ours, plain = (self._array(each, names) for each in (self._ours, self._plain))
+        prompts = _picked_prompts(len(names))
+        repeats = np.random.default_rng(self._seed).integers(ours.shape[1], size=(RESAMPLES, ours.shape[1]))
+        return _speed(ours, prompts, repeats) / _speed(plain, prompts, repeats)
+
+    def acceptance_draws(self, names: Sequence[Any]) -> np.ndarray:
+        calls = [[c for c in self._ours[name] if c.drafting is not None] for name in names]
+        rounds = np.array([sum(c.drafting.rounds for c in each if c.drafting) for each in calls])
+        accepted = np.array([sum(c.drafting.accepted for c in each if c.drafting) for each in calls])
+        prompts = _picked_prompts(len(names))
+        return 1 + accepted[prompts].sum(1) / np.maximum(rounds[prompts].sum(1), 1)
+
+    @staticmethod
+    def _array(calls: dict[Any, list[CallRecord]], names: Sequence[Any]) -> np.ndarray:
+        """`(P, repeats, 2)` tokens and seconds."""
+        return np.array([[(c.new_tokens, c.seconds) for c in calls[name]] for name in names], dtype=float)
+
+
+def _by_prompt(calls: Iterable[CallRecord]) -> dict[Any, list[CallRecord]]:
+    found: dict[Any, list[CallRecord]] = {}
+    for call in sorted(calls, key=lambda call: call.repeat):
+        found.setdefault(tuple(call.prompts), []).append(call)
+    fewest = min(map(len, found.values()), default=0)  # a run that was stopped has whole repeats, and a part of one
+    return {name: each[:fewest] for name, each in found.items()}
+
+
+def _picked_prompts(count: int) -> np.ndarray:
+    """`(R, P)`, the same each time: both runs answer the same prompts."""
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+
+def _speed(calls: np.ndarray, prompts: np.ndarray, repeats: np.ndarray) -> np.ndarray:
+    drawn = calls[prompts[:, :, None], repeats[:, None, :]].sum((1, 2))  # (R, 2)
+    return drawn[:, 0] / drawn[:, 1]

@@ -1,0 +1,55 @@
+"""What the doctor examines, and what it says: one finding a check, each with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ...demo import Messages
+from ...drafter.drafter import Eagle31Drafter
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of one check.
+
+    Attributes:
+        check: what was looked at, a few words.
+        level: `"ok"`; `"note"`, worth knowing; `"problem"`, the pair works worse than it could, or not at all.
+        text: what was seen, with its figures.
+        advice: what to do about it; empty if nothing.
+    """
+
+    check: str
+    level: Level
+    text: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Patient:
+    """A pair and what it is examined with.
+
+    Attributes:
+        drafter: attached.
+        tokenizer: the target's.
+        conversations: chats that end with a user's message.
+        encode: a conversation to `input_ids` and `attention_mask` `(1, L)` on the target's device.
+        folder: of the drafter's files, where its evidence may lie; `None` if it is not a folder.
+    """
+
+    drafter: Eagle31Drafter
+    tokenizer: Any
+    conversations: Sequence[Messages]
+    encode: Callable[[Messages], dict[str, Tensor]]
+    folder: Path | None = None

@@ -1,0 +1,183 @@
+"""Other ways to read a drafter's configuration, and which of them the target's own text speaks for.
+
+Conventions differ between trainers: hidden states are counted from the embedding or from the first layer's output,
+flags of the norms were renamed, maps of the draft vocabulary hold offsets or ids. A checkpoint with the wrong one loads
+without an error and drafts badly. Each reading is replayed over the same texts, so the comparison is paired.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...configuration_eagle31 import Eagle31Config
+from ...drafter.drafter import Eagle31Drafter
+from ...drafter.replay import TargetText
+from .replay import Replay, replay
+
+STANDARD_ERRORS = 3.0
+"""A reading is named if its gain is this many standard errors from none."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the configuration: `name` for people, `fields` of `Eagle31Config` that differ."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReadingScore:
+    """How a reading did against the configuration as it is, over the same texts.
+
+    A drafter read a little wrong may accept nearly as much, so readings are told apart by the probability it gives to
+    what the target wrote, which is known at every position and depth, and not by counts of accepted drafts.
+
+    Attributes:
+        acceptance_length, acceptance_before: mean accepted drafts and the bonus token, of this reading and as it is.
+        gain: mean log-probability of the target's token, this reading's less that of the configuration as it is, each
+            token of each draft depth counted once.
+        standard_error: of `gain`, texts taken as independent.
+    """
+
+    reading: Reading
+    acceptance_length: float
+    acceptance_before: float
+    gain: float
+    standard_error: float
+
+    @property
+    def is_better(self) -> bool:
+        """Clearly, not by chance."""
+        return self.gain > STANDARD_ERRORS * self.standard_error
+
+
+def other_readings(config: Eagle31Config, num_target_layers: int) -> list[Reading]:
+    """Neighbouring conventions for layers and the flags that change no tensor."""
+    layers = config.resolve_aux_layers(num_target_layers)
+    default = (2, num_target_layers // 2, num_target_layers - 3)
+    shifts = {
+        "hidden states counted one layer lower": tuple(layer - 1 for layer in layers),
+        "hidden states counted one layer higher": tuple(layer + 1 for layer in layers),
+        "the published default layers": default if len(layers) == 3 else layers,
+    }
+    names = {moved: name for name, moved in reversed(shifts.items())}  # each set of layers once, by its first name
+    readings = [
+        Reading(f"{name}: {list(moved)} instead of {list(layers)}", {"aux_layers": list(moved)})
+        for moved, name in names.items()
+        if moved != layers and min(moved) >= 0 and max(moved) <= num_target_layers
+    ]
+    for flag in ("norm_output", "norm_before_residual"):
+        value = not getattr(config, flag)
+        readings.append(Reading(f"{flag}={str(value).lower()}", {flag: value}))
+    return readings
+
+
+def layers_to_keep(readings: Sequence[Reading], layers: Sequence[int]) -> set[int]:
+    """`hs` indices that the configuration or any reading wants."""
+    return set(layers).union(*(reading.fields.get("aux_layers", ()) for reading in readings))
+
+
+def score_readings(
+    drafter: Eagle31Drafter, texts: Sequence[TargetText], readings: Sequence[Reading], *, depth: int
+) -> list[ReadingScore]:
+    """Replay every reading over `texts`; best first."""
+    before = [replay(drafter, text, depth=depth) for text in texts]
+    scores = []
+    for reading in readings:
+        other = read_as(drafter, reading.fields)
+        try:
+            scores.append(_score(reading, before, [replay(other, text, depth=depth) for text in texts]))
+        finally:
+            other.detach()
+    return sorted(scores, key=lambda score: -score.gain)
+
+
+def _score(reading: Reading, before: Sequence[Replay], after: Sequence[Replay]) -> ReadingScore:
+    pairs = zip(after, before, strict=True)
+    gain, error = mean_over_tokens([(new.log_probs - old.log_probs).double() for new, old in pairs])
+    return ReadingScore(reading, _acceptance_length(after), _acceptance_length(before), gain, error)
+
+
+def mean_over_tokens(texts: Sequence[Tensor]) -> tuple[float, float]:
+    """Mean of a figure that each token of each text has (NaN where it has none), and its standard error.
+
+    Each token counts alike, so short texts do not drown long ones; the error is that of a ratio of sums over texts,
+    which are independent while their tokens are not (Cochran, Sampling Techniques, 1977, 6.4).
+    """
+    known = [text[~text.isnan()] for text in texts]
+    sums = torch.tensor([float(text.sum()) for text in known], dtype=torch.float64)
+    counts = torch.tensor([len(text) for text in known], dtype=torch.float64)
+    used = int((counts > 0).sum())  # a text none of whose tokens can be drafted says nothing
+    if not used:
+        return 0.0, math.inf
+    mean = sums.sum() / counts.sum()
+    squares = (sums - mean * counts).square().sum()
+    error = float(squares.mul(used / (used - 1)).sqrt() / counts.sum()) if used > 1 else math.inf
+    return float(mean), error
+
+
+def _acceptance_length(replays: Sequence[Replay]) -> float:
+    return float(torch.cat([one.accepted for one in replays]).double().mean()) + 1
+
+
+def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafter:
+    """The same weights under a configuration with these fields, attached to the same target."""
+    checkpoint = drafter.to_checkpoint()
+    config = copy.deepcopy(checkpoint.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    other = Eagle31Drafter.from_checkpoint(replace(checkpoint, config=config)).eval()
+    return other.attach(drafter.require_binding().model)
+
+
+@dataclass(frozen=True)
+class VocabularyScore:
+    """First drafts as the map of the draft vocabulary has them, against the map that the texts themselves suggest.
+
+    Attributes:
+        as_mapped: share of first drafts that are right.
+        as_seen: share that would be right if each draft id stood for the token that followed it most often in the
+            other half of the texts.
+    """
+
+    as_mapped: float
+    as_seen: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """A right map cannot be beaten by so much: what is learned from half the texts is less than what it knows."""
+        return self.as_seen > 1.5 * self.as_mapped + 0.02
+
+
+def score_vocabulary(
+    drafter: Eagle31Drafter, texts: Sequence[TargetText], replays: Sequence[Replay]
+) -> VocabularyScore:
+    """Try the draft vocabulary's map (`d2t`) by the tokens that follow each draft id."""
+    drafted = torch.cat([one.drafted[:, 0] for one in replays])
+    depth = replays[0].drafted.shape[1]
+    followed = torch.cat([text.ids.cpu()[text.starts(depth) + 2] for text in texts])
+    ids = drafter.draft_ids
+    mapped = drafted if ids is None else ids.cpu()[drafted]
+    even = torch.arange(len(drafted)) % 2 == 0
+    right = sum(
+        _right_by_majority(drafted[known], followed[known], drafted[~known], followed[~known])
+        for known in (even, ~even)
+    )
+    return VocabularyScore(float((mapped == followed).double().mean()), right / max(1, len(drafted)))
+
+
+def _right_by_majority(known: Tensor, known_next: Tensor, asked: Tensor, asked_next: Tensor) -> int:
+    counts: dict[int, dict[int, int]] = {}
+    for row, token in zip(known.tolist(), known_next.tolist(), strict=True):
+        seen = counts.setdefault(row, {})
+        seen[token] = seen.get(token, 0) + 1
+    majority = {row: max(seen, key=seen.__getitem__) for row, seen in counts.items()}
+    return sum(majority.get(row) == token for row, token in zip(asked.tolist(), asked_next.tolist(), strict=True))

@@ -1,0 +1,180 @@
+"""Methods to write the same text: plain `generate`, transformers' alternatives, our drafter in either loop.
+
+Each is a function from prompts to new tokens, so that they can take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..drafter.drafter import Eagle31Drafter
+from ..generation_config import FIXED_DEPTH
+from ..stats import SpeculationStats
+from ..target.binding import TargetBinding
+from ..trees.shape import DraftShape
+from .bare import requested_shape
+from .calls import PLAIN, PLAIN_COMPILED
+from .plain_compiled import write_plain_compiled
+from .prompt_batches import PromptBatch
+from .run_settings import RunSettings
+from .synthetic import SyntheticRequest, write_synthetic
+
+LOOKUP_TOKENS = 10  # the proposal of prompt lookup's author
+
+
+@dataclass(frozen=True)
+class Output:
+    """New tokens `(B, n)`, and our drafter's figures if it helped."""
+
+    tokens: Tensor
+    stats: SpeculationStats | None = None
+
+
+class Write(Protocol):
+    def __call__(self, prompts: PromptBatch, streamer: Any = None) -> Output: ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method to write.
+
+    Attributes:
+        write: new tokens for prompts; `streamer` is handed to `generate` where one is given.
+        shapes: what our own loop drafts, by batch size; empty for the others.
+        compiled: whether our own loop is accelerated.
+        one_row_only: transformers' assisted loop, which takes no batches.
+        early_exit_layers: layers of the target that draft for it, 0 for other methods.
+    """
+
+    name: str
+    write: Write
+    shapes: Mapping[int, DraftShape] = field(default_factory=dict)
+    compiled: bool = False
+    one_row_only: bool = False
+    early_exit_layers: int = 0
+
+
+def all_methods(drafter: Eagle31Drafter, settings: RunSettings) -> list[Method]:
+    """Plain first; then transformers' alternatives, its assisted loop with our drafter, and our loop."""
+    methods = [Method(PLAIN, _by_generate(drafter, settings))]
+    if settings.acceptance is None:
+        exit_layers = max(1, drafter.require_binding().text_config.num_hidden_layers // 2)
+        lookup = _by_generate(drafter, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        early_exit = _by_generate(drafter, settings, assistant_early_exit=exit_layers)
+        stock = _by_drafter(drafter, settings, {"speculation_loop": "stock"})
+        methods += [
+            Method("prompt lookup", lookup, one_row_only=True),
+            Method("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers),
+            Method("stock loop", stock, one_row_only=True),
+        ]
+        if settings.compiled:
+            methods.append(Method(PLAIN_COMPILED, _by_target_alone(drafter, settings), compiled=True))
+    tree = {"draft_top_k": settings.tree_width, "draft_tree_size": settings.tree_size}
+    for acceleration in ("eager", "compile") if settings.compiled else ("eager",):
+        for name, shape in (("chain", {}), ("tree", tree)):
+            methods.append(_own_loop(drafter, settings, name, {**shape, "acceleration": acceleration}))
+    return methods
+
+
+def _own_loop(drafter: Eagle31Drafter, settings: RunSettings, name: str, overrides: dict[str, Any]) -> Method:
+    overrides = {"speculation_loop": "own", **overrides}
+    with _configured(drafter, settings, overrides):
+        sampled = settings.samples
+        shapes = {size: requested_shape(drafter, batch_size=size, sampled=sampled) for size in settings.batch_sizes}
+    own = _by_drafter if settings.acceptance is None else _by_synthetic_acceptance
+    compiled = overrides["acceleration"] == "compile"
+    return Method(f"{name}{' compiled' * compiled}", own(drafter, settings, overrides), shapes, compiled)
+
+
+def _by_generate(drafter: Eagle31Drafter, settings: RunSettings, **how: Any) -> Write:
+    model: Any = drafter.require_binding().model
+
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+        ids = model.generate(**prompts.to_generate(), **settings.to_generate(), **how, streamer=streamer)
+        return Output(ids[:, prompts.input_ids.shape[1] :])
+
+    return write
+
+
+def _by_drafter(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Write:
+    generate = _by_generate(drafter, settings, assistant_model=drafter)
+
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+        with _configured(drafter, settings, overrides):
+            return Output(generate(prompts, streamer).tokens, drafter.stats)
+
+    return write
+
+
+def _by_target_alone(drafter: Eagle31Drafter, settings: RunSettings) -> Write:
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+        with _configured(drafter, settings, {"acceleration": "compile"}):
+            return Output(*write_plain_compiled(drafter, prompts, streamer, **settings.to_generate()))
+
+    return write
+
+
+def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Write:
+    assert settings.acceptance is not None, "only synthetic acceptance is drawn by lot"
+    acceptance = settings.acceptance
+
+    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+        with _configured(drafter, settings, overrides):
+            seed = int(torch.randint(2**31, ()))  # another for each prompt and repeat, the same for all methods
+            request = SyntheticRequest(
+                settings.new_tokens,
+                requested_shape(drafter, batch_size=len(prompts.input_ids), sampled=settings.samples),
+                acceptance,
+                seed=seed,
+                samples=settings.samples,
+            )
+            return Output(*write_synthetic(drafter, prompts, request))
+
+    return write
+
+
+@contextmanager
+def _configured(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Iterator[None]:
+    """The drafter's generation_config with other values for a while."""
+    config = drafter.generation_config
+    # A random drafter doubts everything: with synthetic acceptance drafts have one length.
+    depth = settings.depth if settings.acceptance is None else settings.depth or FIXED_DEPTH
+    overrides = {
+        "num_assistant_tokens": depth,
+        "draft_min_confidence": None,
+        "draft_top_k": 1,
+        "draft_tree_size": None,
+        **overrides,
+    }
+    before = {name: getattr(config, name) for name in overrides}
+    try:
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        config.check()
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def early_exit_refusal(binding: TargetBinding, layers: int) -> str:
+    """Why the target's first `layers` layers cannot draft for it; empty if they can."""
+    text, ran = binding.text_config, []
+    whole = text.num_hidden_layers
+    handle = binding.layers[-1].register_forward_hook(lambda *_: ran.append(True))
+    try:
+        text.num_hidden_layers = layers  # what transformers' early exit does
+        with torch.no_grad():
+            binding.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=binding.input_device), use_cache=False)
+    except Exception as error:  # a family may break in any method here
+        return f"{type(binding.model).__name__} does not run with fewer layers ({type(error).__name__}: {error})"
+    finally:
+        text.num_hidden_layers = whole
+        handle.remove()
+    return f"{type(binding.model).__name__} runs all its layers whatever its config says" if ran else ""

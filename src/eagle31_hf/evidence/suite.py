@@ -1,0 +1,389 @@
+"""`eagle31 bench run`: methods against each other on prompts people know, one record per call.
+
+The work is cut into turns: some prompts, one temperature, one batch size, one repeat. In a turn every method writes the
+same prompts, one method after the other and another one first each time, so a slow minute of the machine falls on all.
+Seeds depend on the turn alone, so a run that was stopped goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..decoding.calibration.bare_meter import BareCosts, BareMeter
+from ..decoding.kept_graphs import keeping_what_is_compiled
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
+from ..generation_config import FIXED_DEPTH
+from ..memory.apply_plan import plan_of_run
+from ..memory.ledger import MemorySettings
+from ..stats import windows
+from ..target.binding import TargetBinding
+from ..target.device_clock import now
+from .bare import drafted_depths
+from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict
+from .exactness import judge_greedy
+from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off
+from .methods import Method, Output, all_methods, early_exit_refusal
+from .prompt_batches import PromptBatch, batches_of, typical_context
+from .prompts import Prompt
+from .run_settings import RunSettings
+from .summary import MethodSummary
+from .thinking import ThinkMarks, split_rounds
+
+NEVER_HERE = {
+    "Medusa": "it needs heads trained for this very target, which transformers does not load",
+    "Lookahead decoding": "its code is for old model files of its own, and transformers has none",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt and its ids `(T,)`, on the target's device."""
+
+    prompt: Prompt
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tasks that are written together by each method, and how."""
+
+    name: str
+    temperature: float
+    batch_size: int
+    repeat: int
+    index: int
+    tasks: tuple[Task, ...]
+
+
+class BenchmarkRun:
+    """Measures all methods on all tasks.
+
+    Args:
+        drafter: attached to the target.
+        tasks: what to write.
+        settings: how.
+        marks: how the target's tokenizer writes `<think>`, if it does.
+        note: takes what is not a call: the methods left out, the seconds of a first call (compiling among them).
+
+    Raises:
+        ConfigurationError: a setting makes no sense, there are no tasks, or a method is not known.
+    """
+
+    def __init__(
+        self,
+        drafter: Eagle31Drafter,
+        tasks: Sequence[Task],
+        settings: RunSettings,
+        *,
+        marks: ThinkMarks | None = None,
+        note: Callable[[dict[str, Any]], None] = lambda _: None,
+    ):
+        settings.check()
+        if not tasks:
+            raise ConfigurationError("got no prompts to measure on; wanted at least one")
+        self.drafter, self.tasks, self.settings, self.marks, self.note = drafter, tasks, settings, marks, note
+        self.binding: TargetBinding = drafter.require_binding()
+        device = self.binding.head_device
+        self.peak, self.energy = PeakGauge(device), EnergyGauge(device)
+        self._pad = self.binding.text_config.pad_token_id or 0
+        self._passes = PassCounter(self.binding)
+        self._judged: dict[tuple[str, ...], Verdict] = {}
+        self._warm: dict[tuple[float, int], list[Method]] = {}
+        self._meters: dict[tuple[str, int], BareMeter] = {}  # by method and batch size
+        self._bare: dict[tuple[str, int], list[BareCosts]] = {}
+        self._left_out: set[str] = set()
+
+    # --- the plan ---------------------------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> list[Turn]:
+        """In the order they are measured."""
+        return list(self._turns())
+
+    def _turns(self) -> Iterator[Turn]:
+        settings = self.settings
+        for repeat in range(settings.repeats):
+            for temperature in settings.temperatures:
+                for size in dict.fromkeys(settings.batch_sizes):
+                    for index, tasks in enumerate(self._batches(size)):
+                        name = f"repeat {repeat}, temperature {temperature:g}, batch {size}, {index}"
+                        yield Turn(name, temperature, size, repeat, index, tasks)
+
+    def _batches(self, size: int) -> Iterator[tuple[Task, ...]]:
+        """Neighbours together, of one category where they are sorted; the last batch is filled up from the first."""
+        count = -(-len(self.tasks) // size)
+        rows = [self.tasks[index % len(self.tasks)] for index in range(count * size)]
+        for start in range(0, len(rows), size):
+            yield tuple(rows[start : start + size])
+
+    def ledger(self) -> dict[str, Any] | None:
+        """What a plan says of the largest of these calls at its peak, by term; `None` where it cannot be had."""
+        settings = self.settings
+        longest = max(len(task.ids) for task in self.tasks) + settings.new_tokens
+        wanted = MemorySettings(
+            context=longest,
+            batch=max(settings.batch_sizes),
+            draft_tokens=settings.depth or FIXED_DEPTH,
+            prefill_chunk=longest - settings.new_tokens,
+        )
+        try:
+            plan = plan_of_run(self.drafter, wanted)
+        except MemoryPlanError:
+            return None
+        alive = [term for term in plan.ledger if plan.peak_moment in term.moments]
+        terms = [{"name": term.name, "bytes": term.num_bytes} for term in alive]
+        return {"kind": "ledger", "moment": plan.peak_moment, "context": longest, "batch": wanted.batch, "terms": terms}
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def measure(self, skip: frozenset[str] = frozenset()) -> Iterator[list[CallRecord]]:
+        """Each turn's calls, but for those of the turns to `skip`."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(self._passes.counting())
+            if self.settings.ignore_eos:
+                stack.enter_context(ends_off(self.binding.model))
+            if self.settings.compiled:
+                stack.enter_context(keeping_what_is_compiled(self.drafter))
+            for turn in self._turns():
+                if turn.name not in skip:
+                    yield self._measure(turn)
+
+    def _measure(self, turn: Turn) -> list[CallRecord]:
+        (batch,) = batches_of([task.ids for task in turn.tasks], turn.batch_size, self._pad)
+        methods = self._methods(turn)
+        first = (turn.repeat + turn.index) % len(methods)
+        written = {method.name: self._call(method, turn, batch) for method in methods[first:] + methods[:first]}
+        plain = written[PLAIN].answers
+        return [self._judge(written[method.name], turn, plain) for method in methods]
+
+    def _call(self, method: Method, turn: Turn, batch: PromptBatch) -> _Call:
+        seed = self.settings.seed + 100_003 * turn.repeat + turn.index
+        torch.manual_seed(seed)
+        clock, passes, joules = TokenClock(), self._passes.count, self.energy.read()
+        self.peak.reset()
+        started = now(self.binding.head_device)
+        written = method.write(batch, clock)
+        seconds = now(self.binding.head_device) - started
+        used = None if joules is None else (self.energy.read() or 0.0) - joules
+        answers = self._answers(written.tokens)
+        bare = self._time_bare(method, turn.batch_size, written)
+        if bare is not None:
+            self._bare.setdefault((method.name, turn.batch_size), []).append(bare)
+        record = CallRecord(
+            turn=turn.name,
+            method=method.name,
+            temperature=turn.temperature,
+            seed=seed,
+            batch_size=turn.batch_size,
+            repeat=turn.repeat,
+            prompts=[task.prompt.id for task in turn.tasks],
+            suite=_common(task.prompt.suite for task in turn.tasks),
+            category=_common(task.prompt.category for task in turn.tasks),
+            prompt_tokens=sum(len(task.ids) for task in turn.tasks),
+            new_tokens=sum(map(len, answers)),
+            seconds=seconds,
+            first_token_s=clock.arrivals[0][0] - started if clock.arrivals else seconds,
+            texts=[_digest(answer) for answer in answers],
+            drafting=_drafting(written),
+            target_passes=self._passes.count - passes if written.stats is None and not method.compiled else None,
+            peak_bytes=self.peak.read(),
+            energy_j=used,
+            bare_round_s=None if bare is None else bare.round_s,
+            served_by=_served_by(written),
+        )
+        if turn.batch_size == 1:
+            record = self._with_arrivals(record, clock, turn.tasks[0], answers[0], written.stats is not None)
+        return _Call(record, answers)
+
+    def _time_bare(self, method: Method, size: int, written: Output) -> BareCosts | None:
+        """The bare forwards of a round as deep as this call's were; `None` where nobody asked for them."""
+        shape = method.shapes.get(size)
+        if not self.settings.ceilings or shape is None or written.stats is None or written.stats.loop != "own":
+            return None
+        if (method.name, size) not in self._meters:
+            context = typical_context([task.ids for task in self.tasks], self.settings.new_tokens).expand(size, -1)
+            self._meters[method.name, size] = BareMeter(self.drafter, context, shape, compiled=method.compiled)
+        meter, depths = self._meters[method.name, size], drafted_depths(written.stats)
+        meter.time_rounds(depths)
+        return meter.costs(depths)
+
+    def bare_costs(self, method: MethodSummary) -> BareCosts | None:
+        """Of a method's calls, each field's median; `None` where they were not timed."""
+        costs = self._bare.get((method.method, method.setting.batch_size))
+        if costs is None:
+            return None
+        return BareCosts(**{f.name: median(getattr(cost, f.name) for cost in costs) for f in fields(BareCosts)})
+
+    def _with_arrivals(
+        self, record: CallRecord, clock: TokenClock, task: Task, answer: list[int], is_drafted: bool
+    ) -> CallRecord:
+        record = replace(record, window_s=windows(clock.arrivals))
+        if not is_drafted:
+            return record
+        thinking, answering = split_rounds(clock.blocks, answer, task.ids.tolist(), self.marks)
+        return replace(record, blocks=clock.blocks, thinking=thinking, answering=answering)
+
+    def _answers(self, tokens: Tensor) -> list[list[int]]:
+        """Each row of `(B, n)` up to and with its end."""
+        if self.settings.ignore_eos:
+            if tokens.shape[1] != self.settings.new_tokens:
+                raise UnsupportedGenerationError(
+                    f"a text has {tokens.shape[1]} tokens, not {self.settings.new_tokens}: something in the target's "
+                    "generation config ends its texts early; remove it, since only texts of one length are compared"
+                )
+            return tokens.tolist()
+        ends = self._ends()
+        answers = []
+        for row in tokens.tolist():
+            stop = next((place for place, token in enumerate(row, 1) if token in ends), len(row))
+            answers.append(row[:stop])
+        return answers
+
+    def _ends(self) -> set[int]:
+        eos: Any = self.binding.model.generation_config.eos_token_id
+        return set() if eos is None else set(eos) if isinstance(eos, list) else {eos}
+
+    # --- methods ----------------------------------------------------------------------------------------------------
+
+    def _methods(self, turn: Turn) -> list[Method]:
+        """Those that can run here, each having written once what is not counted."""
+        key = (turn.temperature, turn.batch_size)
+        if key not in self._warm:
+            wanted = self._wanted(turn.temperature)
+            self._compile_ahead([method for method in wanted if method.compiled], turn)
+            self._warm[key] = [method for method in wanted if self._warm_up(method, turn)]
+        return self._warm[key]
+
+    def _wanted(self, temperature: float) -> list[Method]:
+        known = all_methods(self.drafter, self.settings.at(temperature))
+        names = [method.name for method in known]
+        unknown = [name for name in self.settings.methods if name not in names]
+        if unknown:
+            more = "" if self.settings.compiled else "; --compile adds the compiled ones"
+            raise ConfigurationError(f"no method is called {unknown[0]!r}; there are {', '.join(names)}{more}")
+        return [method for method in known if not self.settings.methods or method.name in self.settings.methods]
+
+    def _compile_ahead(self, methods: Sequence[Method], turn: Turn) -> None:
+        """Let the graphs of all methods be compiled at once, and be kept, where that can be."""
+        ahead = self.binding.ahead
+        if ahead is None or not methods:
+            return
+
+        def write() -> None:
+            for method in methods:
+                self._write_once(method, turn)
+
+        started, before = time.perf_counter(), len(ahead.made)
+        ahead.until_compiled(write)
+        if count := len(ahead.made) - before:
+            self.note({"kind": "compiled", "graphs": count, "seconds": round(time.perf_counter() - started, 3)})
+
+    def _write_once(self, method: Method, turn: Turn) -> None:
+        """One text for each length that graphs are made for, and the bare rounds beside it."""
+        for batch in self._unlike_batches(turn.batch_size):
+            torch.manual_seed(self.settings.seed)
+            self._time_bare(method, turn.batch_size, method.write(batch))
+
+    def _warm_up(self, method: Method, turn: Turn) -> bool:
+        if method.one_row_only and turn.batch_size > 1:
+            alone = "transformers' assisted loop serves one row at a time, and no batch of 1 was asked for"
+            return False if 1 in self.settings.batch_sizes else self._leave_out(method.name, alone)
+        layers = self.binding.text_config.num_hidden_layers
+        started = time.perf_counter()
+        try:
+            self._write_once(method, turn)
+        except Exception as error:
+            if not method.one_row_only:
+                raise
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return self._leave_out(method.name, reason)  # of transformers' own code for this target: worth a line
+        finally:
+            self.binding.text_config.num_hidden_layers = layers  # an early exit that failed leaves it changed
+        if method.early_exit_layers and (reason := early_exit_refusal(self.binding, method.early_exit_layers)):
+            return self._leave_out(method.name, reason)
+        seconds = round(time.perf_counter() - started, 3)
+        where = {"method": method.name, "temperature": turn.temperature, "batch_size": turn.batch_size}
+        self.note({"kind": "warm-up", **where, "seconds": seconds})
+        return True
+
+    def _unlike_batches(self, size: int) -> list[PromptBatch]:
+        """The longest and the shortest batch for each power of two of their length: graphs are made by length."""
+        batches = [batches_of([task.ids for task in tasks], size, self._pad)[0] for tasks in self._batches(size)]
+        by_length: dict[int, list[PromptBatch]] = {}
+        for batch in sorted(batches, key=lambda batch: batch.input_ids.shape[1]):
+            length = batch.input_ids.shape[1] + self.settings.new_tokens
+            by_length.setdefault((length - 1).bit_length(), []).append(batch)
+        ends = [batch for group in by_length.values() for batch in {id(b): b for b in (group[0], group[-1])}.values()]
+        return ends
+
+    def _leave_out(self, name: str, reason: str) -> bool:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            self.note({"kind": "left-out", "method": name, "reason": reason})
+        return False
+
+    # --- exactness --------------------------------------------------------------------------------------------------
+
+    def _judge(self, call: _Call, turn: Turn, plain: list[list[int]]) -> CallRecord:
+        record = call.record
+        if record.method == PLAIN:
+            verdicts = [Verdict(REFERENCE)] * len(call.answers)
+        elif turn.temperature > 0 or self.settings.acceptance is not None:
+            verdicts = [Verdict(SAMPLED)] * len(call.answers)
+        else:
+            verdicts = [self._verdict(*row) for row in zip(turn.tasks, call.answers, plain, strict=True)]
+        return replace(record, verdicts=verdicts)
+
+    def _verdict(self, task: Task, answer: list[int], plain: list[int]) -> Verdict:
+        key = (task.prompt.id, _digest(answer), _digest(plain))
+        if key not in self._judged:
+            widest = max(
+                (shape.nodes for method in self._methods_seen() for shape in method.shapes.values()), default=8
+            )
+            self._judged[key] = judge_greedy(self.binding.model, task.ids, answer, plain, blocks=(8, widest))
+        return self._judged[key]
+
+    def _methods_seen(self) -> Iterator[Method]:
+        for methods in self._warm.values():
+            yield from methods
+
+
+@dataclass(frozen=True)
+class _Call:
+    record: CallRecord
+    answers: list[list[int]]
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
+
+
+def _common(names: Iterator[str] | Any) -> str:
+    found = set(names)
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+def _served_by(written: Output) -> str:
+    stats = written.stats
+    if stats is None or not stats.reason:
+        return "" if stats is None else stats.loop
+    return f"{stats.loop}: {stats.reason}"
+
+
+def _drafting(written: Output) -> Drafting | None:
+    if written.stats is None:
+        return None
+    told: dict[str, Any] = {field.name: getattr(written.stats, field.name) for field in fields(Drafting)}
+    return Drafting(**copy.deepcopy(told))

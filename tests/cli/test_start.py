@@ -1,0 +1,63 @@
+"""What is imported before a command needs it: nothing heavy. Counted, not timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from eagle31_hf.cli.app import COMMANDS, LazyCommand
+from eagle31_hf.demo import drafter_path, target_path
+
+HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors", "psutil", "matplotlib", "fastapi")
+TELL = "import json, sys, atexit; atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))"
+
+
+def imported_by(code: str) -> set[str]:
+    """Modules that a fresh Python has imported when it has run `code`."""
+    done = subprocess.run([sys.executable, "-c", f"{TELL}\n{code}"], capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 1), done.stderr
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def imported_by_command(*words: object) -> set[str]:
+    return imported_by(f"from eagle31_hf.cli import main; sys.argv = {['eagle31', *map(str, words)]!r}; main()")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["no-such-command"]])
+def test_the_list_of_commands_needs_nothing_heavy(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{TELL}\nfrom eagle31_hf.cli import main; main()", *words],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    modules = set(json.loads(done.stderr.splitlines()[-1]))
+    assert "eagle31_hf.cli.app" in modules, "or nothing was tried"
+    assert not modules.intersection(HEAVY)
+
+
+def test_the_package_is_imported_without_what_it_is_made_of() -> None:
+    assert not imported_by("import eagle31_hf; eagle31_hf.__version__; dir(eagle31_hf)").intersection(HEAVY)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_listed_of_a_command_is_what_it_says_itself(name: str) -> None:
+    real = LazyCommand(name=name, callback=None).load()
+    assert (real.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
+
+
+MODELS = ("torch", "transformers", "huggingface_hub", "fastapi", "matplotlib")
+
+
+def test_inspect_reads_a_folder_by_its_headers() -> None:
+    modules = imported_by_command("inspect", drafter_path())
+    assert "eagle31_hf.checkpoints.checkpoint" in modules, "or nothing was tried"
+    assert not modules.intersection(MODELS)
+
+
+@pytest.mark.parametrize("drafter", [[], ["--drafter", drafter_path()]])
+def test_plan_reads_a_folder_by_its_headers(drafter: list[object]) -> None:
+    modules = imported_by_command("plan", target_path(), "--card", "RTX 4090", *drafter)
+    assert "eagle31_hf.memory.planner" in modules, "or nothing was tried"
+    assert not modules.intersection(MODELS)

@@ -1,0 +1,409 @@
+"""Planted faults are named, what is replayed is what `generate` accepts, and drift is counted as by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
+from eagle31_hf.drafter.replay import TargetText, read_text
+from eagle31_hf.evidence.calls import DIFFERENT, TIE, Verdict
+from eagle31_hf.evidence.doctor import drift_probe, examination, losslessness
+from eagle31_hf.evidence.doctor.drift import CONDITIONS, DriftCurve, plot_drift, summarise
+from eagle31_hf.evidence.doctor.drift_probe import drift_finding, probe_both_forms, probe_drift
+from eagle31_hf.evidence.doctor.examination import DEPTH, draw_texts, examine, preflight
+from eagle31_hf.evidence.doctor.findings import Patient
+from eagle31_hf.evidence.doctor.losslessness import (
+    OTHER,
+    Difference,
+    Openings,
+    compare_greedy,
+    compare_sampling,
+    exact_openings,
+)
+from eagle31_hf.evidence.doctor.prompts import CONVERSATIONS as OF_MANY_KINDS
+from eagle31_hf.evidence.doctor.replay import SINK_TOKENS, replay
+from eagle31_hf.evidence.doctor.variants import mean_over_tokens, other_readings, score_readings, score_vocabulary
+from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
+
+NEW_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return hf.AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return hf.AutoTokenizer.from_pretrained(target_path())
+
+
+def encode(tokenizer: Any, conversation: Any) -> dict[str, Tensor]:
+    encoded = tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return {key: encoded[key] for key in ("input_ids", "attention_mask")}
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[dict[str, Tensor]]:
+    return [encode(tokenizer, conversation) for conversation in CONVERSATIONS]
+
+
+@pytest.fixture(scope="module")
+def written(target: Any, prompts: list[dict[str, Tensor]]) -> list[Tensor]:
+    return [target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS)[0] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def many(target: Any, tokenizer: Any) -> list[TargetText]:
+    """What the doctor reads of the embedded pair unless told otherwise: small differences take that much."""
+    prompts = [encode(tokenizer, conversation) for conversation in [*CONVERSATIONS, *OF_MANY_KINDS]]
+    drafter = attached(target)
+    written = [target.generate(**p, do_sample=False, max_new_tokens=48)[0] for p in prompts]
+    written += draw_texts(drafter, prompts, new_tokens=48)
+    return [text for text in texts_for(drafter, written, prompts * 2) if len(text.starts(DEPTH)) > 0]
+
+
+def attached(target: Any, **fields: Any) -> Eagle31Drafter:
+    """The embedded drafter with these fields of its configuration planted."""
+    checkpoint = Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32).to_checkpoint()
+    for name, value in fields.items():
+        setattr(checkpoint.config, name, value)
+    return Eagle31Drafter.from_checkpoint(checkpoint).eval().attach(target)
+
+
+def texts_for(drafter: Eagle31Drafter, written: list[Tensor], prompts: list[dict[str, Tensor]]) -> list[TargetText]:
+    binding = drafter.require_binding()
+    everything = range(len(binding.layers) + 1)
+    return [
+        read_text(binding, ids, prompt["input_ids"].shape[1], everything)
+        for ids, prompt in zip(written, prompts, strict=True)
+    ]
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+def test_replay_accepts_what_generate_accepts(
+    target: Any, written: list[Tensor], prompts: list[dict[str, Tensor]]
+) -> None:
+    """Walking over a known text, round by round, meets the very rounds that generating it took."""
+    drafter = attached(target)
+    drafter.generation_config.num_assistant_tokens = DEPTH
+    for prompt, ids, text in zip(prompts, written, texts_for(drafter, written, prompts), strict=True):
+        again = target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter)[0]
+        assert torch.equal(again, ids)
+        accepted = replay(drafter, text, depth=DEPTH).accepted.tolist()
+        counts, start = [], 0
+        while start < len(accepted):
+            counts.append(accepted[start])
+            start += accepted[start] + 1
+        assert drafter.stats is not None
+        by_replay = [sum(count > position for count in counts) for position in range(DEPTH)]
+        # Rounds near the text's end draft less than replay does, so the last one or two are left out there.
+        assert 0 <= drafter.stats.rounds - len(counts) <= DEPTH
+        for seen, generated in zip(by_replay, drafter.stats.accepted_at, strict=False):
+            assert 0 <= generated - seen <= DEPTH
+
+
+def test_drift_is_counted_as_by_hand() -> None:
+    """One start of a toy pair, its attention worked out from the weights alone."""
+    target = random_target(CONFIGS["llama"]())
+    drafter = random_drafter(target, aux_layers=[1, 2, 4], norm_output=False)
+    with seeded(3):
+        ids = torch.randint(3, target.config.vocab_size, (14,))
+    text = read_text(drafter.require_binding(), ids, 6, drafter.require_binding().aux_layers)
+    seen = replay(drafter, text, depth=3)
+    assert seen.accepted.shape == (len(text.starts(3)),)
+    start = int(text.starts(3)[1])
+    shares, norms, log_probs = _by_hand(drafter, text, start, depth=3)
+    torch.testing.assert_close(seen.attention[1], shares, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(seen.log_probs[1], log_probs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(seen.feedback_norm[1], norms, atol=1e-4, rtol=1e-4)
+    curve = summarise([seen], form="EAGLE-3", condition="toy")
+    assert curve.starts == len(seen.accepted)
+    assert [sum(parts) for parts in zip(curve.sink, curve.context, curve.own, strict=True)] == pytest.approx([1.0] * 3)
+    assert curve.own[0] == 0.0
+    assert curve.feedback_norm[0] == 1.0
+
+
+@torch.no_grad()
+def _by_hand(drafter: Eagle31Drafter, text: TargetText, start: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Shares `(K, 3)`, norms and log-probabilities `(K,)` of one draft, position by position, head by head."""
+    config, layer = drafter.config, drafter.layers[0]
+    heads, kv, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def step(token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        embedding = drafter.embed(torch.tensor([[token]]))[0, 0]
+        joined = torch.cat((layer.input_layernorm(embedding), layer.hidden_norm(hidden)))
+        rows = layer.self_attn.qkv_proj(joined).view(-1, size)
+        cos, sin = (table[0, 0] for table in drafter.rotary(torch.tensor([[position]])))
+
+        def rotate(row: Tensor) -> Tensor:
+            half = size // 2
+            return row * cos + torch.cat((-row[half:], row[:half])) * sin
+
+        query = [rotate(row) for row in rows[:heads]]
+        keys.append(torch.stack([rotate(row) for row in rows[heads : heads + kv]]))
+        values.append(rows[heads + kv :])
+        weights, out = [], []
+        for head in range(heads):
+            group = head // (heads // kv)
+            scores = torch.stack([query[head] @ key[group] for key in keys]) / math.sqrt(size)
+            weights.append(scores.softmax(0))
+            out.append(sum(w * value[group] for w, value in zip(weights[-1], values, strict=True)))
+        hidden = hidden + layer.self_attn.o_proj(torch.cat(out))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return torch.stack(weights).mean(0), drafter.norm(hidden), hidden
+
+    aux = torch.cat([text.states[index] for index in drafter.require_binding().aux_layers], dim=-1)
+    for position in range(start + 1):
+        fused = drafter.fuse_aux(aux[position][None, None])[0, 0]
+        weights, normed, feedback = step(int(text.ids[position + 1]), fused, position)
+    shares, norms, log_probs = [], [], []
+    for level in range(depth):
+        own = weights[start + 1 :].sum()
+        sink = weights[:SINK_TOKENS].sum()
+        shares.append(torch.stack((sink, 1 - sink - own, own)))
+        norms.append(feedback.norm())
+        log_probs.append(drafter.draft_logits(normed[None])[0].log_softmax(-1)[text.ids[start + 2 + level]])
+        weights, normed, feedback = step(int(text.ids[start + 2 + level]), feedback, start + 1 + level)
+    return torch.stack(shares), torch.stack(norms), torch.stack(log_probs)
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("planted", "named"),
+    [
+        ({"aux_layers": [1, 5, 8]}, {"aux_layers": [2, 6, 9]}),
+        ({"aux_layers": [3, 7, 10]}, {"aux_layers": [2, 6, 9]}),
+        ({"norm_output": False}, {"norm_output": True}),
+        ({"norm_before_residual": True}, {"norm_before_residual": False}),
+    ],
+    ids=["layers one low", "layers one high", "feedback not normed", "residual normed"],
+)
+def test_a_wrong_configuration_is_named(
+    planted: dict[str, Any], named: dict[str, Any], target: Any, many: list[TargetText]
+) -> None:
+    drafter = attached(target, **planted)
+    readings = other_readings(drafter.config, len(drafter.require_binding().layers))
+    best = score_readings(drafter, many, readings, depth=DEPTH)[0]
+    assert best.is_better
+    assert best.reading.fields == named
+
+
+@pytest.mark.slow
+def test_the_right_configuration_is_left_alone(target: Any, many: list[TargetText]) -> None:
+    drafter = attached(target)
+    readings = other_readings(drafter.config, len(drafter.require_binding().layers))
+    assert not [score for score in score_readings(drafter, many, readings, depth=DEPTH) if score.is_better]
+    replays = [replay(drafter, text, depth=DEPTH) for text in many]
+    assert not score_vocabulary(drafter, many, replays).is_wrong
+
+
+def test_each_token_counts_alike_and_the_error_is_that_of_texts() -> None:
+    """Two texts of 4 and 1 tokens by hand, and one that says nothing."""
+    texts = [torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.tensor([[7.0, math.nan]]), torch.tensor([[math.nan]])]
+    mean, error = mean_over_tokens([text.double() for text in texts])
+    assert mean == pytest.approx(15 / 5)
+    assert error == pytest.approx(math.sqrt(2 / 1 * ((8 - 12) ** 2 + (7 - 3) ** 2)) / 5)
+    assert mean_over_tokens(texts[2:]) == (0.0, math.inf)
+    assert mean_over_tokens(texts[:1])[1] == math.inf, "one text tells no error"
+
+
+@pytest.mark.parametrize("plant", ["shifted", "ids for offsets"])
+def test_a_wrong_draft_vocabulary_is_named(
+    plant: str, target: Any, written: list[Tensor], prompts: list[dict[str, Tensor]]
+) -> None:
+    drafter = attached(target)
+    if plant == "shifted":
+        drafter.d2t.copy_(drafter.draft_ids.roll(1) - torch.arange(len(drafter.d2t)))
+    else:  # ids that were taken for offsets, as far as they stay inside the vocabulary
+        drafter.d2t.copy_((drafter.draft_ids + drafter.d2t).clamp(max=8191) - torch.arange(len(drafter.d2t)))
+    drafter._draft_ids = None
+    texts = texts_for(drafter, written, prompts)
+    scores, (vocabulary, layers) = examination.reading_findings(drafter, texts)
+    assert (vocabulary.check, vocabulary.level) == ("draft vocabulary", "problem")
+    assert not scores
+    assert layers.level == "note", "nothing else is blamed for it"
+
+
+def test_a_fine_tuned_target_is_named(
+    target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acceptance far below the drafter's own training report."""
+    few = functools.partial(compare_sampling, samples=100)  # what is drawn is not what this is about
+    monkeypatch.setattr(examination, "compare_sampling", few)
+    report = {"stages": [{"acceptance": {"all": {"acceptance_length": 4.5}}}]}
+    (tmp_path / "training_report.json").write_text(json.dumps(report))
+    tuned = hf.AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32).eval()
+    with seeded(0), torch.no_grad():
+        for layer in tuned.model.layers:
+            layer.mlp.down_proj.weight.mul_(1 + 0.35 * torch.randn_like(layer.mlp.down_proj.weight))
+    for model, level in ((target, "ok"), (tuned, "problem")):
+        patient = Patient(attached(model), tokenizer, CONVERSATIONS[:3], lambda c: encode(tokenizer, c), tmp_path)
+        seen = examine(patient, new_tokens=24)
+        assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == level
+        assert seen.greedy is not None
+        assert seen.greedy.is_exact
+
+
+# --- losslessness -----------------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_is_not_the_targets_is_a_problem(
+    target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = attached(target)
+    assert compare_greedy(drafter, prompts[:1], new_tokens=12).is_exact
+    generate = target.generate
+
+    def lying(**arguments: Any) -> Tensor:
+        out = generate(**arguments)
+        if "assistant_model" in arguments:
+            out[0, -1] = (out[0, -1] + 1) % target.config.vocab_size
+        return out
+
+    monkeypatch.setattr(target, "generate", lying)
+    wrong = compare_greedy(drafter, prompts[:1], new_tokens=12)
+    assert not wrong.is_exact
+    assert wrong.differences[0].at == 11
+
+
+def test_doctor_and_benchmark_have_one_rule_for_ties(
+    target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, generate = attached(target), target.generate
+
+    def parting(**arguments: Any) -> Tensor:
+        out = generate(**arguments)
+        if "assistant_model" in arguments:
+            out[0, -1] = (out[0, -1] + 1) % target.config.vocab_size
+        return out
+
+    monkeypatch.setattr(target, "generate", parting)
+    for kind, is_exact in ((TIE, True), (DIFFERENT, False)):
+        judged = Verdict(kind, position=11, logit_gap=0.2, rounding=0.125)
+        monkeypatch.setattr(losslessness, "judge_greedy", lambda *_, judged=judged, **__: judged)
+        compared = compare_greedy(drafter, prompts[:1], new_tokens=12)
+        assert compared.is_exact is is_exact
+        assert compared.differences == [Difference(0, 11, 0.2, 0.25, is_exact)]
+        assert compared.to_dict()["differences"][0]["is_tie"] is is_exact
+
+
+def test_sampling_is_tested_against_exact_probabilities(target: Any, prompts: list[dict[str, Tensor]]) -> None:
+    drafter = attached(target)
+    honest = compare_sampling(drafter, prompts[4], samples=300, batch=100)
+    assert honest.is_exact
+    assert honest.samples == 300
+    probs = {(0,): 0.5, (1,): 0.3, (OTHER,): 0.2}
+    expected = Openings(probs, dict.fromkeys(probs, 0.0), {(): {0, 1, 2}})
+    assert expected.test([[0]] * 500 + [[1]] * 300 + [[2]] * 200).is_exact
+    assert not expected.test([[0]] * 600 + [[1]] * 250 + [[2]] * 150).is_exact
+    assert expected.test([[0]] * 999 + [[7]]).impossible == 1
+
+
+class RoundingModel:
+    """Two forwards of unlike length round unlike: the third and the fourth token change places."""
+
+    dtype = torch.bfloat16
+
+    def __call__(self, ids: Tensor) -> Any:
+        logits = torch.tensor([3.0, 2.5, 2.0, 2.0, -9.0, 1.97]).repeat(*ids.shape, 1)
+        logits[..., 2 if ids.shape[1] % 2 else 3] -= 2**-6
+        return SimpleNamespace(logits=logits)
+
+
+def test_what_rounding_does_to_a_distribution_is_no_difference() -> None:
+    openings = exact_openings(RoundingModel(), torch.zeros(1, 4, dtype=torch.long))
+    assert sum(openings.probs.values()) == pytest.approx(1.0)
+    assert max(openings.moved.values()) < 0.02
+    assert len(openings.probs) == 15, "8 of likely tokens alone, 7 that leave them at one of seven places"
+    probs = torch.tensor([3.0, 2.5, 2.0]).softmax(-1)
+    with seeded(0):
+        ranks = torch.multinomial(probs, 1800, replacement=True).view(600, 3)
+    third_or_fourth = torch.where(ranks == 2, 2 + torch.arange(600)[:, None] % 2, ranks)
+    assert openings.test(third_or_fourth.tolist()).is_exact
+    assert openings.test([[4, 0, 0]]).impossible == 1
+    assert openings.test([[5, 0, 0]]).impossible == 0, "within what forwards of other shapes move it"
+    with seeded(0):
+        flat = torch.randint(0, 3, (600, 3))
+    assert not openings.test(flat.tolist()).is_exact
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+def test_conditions_change_the_prompt_as_they_say() -> None:
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hello there"}]
+    assert [message["role"] for message in CONDITIONS["system prompt removed"](chat)] == ["user"]
+    added = CONDITIONS["system prompt added"](chat)
+    assert [message["role"] for message in added] == ["system", "user"]
+    assert added[0]["content"] != "S"
+    assert len(CONDITIONS["long context"](chat)[0]["content"]) > 4000
+    assert CONDITIONS["as it is"](chat) == chat
+
+
+@pytest.fixture(scope="module")
+def patient(target: Any, tokenizer: Any) -> Patient:
+    return Patient(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+
+
+def test_drift_shows_both_forms_side_by_side(patient: Patient, target: Any, tmp_path: Path) -> None:
+    """Another drafter beside it, under every condition, in a table's figures and in a plot."""
+    other = attached(target, norm_output=False)  # the weights of one form in the other: it must drift
+    curves = probe_drift(patient, new_tokens=12, depth=4, other=other)
+    assert [curve.form for curve in curves] == ["EAGLE 3.1", "EAGLE-3"] * (len(curves) // 2)
+    assert {curve.condition for curve in curves} == {
+        "as it is", "system prompt added", "long context", "another template",
+    }  # fmt: skip
+    grown = {curve.form: curve.feedback_norm[-1] for curve in curves if curve.condition == "as it is"}
+    assert grown["EAGLE-3"] > 1.1 > grown["EAGLE 3.1"]
+    plot_drift(curves, tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_another_drafter_the_same_weights_are_read_in_the_other_form(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drift_probe, "CONDITIONS", {"as it is": CONDITIONS["as it is"]})
+    curves = probe_both_forms(patient, new_tokens=12, beside=None)
+    assert [(curve.form, curve.condition) for curve in curves] == [
+        ("EAGLE 3.1", "as it is"), ("EAGLE-3 by the same weights", "as it is"),
+        ("EAGLE 3.1", "another template"), ("EAGLE-3 by the same weights", "another template"),
+    ]  # fmt: skip
+    assert drift_finding(curves[:1]).level == "ok"
+
+
+def test_what_counts_as_drift() -> None:
+    def curve(sink: list[float], norm: list[float]) -> DriftCurve:
+        return DriftCurve("form", "condition", sink, [0.0] * 2, [0.0] * 2, norm, [1.0] * 2, starts=1)
+
+    assert curve([0.4, 0.4], [1.0, 1.6]).drifts, "the state grows"
+    assert curve([0.4, 0.1], [1.0, 1.0]).drifts, "the sink is left"
+    assert not curve([0.4, 0.3], [1.0, 1.1]).drifts
+    assert not curve([0.009, 0.003], [1.0, 1.0]).drifts, "there was no sink to leave"
+
+
+def test_preflight_reads_configurations_alone(target: Any) -> None:
+    tokenizer = demo_tokenizer()
+    checks = preflight(Patient(attached(target), tokenizer, (), lambda c: {}))
+    assert {check.check for check in checks} >= {"shapes", "vocabulary", "length", "chat template", "precision"}
+    assert all(check.level == "ok" for check in checks)

@@ -1,0 +1,126 @@
+"""Prompts that people measure by, read as they are published."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
+from helpers import SHARED
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "category", "words", "later"),
+    [
+        ({"question_id": 81, "category": "writing", "turns": ["One.", "Two."]}, "81", "writing", "One.", ("Two.",)),
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, "HumanEval/0", "file", "def f():", ()),
+        ({"question": "How many?", "answer": "2"}, "1", "file", "How many?", ()),
+        ({"id": "a", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"},
+                                  {"role": "assistant", "content": "A"}]}, "a", "file", "U", ()),
+    ],
+)  # fmt: skip
+def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, words, later):
+    (prompt,) = read_prompts([write(tmp_path / "file.jsonl", row)])
+    assert (prompt.id, prompt.suite, prompt.category) == (f"file/{name}", "file", category)
+    assert prompt.messages[-1] == {"role": "user", "content": words}
+    assert prompt.later_turns == later
+
+
+def test_an_opening_ends_with_the_users_third_turn_at_most(tmp_path):
+    turns = [{"role": "assistant" if i % 2 else "user", "content": str(i)} for i in range(8)]
+    rows = {"conversations": turns}, {"conversations": turns[:2]}, {"turns": ["t", "u"]}
+    prompts = read_prompts([write(tmp_path / "file.jsonl", *rows)])
+    assert [[turn["content"] for turn in prompt.opening] for prompt in prompts] == [
+        ["0", "1", "2", "3", "4"],
+        ["0"],
+        ["t"],
+    ]
+    assert [turn["content"] for turn in prompts[0].messages] == [str(i) for i in range(7)]
+
+
+def test_the_published_files():
+    folder = SHARED / "data" / "prompts"
+    mt_bench = read_prompts([f"mt-bench={folder / 'spec_bench_question.jsonl'}"])
+    assert len(mt_bench) == 80
+    assert len({prompt.category for prompt in mt_bench}) == 8
+    assert all(len(prompt.later_turns) == 1 for prompt in mt_bench)
+    assert len(read_prompts([str(folder / "spec_bench_question.jsonl")])) == 480
+    assert len(read_prompts([str(folder / "HumanEval.jsonl"), f"gsm8k={folder / 'gsm8k_test_500.jsonl'}"])) == 664
+    few = read_prompts([f"mt-bench={folder / 'spec_bench_question.jsonl'}"], limit=8)
+    assert len({prompt.category for prompt in few}) == 8, "few of them are still of every kind"
+
+
+def test_a_hub_data_set_is_read_by_its_test_split(monkeypatch):
+    asked = []
+
+    def load(repository, config):
+        asked.append((repository, config))
+        return {"train": [{"prompt": "no"}], "test": [{"prompt": "yes", "category": "kind"}]}
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    (prompt,) = read_prompts(["speed=org/data:qualitative"])
+    assert asked == [("org/data", "qualitative")]
+    assert (prompt.id, prompt.category, prompt.messages[0]["content"]) == ("speed/1", "kind", "yes")
+    assert read_prompts(["org/data:x:train"])[0].messages[0]["content"] == "no"
+    with pytest.raises(ConfigurationError, match="no split 'dev'; it has train, test"):
+        read_prompts(["org/data:x:dev"])
+
+
+def test_a_hub_data_set_that_is_not_to_be_had(monkeypatch):
+    def load(repository, config):
+        raise ConnectionError("no way\nthere")
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with pytest.raises(ConfigurationError, match=r"'org/data' was not to be had \(no way\)"):
+        read_prompts(["org/data"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"turns": []}], "line 1: no prompt"),
+        ([{"turns": ["  "]}], "line 1: no prompt"),
+        ([{"question_id": 1}], "line 1: no prompt"),
+        ([{"messages": [{"role": "assistant", "content": "A"}]}], "line 1: no prompt"),
+        ([{"conversations": []}], "line 1: no prompt"),
+        ([{"prompt": 3}], "line 1: no prompt"),
+        (["a string"], "line 1: .* is no JSON object"),
+        ([{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}], r"1 prompt ids stand more than once \(file/7\)"),
+        ([{"turns": [f"{PLACEHOLDER}: x"], "category": "rag"}], "placeholders: .*prepare.py"),
+        ([], "are empty"),
+    ],
+)
+def test_bad_rows_are_told_with_their_line(tmp_path, rows, message):
+    with pytest.raises(ConfigurationError, match=message):
+        read_prompts([write(tmp_path / "file.jsonl", *rows)])
+
+
+@pytest.mark.parametrize("place", ["nowhere.jsonl", "what is this"])
+def test_a_place_that_is_none(place):
+    with pytest.raises(ConfigurationError, match=r"cannot be read|neither a file"):
+        read_prompts([place])
+
+
+def test_two_files_may_be_told_apart_by_names(tmp_path):
+    path = write(tmp_path / "file.jsonl", {"id": 1, "prompt": "a"})
+    assert [prompt.id for prompt in read_prompts([f"a={path}", f"b={path}"])] == ["a/1", "b/1"]
+
+
+@given(st.lists(st.integers(), max_size=50), st.integers(1, 60))
+def test_rows_are_taken_evenly(rows, limit):
+    taken = evenly(rows, limit)
+    assert len(taken) == min(limit, len(rows))
+    assert taken[:1] == rows[:1]
+
+
+def test_the_embedded_prompts_are_of_two_kinds():
+    assert {prompt.category for prompt in embedded_prompts()} == {"bookings", "sums"}
+    assert len({prompt.id for prompt in embedded_prompts()}) == len(CONVERSATIONS)
