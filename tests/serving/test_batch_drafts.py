@@ -39,7 +39,7 @@ def ids_of(pair, number: int) -> list[int]:
 
 def start(pair, batch: TextBatch, prompt: list[int], new_tokens: int, sampling: Sampling) -> WrittenText:
     request = TextRequest(tuple(prompt), new_tokens, sampling, ignore_eos=True)
-    writer = TextWriter(pair.tokenizer, max_new_tokens=new_tokens, eos_ids=frozenset(), stops=())
+    writer = TextWriter(pair.tokenizer, request, frozenset())
     text = WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
     batch.read(batch.begin(text))
     batch.join()

@@ -17,7 +17,7 @@ ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
 def start_text(pair, batch, prompt, new_tokens):
     """Read a prompt, and let its text join."""
     request = TextRequest(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
-    writer = TextWriter(pair.tokenizer, max_new_tokens=new_tokens, eos_ids=frozenset(), stops=())
+    writer = TextWriter(pair.tokenizer, request, frozenset())
     text = WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
     batch.read(batch.begin(text))
     batch.join()

@@ -139,7 +139,7 @@ class _Server:
         call = parse_completion(parse_json(await self._body(request)))
         self._check_model(call.options.model)
         requests = await asyncio.to_thread(self.translator.of_completion, call)
-        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, call, len(requests))
+        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, requests)
         return await self._answer(request, requests, writer, call.options.stream, call.options.include_usage)
 
     async def _answer(
@@ -169,7 +169,7 @@ class _Server:
             async for index, event in run.events():
                 if event.error:
                     error = ApiError(event.error, status=500, code="engine_error")
-                    yield f"data: {json.dumps(error.body)}\n\n"
+                    yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
                     return
                 for piece in writer.pieces(index, event):
                     yield _sse(piece)

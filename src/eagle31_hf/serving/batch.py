@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.row_pool import RowPool, resume_row
+from ..cache.row_pool import RowPool, resume_row, wipe_row
 from ..cache.speculative import SpeculativeCache
 from ..decoding.draft_policy import DraftPlan
 from ..decoding.prefill import ChunkedPrefill, PrefillState
@@ -24,8 +24,8 @@ from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import FirstDrafts
 from ..drafter.propose import propose_chain
-from ..drafter.reach import layer_windows
 from ..drafter.session import SLAB, DraftSession, DraftState
+from ..errors import UnsupportedGenerationError
 from ..generation_config import DraftLength
 from ..sampling.acceptance import Acceptance
 from ..stats import PhaseClock, SpeculationStats
@@ -33,6 +33,7 @@ from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
 from .batch_drafts import BatchDrafts
 from .choosing import TokenChooser, accept_drafts
+from .pooled_session import PooledDraftSession
 from .requests import TextRequest, TextUsage, TokenLogprob
 from .text import TextWriter
 
@@ -45,6 +46,13 @@ class RoundOutput:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finish: str | None
+    error: str = ""
+
+
+NO_TOKEN = (
+    "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
+    "grammar together forbid every token"
+)
 
 
 @dataclass(eq=False)
@@ -74,41 +82,6 @@ class WrittenText:
     def tokens(self) -> list[int]:
         """Prompt and text."""
         return [*self.request.prompt, *self.writer.tokens]
-
-
-class PooledDraftSession(DraftSession):
-    """The drafter's side of a batch whose rows come and go."""
-
-    def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int):
-        super().__init__(drafter, batch_size=batch_size, capacity=capacity, block=block)
-        self.cache: RowPool = RowPool(
-            layer_windows(drafter),
-            batch_size=batch_size,
-            capacity=capacity,
-            block=block,
-            slab=SLAB if capacity > SLAB else None,
-            device=drafter.device,
-        )
-
-    def join(self, other: DraftSession) -> None:
-        """Take the only row of another session behind the others."""
-        self.catch_up()
-        self.cache.join(other.cache)
-        self._rotary = None
-        own, new = self._root, other.root
-        self._root = new if own is None else DraftState(
-            torch.cat((own.logits, new.logits)), torch.cat((own.feedback, new.feedback))
-        )  # fmt: skip
-
-    def leave(self, place: int) -> None:
-        """Let a row go; the last one takes its place."""
-        self.catch_up()
-        rows = list(range(self.cache.batch_size))
-        self.cache.leave(place)
-        self._rotary = None
-        rows[place] = rows[-1]
-        index = torch.tensor(rows[:-1], dtype=torch.long, device=self.root.logits.device)
-        self._root = DraftState(self.root.logits[index], self.root.feedback[index]) if len(rows) > 1 else None
 
 
 class TextBatch:
@@ -178,7 +151,7 @@ class TextBatch:
 
     def drop_reading(self) -> None:
         """Forget the prompt that is being read."""
-        self._reader.reset()
+        self._reader.wipe()
 
     def _longest_shared(self, prompt: Sequence[int]) -> tuple[int, int]:
         """The place of the row to resume from and how many of its tokens; length 0 for none.
@@ -210,26 +183,35 @@ class TextBatch:
         acceptance = accept_drafts(tree, out.logits, choosers, written, self._prefix)
         paths, emitted = _read_back(tree, acceptance)
         outputs = [self._write(b, tree, out.logits, paths[b], emitted[b]) for b in range(len(self.texts))]
-        counts = [len(output.tokens) for output in outputs]
-        self.cache.keep(paths, counts)
-        self._absorb([list(output.tokens) for output in outputs], out.aux, None if tree.is_chain else paths)
+        kept = [list(output.tokens) or [0] for output in outputs]  # a row that fails leaves, whatever it holds
+        self.cache.keep(paths, [len(tokens) for tokens in kept])
+        self._absorb(kept, out.aux, None if tree.is_chain else paths)
         accepted = [len(path) - 1 for path in paths]
         self.drafts.record(plan, tree.max_depth, accepted)
         self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
         self.stats.skipped_rounds += plan.skips
-        self.stats.new_tokens += sum(counts)
+        self.stats.new_tokens += sum(len(output.tokens) for output in outputs)
         told = list(zip(list(self.texts), outputs, strict=True))
         for text, output in told:
             if output.finish is not None:
-                self.leave(text)
+                self.leave(text, trusted=not output.error)
         return told
 
-    def leave(self, text: WrittenText) -> None:
-        """Let a text go. What was computed for it stays until its place is needed."""
+    def leave(self, text: WrittenText, *, trusted: bool = True) -> None:
+        """Let a text go. What was computed for it stays until its place is needed.
+
+        Args:
+            trusted: if not, its row may hold what is no number, and is wiped: masked keys and values are multiplied by
+                zero, which does not make numbers of them, so they would spoil the next text in this place.
+        """
         place = self.texts.index(text)
+        if not trusted:
+            self.session.catch_up()
+            wipe_row(self.cache, place)
+            wipe_row(self.session.cache, place)
         parked = self.cache.leave(place)
         self.session.leave(place)
-        self._parked[parked] = text.tokens
+        self._parked[parked] = text.tokens if trusted else []
         self.texts[place] = self.texts[-1]
         self.texts.pop()
 
@@ -237,9 +219,9 @@ class TextBatch:
         """Forget everything: after a failure nothing of the caches is trusted."""
         self.session.rollback(self.session.cache.lengths)  # nor is what the drafter was to read
         for text in list(self.texts):
-            self.leave(text)
+            self.leave(text, trusted=False)
         self._parked.clear()
-        self._reader.reset()
+        self._reader.wipe()
 
     def _plan(self) -> DraftPlan:
         context = max(self.cache.lengths)
@@ -278,7 +260,8 @@ class TextBatch:
     def _write(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> RoundOutput:
         """Add a row's tokens to its text, up to where that ends."""
         text = self.texts[b]
-        count, shown = text.writer.append(emitted)
+        fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
+        count, shown = text.writer.append(emitted[:-1] if fails else emitted)
         text.usage = replace(
             text.usage,
             completion_tokens=text.usage.completion_tokens + count,
@@ -288,7 +271,9 @@ class TextBatch:
         )
         top = text.request.top_logprobs
         logprobs = () if top is None else _logprobs(logits[b, path[:count]], emitted[:count], top)
-        return RoundOutput(shown, tuple(emitted[:count]), logprobs, text.writer.finish)
+        fails = fails and text.writer.finish is None
+        finish, error = ("error", NO_TOKEN) if fails else (text.writer.finish, "")
+        return RoundOutput(shown, tuple(emitted[:count]), logprobs, finish, error)
 
     def _absorb(self, written: list[list[int]], aux: Tensor | None, paths: list[list[int]] | None) -> None:
         """Bring the drafter up to date with what was written; `aux` `(B, N, A*Ht)` of the nodes."""
@@ -347,6 +332,15 @@ class PromptReader:
             stop = min(end, self._position + self.batch.prefill_chunk)
             self._chunks.read_columns(self._reading, self._position, stop)
             self._position = stop
+        last = self._reading.last_logits[0]
+        if last is not None and bool(last.isnan().any()):
+            raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
+
+    def wipe(self) -> None:
+        """Forget what was read, which may be no numbers, and leave nothing of it."""
+        wipe_row(self.cache, 0)
+        wipe_row(self.session.cache, 0)
+        self.reset()
 
     def reset(self) -> None:
         """Forget what was read."""

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..sampling.acceptance import Acceptance
-from ..sampling.draw import argmax, draw
+from ..sampling.draw import draw
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.tree_walk import accept_tree_walk
 from ..trees.draft_tree import DraftTree
@@ -66,10 +66,13 @@ class TokenChooser:
         return (self.draws, key)
 
     def choose(self, prefix: Tensor, logits: Tensor, position: int) -> int:
-        """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`."""
+        """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`.
+
+        `V` where none can be chosen: the scores are no numbers, or every token is forbidden.
+        """
         scores = self.processing.row_scores(lambda _b: prefix, logits, [0])
         if self.dice is None:
-            return int(argmax(scores))
+            return int(_likeliest(scores))
         number = torch.tensor([self.dice.numbers(position, 1)], dtype=_wide(scores.device), device=scores.device)
         return int(draw(scores.softmax(-1), numbers=number))
 
@@ -180,12 +183,18 @@ def _choose_after_all_nodes(
 ) -> Tensor:
     """The target's token after every node of rows of one kind, `(R, N)`; nothing waits for the device."""
     if not choosers[0].draws:
-        return argmax(logits)
+        return _likeliest(logits)
     scores = choosers[0].processing.node_scores(logits, lambda b, node: logits, range(len(choosers)))
     most = logits.shape[1]  # no node is deeper
     numbers = [chooser.dice.numbers(at, most) for chooser, at in zip(choosers, written, strict=True) if chooser.dice]
     by_depth = torch.tensor(numbers, dtype=_wide(logits.device), device=logits.device)  # (R, most)
     return draw(scores.softmax(-1), numbers=by_depth.gather(1, depths)[..., None])
+
+
+def _likeliest(scores: Tensor) -> Tensor:
+    """Index of the largest of each row, `(..., V)` -> `(...)`; `V`, as `draw` has it, where none is a number."""
+    best = scores.max(-1)
+    return best.indices.masked_fill(~(best.values > float("-inf")), scores.shape[-1])
 
 
 def _wide(device: torch.device) -> torch.dtype:

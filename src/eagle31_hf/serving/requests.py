@@ -46,7 +46,13 @@ class TextRequest:
         prompt: token ids, at least one.
         max_new_tokens: most tokens to write.
         stop: strings that end the text and are cut off it.
+        keep_stop: leave the string or token that ended the text in it.
+        stop_token_ids: tokens that end the text, beside the target's own.
         ignore_eos: write on after an end-of-sequence token.
+        min_new_tokens: so many are written before anything ends the text.
+        skip_special_tokens: leave special tokens out of the text.
+        bad_words: token sequences that are not written.
+        allowed_tokens: if any, no others are written.
         top_logprobs: how many alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
         grammar: a constraint on what may be written (`serving.grammar`), `None` for none.
     """
@@ -55,7 +61,13 @@ class TextRequest:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    keep_stop: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    skip_special_tokens: bool = True
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
     top_logprobs: int | None = None
     grammar: Any = None
 
