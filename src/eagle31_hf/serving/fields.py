@@ -13,83 +13,25 @@ from typing import Any
 
 from .api_errors import ApiError
 
-OF_ANY_CALL = frozenset(
-    [
-        "model",
-        "stream",
-        "stream_options",
-        "n",
-        "stop",
-        "seed",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "logprobs",
-        "ignore_eos",
-        "min_tokens",
-        "stop_token_ids",
-        "bad_words",
-        "allowed_token_ids",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    ]
-)
-OF_CHATS = OF_ANY_CALL | frozenset(
-    [
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "response_format",
-        "max_completion_tokens",
-        "top_logprobs",
-        "chat_template_kwargs",
-        "reasoning_effort",
-    ]
-)
+OF_ANY_CALL = frozenset({
+    "model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "temperature", "top_p", "top_k", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "ignore_eos",
+    "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+})  # fmt: skip
+OF_CHATS = OF_ANY_CALL | frozenset({
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_completion_tokens",
+    "top_logprobs", "chat_template_kwargs", "reasoning_effort",
+})  # fmt: skip
 OF_COMPLETIONS = OF_ANY_CALL | {"prompt", "add_special_tokens"}
 
-CHANGE_NO_TEXT = frozenset(
-    [
-        "user",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "prediction",
-        "request_id",
-        "cache_prompt",
-        "id_slot",
-        "n_cache_reuse",
-        "backend_sampling",
-        "speculative.n_max",
-        "speculative.n_min",
-        "speculative.p_min",
-        "dynatemp_exponent",
-        "xtc_threshold",
-        "dry_base",
-        "dry_allowed_length",
-        "dry_penalty_last_n",
-        "dry_sequence_breakers",
-        "mirostat_tau",
-        "mirostat_eta",
-        "adaptive_decay",
-        "guided_decoding_backend",
-    ]
-)
+CHANGE_NO_TEXT = frozenset({
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "prediction", "request_id", "cache_prompt", "id_slot", "n_cache_reuse", "backend_sampling",
+    "speculative.n_max", "speculative.n_min", "speculative.p_min", "dynatemp_exponent", "xtc_threshold", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
+    "adaptive_decay", "guided_decoding_backend",
+})  # fmt: skip
 """Who asks, how prompts are kept, how much is drafted; and the numbers of samplers whose switch is refused below."""
 
 
