@@ -15,12 +15,13 @@ from eagle31_hf.decoding.draft_backoff import ROUNDS_IN_VAIN
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.drafter.hindsight import Hindsight
-from eagle31_hf.serving.batch import TextBatch, WrittenText
+from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.batch_drafts import BatchDrafts
 from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
+from eagle31_hf.serving.written_text import WrittenText
 from helpers import CHEAP_DRAFTS, configured
 
 DEAR_BY_ROWS = Calibration((ContextSeconds(64, ((1, 1.0), (8, 1.1), (64, 18.0)), 0.02, 0.02),), 0.02, 0.01)

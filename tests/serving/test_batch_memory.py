@@ -6,10 +6,11 @@ from eagle31_hf.benchmark.memory_peaks import StorageMeter
 from eagle31_hf.benchmark.storages import StorageCounter
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
-from eagle31_hf.serving.batch import TextBatch, WrittenText
+from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
+from eagle31_hf.serving.written_text import WrittenText
 
 ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
 

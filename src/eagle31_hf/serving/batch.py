@@ -9,9 +9,9 @@ of the same chat) starts from there, the drafter's keys and values included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,56 +32,17 @@ from ..stats import PhaseClock, SpeculationStats
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
 from .batch_drafts import BatchDrafts
-from .choosing import TokenChooser, accept_drafts
+from .choosing import accept_drafts
 from .pooled_session import PooledDraftSession
-from .requests import TextRequest, TextUsage, TokenLogprob
-from .text import TextWriter
+from .requests import TextRequest, TokenLogprob
+from .written_text import NO_TOKEN, RoundOutput, WrittenText
 
 
-@dataclass(frozen=True)
-class RoundOutput:
-    """What a round brought for one text; see `TextEvent`."""
+class HeldRow(NamedTuple):
+    """Tokens that a row of the caches holds; `even` first ones of them were read in whole pieces."""
 
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None
-    error: str = ""
-
-
-NO_TOKEN = (
-    "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
-    "grammar together forbid every token"
-)
-
-
-@dataclass(eq=False)
-class WrittenText:
-    """A text being written in the batch.
-
-    Attributes:
-        request: what was asked for.
-        writer: tokens so far, and where they end.
-        chooser: how the next one is chosen.
-        usage: counts so far.
-    """
-
-    request: TextRequest
-    writer: TextWriter
-    chooser: TokenChooser
-    usage: TextUsage = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.usage = TextUsage(prompt_tokens=len(self.request.prompt))
-
-    @property
-    def last_token(self) -> int:
-        return self.writer.tokens[-1] if self.writer.tokens else self.request.prompt[-1]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and text."""
-        return [*self.request.prompt, *self.writer.tokens]
+    tokens: list[int]
+    even: int
 
 
 class TextBatch:
@@ -108,7 +69,8 @@ class TextBatch:
         self.session = PooledDraftSession(drafter, batch_size=max_rows, **sizes)
         self.verify = Verification(self.binding, self.cache)
         self._reader = PromptReader(self, sizes)
-        self._parked: dict[int, list[int]] = {}  # tokens of parked rows, by place
+        self._parked: dict[int, HeldRow] = {}  # by place
+        self._is_exact = self.binding.compute_dtype == torch.float32
 
     def target_cache(self, kind: type[SpeculativeCache], rows: int, sizes: dict[str, int]) -> Any:
         """An empty cache of this kind for the target."""
@@ -132,8 +94,9 @@ class TextBatch:
     def begin(self, text: WrittenText) -> int:
         """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
         self.session.catch_up()  # a drafter that rests is behind the rows that could be resumed from
-        place, length = self._longest_shared(text.request.prompt)
+        place, length, even = self._longest_shared(text.request)
         text.usage = replace(text.usage, cached_tokens=length)
+        text.even_tokens = min(even, length)
         return self._reader.begin(text, place, length)
 
     def read(self, num_tokens: int) -> None:
@@ -146,27 +109,36 @@ class TextBatch:
         place = self.cache.join(self._reader.cache)
         self.session.join(self._reader.session)
         self._parked.pop(place, None)
-        self.texts.append(self._reader.text)
-        self.drafts.text_joins()
+        text = self._reader.text
+        self.texts.append(text)
+        self.drafts.text_joins(by_itself=text.request.is_repeatable and len(self.texts) == 1)
 
     def drop_reading(self) -> None:
         """Forget the prompt that is being read."""
         self._reader.wipe()
 
-    def _longest_shared(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The place of the row to resume from and how many of its tokens; length 0 for none.
+    def _longest_shared(self, request: TextRequest) -> tuple[int, int, int]:
+        """The row to resume from: its place, how many of its tokens (0 for none), and how many of it were read evenly.
 
         One token less than the two share, since the drafter has joined each position with the token after it; and the
         prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
+
+        In half precision a token's keys and values depend a little on how many were computed together. So a text that
+        shall be written alike again is resumed behind whole pieces alone, which would be read the same way again.
         """
-        rows = {place: text.tokens for place, text in enumerate(self.texts)} | self._parked
-        best = (0, 0)
-        for place, tokens in rows.items():
+        prompt, rows = (
+            request.prompt,
+            {place: HeldRow(text.tokens, text.even_tokens) for place, text in enumerate(self.texts)},
+        )
+        best = (0, 0, 0)
+        for place, (tokens, even) in (rows | self._parked).items():
             length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
+            if request.is_repeatable and not self._is_exact:
+                length = min(length, even) // self.prefill_chunk * self.prefill_chunk
             if length > best[1]:
                 if not (self.cache.can_resume(place, length) and self.session.cache.can_resume(place, length)):
                     continue
-                best = (place, length)
+                best = (place, length, even)
         return best
 
     # --- a round -------------------------------------------------------------------------------------------------
@@ -211,7 +183,7 @@ class TextBatch:
             wipe_row(self.session.cache, place)
         parked = self.cache.leave(place)
         self.session.leave(place)
-        self._parked[parked] = text.tokens if trusted else []
+        self._parked[parked] = HeldRow(text.tokens, text.even_tokens) if trusted else HeldRow([], 0)
         self.texts[place] = self.texts[-1]
         self.texts.pop()
 
@@ -299,7 +271,7 @@ class PromptReader:
         self.session = DraftSession(batch.drafter, batch_size=1, **sizes)
         self._chunks = ChunkedPrefill(batch.binding, self.cache, self.session)
         self._reading: PrefillState | None = None
-        self._position = 0
+        self._start = self._position = 0  # of what is read, in the prompt; within what is read
         self._text: WrittenText | None = None
 
     @property
@@ -314,7 +286,7 @@ class PromptReader:
     def begin(self, text: WrittenText, place: int, length: int) -> int:
         """Start behind the first `length` tokens of the row at `place`. Returns how many are left to read."""
         self.reset()
-        self._text = text
+        self._text, self._start = text, length
         if length:
             resume_row(self.cache, self.batch.cache, place, length)
             resume_row(self.session.cache, self.batch.session.cache, place, length)
@@ -331,10 +303,16 @@ class PromptReader:
         while self._position < end:
             stop = min(end, self._position + self.batch.prefill_chunk)
             self._chunks.read_columns(self._reading, self._position, stop)
+            self._note_piece(self._start + self._position, stop - self._position)
             self._position = stop
         last = self._reading.last_logits[0]
         if last is not None and bool(last.isnan().any()):
             raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
+
+    def _note_piece(self, start: int, length: int) -> None:
+        """So many tokens from `start` on were read together."""
+        if start == self.text.even_tokens and length == self.batch.prefill_chunk:
+            self.text.even_tokens += length
 
     def wipe(self) -> None:
         """Forget what was read, which may be no numbers, and leave nothing of it."""

@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import Eagle31Error, UnsupportedGenerationError
-from .batch import RoundOutput, TextBatch, WrittenText
+from .batch import TextBatch
 from .choosing import TokenChooser
 from .constraints import constraints_of
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
 from .text import TextWriter
+from .written_text import RoundOutput, WrittenText
 
 logger = logging.getLogger(__name__)
 

@@ -76,6 +76,11 @@ class TextRequest:
         """Tokens the text may grow to, prompt included."""
         return len(self.prompt) + self.max_new_tokens
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the client wants the same text again: it has given a seed."""
+        return self.sampling.seed is not None
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
