@@ -1,4 +1,4 @@
-"""EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, faster.
+"""EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, in half precision up to rounding, faster.
 
 eagle = Eagle31Drafter.from_pretrained("...", target=model)
 model.generate(**inputs, assistant_model=eagle)

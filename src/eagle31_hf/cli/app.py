@@ -26,7 +26,8 @@ from .processor import avoid_unusable_tiles
 
 app = typer.Typer(
     name="eagle31",
-    help="EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, faster.",
+    help="EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, in half "
+    "precision up to rounding, faster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

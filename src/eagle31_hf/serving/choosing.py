@@ -3,7 +3,7 @@
 The target's own token is chosen after every node a text passes, and a draft is kept where it is that token
 (`sampling.tree_walk`), so what is written never depends on what was drafted. Random numbers belong to the text, one for
 each of its positions, whoever else is in the batch: a seed writes the same text alone and in a crowd, with drafts and
-without.
+without, wherever the target's scores are the same (in half precision they are up to rounding).
 """
 
 from __future__ import annotations

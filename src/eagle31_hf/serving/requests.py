@@ -15,7 +15,8 @@ class Sampling:
     """How a token is chosen. `temperature` 0 takes the likeliest one, whatever the rest says.
 
     Attributes:
-        seed: of this text's random numbers; the same seed writes the same text, alone or in a crowd. `None`: any.
+        seed: of this text's random numbers: the same seed writes the same text, in half precision to the last bit where
+            nobody else is written for, beside others up to rounding. `None`: any.
         top_k: 0 for all.
         logit_bias: added to the scores of these ids.
         presence_penalty, frequency_penalty: taken off the scores of tokens written so far, once or per occurrence.
