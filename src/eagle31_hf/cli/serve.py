@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
 from pathlib import Path
@@ -46,9 +47,14 @@ def serve(
     ] = 64,
     prefill_chunk: Annotated[int | None, typer.Option(min=16, help="Prompt tokens read between two rounds.")] = None,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds running texts get when the server stops.")] = 10.0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch."""
+    """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch.
+
+    Texts are the target's own, alone and beside others; in half precision up to rounding. A line for each request tells
+    how it ended and what it took, never what was said.
+    """
     _check_packages()
     _check_reach(host, api_key)
     _check_drafting(source, drafting)
@@ -79,6 +85,8 @@ def serve(
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=True,
     )
+    if not quiet:
+        _print_requests()
     HttpServer(app, engine, grace_s=grace).run(sockets=[listening])
 
 
@@ -93,6 +101,17 @@ def _check_packages() -> None:
             f"the server needs the package {error.name}: pip install fastapi uvicorn openai prometheus-client, or "
             "install this package with its extra 'serve'"
         ) from error
+
+
+def _print_requests() -> None:
+    """A line for each, to standard error."""
+    from ..serving.request_log import logger
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _calibrate_once(console: Console, pair: Pair) -> None:
