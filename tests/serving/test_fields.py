@@ -86,7 +86,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 READ = {
     "messages": [{"role": "user", "content": "Hm?"}], "n": 2, "stop": ["x"], "seed": 3, "max_tokens": 7,
     "max_completion_tokens": 8, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "presence_penalty": 1,
-    "frequency_penalty": 1, "repetition_penalty": 1.5, "logit_bias": {"5": 1}, "logprobs": True, "ignore_eos": True,
+    "frequency_penalty": 1, "repetition_penalty": 1.5, "logit_bias": {"5": 0.5}, "logprobs": True, "ignore_eos": True,
     "min_tokens": 4, "stop_token_ids": [9], "bad_words": ["rain"], "allowed_token_ids": [5, 6],
     "include_stop_str_in_output": True, "skip_special_tokens": False, "structured_outputs": {"regex": "a+"},
     "guided_json": {"type": "object"}, "guided_regex": "b+", "guided_choice": ["yes", "no"],

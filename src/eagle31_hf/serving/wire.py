@@ -155,7 +155,8 @@ def _call_options(told: dict[str, Any], types: TypeAdapter, constraint: Constrai
     body = {name: value for name, value in told.items() if value is not None and name != "stream"}
     _check_messages(body)
     try:
-        read = types.validate_python(body)
+        # `Numbers` has the biases: they need not be whole, as vLLM has it.
+        read = types.validate_python({name: value for name, value in body.items() if name != "logit_bias"})
         numbers, extras = Numbers.model_validate(body), Extras.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from error
