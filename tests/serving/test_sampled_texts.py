@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from eagle31_hf.demo import CONVERSATIONS
-from eagle31_hf.serving.batch import TextBatch, WrittenText
+from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
+from eagle31_hf.serving.written_text import WrittenText
 from helpers import configured, seeded
 
 LENGTH = 5

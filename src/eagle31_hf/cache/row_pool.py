@@ -129,6 +129,13 @@ def exchange_rows(layer: SlotLayer, one: int, other: int, length: int) -> None:
         second.copy_(kept)
 
 
+def wipe_row(cache: SpeculativeCache, place: int) -> None:
+    """Leave nothing of what was ever written to a row; how long it is does not change."""
+    for layer in cache.layers:
+        for storage in layer.storages if layer.is_initialized else ():
+            storage[place].zero_()
+
+
 def _slots_held(layer: SlotLayer, length: int) -> int:
     """First slots in which rows of at most `length` tokens lie."""
     return layer.ring if isinstance(layer, WindowLayer) else length

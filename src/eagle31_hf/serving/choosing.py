@@ -3,7 +3,8 @@
 The target's own token is chosen after every node a text passes, and a draft is kept where it is that token
 (`sampling.tree_walk`), so what is written never depends on what was drafted. A sampled text is chosen by noise of its
 own, by position, taken from a generator of its seed as plain `generate` takes it: a seed writes the same text alone and
-in a crowd, with any drafts and none, and the one that `generate` writes after `torch.manual_seed` of it.
+in a crowd, with any drafts and none, and the one that `generate` writes after `torch.manual_seed` of it, wherever the
+target's scores are the same (in half precision they are up to rounding).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..sampling.acceptance import Acceptance
-from ..sampling.draw import PositionNoise, argmax, choose
+from ..sampling.draw import PositionNoise, choose
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.tree_walk import accept_tree_walk
 from ..trees.draft_tree import DraftTree
@@ -74,9 +75,12 @@ class TokenChooser:
         return self._noise.window([0], [position], count)[0]
 
     def choose(self, prefix: Tensor, logits: Tensor, position: int) -> int:
-        """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`."""
+        """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`.
+
+        `V` where none can be chosen: the scores are no numbers, or every token is forbidden.
+        """
         scores = self.processing.row_scores(lambda _b: prefix, logits, [0])
-        chosen = choose(scores, self.noise(position, 1, ScoreShape.of(scores))) if self.draws else argmax(scores)
+        chosen = choose(scores, self.noise(position, 1, ScoreShape.of(scores))) if self.draws else _likeliest(scores)
         return int(chosen)
 
 
@@ -186,10 +190,16 @@ def _choose_after_all_nodes(
 ) -> Tensor:
     """The target's token after every node of rows of one kind, `(R, N)`; nothing waits for the device."""
     if not choosers[0].draws:
-        return argmax(logits)
+        return _likeliest(logits)
     scores = choosers[0].processing.node_scores(logits, lambda b, node: logits, range(len(choosers)))
     noise = noise_of(choosers, written, logits.shape[1], ScoreShape.of(scores))  # no node is deeper
     return choose(scores, noise[torch.arange(len(depths), device=depths.device)[:, None], depths])
+
+
+def _likeliest(scores: Tensor) -> Tensor:
+    """Index of the largest of each row, `(..., V)` -> `(...)`; `V`, as `choose` has it, where none is a number."""
+    best = scores.max(-1)
+    return best.indices.masked_fill(~(best.values > float("-inf")), scores.shape[-1])
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------

@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import Eagle31Error, UnsupportedGenerationError
-from .batch import RoundOutput, TextBatch, WrittenText
+from .batch import TextBatch
 from .choosing import TokenChooser
-from .grammar import GrammarProcessor
+from .constraints import constraints_of
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
 from .text import TextWriter
+from .written_text import RoundOutput, WrittenText
 
 logger = logging.getLogger(__name__)
 
@@ -247,16 +248,10 @@ class Engine:
             self.batch.join()
 
     def _new_text(self, request: TextRequest) -> WrittenText:
-        constraint = []
-        if request.grammar is not None:
-            constraint.append(GrammarProcessor(request.grammar, len(request.prompt), self.eos_ids))
-        writer = TextWriter(
-            self.tokenizer,
-            max_new_tokens=request.max_new_tokens,
-            eos_ids=frozenset() if request.ignore_eos else self.eos_ids,
-            stops=request.stop,
-        )
-        return WrittenText(request, writer, TokenChooser(request.sampling, len(request.prompt), constraint))
+        end_ids = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_ids)
+        constraints = constraints_of(request, end_ids, self.eos_ids)
+        chooser = TokenChooser(request.sampling, len(request.prompt), constraints)
+        return WrittenText(request, TextWriter(self.tokenizer, request, end_ids), chooser)
 
     def _round(self) -> None:
         self._let_cancelled_go()
@@ -278,7 +273,7 @@ class Engine:
 
     def _tell(self, job: Job, text: WrittenText, output: RoundOutput) -> None:
         event = TextEvent(
-            text=output.text, tokens=output.tokens, usage=text.usage, logprobs=output.logprobs, finish=output.finish
+            output.text, output.tokens, text.usage, output.logprobs, finish=output.finish, error=output.error
         )
         if output.finish is None:
             _deliver(job, event)

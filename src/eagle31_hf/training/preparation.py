@@ -111,7 +111,7 @@ class Preparation:
         how = SelfPromptSettings(
             share, batch_size=settings.write_rows, seed=settings.seed * processes.num_processes + rank
         )
-        with Counting(self.console, "the target writes prompts", share) as counting:
+        with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
             mine = write_prompts(self.target, self.tokenizer, path, how, on_batch=counting.advance)
         if processes.num_processes == 1:
             return mine
@@ -127,7 +127,7 @@ class Preparation:
         needed = f"{disk_bytes(conversations, how) / 1e9:.2f} GB in {settings.out / 'data'}"
         say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[self.processes.process_index :: self.processes.num_processes]
-        with Counting(self.console, "the target writes answers", len(mine)) as counting:
+        with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
             written = regenerate(
                 mine,
                 self.target,
@@ -210,7 +210,7 @@ class Preparation:
         # The others find every shard written, and write none.
         with (
             self.processes.main_process_first(),
-            Counting(self.console, "hidden states of tokens", 0) as counting,
+            Counting(self.console, "hidden states of tokens", 0, resumes=True) as counting,
         ):
             store_features(binding, documents, folder, on_tokens=counting.set)
         wanted = FeatureManifest.of(binding, documents)
