@@ -36,6 +36,7 @@ from adaptive_drafts_pay import (
     untrained_drafter,
     write_record,
 )
+from policy_replay import DraftTrace, judged_by_prompt, replay
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cli.pairs import Pair, encode
@@ -48,11 +49,10 @@ from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.drafter.hindsight import MOST_JUDGED
 from eagle31_hf.evidence.gauges import ends_off
-from eagle31_hf.evidence.policy_replay import DraftTrace, judged_by_prompt, replay
-from eagle31_hf.evidence.prompts import Prompt
 from eagle31_hf.evidence.ratios import RESAMPLES, interval_of
 from eagle31_hf.generation_config import LONGEST_CHAIN
 from eagle31_hf.stats import SpeculationStats
+from eagle31_hf.texts.prompts import Prompt
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
 from eagle31_hf.training.distillation.known_texts import KnownTexts, chains_along, write_texts
 from eagle31_hf.trees.shape import DraftShape

@@ -37,10 +37,10 @@ from eagle31_hf.demo import drafter_path
 from eagle31_hf.evidence.gauges import TokenClock, ends_off
 from eagle31_hf.evidence.plain_compiled import write_plain_compiled
 from eagle31_hf.evidence.prompt_batches import PromptBatch
-from eagle31_hf.evidence.prompts import Prompt, read_prompts
 from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 from eagle31_hf.generation.warm_up import warm_up
 from eagle31_hf.stats import variation, window_speeds, windows
+from eagle31_hf.texts.prompts import Prompt, read_prompts
 
 FIXED = (2, 4, 8)
 PLAIN, DEFAULT, LOOKUP, RANDOM = "plain", "default", "prompt lookup", "random drafter"

@@ -22,8 +22,8 @@ from typing import Any
 
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
 from eagle31_hf.evidence.gauges import TokenClock, ends_off
-from eagle31_hf.evidence.prompts import read_prompts
 from eagle31_hf.evidence.provenance import machine, origin, pair_facts
+from eagle31_hf.texts.prompts import read_prompts
 
 WARM_S = 15.0
 PLAIN, AUTO, COMPILE = "plain", "default", "compile"

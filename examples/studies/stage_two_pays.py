@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.evidence.known_texts import DrafterAcceptance, acceptance_of
 from eagle31_hf.evidence.provenance import origin
-from eagle31_hf.training.data.conversations import read_conversations
+from eagle31_hf.texts.conversations import read_conversations
 from eagle31_hf.training.data.packing import collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.distillation.known_texts import KnownTexts, rounds_of, write_texts

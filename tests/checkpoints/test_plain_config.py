@@ -46,6 +46,9 @@ def test_what_is_certain_is_what_the_configuration_says() -> None:
     assert config is not None
     same = {field: getattr(whole, field) for field in vars(config)}
     assert same == vars(config) | {"rope_parameters": whole.rope_parameters}
+    assert config.resolve_aux_layers(32) == whole.resolve_aux_layers(32)
+    with pytest.raises(AttributeError, match="no_such_field"):
+        _ = config.no_such_field
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policy_replay import DraftTrace, judged_by_prompt, replay
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.decoding.adaptive.costs import RoundTable
@@ -13,7 +14,6 @@ from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.drafter.hindsight import Hindsight
 from eagle31_hf.evidence.gauges import ends_off
-from eagle31_hf.evidence.policy_replay import DraftTrace, judged_by_prompt, replay
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
 from eagle31_hf.training.distillation.known_texts import chains_along, write_texts

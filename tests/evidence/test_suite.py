@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 from eagle31_hf.cli import app
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.evidence import gauges
-from eagle31_hf.evidence.calls import DIFFERENT, SAME, SAMPLED, TIE
+from eagle31_hf.evidence.calls import DIFFERENT, SAME, TIE
 from eagle31_hf.evidence.exactness import SampledBy, judge
 from eagle31_hf.evidence.gauges import EnergyGauge, PeakGauge, RaplPackage
-from eagle31_hf.evidence.prompts import Prompt
 from eagle31_hf.evidence.record_file import read_records
 from eagle31_hf.evidence.run_settings import RunSettings
 from eagle31_hf.evidence.suite import BenchmarkRun, Task
 from eagle31_hf.evidence.thinking import ThinkMarks, split_rounds
 from eagle31_hf.sampling.logits_processing import DraftWarping
+from eagle31_hf.texts.prompts import Prompt
 from helpers import drafter_of, random_prompts, seeded, target_of
 
 SETTINGS = RunSettings(new_tokens=12, repeats=2, depth=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle31_hf.training.data.conversations import Conversation
+from eagle31_hf.texts.conversations import Conversation
 
 CHAT = [
     {"role": "user", "content": "Two apples cost 4 dollars. What do five cost?"},

@@ -30,9 +30,9 @@ from eagle31_hf.training.distillation.known_texts import (
 from eagle31_hf.training.distillation.optimizers import OptimizerSettings
 from eagle31_hf.training.distillation.trainer import DistillationTrainer, last_checkpoint
 from eagle31_hf.training.distillation.training_model import DistillationModel
-from eagle31_hf.training.processes import leave_process_group
 from eagle31_hf.training.progress import LiveProgress
 from eagle31_hf.training.settings import DistillationSettings, TrainingSettings
+from eagle31_hf.training.train import leave_process_group
 from warm_processes import finish, start_group
 
 

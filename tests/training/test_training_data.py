@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.training.data.conversations import Conversation, read_conversations
+from eagle31_hf.texts.conversations import Conversation, read_conversations
 from eagle31_hf.training.data.rendering import Document, render, render_documents
 from eagle31_hf.training.data.vocabulary import build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts

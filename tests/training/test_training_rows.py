@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import TrainingError
-from eagle31_hf.training.data.conversations import Conversation, conversation_from_row
+from eagle31_hf.texts.conversations import Conversation, conversation_from_row
 from eagle31_hf.training.data.regeneration import RegenerationSettings, regenerate
 from eagle31_hf.training.data.rendering import render
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts

@@ -67,6 +67,14 @@ class PlainConfig:
     def is_eagle31(self) -> bool:
         return self.aux_norm != "none" and self.norm_output
 
+    def __getattr__(self, name: str) -> Any:
+        """What else `Eagle31Config` has is asked of it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        from ..configuration_eagle31 import Eagle31Config
+
+        return getattr(Eagle31Config(**vars(self)), name)
+
 
 def plain_config(stored: Mapping[str, Any]) -> Eagle31Config | None:
     """The configuration these fields of `Eagle31Config` make, if that is certain without it.

@@ -20,11 +20,11 @@ from ..evidence.growth import CONTEXTS, check_growth, measure_growth, small_draf
 from ..evidence.loop_report import loop_parts
 from ..evidence.memory_peaks import RUNS, measure_peaks, runs_on
 from ..evidence.pair import measure_loops
-from ..evidence.prompts import read_prompts
 from ..evidence.run_settings import RunSettings
 from ..evidence.synthetic import random_target, target_config
 from ..generation_config import FIXED_DEPTH
 from ..target.precision import quick_dtype
+from ..texts.prompts import read_prompts
 from ..trees.shape import DraftShape
 from .bench_acceptance import acceptance as acceptance_command
 from .bench_run import run

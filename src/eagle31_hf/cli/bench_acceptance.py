@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..drafter.drafter import Eagle31Drafter
 from ..evidence.known_texts import DrafterAcceptance, acceptance_of
-from ..evidence.prompts import embedded_prompts, read_prompts
+from ..texts.prompts import embedded_prompts, read_prompts
 from ..training.distillation.evaluation import EvaluationPrompt
 from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts
 from ..trees.shape import DraftShape

@@ -16,13 +16,13 @@ from ..evidence import run_tables
 from ..evidence.comparing import compare_runs
 from ..evidence.exports import write_acceptance_csv, write_profile
 from ..evidence.gauges import gauge_names
-from ..evidence.prompts import Prompt, embedded_prompts, read_prompts
 from ..evidence.provenance import run_facts
 from ..evidence.record_file import RecordWriter, read_records
 from ..evidence.run_settings import RunSettings, settings_facts
 from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
 from ..evidence.summary import RunSummary, summarise
 from ..evidence.thinking import ThinkMarks
+from ..texts.prompts import Prompt, embedded_prompts, read_prompts
 from .measuring import finish, progress_bar
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors

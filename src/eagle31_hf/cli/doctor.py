@@ -20,8 +20,8 @@ from ..evidence.doctor.drift import DriftCurve, plot_drift
 from ..evidence.doctor.examination import Examination, examine
 from ..evidence.doctor.findings import Finding, Patient
 from ..evidence.doctor.prompts import CONVERSATIONS
-from ..evidence.prompts import read_prompts
 from ..evidence.provenance import origin
+from ..texts.prompts import read_prompts
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, Pair, PairSource, encode, load_pair
 

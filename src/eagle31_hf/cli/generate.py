@@ -17,9 +17,9 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..evidence.calls import DIFFERENT
 from ..evidence.pair import measure_pair, pair_settings
-from ..evidence.prompts import Prompt, embedded_prompts
 from ..evidence.provenance import origin
 from ..evidence.suite import Task
+from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .measuring import progress_bar
 from .option_groups import expand_options

@@ -17,8 +17,7 @@ def train(**options: Any) -> None:
     json_path = options.pop("json_path")
     options.pop("traceback")
     # Here and not above: Trainer takes longer to import than every other command takes to start.
-    from ..training.processes import is_first_process
-    from ..training.train import train_drafter
+    from ..training.train import is_first_process, train_drafter
 
     settings = TrainingSettings(**{name: _as_field(value) for name, value in options.items()})
     report = train_drafter(settings, console=make_console(stderr=True))

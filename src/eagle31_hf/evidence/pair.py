@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
+from ..texts.prompts import Prompt
 from .calls import PLAIN, PLAIN_COMPILED, CallRecord
 from .loop_report import LoopRecord
-from .prompts import Prompt
 from .provenance import run_facts
 from .record_file import Records
 from .run_settings import RunSettings, settings_facts

@@ -31,13 +31,13 @@ from ..stats import windows
 from ..target.binding import TargetBinding
 from ..target.device_clock import now
 from ..target.served_processing import processing_of
+from ..texts.prompts import Prompt
 from .bare import drafted_depths
 from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict
 from .exactness import SampledBy, judge
 from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off
 from .methods import Method, Output, all_methods, early_exit_refusal
 from .prompt_batches import PromptBatch, batches_of, typical_context
-from .prompts import Prompt
 from .run_settings import RunSettings
 from .summary import MethodSummary
 from .thinking import ThinkMarks, split_rounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -47,7 +48,6 @@ from .plan import (
 from .policy.policy_model import make_policy_model
 from .policy.text_model import require_written
 from .preparation import Preparation, Texts
-from .processes import is_first_process, leave_process_group
 from .progress import Counting, LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
@@ -363,3 +363,18 @@ class _Run:
 
 
 __all__ = ["StageResult", "TrainingReport", "TrainingSettings", "train_drafter"]
+
+
+def is_first_process() -> bool:
+    """The one that writes and speaks; `accelerate launch` numbers them here before anything is loaded."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def leave_process_group() -> None:
+    """Close the group and end its threads; without a group, do nothing.
+
+    Call it when no name holds a trainer any more: a trainer's wrapped model keeps the group's threads alive, and a
+    gloo thread that still holds a tensor when the interpreter ends aborts a process that has done all its work.
+    """
+    gc.collect()  # a trainer is part of cycles
+    PartialState().destroy_process_group()

@@ -15,11 +15,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from policy_replay import DraftTrace, replay
+
 from eagle31_hf.decoding.adaptive.controller import DraftController
 from eagle31_hf.decoding.adaptive.costs import RoundCosts, RoundTable
 from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule, LengthSchedule
 from eagle31_hf.decoding.adaptive_policy import AdaptivePolicy
-from eagle31_hf.evidence.policy_replay import DraftTrace, replay
 from eagle31_hf.trees.shape import DraftShape
 
 LONGEST = 12

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from ...errors import ConfigurationError
-from .conversations import Conversation, Message, conversation_from_row
+from ...texts.conversations import Conversation, Message, conversation_from_row
 from .disk import require_disk
 from .json_lines import append_lines, read_whole_lines
 from .padding import left_padded, pad_token_id

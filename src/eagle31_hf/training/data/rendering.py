@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import ConfigurationError, TrainingError
-from .conversations import Conversation, Message
+from ...texts.conversations import Conversation, Message
 
 TOO_LONG = ("truncate", "drop", "error")
 SUPERVISED = ("assistant", "all")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from ...errors import ConfigurationError, TrainingError
-from .conversations import Conversation
+from ...texts.conversations import Conversation
 from .json_lines import append_lines, read_whole_lines
 from .padding import left_padded, pad_token_id
 from .prompt_sieve import PromptSieve

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import TrainingError
 from ...stats import SpeculationStats
-from ..data.conversations import Conversation, Message
+from ...texts.conversations import Conversation, Message
 from ..data.padding import left_padded, pad_token_id
 from ..data.regeneration import sampling_options
 from ..data.rendering import prompt_ids

@@ -1,7 +1,8 @@
 """Prompts with an id and a category, from files and Hub data sets that people measure drafters by.
 
 Read as they are published: Spec-Bench and MT-bench (`question_id, category, turns`), HumanEval (`task_id, prompt`),
-GSM8K (`question`), SPEED-Bench as its own preparation writes it, and any JSON lines of chats, prompts or questions.
+GSM8K (`question`), SPEED-Bench as its own preparation writes it, and any JSON lines of chats, prompts or questions: a
+row may have any form that training takes (`conversations`).
 Prompts stay where they are: records name them by id.
 """
 
@@ -10,12 +11,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..demo import CONVERSATIONS, Messages
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TrainingError
+from .conversations import Conversation, Message, conversation_from_row
 
 MT_BENCH_ROWS = 80
 """MT-bench is the first so many rows of Spec-Bench."""
@@ -27,10 +29,6 @@ SPEED_BENCH_ROUTE = (
 )
 LAST_OPENING_MESSAGE = 4
 """Index of the last message an opening may end with."""
-
-MESSAGE_FIELDS = ("messages", "conversations")
-TEXT_FIELDS = ("prompt", "question", "instruction")
-ID_FIELDS = ("question_id", "task_id", "id")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Prompt:
     id: str
     suite: str
     category: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     later_turns: tuple[str, ...] = ()
 
     @property
@@ -157,41 +155,31 @@ def _hub_rows(place: str) -> Iterable[tuple[str, dict[str, Any]]]:
 
 def _prompt(row: Mapping[str, Any], suite: str, where: str) -> Prompt:
     number = where.rpartition(" ")[2]
-    name = next((str(row[field]) for field in ID_FIELDS if row.get(field) not in (None, "")), number)
-    category = row.get("category")
-    prompt = Prompt(f"{suite}/{name}", suite, str(category) if category else suite, ())
-    messages = next((row[field] for field in MESSAGE_FIELDS if row.get(field)), None)
-    chat: Messages = []
-    later: list[str] = []
+    if isinstance(row.get("turns"), str):
+        row = {**row, "turns": [row["turns"]]}
     try:
-        if messages is None:
-            first, *later = _turns(row)
-            chat = [{"role": "user", "content": first}]
-        else:
-            chat = _chat(messages)
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
-        later = []
-    if not chat:
+        found = conversation_from_row(dict(row), where=where, fallback_id=number, category=suite)
+        chat, later = _asked(found)
+    except (TrainingError, ValueError) as error:
         raise ConfigurationError(
             f'{where}: no prompt in {json.dumps(row, default=str)[:80]}; wanted "turns" with the user\'s words, or '
             '"messages" with one of the user\'s, or "prompt" or "question"'
-        )
+        ) from error
     if any(PLACEHOLDER in str(text) for text in (*(message["content"] for message in chat), *later)):
         raise ConfigurationError(f"{where} is one of SPEED-Bench's placeholders: {SPEED_BENCH_ROUTE}")
-    return replace(prompt, messages=tuple(chat), later_turns=tuple(later))
+    return Prompt(f"{suite}/{found.id or number}", suite, found.category, chat, later)
 
 
-def _turns(row: Mapping[str, Any]) -> list[str]:
-    turns = row.get("turns")
-    if turns is None:
-        turns = next(row[field] for field in TEXT_FIELDS if row.get(field))
-    turns = [turns] if isinstance(turns, str) else list(turns)
-    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+def _asked(found: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """Messages up to the user's last one; or, where the user says all of them, the first, and what he says later.
+
+    Raises:
+        ValueError: there is no word of the user's.
+    """
+    said = [message["content"] for message in found.messages if message["role"] == "user"]
+    if not said or not all(text.strip() for text in said):
         raise ValueError("no words")
-    return turns
-
-
-def _chat(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Messages up to the last one of the user's."""
-    last = max(index for index, message in enumerate(messages) if message["role"] == "user")
-    return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages[: last + 1]]
+    if len(said) == len(found.messages):
+        return found.messages[:1], tuple(said[1:])
+    last = max(index for index, message in enumerate(found.messages) if message["role"] == "user")
+    return found.messages[: last + 1], ()

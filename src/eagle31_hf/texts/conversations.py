@@ -1,10 +1,11 @@
 """Conversations from JSONL files, folders or the Hub.
 
 A row holds chat messages under `messages` or `conversations` (`role` / `content`, or ShareGPT's `from` / `value`),
-user turns alone under `turns` (Spec-Bench, MT-Bench), one prompt under `prompt` or `question`, or plain `text`. Beside
-messages may stand `tools` and `chat_template_kwargs`; a message may have `tool_calls`, `reasoning_content`, `name` and
-`tool_call_id`, and its content may be null or a list of text parts. All of it reaches the chat template in the form in
-which serving passes it on, so that a row's tokens are those of the request it came from.
+user turns alone under `turns` (Spec-Bench, MT-Bench), one prompt under `prompt`, `question` or `instruction`, or plain
+`text`. Beside messages may stand `tools` and `chat_template_kwargs`; a message may have `tool_calls`,
+`reasoning_content`, `name` and `tool_call_id`, and its content may be null or a list of text parts. All of it reaches
+the chat template in the form in which serving passes it on, so that a row's tokens are those of the request it came
+from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import TrainingError
+from ..errors import TrainingError
 
 Message = dict[str, Any]
 
@@ -206,14 +207,14 @@ def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:
             return tuple(_message(entry, f"{where}, {key}[{i}]") for i, entry in enumerate(row[key]))
     if isinstance(row.get("turns"), list) and row["turns"]:
         return tuple({"role": "user", "content": _text(turn, f"{where}, turns")} for turn in row["turns"])
-    for key in ("prompt", "question"):
+    for key in ("prompt", "question", "instruction"):
         if row.get(key):
             return ({"role": "user", "content": _text(row[key], f"{where}, {key}")},)
     if row.get("text"):
         return ({"role": "text", "content": _text(row["text"], f"{where}, text")},)
     raise TrainingError(
         f"{where}: no messages (keys: {', '.join(map(str, row)) or 'none'}); wanted conversations, messages, turns, "
-        "prompt, question or text"
+        "prompt, question, instruction or text"
     )
 
 

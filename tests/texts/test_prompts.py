@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
+from eagle31_hf.texts.prompts import PLACEHOLDER, embedded_prompts, evenly, read_prompts
 from helpers import SHARED
 
 
@@ -25,6 +25,10 @@ def write(path, *rows):
         ({"question": "How many?", "answer": "2"}, "1", "file", "How many?", ()),
         ({"id": "a", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"},
                                   {"role": "assistant", "content": "A"}]}, "a", "file", "U", ()),
+        ({"instruction": "Do.", "turns": None}, "1", "file", "Do.", ()),
+        ({"turns": "One."}, "1", "file", "One.", ()),
+        ({"conversations": [{"from": "human", "value": "H"}, {"from": "gpt", "value": "G"}]}, "1", "file", "H", ()),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "P"}]}]}, "1", "file", "P", ()),
     ],
 )  # fmt: skip
 def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, words, later):
@@ -92,6 +96,7 @@ def test_a_hub_data_set_that_is_not_to_be_had(monkeypatch):
         ([{"messages": [{"role": "assistant", "content": "A"}]}], "line 1: no prompt"),
         ([{"conversations": []}], "line 1: no prompt"),
         ([{"prompt": 3}], "line 1: no prompt"),
+        ([{"text": "not asked"}], "line 1: no prompt"),
         (["a string"], "line 1: .* is no JSON object"),
         ([{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}], r"1 prompt ids stand more than once \(file/7\)"),
         ([{"turns": [f"{PLACEHOLDER}: x"], "category": "rag"}], "placeholders: .*prepare.py"),

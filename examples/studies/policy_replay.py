@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..decoding.adaptive.costs import RoundTable
-from ..decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
-from ..decoding.text import Sequences, StopRules
-from ..drafter.drafter import Eagle31Drafter
-from ..drafter.hindsight import MOST_JUDGED, FirstDrafts, Hindsight
-from ..drafter.replay import drafts_along
-from ..training.distillation.known_texts import KnownChains, KnownText, KnownTexts
-from ..trees.shape import DraftShape
+from eagle31_hf.decoding.adaptive.costs import RoundTable
+from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.decoding.text import Sequences, StopRules
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.drafter.hindsight import MOST_JUDGED, FirstDrafts, Hindsight
+from eagle31_hf.drafter.replay import drafts_along
+from eagle31_hf.training.distillation.known_texts import KnownChains, KnownText, KnownTexts
+from eagle31_hf.trees.shape import DraftShape
 
 NOTHING_SAID = Hindsight()
 
