@@ -269,6 +269,14 @@ def test_texts_follow_what_other_servers_call_structured(client, field, fits):
         assert fits(told.choices[0].text)
 
 
+def test_one_of_many_texts_can_be_chosen_and_a_grammar_that_is_too_large_is_an_error(client):
+    pytest.importorskip("llguidance")
+    texts = [f"w{number}" * 20 for number in range(5000)]
+    assert chat(client, extra_body={"guided_choice": texts}, max_tokens=200).choices[0].message.content in texts
+    too_large = "start: " + " | ".join(json.dumps(text) for text in texts)
+    assert "too large to be followed" in error_of(client, 500, extra_body={"guided_grammar": too_large})["message"]
+
+
 def test_offsets_of_a_streamed_completion_go_on(client):
     settings = {"model": MODEL, "prompt": "A shop", "temperature": 0, "max_tokens": 12, "logprobs": 0}
     whole = client.completions.create(**settings).choices[0]

@@ -84,7 +84,7 @@ class GrammarCompiler:
         Raises:
             ConfigurationError: llguidance is not installed.
         """
-        return self.lark("start: " + " | ".join(json.dumps(text) for text in texts))
+        return self.lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in texts))
 
     def grammar(self, text: str) -> Grammar:
         """Texts by a grammar in Lark's notation or llama.cpp's (GBNF).
@@ -179,7 +179,9 @@ class GrammarProcessor(stock.LogitsProcessor):
 
     def _allowed(self) -> Tensor:
         """Which of the `V` tokens may come next, on the CPU."""
-        if self._matcher.is_stopped() or self._matcher.is_error():
+        if self._matcher.is_error():  # too large to be followed: better no text than one that does not keep to it
+            return torch.zeros(self._vocabulary, dtype=torch.bool)
+        if self._matcher.is_stopped():
             allowed = torch.zeros(self._vocabulary, dtype=torch.bool)
             allowed[self._eos_ids] = True
             return allowed

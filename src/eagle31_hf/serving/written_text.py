@@ -22,7 +22,7 @@ class RoundOutput:
 
 NO_TOKEN = (
     "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
-    "grammar together forbid every token"
+    "grammar together forbid every token, or the grammar is too large to be followed"
 )
 
 
