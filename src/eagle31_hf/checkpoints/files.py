@@ -26,6 +26,11 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
+GGUF_SUFFIX = ".gguf"
+_GGUF_ADVICE = (
+    "is llama.cpp's format for drafters and cannot be read here (only targets can be GGUF files); pass the drafter it "
+    "was converted from: a folder or Hub id with config.json and safetensors"
+)
 _LONGEST_NAME = 255  # bytes, on every common file system
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
@@ -102,9 +107,19 @@ def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
         raise CheckpointNotFoundError(
             f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({_cause(error)}); check the path"
         ) from error
+    if is_there and folder.suffix.lower() == GGUF_SUFFIX:
+        raise CheckpointFormatError(f"{folder} {_GGUF_ADVICE}")
     if is_there:
         raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
     return None
+
+
+def refuse_gguf(folder: Path) -> None:
+    """Raises:
+    CheckpointFormatError: all that lies in `folder` is a drafter in llama.cpp's format.
+    """
+    if not (folder / CONFIG_FILE).exists() and any(folder.glob(f"*{GGUF_SUFFIX}")):
+        raise CheckpointFormatError(f"{folder} holds a GGUF file, which {_GGUF_ADVICE}")
 
 
 def _cause(error: Exception) -> str:

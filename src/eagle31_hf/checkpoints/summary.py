@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..configuration_eagle31 import Eagle31Config
 from .checks import FLOAT_DTYPES, Tensors, expected_shapes
-from .config_fields import get_path
 from .formats import (
     HS_INDEX,
     LATENT_ARCHITECTURES,
@@ -20,6 +19,7 @@ from .formats import (
     has_reduced_vocabulary,
     to_hs_indices,
 )
+from .json_files import get_path, shown
 from .packed import packable_shapes
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
@@ -100,8 +100,8 @@ def method_name(config: Eagle31Config) -> str:
     return "EAGLE 3.1" if config.is_eagle31 else "EAGLE-3"
 
 
-def caution_notes(format_name: str, config: Eagle31Config, stored: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a file cannot tell for sure and only acceptance would show."""
+def caution_notes(format_name: str, config: Eagle31Config, unknown: Sequence[str]) -> tuple[str, ...]:
+    """What a file cannot tell for sure and only acceptance would show; `unknown`: fields that nothing here knows."""
     notes = []
     if format_name == "specforge" and config.norm_output and config.aux_norm == "none":
         notes.append(
@@ -115,6 +115,11 @@ def caution_notes(format_name: str, config: Eagle31Config, stored: Mapping[str, 
         )
     if config.sliding_window is not None:
         notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
+    if unknown:
+        notes.append(
+            f"nothing here knows what config.json says as {shown(list(unknown))}: kept, and without effect on what the "
+            "drafter computes"
+        )
     return tuple(notes)
 
 

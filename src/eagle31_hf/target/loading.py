@@ -14,13 +14,13 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoints.files import GGUF_SUFFIX
 from ..checkpoints.gguf_header import read_gguf_header
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError
 from .precision import SHORT_NAMES, quick_dtype
 
 logger = logging.getLogger(__name__)
 
-GGUF_SUFFIX = ".gguf"
 GGUF_STORED_DTYPE = torch.bfloat16
 """What unpacked weights are taken to be stored in: the file names no type for them."""
 SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
