@@ -256,3 +256,14 @@ def test_drafts_are_the_formulas(name: str, tmp_path) -> None:
     for ours, theirs in zip(first_logits(again, target, ids), got, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     assert not [note for note in inspect_checkpoint(folder).notes if "nothing here knows" in note]
+
+
+def test_tokens_the_target_has_and_the_file_does_not_have_the_targets_rows(tmp_path) -> None:
+    case, target = Case({}), make_target(VOCABULARY + 5)
+    tensors = network(case)
+    eagle = Eagle31Drafter.from_pretrained(save(tmp_path, COMMON, stored(case, tensors)), target=target)
+    ids = torch.tensor([[7, 9, VOCABULARY + 1, 11, VOCABULARY + 4, 50, 60, VOCABULARY]])
+    rows = torch.cat((tensors["embed_tokens.weight"], target.get_input_embeddings().weight[VOCABULARY:].detach()))
+    wanted = reference_logits(case, tensors, target, ids, rows.__getitem__)
+    for ours, theirs in zip(first_logits(eagle, target, ids), wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5 * max(1.0, float(theirs.abs().max())))

@@ -35,7 +35,7 @@ _UNSCALED = _one_of(1)
 _OFF, _ON = _one_of(False, 0), _one_of(True)
 _SCORE_SCALE = _close_to(lambda config: math.sqrt(1 / (config.head_dim or 1)))
 _HEAD_DIM = _close_to(lambda config: float(config.head_dim or 0))
-_THETA = _close_to(lambda config: (config.rope_parameters or {})["rope_theta"])
+_THETA = _close_to(lambda config: float((config.rope_parameters or {}).get("rope_theta") or 0))
 _PAIRS = lambda value, config: value is config.is_latent  # noqa: E731 (latent attention turns neighbours as a pair)
 
 CHANGES_THE_DRAFTER: Mapping[str, Harmless] = {
