@@ -27,7 +27,7 @@ from ..stats import LastStats, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.quantized import gather_head_rows
 from ..target.self_test import probe_tree_verification
-from .default_config import default_config
+from .default_config import default_config, with_distinct_states
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network, RotaryTables
 from .not_copied import NotCopiedList
@@ -273,8 +273,12 @@ class Eagle31Drafter(Eagle31Network):
         Args:
             config: exact configuration; default: the target's own sizes, `fc_norm`, post-norm feedback.
             overrides: fields of `Eagle31Config` to set differently, e.g. `draft_vocab_size=32000`.
+
+        Raises:
+            ConfigurationError: a target of one or two layers, and no `aux_layers` said.
         """
-        drafter = cls(config or default_config(target, **overrides))
+        config = config or default_config(target, **overrides)
+        drafter = cls(with_distinct_states(config, target.config.get_text_config(decoder=True).num_hidden_layers))
         binding = TargetBinding(target, drafter.config)
         drafter.to(device=binding.head_device, dtype=binding.compute_dtype)  # type: ignore[call-arg]
         drafter._bind(binding)
