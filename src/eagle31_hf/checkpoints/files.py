@@ -19,7 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    IncompatibleTargetError,
+    UnsafeCheckpointError,
+)
 from .json_files import read_json, shown
 
 CONFIG_FILE = "config.json"
@@ -300,6 +306,23 @@ def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
     except CheckpointFormatError:
         return False
     return any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
+
+
+def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collection[str] | None = ()) -> None:
+    """Say so where a drafter is named as a target; of a Hub id, by the `architectures` that its config states.
+
+    Raises:
+        IncompatibleTargetError: it is one.
+    """
+    is_one = any("eagle3" in str(architecture).lower() for architecture in architectures or ())
+    if not is_one and Path(name).is_dir():
+        with suppress(CheckpointFormatError, UnsafeCheckpointError):
+            is_one = not {"fc.weight", "model.fc.weight"}.isdisjoint(open_tensors(Path(name)).infos)
+    if is_one:
+        raise IncompatibleTargetError(
+            f"the target {os.fspath(name)!r} is a drafter; name the model it was made for as the target, and this as "
+            "the drafter (were the two swapped?)"
+        )
 
 
 def holds_checkpoint(folder: Path) -> bool:

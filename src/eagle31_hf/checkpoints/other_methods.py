@@ -158,7 +158,11 @@ _OTHER_METHODS: tuple[tuple[str, Callable[[Mapping[str, Any], Tensors], bool], s
         _WANTED,
     ),
     ("an EAGLE-1/2 drafter (it reads only the last hidden state)", _is_eagle_1_or_2, f"{_WANTED} for this target"),
-    ("a whole language model, not a drafter", _is_whole_model, "pass the drafter here and this model as target=…"),
+    (
+        "a whole language model, not a drafter",
+        _is_whole_model,
+        "pass this model as the target (--target, target=…) and its drafter here (were the two swapped?)",
+    ),
     (
         "an EAGLE-3 drafter with Gemma's decoder layer (norms behind attention and MLP)",
         lambda c, t: _any_name(t, r"\.(pre|post)_feedforward_layernorm\.|\.layer_scalar$"),
