@@ -200,7 +200,12 @@ def inspect_checkpoint(
         tensors={name: info.shape for name, info in infos.items()},
         aux_layers_as_stored=headers.stored_config.layer_ids,
         engines=engine_verdicts(raw, infos, config, headers.table.name),
-        notes=caution_notes(headers.table.name, config, unknown_fields(headers.table, raw, read_places(headers.table))),
+        notes=caution_notes(
+            headers.table.name,
+            config,
+            headers.stored_config.layer_ids,
+            unknown_fields(headers.table, raw, read_places(headers.table)),
+        ),
     )
 
 
