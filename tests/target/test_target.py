@@ -269,9 +269,9 @@ def refused(target: Any, **overrides: Any) -> str:
 
 
 def test_another_vocabulary_or_hidden_size() -> None:
-    message = refused(random_target(tiny(hf.LlamaConfig, vocab_size=100)))
+    message = refused(random_target(tiny(hf.LlamaConfig, vocab_size=1000)))
     assert "96" in message
-    assert "100" in message
+    assert "1000" in message
     message = refused(random_target(tiny(hf.LlamaConfig, hidden_size=32)))
     assert "64" in message
     assert "32" in message

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +63,9 @@ def serve(
     console = make_console()
     listening = _listen(host, port)  # before loading: a port that is taken should not cost a model
     rows = max_batch + READING_ROWS
-    pair = load_pair(source, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows))
+    asked = source.context if source.memory is None else None  # of a row, where nothing is planned
+    loaded = replace(source, context=None) if asked else source
+    pair = load_pair(loaded, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows))
     _calibrate_once(console, pair)
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
@@ -70,7 +73,7 @@ def serve(
 
     settings = EngineSettings(
         max_rows=max_batch,
-        context=_context(pair, source),
+        context=_context(pair, asked),
         max_waiting=max_waiting,
         prefill_chunk=prefill_chunk or _prefill_chunk(pair),
     )
@@ -195,11 +198,15 @@ def _address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _context(pair: Pair, source: PairSource) -> int:
+def _context(pair: Pair, asked: int | None) -> int:
     """Most tokens of a text: as planned, as asked, as trained, in this order."""
     if pair.plan is not None:
         return pair.plan.settings.context
     trained = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None)
+    if asked is not None and asked > (trained or asked):
+        raise ConfigurationError(f"got --context {asked}, but {pair.name} was made for texts of {trained} tokens")
+    if asked is not None:
+        return asked
     return min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
 
 

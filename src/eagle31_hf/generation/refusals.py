@@ -49,17 +49,16 @@ def _check_attached(model: Any, drafter: Eagle31Drafter) -> None:
 def _check_is_still_the_target(drafter: Eagle31Drafter) -> None:
     """What may have been done to the target since the drafter was attached."""
     binding = drafter.require_binding()
-    size = binding.text_config.vocab_size
-    rows = getattr(binding.embedding, "num_embeddings", size)
+    sizes = binding.vocabulary_sizes()
     is_replaced = (
         binding.model.get_output_embeddings() is not binding.lm_head
         or binding.model.get_input_embeddings() is not binding.embedding
     )
-    if is_replaced or size != drafter.config.vocab_size or rows < drafter.config.vocab_size:
+    if is_replaced or sizes != binding.sizes_attached:
         raise IncompatibleTargetError(
-            f"the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
-            f"{size}, embedding {rows} rows, drafter {drafter.config.vocab_size}); call eagle.attach(model) again, "
-            "which says whether the drafter still fits"
+            "the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
+            f"{sizes.configured}, embedding {sizes.embedded} rows, drafter {drafter.config.vocab_size}); call "
+            "eagle.attach(model) again, which says whether the drafter still fits"
         )
     binding.compute_dtype = binding.model.dtype  # model.double() and the like
 
@@ -67,10 +66,8 @@ def _check_is_still_the_target(drafter: Eagle31Drafter) -> None:
 def _check_settings(drafter: Eagle31Drafter, config: GenerationConfig) -> None:
     """The drafter's, and what of them the call itself asks for."""
     drafter.generation_config.check()
-    top_k, size = (
-        drafter.generation_config.draft_top_k,
-        len(drafter.d2t) if drafter.draft_ids is not None else drafter.config.vocab_size,
-    )
+    top_k = drafter.generation_config.draft_top_k
+    size = drafter.config.draft_vocab_size or drafter.config.vocab_size
     if top_k > size:
         raise ConfigurationError(
             f"draft_top_k is {top_k}, more than the {size} tokens this drafter can draft; trees rarely gain from "

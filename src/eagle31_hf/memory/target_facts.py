@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
 from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
@@ -103,14 +104,17 @@ def _load_config(target: Any) -> PreTrainedConfig:
     known = None if Path(target).exists() else find_known_target(str(target))
     if known is not None:
         return known.config
+    refuse_drafter_as_target(target)
     try:
-        return AutoConfig.from_pretrained(target, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise MemoryPlanError(
             f"got target {str(target)!r}, whose config cannot be read ({str(error).splitlines()[0][:160]}); wanted a "
             "folder with config.json, the id of a model on the Hub that transformers knows without remote code, or one "
             f"of {', '.join(known_targets())}"
         ) from error
+    refuse_drafter_as_target(target, config.architectures)
+    return config
 
 
 def _with_required_fields(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..configuration_eagle31 import Eagle31Config
+from ..configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
 from ..errors import IncompatibleTargetError
 from .cache_argument import CACHE_ARGUMENT
 from .precision import warn_of_precision
@@ -29,6 +29,14 @@ class TargetOutput(NamedTuple):
 
     logits: Tensor
     aux: Tensor | None
+
+
+class VocabularySizes(NamedTuple):
+    """Tokens that a target's config states, that its embedding has rows for, and that its head scores."""
+
+    configured: int
+    embedded: int
+    logits: int
 
 
 class TargetBinding:
@@ -54,6 +62,8 @@ class TargetBinding:
         self.embedding: Any = self.model.get_input_embeddings()
         self.lm_head = self.model.get_output_embeddings()
         self._require_fit(config)
+        self.vocabulary = self.vocabulary_sizes().logits
+        self.sizes_attached = self.vocabulary_sizes()
         self.aux_layers = config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
@@ -77,22 +87,33 @@ class TargetBinding:
                 f"{self.model.name_or_path or type(self.model).__name__} has {text.hidden_size}; "
                 "use a drafter made for this target"
             )
-        if text.vocab_size != config.vocab_size:
-            raise IncompatibleTargetError(
-                f"the drafter was made for a vocabulary of {config.vocab_size} tokens, but the target has "
-                f"{text.vocab_size}; a drafter fits only targets with its own tokenizer and vocabulary"
-            )
         if self.lm_head is None:
             raise IncompatibleTargetError(
                 f"{type(self.model).__name__} has no LM head; load the target with AutoModelForCausalLM"
             )
         require_working_head(self.lm_head, self.model.name_or_path or type(self.model).__name__)
-        rows = getattr(self.embedding, "num_embeddings", config.vocab_size)
-        if rows < config.vocab_size:
+        sizes = self.vocabulary_sizes()
+        if min(sizes.embedded, sizes.logits) < sizes.configured:
             raise IncompatibleTargetError(
-                f"the target's embedding has {rows} rows, fewer than its vocabulary of {config.vocab_size}; "
-                "was it resized after loading? Call target.resize_token_embeddings to match its config"
+                f"the target's embedding has {sizes.embedded} rows and its head {sizes.logits}, fewer than its "
+                f"vocabulary of {sizes.configured}; was it resized after loading? Call target.resize_token_embeddings "
+                "to match its config"
             )
+        if not all(map(config.knows_vocabulary_of, (sizes.embedded, sizes.logits))):
+            raise IncompatibleTargetError(
+                f"the drafter was made for a vocabulary of {config.vocab_size} tokens, but the target has "
+                f"{sizes.logits}; a drafter fits only targets with its own tokenizer and vocabulary, and up to "
+                f"{MOST_ADDED_TOKENS} tokens added to them"
+            )
+
+    def vocabulary_sizes(self) -> VocabularySizes:
+        """The target's, as they are now."""
+        configured = self.text_config.vocab_size
+        return VocabularySizes(
+            configured,
+            embedded=getattr(self.embedding, "num_embeddings", configured),
+            logits=getattr(self.lm_head, "out_features", configured),
+        )
 
     # --- hidden states -------------------------------------------------------------------------------------------
 
