@@ -81,7 +81,7 @@ class GraphPackages:
             (code,) = codes
         else:
             packed = None if self.compiler is None else self.compiler.weights
-            code = bound(codes, told["calls"], told["outputs"], _tensors_by_name(self.models), packed)
+            code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), packed)
         signature = [(tuple(shape), tuple(stride), dtype) for shape, stride, dtype in told["signature"]]
         return ReshapedStep(code, step, signature)
 
@@ -107,7 +107,7 @@ class GraphPackages:
         if self.compiler is None:
             begun = [self._begin(f"{name_of(key)}.pt2", exported, processes)]
         else:
-            program = PieceProgram.of(exported, self.compiler, _tensors_by_name(self.models))
+            program = PieceProgram.of(exported, self.compiler, tensors_by_name(self.models))
             names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
             pieces = [_export_piece(piece) for piece in program.pieces]
             begun = [self._begin(*each, processes) for each in zip(names, pieces, strict=True)]
@@ -151,7 +151,7 @@ def _digest(told: object) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
-def _tensors_by_name(models: nn.ModuleList) -> dict[str, Tensor]:
+def tensors_by_name(models: nn.ModuleList) -> dict[str, Tensor]:
     """Weights, buffers and other tensors that modules hold, as `FlatStep` names them."""
     weights = (*models.named_parameters("models", remove_duplicate=False), *models.named_buffers("models"))
     held = {
