@@ -310,6 +310,23 @@ def test_a_target_that_changes_after_its_graphs_were_loaded(warmed: Eagle31Draft
     assert "advance" in kinds(warmed)
 
 
+@pytest.mark.parametrize("of", ["folder", "file"])
+def test_what_others_may_write_is_not_loaded(
+    of: str, warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs are machine code."""
+    for path in [store.cache_folder()] if of == "folder" else kept_files(".pt2"):
+        path.chmod(path.stat().st_mode | 0o022)
+    monkeypatch.setattr(packages, "_load_package", failing(AssertionError("loaded")))
+    with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
+        assert torch.equal(write(warmed), write(None))
+    assert not kinds(warmed)
+    assert "others may write" in caplog.text
+    if of == "folder":
+        with pytest.raises(ConfigurationError, match=r"could be exchanged.*chmod go-w"):
+            warm_up(forgotten(warmed), tokens=100, **GREEDY)
+
+
 def folder_of(pair: Eagle31Drafter) -> Path:
     return kept_graphs.pair_folder(pair, kept_graphs.network_of(pair))
 

@@ -69,9 +69,10 @@ def serve(
     behaviour = ServerSettings(
         name, api_key=api_key or None, grace_s=grace, allow_origins=tuple(allow_origin or ())
     )  # fmt: skip
-    app = make_app(Engine(pair.drafter, pair.tokenizer, settings), behaviour)
+    engine = Engine(pair.drafter, pair.tokenizer, settings)
+    app = make_app(engine, behaviour)
     console.print(
-        f"{name}: {settings.max_rows} texts at once, {settings.context:,} tokens each, "
+        f"{name}: {settings.max_rows} texts at once, {engine.settings.context:,} tokens each, "
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=True,
     )

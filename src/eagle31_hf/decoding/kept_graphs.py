@@ -7,6 +7,7 @@ so nothing about a text depends on how long anything took. Nothing is compiled w
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -24,6 +25,7 @@ from ..compiled.compiler_processes import CompilerProcesses
 from ..compiled.flat_steps import StepInputs
 from ..compiled.graph_makers import CompilesAtOnce, GraphKey, GraphMaker, Step
 from ..compiled.graphs import PACKED_BYTES, Graphs
+from ..compiled.own_files import make_own_folder, why_not_ours
 from ..compiled.packages import GraphPackages, name_of, prefix_of, tensors_by_name
 from ..compiled.round_graphs import RoundGraph
 from ..compiled.seen_state import ModelState
@@ -33,6 +35,9 @@ from ..sampling.logits_processing import ScoreProcessing
 from .calibration.store import CACHE_VARIABLE, cache_folder, calibration_key, digest_of
 from .pair_history import PairHistory, setting_of
 from .policy_choice import RequestedDraft
+
+logger = logging.getLogger(__name__)
+_said: set[str] = set()
 
 __all__ = ["GraphMaker", "compiling_ahead", "graph_maker", "keeping_what_is_compiled"]
 
@@ -193,7 +198,17 @@ def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:
     graphs = Graphs.of(drafter, state) if folder.is_dir() else None
     if graphs is None or refusal(drafter, graphs):
         return None
-    return packages_in(folder, drafter, graphs)
+    packages = packages_in(folder, drafter, graphs)
+    if packages.folder.is_dir() and (why := why_not_ours(packages.folder)):
+        _say(f"kept graphs are machine code, and those in {folder} are not loaded: {why}")
+        return None
+    return packages
+
+
+def _say(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        logger.warning("eagle31: %s; steps stay eager", what)
 
 
 def packages_in(folder: Path, drafter: Eagle31Drafter, graphs: Graphs) -> GraphPackages:
@@ -212,6 +227,8 @@ def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.reads_packed_weights:
         return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
+    if drafter.require_binding().rotates_alike_up_to is not None:
+        return "what its positions are rotated by depends on the text's length, and graphs on disk would not look"
     return code_of_others(graphs.state) or graphs.disabled_reason
 
 
@@ -288,11 +305,16 @@ def compiling_ahead(
         raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
     packages = packages_in(pair_folder(drafter, graphs.state), drafter, graphs)
     try:
-        packages.folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(packages.folder)
     except OSError as error:
         raise ConfigurationError(
             f"graphs cannot be kept in {packages.folder} ({error.strerror}); name another folder by ${CACHE_VARIABLE}"
         ) from error
+    if why := why_not_ours(packages.folder):
+        raise ConfigurationError(
+            f"graphs are machine code, and what is kept in {packages.folder} could be exchanged: {why}; or name "
+            f"another folder by ${CACHE_VARIABLE}"
+        )
     processes = CompilerProcesses(1) if packages.tries_products else CompilerProcesses.one_a_core()
     with processes:
         binding.ahead = CompilesAhead(drafter, packages, processes, on_compile)

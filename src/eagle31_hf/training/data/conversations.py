@@ -124,6 +124,8 @@ def _read_jsonl(file: Path) -> Iterator[Conversation]:
                 raise TrainingError(
                     f"{where}: not JSON ({error.msg} at column {error.colno}); mend or remove it"
                 ) from None
+            except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+                raise TrainingError(f"{where}: JSON that nobody can read ({error}); mend or remove it") from None
             yield conversation_from_row(row, where=where, fallback_id=f"{file.stem}-{number}", category=file.stem)
 
 
@@ -198,6 +200,8 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise TrainingError(f"{where} is text but no JSON ({error.msg}); mend it") from None
+    except (ValueError, RecursionError) as error:
+        raise TrainingError(f"{where} is JSON that nobody can read ({error}); mend it") from None
 
 
 def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:
