@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers as hf
@@ -18,10 +17,12 @@ from eagle31_hf.compiled.seen_state import ModelState
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from helpers import CONFIGS, random_target
 
+peft = pytest.importorskip("peft")
+
 LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, target_modules=["q_proj", "o_proj"])
 
 
-def adapted(config: peft.LoraConfig = LORA) -> Any:
+def adapted(config: Any = LORA) -> Any:
     model = peft.get_peft_model(random_target(CONFIGS["llama"]()), config, adapter_name="A")
     model.add_adapter("B", config)
     model.set_adapter("A")

@@ -111,6 +111,15 @@ def test_a_reduced_shape_is_never_larger(depth: int, left: int, is_tree: bool, i
     assert reduced.is_tree <= is_tree
 
 
+@given(st.integers(2, 12), st.integers(2, 30), st.booleans())
+def test_a_chain_has_fewer_nodes_than_the_tree_it_was_made_of(depth: int, size: int, is_static: bool) -> None:
+    """Which may be deep and have few."""
+    static = StaticTopology.best_for([0.9, 0.2], depth=depth, size=size) if is_static else None
+    shape = DraftShape(depth, top_k=3, size=size, static=static)
+    reduced = shape.reduced_to(depth, is_tree=False)
+    assert reduced.nodes < shape.nodes or reduced.nodes == 2
+
+
 @pytest.mark.parametrize(
     "error",
     [

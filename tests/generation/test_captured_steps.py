@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from kept_pairs import GREEDY, SAMPLING, failing, forgotten, kinds, make_pair, settle, write
@@ -227,6 +226,7 @@ def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
 ) -> None:
     monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
     next_text = hand_out_again(monkeypatch)
+    peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
     )

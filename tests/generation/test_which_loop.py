@@ -287,3 +287,45 @@ def test_layers_that_keep_more_than_keys_and_values_are_decoded_plainly() -> Non
         assert "layers of kind" in drafter.stats.reason
     with configured(drafter, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="in part only"):
         model.generate(**inputs, do_sample=False, max_new_tokens=4, assistant_model=drafter)
+
+
+def right(mask: Tensor) -> None:
+    mask[1, 5:] = 0
+
+
+def hole(mask: Tensor) -> None:
+    mask[0, 3] = 0
+
+
+def empty(mask: Tensor) -> None:
+    mask[1] = 0
+
+
+@pytest.mark.parametrize("spoil", [right, hole, empty])
+def test_rows_that_are_not_padded_on_the_left_are_decoded_plainly(spoil: Any) -> None:
+    with seeded(3):
+        ids = torch.randint(2, 96, (2, 9))
+    mask = torch.ones_like(ids)
+    spoil(mask)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    drafter = drafter_of("llama")
+    assert torch.equal(greedy("llama", inputs), greedy("llama", inputs, assistant_model=drafter))
+    assert stats_of().loop == "plain"
+    assert "pads behind or between tokens" in stats_of().reason
+
+
+def test_batches_that_a_target_cannot_verify_are_decoded_plainly() -> None:
+    """XGLM wants a mask for each row."""
+    config = hf.XGLMConfig(
+        vocab_size=96, d_model=64, ffn_dim=96, num_layers=4, attention_heads=4, max_position_embeddings=128,
+        init_std=0.15, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = random_target(config)
+    drafter = random_drafter(model, aux_layers=[1, 2, 3])
+    for rows, loop in ((1, "own"), (3, "plain")):
+        inputs = left_padded(random_prompts(rows))
+        text = model.generate(**inputs, do_sample=False, max_new_tokens=10)
+        assert torch.equal(text, model.generate(**inputs, do_sample=False, max_new_tokens=10, assistant_model=drafter))
+        assert drafter.stats is not None
+        assert drafter.stats.loop == loop
+        assert ("self-test of a batch" in drafter.stats.reason) == (rows > 1)
