@@ -98,7 +98,9 @@ class Eagle31Config(LlamaConfig):
         for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                       "num_key_value_heads", "vocab_size", "draft_vocab_size", "target_hidden_size",
                       "num_aux_hidden_states", "max_position_embeddings"):  # fmt: skip
-            self._require(getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; wanted at least 1")
+            value = getattr(self, field)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            self._require(is_whole and value >= 1, f"{field} is {value!r}; wanted a whole number, at least 1")
         self._check_bounds()
         self._require(
             self.num_attention_heads % self.num_key_value_heads == 0,

@@ -153,6 +153,7 @@ def test_a_map_under_its_name_in_memory_is_read(tmp_path):
         ({"hidden_size": "eight"}, "no possible drafter"),
         ({"draft_vocab_size": 21}, "no possible drafter.*larger than vocab_size"),
         ({"num_attention_heads": 0, "head_dim": None}, "no possible drafter"),
+        ({"num_aux_hidden_states": 1.5}, "no possible drafter.*whole number"),
         ({"rope_scaling": "yarn"}, "rope is 'yarn'"),
         ({"rope_theta": "big"}, "rope_theta is 'big'"),
         ({"fc_norm": True, "norm_before_fc": True}, "both fc_norm and norm_before_fc"),

@@ -137,6 +137,10 @@ FOREIGN = {
     "another machine": json.dumps({"key": {"device": "another"}, "calibration": CHEAP_DRAFTS.to_dict()}),
     "binary": b"\xff\xfe\x00",
     "deep": "[" * 100_000,
+    **{
+        f"{name} of {value!r:.9}": json.dumps({"key": "KEY", "calibration": CHEAP_DRAFTS.to_dict() | {name: value}})
+        for name, value in [("round_s", 10**400), ("round_s", 1.7e308), ("plain_round_s", float("inf"))]
+    },
 }
 
 
@@ -144,7 +148,9 @@ FOREIGN = {
 def test_broken_and_foreign_files_are_done_without(content: str | bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = store.calibration_file(key_of())
     path.parent.mkdir(parents=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    if isinstance(content, str):
+        content = content.replace('"KEY"', json.dumps(key_of())).encode()
+    path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert store.load(key_of()) is None
         assert store.load(key_of()) is None
@@ -154,10 +160,23 @@ def test_broken_and_foreign_files_are_done_without(content: str | bytes, caplog:
     assert store.load(key_of()) == CHEAP_DRAFTS, "it is renewed"
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 0.0, "soon", None])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 0.0, 5e-324, 1.7e308, 10**400, "soon", None])
 def test_seconds_nobody_measured_are_refused(wrong: object) -> None:
     fields = json.loads(json.dumps(CHEAP_DRAFTS.to_dict()))
     fields["contexts"][0]["forward_s"][0][1] = wrong
+    with pytest.raises(ConfigurationError, match="wanted"):
+        Calibration.from_dict(fields)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1, 10**30, "many"])
+@pytest.mark.parametrize("what", ["context", "width"])
+def test_sizes_that_no_text_has_are_refused(what: str, wrong: object) -> None:
+    fields = json.loads(json.dumps(CHEAP_DRAFTS.to_dict()))
+    last = fields["contexts"][-1]
+    if what == "context":
+        last["context"] = wrong
+    else:
+        last["forward_s"][-1][0] = wrong
     with pytest.raises(ConfigurationError, match="wanted"):
         Calibration.from_dict(fields)
 

@@ -109,6 +109,14 @@ def test_a_reduced_shape_is_never_larger(depth: int, left: int, is_tree: bool) -
     assert reduced.is_tree <= is_tree
 
 
+@given(st.integers(2, 12), st.integers(2, 30))
+def test_a_chain_has_fewer_nodes_than_the_tree_it_was_made_of(depth: int, size: int) -> None:
+    """Which may be deep and have few."""
+    shape = DraftShape(depth, top_k=3, size=size)
+    reduced = shape.reduced_to(depth, is_tree=False)
+    assert reduced.nodes < shape.nodes or reduced.nodes == 2
+
+
 @pytest.mark.parametrize(
     "error",
     [

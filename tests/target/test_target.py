@@ -114,6 +114,27 @@ def test_aux_order_is_the_configs(llama: Any) -> None:
 # --- nothing left behind ----------------------------------------------------------------------------------------------
 
 
+def test_a_drafter_that_is_dropped_takes_its_hooks_along(llama: Any) -> None:
+    before = hooks_of(llama)
+    drafter = random_drafter(llama)
+    llama.generate(torch.tensor([[5, 6]]), max_new_tokens=5, assistant_model=drafter, do_sample=False)
+    assert hooks_of(llama) > before
+    del drafter
+    gc.collect()
+    assert hooks_of(llama) == before
+
+
+def test_a_target_that_projects_its_embedding_is_refused() -> None:
+    config = hf.OPTConfig(
+        vocab_size=96, hidden_size=64, ffn_dim=80, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=32,
+        max_position_embeddings=128, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = random_target(config)
+    with pytest.raises(IncompatibleTargetError, match="projects its embedding"):
+        Eagle31Drafter.from_target(model)
+    assert hooks_of(model) == 0
+
+
 def test_detach_leaves_the_target_as_it_was(llama: Any) -> None:
     before = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
     modules = [name for name, _ in llama.named_modules()]

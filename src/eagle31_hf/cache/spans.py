@@ -100,7 +100,7 @@ def windows_from_config(
     """
     config = config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
-    _refuse_unsupported(config, types, capacity)
+    _refuse_unsupported(config, capacity)
     if masks_by_type is None:
         masks_by_type = types is not None
     sliding, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
@@ -116,10 +116,16 @@ def windows_from_config(
     return [windows[kind] for kind in types], list(types)
 
 
-def _refuse_unsupported(config: PreTrainedConfig, types: Sequence[str] | None, capacity: int) -> None:
-    unknown = sorted(set(types or ()) - {FULL, SLIDING, CHUNKED})
+def unknown_layers(config: PreTrainedConfig) -> list[str]:
+    """Kinds of a model's layers that may keep more than keys and values; nobody here knows how to roll them back."""
+    config = config.get_text_config(decoder=True)
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING, CHUNKED})
     # What transformers itself would cache also tells models apart that name no layer types.
-    unknown += sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - _STOCK_LAYERS)
+    return unknown + sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - _STOCK_LAYERS)
+
+
+def _refuse_unsupported(config: PreTrainedConfig, capacity: int) -> None:
+    unknown = unknown_layers(config)
     if unknown:
         raise IncompatibleTargetError(
             f"{config.model_type} has layers of kind {unknown}; draft trees need attention layers that keep keys and "

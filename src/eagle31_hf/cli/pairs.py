@@ -230,7 +230,7 @@ def _planned_weights(source: PairSource) -> str | None:
 def _read_plan(path: Path) -> MemoryPlan:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MemoryPlanError(
             f"got --memory {str(path)!r}, which cannot be read ({_first_line(error)}); wanted auto, or a file that "
             "`eagle31 plan --json` wrote"

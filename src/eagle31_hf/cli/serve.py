@@ -84,7 +84,7 @@ def serve(
     engine = Engine(pair.drafter, pair.tokenizer, settings)
     app = make_app(engine, behaviour)
     console.print(
-        f"{name}: {settings.max_rows} texts at once, {settings.context:,} tokens each, "
+        f"{name}: {settings.max_rows} texts at once, {engine.settings.context:,} tokens each, "
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=True,
     )

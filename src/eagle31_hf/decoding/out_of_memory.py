@@ -120,6 +120,7 @@ class RecoveringDecoder:
             decoder.caches.drafter = None
         if step in (FallbackStep.SHORTEN, FallbackStep.DROP):
             decoder.largest = decoder.largest.reduced_to(budget.draft_tokens, is_tree=budget.is_tree)
+            self.fallbacks.budget = replace(budget, draft_tokens=decoder.largest.depth)
         elif step is FallbackStep.CHUNK:
             decoder.chunk = budget.chunk
         elif step is FallbackStep.FORGET:

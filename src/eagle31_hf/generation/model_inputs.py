@@ -74,6 +74,8 @@ def prompt_forward(call: Call, padding: list[int]) -> PromptForward | None:
 
 def why_no_draft(call: Call) -> str | None:
     """Inputs that only one forward per token, prepared by the model, treats right."""
+    if why := _why_not_padded_left(call):
+        return why
     if _has_positions_of_its_own(call.position_ids, call.attention_mask):
         return "position_ids are not those of the text"
     if call.text_length > call.input_ids.shape[1] and (call.cache is None or call.cache.get_seq_length() == 0):
@@ -103,6 +105,15 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
             "left: tokenizer.padding_side = 'left'"
         )
     return padding.tolist()
+
+
+def _why_not_padded_left(call: Call) -> str | None:
+    """Pads where only the model's own forwards, token by token, treat them as plain `generate` does."""
+    try:
+        left_padding(call.input_ids, call.attention_mask)
+    except UnsupportedGenerationError as error:
+        return str(error)
+    return None
 
 
 def _is_nothing(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import GenerationConfig
 
 from ..drafter.drafter import Eagle31Drafter
@@ -50,10 +51,11 @@ def _check_is_still_the_target(drafter: Eagle31Drafter) -> None:
     """What may have been done to the target since the drafter was attached."""
     binding = drafter.require_binding()
     sizes = binding.vocabulary_sizes()
-    is_replaced = (
-        binding.model.get_output_embeddings() is not binding.lm_head
-        or binding.model.get_input_embeddings() is not binding.embedding
-    )
+    now = binding.model.get_input_embeddings(), binding.model.get_output_embeddings()
+    is_replaced = now[0] is not binding.embedding or now[1] is not binding.lm_head
+    if is_replaced and all(_is_around(*pair) for pair in zip(now, (binding.embedding, binding.lm_head), strict=True)):
+        drafter.attach(binding.model)  # adapters of single tokens (PEFT) were put around them
+        return
     if is_replaced or sizes != binding.sizes_attached:
         raise IncompatibleTargetError(
             "the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
@@ -61,6 +63,10 @@ def _check_is_still_the_target(drafter: Eagle31Drafter) -> None:
             "eagle.attach(model) again, which says whether the drafter still fits"
         )
     binding.compute_dtype = binding.model.dtype  # model.double() and the like
+
+
+def _is_around(outer: Any, inner: Any) -> bool:
+    return isinstance(outer, nn.Module) and any(module is inner for module in outer.modules())
 
 
 def _check_settings(drafter: Eagle31Drafter, config: GenerationConfig) -> None:

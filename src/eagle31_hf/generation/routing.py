@@ -16,11 +16,13 @@ from typing import Literal
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache
 
+from ..cache.spans import unknown_layers
 from ..errors import UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
 from .call import Call
 from .continuation import why_not_continued
 from .model_inputs import why_no_draft, why_not_our_loop
+from .own_loop import requested_draft
 
 Loop = Literal["own", "stock", "plain"]
 # Why a loop must not have a call; `None` if it may.
@@ -97,11 +99,35 @@ def _foreign_cache(call: Call) -> str | None:
     return None
 
 
+def _rotations_that_change(call: Call) -> str | None:
+    limit = call.drafter.require_binding().rotates_alike_up_to
+    if not limit or not call.may_rotate_otherwise:
+        return None if limit != 0 else "it could not be found out whether the target rotates long texts otherwise"
+    return (
+        f"the text may come to {call.longest_text} tokens, and behind {limit} the target rotates all positions in "
+        "another way (rope scaling), so that it must be read token by token"
+    )
+
+
+def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
+    """Rows of a batch are drafted as far as the one that has most to write; graphs look deeper than a text's end."""
+    binding, settings = call.drafter.require_binding(), call.drafter.generation_config
+    if binding.rotates_alike_up_to is None:
+        return None
+    is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
+    requested, _ = requested_draft(call)
+    room = binding.rotates_alike_up_to - call.longest_text
+    if (is_eager and call.batch_size == 1) or requested.shape.depth <= room:
+        return None
+    return f"drafts of {requested.shape.depth} tokens may pass the {binding.rotates_alike_up_to} that are rotated alike"
+
+
 # --- against our loop -------------------------------------------------------------------------------------------------
 
 
 def _target_without_trees(call: Call) -> str | None:
-    return call.drafter.require_binding().tree_unsupported_reason or None
+    binding = call.drafter.require_binding()
+    return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
 
 
 def _processors_of_a_batch(call: Call) -> str | None:
@@ -115,6 +141,8 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _one_forward_per_token,
     _unknown_noise,
     why_no_draft,
+    _rotations_that_change,
+    _drafts_beyond_what_rotates_alike,
     _target_without_trees,
     _foreign_cache,
     why_not_our_loop,
@@ -161,11 +189,18 @@ def _sampled_scores_wanted(call: Call) -> str | None:
     return None
 
 
+def _layers_it_would_roll_back_in_part(call: Call) -> str | None:
+    unknown = unknown_layers(call.drafter.require_binding().text_config)
+    return f"transformers' assisted loop may roll back layers of kind {unknown} in part only" if unknown else None
+
+
 AGAINST_STOCK: tuple[Objection, ...] = (
     _one_forward_per_token,
     _unknown_noise,
     _sampled_scores_wanted,
     why_no_draft,
+    _rotations_that_change,
+    _layers_it_would_roll_back_in_part,
     _several_rows,
     _processors_that_keep_state,
     _ends_it_would_miss,

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def write_plain(call: Call, stats: SpeculationStats) -> Any:
-    """What `generate` writes without a drafter."""
+    """What `generate` writes without a drafter; a prompt that is read in pieces would be rotated in several ways."""
+    if call.may_rotate_otherwise:
+        call.generation_config.prefill_chunk_size = None
     counting = CountingCriteria(call.stopping_criteria, rows_wait=bool(call.rules.eos_ids))
     output: Any = GenerationMixin._sample(
         call.model,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from .batch import TextBatch
+from .batch_drafts import BatchDrafts
 from .choosing import TokenChooser
 from .constraints import constraints_of
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
@@ -103,7 +104,8 @@ class Engine:
     """
 
     def __init__(self, drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
-        self.drafter, self.tokenizer, self.settings = drafter, tokenizer, settings
+        self.drafter, self.tokenizer, self.settings = drafter, tokenizer, within_what_the_target_can(drafter, settings)
+        settings = self.settings
         self.eos_ids = end_tokens(drafter, tokenizer)
         self.totals = Totals()
         self.batch = TextBatch(
@@ -299,6 +301,38 @@ def _deliver(job: Job, event: TextEvent) -> None:
         job.on_event(event)
     except Exception:
         logger.exception("eagle31: a listener failed")
+
+
+def within_what_the_target_can(drafter: Eagle31Drafter, settings: EngineSettings) -> EngineSettings:
+    """Settings under which texts that are written side by side do not feel each other.
+
+    None gets so long that the target rotates it, and those beside it, otherwise; and they are written one after the
+    other where the target cannot verify batches.
+
+    Raises:
+        UnsupportedGenerationError: it could not be found out how long that is, or no text would fit.
+    """
+    binding = drafter.require_binding()
+    if binding.batch_unsupported_reason:
+        settings = replace(settings, max_rows=1)
+    limit = binding.rotates_alike_up_to
+    if limit is None:
+        return settings
+    room = limit - BatchDrafts(drafter).longest
+    if room < 2:
+        raise UnsupportedGenerationError(
+            f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "
+            "texts of so few cannot be served side by side"
+        )
+    if settings.context > room:
+        logger.warning(
+            "eagle31: texts of up to %d tokens are served instead of %d: behind %d the target rotates all positions in "
+            "another way (rope scaling), which texts written beside a longer one would feel",
+            room,
+            settings.context,
+            limit,
+        )
+    return replace(settings, context=min(settings.context, room))
 
 
 def end_tokens(drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

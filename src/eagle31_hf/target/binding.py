@@ -8,6 +8,7 @@ one version of transformers names it, so that it can be deleted when that versio
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ..errors import IncompatibleTargetError
 from .cache_argument import CACHE_ARGUMENT
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
+from .rotation import rotates_alike_up_to
 from .taps import HiddenStateTaps
 
 
@@ -67,6 +69,8 @@ class TargetBinding:
         self.aux_layers = config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
+        self.rotates_alike_up_to = rotates_alike_up_to(self.model)  # tokens; `None`: any text
+        self.batch_unsupported_reason = ""  # the same of batches
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
@@ -78,6 +82,7 @@ class TargetBinding:
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         self._masking, self._own_attention, self._lock = 0, "", threading.Lock()
         self.taps = HiddenStateTaps(self.model, self.layers, self.aux_layers)
+        weakref.finalize(self, self.taps.close)  # of a drafter that is dropped without `detach`
 
     def _require_fit(self, config: Eagle31Config) -> None:
         text = self.text_config
@@ -86,6 +91,15 @@ class TargetBinding:
                 f"the drafter was made for a target of hidden size {config.target_hidden_size}, but "
                 f"{self.model.name_or_path or type(self.model).__name__} has {text.hidden_size}; "
                 "use a drafter made for this target"
+            )
+        widths = (
+            getattr(self.embedding, "embedding_dim", text.hidden_size),
+            getattr(self.lm_head, "in_features", text.hidden_size),
+        )
+        if widths != (text.hidden_size, text.hidden_size):
+            raise IncompatibleTargetError(
+                f"the target projects its embedding and head (widths {widths}) to a hidden size of {text.hidden_size}, "
+                "and a drafter reads them as they are; there is no drafter for such targets"
             )
         if self.lm_head is None:
             raise IncompatibleTargetError(

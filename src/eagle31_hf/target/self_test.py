@@ -33,30 +33,42 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                 continue
             if error <= tolerance(binding):
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
+                binding.batch_unsupported_reason = _why_not_in_batches(binding)
                 return
             reasons.append(f"logits differ by {error:.2g} of their range")
     binding.tree_unsupported_reason = f"the target failed the tree self-test ({reasons[0]})"
 
 
-def _tree_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
-    """Largest difference between tree and path logits, as a share of the logits' range."""
+def _why_not_in_batches(binding: TargetBinding) -> str:
+    """Some models want a mask for each row of a batch."""
+    try:
+        error = _tree_error(binding, binding.masks_by_type, rows=2)
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
+        why = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+    else:
+        why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
+    return why and f"the target failed the tree self-test of a batch ({why})"
+
+
+def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int = 1) -> float:
+    """Largest difference between tree and path logits, as a share of the logits' range; of `rows` that are alike."""
     windows = [w for w in (getattr(binding.text_config, "sliding_window", None),) if w]
     length = min(windows[0] + 3, LONGEST_PROBE) if windows else 6
     tokens = probe_tokens(binding, length + 4)
     prefix, nodes = tokens[:, :length], tokens[:, length:]  # (1, length), (1, 4): root, its children a and b, c below a
-    parents = torch.tensor([[0, 0, 0, 1]], device=tokens.device)
+    parents = torch.tensor([[0, 0, 0, 1]] * rows, device=tokens.device)
     ancestors = ancestors_from_parents(parents, max_depth=2)
-    tree = DraftTree(nodes, parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
+    tree = DraftTree(nodes.expand(rows, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
 
     cache = SpeculativeCache.from_config(
-        binding.text_config, batch_size=1, capacity=length + 4, block=length, masks_by_type=masks_by_type,
+        binding.text_config, batch_size=rows, capacity=length + 4, block=length, masks_by_type=masks_by_type,
         device=tokens.device,
     )  # fmt: skip
     cache.place(length)
     mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
-    binding.forward(prefix, cache.position_ids(), mask, cache, logits_to_keep=1)
+    binding.forward(prefix.expand(rows, -1), cache.position_ids(), mask, cache, logits_to_keep=1)
     cache.commit(length)
-    found = Verification(binding, cache)(tree).logits[0].float()
+    found = Verification(binding, cache)(tree).logits.float()  # (rows, 4, V)
 
     long_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 1, 3]]), 1))[-3:]
     short_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 2]]), 1))[-1:]

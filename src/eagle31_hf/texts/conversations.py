@@ -272,6 +272,8 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise TrainingError(f"{where} is text but no JSON ({error.msg}); mend it") from None
+    except (ValueError, RecursionError) as error:
+        raise TrainingError(f"{where} is JSON that nobody can read ({error}); mend it") from None
 
 
 def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:

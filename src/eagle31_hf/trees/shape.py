@@ -70,10 +70,14 @@ class DraftShape:
         return DraftShape(depth=0) if depth < 1 else replace(self, depth=depth)
 
     def reduced_to(self, depth: int, *, is_tree: bool) -> DraftShape:
-        """This shape with no more than `depth` levels; a chain of them unless it may stay a tree."""
+        """This shape with no more than `depth` levels; a chain of them unless it may stay a tree.
+
+        A chain has fewer nodes than the tree it was made of, which may have had fewer than levels.
+        """
         if is_tree and depth == self.depth:
             return self
-        return replace(self, depth=min(depth, self.depth), top_k=1, size=0)
+        most = max(1, self.nodes - 2) if self.is_tree else self.depth
+        return replace(self, depth=min(depth, self.depth, most), top_k=1, size=0)
 
 
 def default_tree_size(depth: int, top_k: int) -> int:
