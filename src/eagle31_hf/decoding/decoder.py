@@ -41,6 +41,9 @@ def make_round(
     """Rounds over these caches, by graphs where they can be had or by eager code."""
     if not compiled or caches.drafter is None:
         return EagerRound(drafter, caches, request, clock)
+    if caches.target.has_states:
+        request.stats.fall_back("rounds are not compiled where the target keeps recurrent states")
+        return EagerRound(drafter, caches, request, clock)
     if caches.drafter.cache.has_windows:
         request.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
         return EagerRound(drafter, caches, request, clock)
@@ -82,7 +85,7 @@ class SpeculativeDecoder:
         self.stage, self.largest = Stage.PREFILL, request.shape
         self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each row
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
-        self.chunk = min(request.prefill_chunk or prompt, prompt)
+        self.chunk = min(request.prefill_chunk or prompt, prompt) if self.binding.reads_on else prompt
         self.reading: PrefillState | None = None
         self.compiles = drafter.generation_config.acceleration == "compile" if compiled is None else compiled
         self._wrap_round = wrap_round

@@ -16,6 +16,7 @@ from typing import Literal
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache
 
+from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from .call import Call
 from .continuation import why_not_continued
@@ -140,10 +141,17 @@ def _ends_it_would_miss(call: Call) -> str | None:
     return None
 
 
+def _states(call: Call) -> str | None:
+    has_states = call.drafter.require_binding().has_states
+    return (
+        "transformers' assisted loop cannot take back what a draft leaves in recurrent states" if has_states else None
+    )
+
+
 def _reads_it_would_get_wrong(call: Call) -> str | None:
     if call.generation_config.prefill_chunk_size is not None:
         return "transformers' assisted loop ignores prefill_chunk_size"
-    if call.cache is not None and call.cache.get_seq_length() > 0:
+    if call.cache is not None and held_length(call.cache) > 0:
         return "transformers' assisted loop writes wrong text with a pre-filled cache"
     return None
 
@@ -151,6 +159,7 @@ def _reads_it_would_get_wrong(call: Call) -> str | None:
 AGAINST_STOCK: tuple[Objection, ...] = (
     _one_forward_per_token,
     why_no_draft,
+    _states,
     _several_rows,
     _processors_that_keep_state,
     _ends_it_would_miss,
