@@ -164,10 +164,10 @@ def test_a_state_of_two_mixers_and_one_of_none_are_errors() -> None:
     layer.handed_out(REC)
     layer.end()
     layer.begin(MixerCall("another", group))
-    with pytest.raises(IncompatibleTargetError, match="layer 0 .* mixer and another write the same state"):
+    with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* mixer and another write the same state"):
         layer.handed_out(REC)
     cache.place(1)
-    with pytest.raises(IncompatibleTargetError, match="layer 0 .* replaced after the drafter was attached"):
+    with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* replaced after the drafter was attached"):
         cache.get_recurrent_state(0)
 
 

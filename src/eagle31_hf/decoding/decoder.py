@@ -162,9 +162,23 @@ class SpeculativeDecoder:
             if not unread:
                 return self.reading
             texts = [text[n:] for text, n in zip(texts, prompts.lengths(self.rows), strict=True)]
+        written = [min(len(text), len(self.sequences.new[row])) for text, row in zip(texts, self.rows, strict=True)]
+        if self.caches.target.has_states and any(written):
+            texts = self._read_prompts_apart(prefill, texts, written)
+            prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, stepped=True)
         self.reading = PrefillState(texts, unread=unread, device=device)
         prefill.read(self.reading, self.chunk)
         return self.reading
+
+    def _read_prompts_apart(
+        self, prefill: ChunkedPrefill, texts: Sequence[Sequence[int]], written: Sequence[int]
+    ) -> list[Sequence[int]]:
+        """Read what of the texts belongs to prompts and return the rest, of which `written` tokens were decoded one by
+        one: layers with states may compute otherwise over many tokens."""
+        self.reading = PrefillState(texts, unread=0, device=self.sequences.prompts.device)
+        self.reading.to_read = [len(text) - n for text, n in zip(texts, written, strict=True)]
+        prefill.read(self.reading, self.chunk)
+        return [text[n:] for text, n in zip(texts, self.reading.to_read, strict=True)]
 
     def first_token(self, prompts: PrefillState) -> None:
         """Write the token after each prompt, which no draft was made for."""

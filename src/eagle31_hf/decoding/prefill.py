@@ -83,10 +83,14 @@ class ChunkedPrefill:
 
     Args:
         session: the drafter's; `None` without one.
+        stepped: layers with states read token by token, as the text was decoded.
     """
 
-    def __init__(self, binding: TargetBinding, cache: SpeculativeCache, session: DraftSession | None):
+    def __init__(
+        self, binding: TargetBinding, cache: SpeculativeCache, session: DraftSession | None, *, stepped: bool = False
+    ):
         self.binding, self.cache, self.session = binding, cache, session
+        self.stepped = stepped or not binding.reads_on
 
     def read(self, reading: PrefillState, chunk: int) -> None:
         """Read to the end, `chunk` columns per forward. A failure leaves both caches with whole tokens of the text."""
@@ -103,7 +107,7 @@ class ChunkedPrefill:
     def _end_of_chunk(self, reading: PrefillState, start: int, stop: int) -> int:
         """`stop` or a little before it. A single token left for the next chunk would be read by the target's code for
         one token, which may compute another state than the prompt at once does."""
-        if self.cache.has_states:
+        if self.cache.has_states and not self.stepped:
             while stop > start + 1 and any(length - stop == 1 for length in reading.to_read):
                 stop -= 1
         return stop
@@ -160,7 +164,7 @@ class ChunkedPrefill:
 
     def _forward(self, columns: Tensor, keep: list[int], counts: Sequence[int]) -> TargetOutput:
         """One chunk `(B, C)`: logits of the columns to keep, hidden states `(B, C, A*Ht)` if there is a drafter."""
-        reading = BlockReading(counts=counts, stepped=not self.binding.reads_on)
+        reading = BlockReading(counts=counts, stepped=self.stepped)
         self.cache.place(columns.shape[1], reading=reading)
         with self.binding.capturing() if self.session is not None else nullcontext():
             return self.binding.forward(
