@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.errors import IncompatibleTargetError
-from families import IMAGE, RECURRENT_FAMILIES, SEEING_FAMILIES, TEXT_FAMILIES
+from families import IMAGE, SEEING_FAMILIES, TEXT_FAMILIES
 from helpers import (
     configured,
     left_padded,
@@ -105,10 +104,3 @@ def test_a_model_that_sees_is_drafted_for_without_pictures(family: str) -> None:
         assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
         assert drafter.stats is not None
         assert drafter.stats.loop == "own", drafter.stats.reason
-
-
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
-def test_a_recurrent_state_is_refused(family: str) -> None:
-    model = random_target(RECURRENT_FAMILIES[family]())
-    with pytest.raises(IncompatibleTargetError, match="recurrent state that cannot be rolled back"):
-        Eagle31Drafter.from_target(model)

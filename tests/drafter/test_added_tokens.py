@@ -70,7 +70,6 @@ def prompts(more: int) -> dict[str, torch.Tensor]:
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"},
     "tree": {"draft_top_k": 3, "draft_tree_size": 10},
-    "static tree": {"draft_top_k": 2, "draft_tree_size": 6, "draft_tree": "static"},
 }
 
 

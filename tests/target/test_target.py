@@ -310,9 +310,15 @@ def test_encoder_decoder_is_refused() -> None:
     assert "encoder-decoder" in refused(hf.T5ForConditionalGeneration(config))
 
 
-def test_recurrent_state_is_refused() -> None:
-    config = hf.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=4, state_size=4)
-    assert "recurrent" in refused(hf.MambaForCausalLM(config))
+def test_states_that_nobody_can_take_back_are_refused() -> None:
+    of_their_own = {
+        "minimax": {**GROUPED, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 4},
+        "recurrent_gemma": {**GROUPED, "num_hidden_layers": 4, "lru_width": 64},
+    }
+    for kind, fields in of_their_own.items():
+        message = refused(random_target(hf.AutoConfig.for_model(kind, **fields)))
+        assert "recurrent state that cannot be rolled back" in message
+        assert "layers" in message
 
 
 def test_no_lm_head() -> None:

@@ -41,6 +41,9 @@ def make_round(
     """Rounds over these caches, by graphs where they can be had or by eager code."""
     if not compiled or caches.drafter is None:
         return EagerRound(drafter, caches, request, clock)
+    if caches.target.has_states:
+        request.stats.fall_back("rounds are not compiled where the target keeps recurrent states")
+        return EagerRound(drafter, caches, request, clock)
     if caches.drafter.cache.has_windows:
         request.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
         return EagerRound(drafter, caches, request, clock)
@@ -82,7 +85,7 @@ class SpeculativeDecoder:
         self.stage, self.largest = Stage.PREFILL, request.shape
         self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each row
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
-        self.chunk = min(request.prefill_chunk or prompt, prompt)
+        self.chunk = min(request.prefill_chunk or prompt, prompt) if self.binding.reads_on else prompt
         self.reading: PrefillState | None = None
         self.compiles = drafter.generation_config.acceleration == "compile" if compiled is None else compiled
         self._wrap_round = wrap_round
@@ -166,9 +169,23 @@ class SpeculativeDecoder:
             if not unread:
                 return self.reading
             texts = [text[n:] for text, n in zip(texts, prompts.lengths(self.rows), strict=True)]
+        written = [min(len(text), len(self.sequences.new[row])) for text, row in zip(texts, self.rows, strict=True)]
+        if self.caches.target.has_states and any(written):
+            texts = self._read_prompts_apart(prefill, texts, written)
+            prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, stepped=True)
         self.reading = PrefillState(texts, unread=unread, device=device)
         prefill.read(self.reading, self.chunk)
         return self.reading
+
+    def _read_prompts_apart(
+        self, prefill: ChunkedPrefill, texts: Sequence[Sequence[int]], written: Sequence[int]
+    ) -> list[Sequence[int]]:
+        """Read what of the texts belongs to prompts and return the rest, of which `written` tokens were decoded one by
+        one: layers with states may compute otherwise over many tokens."""
+        self.reading = PrefillState(texts, unread=0, device=self.sequences.prompts.device)
+        self.reading.to_read = [len(text) - n for text, n in zip(texts, written, strict=True)]
+        prefill.read(self.reading, self.chunk)
+        return [text[n:] for text, n in zip(texts, self.reading.to_read, strict=True)]
 
     def first_token(self, prompts: PrefillState) -> None:
         """Write the token after each prompt, which no draft was made for."""

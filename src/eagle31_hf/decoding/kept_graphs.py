@@ -182,7 +182,9 @@ def graph_maker(
 
 
 def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> bool:
-    """Whether rounds always draft one shape, by scores that nobody else asks for."""
+    """Whether rounds always draft one shape, by scores that nobody else asks for, and graphs serve such targets."""
+    if drafter.require_binding().has_states:
+        return False
     steers = drafter.generation_config.num_assistant_tokens_schedule in ("pid", "heuristic")
     return RoundGraph.serves(requested.shape) and processing.fits_draft_vocabulary and not steers
 
@@ -221,6 +223,8 @@ def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
     device = drafter.require_binding().head_device.type
     if drafter.generation_config.stored_cache_type != "full":
         return "its keys and values are stored in 8 bits, which graphs cannot read"
+    if drafter.require_binding().has_states:
+        return "its target keeps recurrent states, which graphs do not step yet"
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.reads_packed_weights:

@@ -64,7 +64,7 @@ class FirstDrafts:
             if self.noise is None:
                 return _probability_of(tokens, logits.softmax(-1), draft_ids).sum()
             noise = self.noise(logits.shape[1]).to(logits.device)
-            logits = perturbed(logits, noise if draft_ids is None else noise[..., draft_ids])
+            logits = perturbed(logits, noise[..., : logits.shape[-1]] if draft_ids is None else noise[..., draft_ids])
         likeliest = logits.topk(self.children, dim=-1).indices  # (B, n, k)
         return (to_target_ids(likeliest, draft_ids) == tokens[..., None]).any(-1).sum()
 

@@ -83,7 +83,7 @@ class DraftChoice:
         noise = self.noise[:, depth].to(logits.device)  # (B, V)
         if len(noise) != len(ranked):  # nodes of a tree: those of a row share their depth's noise
             noise = noise.repeat_interleave(len(ranked) // len(noise), dim=0)
-        return perturbed(ranked, noise if support is None else _of_support(noise, support)), support
+        return perturbed(ranked, _noise_of(noise, support, ranked.shape[-1])), support
 
     def _processed(
         self, logits: Tensor, drafted: Sequence[Tensor], draft_ids: Tensor | None, at_least: int
@@ -100,8 +100,13 @@ class DraftChoice:
 BARE_CHOICE = DraftChoice()
 
 
-def _of_support(noise: Tensor, support: Tensor) -> Tensor:
-    """Noise `(B, V)` of the tokens of a support `(S,)` or `(B, S)`."""
+def _noise_of(noise: Tensor, support: Tensor | None, width: int) -> Tensor:
+    """Noise `(B, V)` of the tokens of a support `(S,)` or `(B, S)`, or of the first `width` ones.
+
+    A target may know a few tokens more than its drafter does.
+    """
+    if support is None:
+        return noise[:, :width]
     ids = support.expand(len(noise), -1) if support.dim() == 1 else support
     return noise.gather(1, ids)  # `index_select` takes ten times as long on a CPU
 

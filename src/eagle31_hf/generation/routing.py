@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache
 
 from ..cache.spans import unknown_layers
+from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
 from .call import Call
@@ -174,10 +175,17 @@ def _ends_it_would_miss(call: Call) -> str | None:
     return None
 
 
+def _states(call: Call) -> str | None:
+    has_states = call.drafter.require_binding().has_states
+    return (
+        "transformers' assisted loop cannot take back what a draft leaves in recurrent states" if has_states else None
+    )
+
+
 def _reads_it_would_get_wrong(call: Call) -> str | None:
     if call.generation_config.prefill_chunk_size is not None:
         return "transformers' assisted loop ignores prefill_chunk_size"
-    if call.cache is not None and call.cache.get_seq_length() > 0:
+    if call.cache is not None and held_length(call.cache) > 0:
         return "transformers' assisted loop writes wrong text with a pre-filled cache"
     return None
 
@@ -201,6 +209,7 @@ AGAINST_STOCK: tuple[Objection, ...] = (
     why_no_draft,
     _rotations_that_change,
     _layers_it_would_roll_back_in_part,
+    _states,
     _several_rows,
     _processors_that_keep_state,
     _ends_it_would_miss,

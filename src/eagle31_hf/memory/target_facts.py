@@ -150,13 +150,18 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
     Raises:
         MemoryPlanError: it has layers without keys and values (recurrent ones), which no draft can be verified on.
     """
-    from ..cache.spans import windows_from_config
+    from ..cache.spans import kinds_from_config
 
     text = config.get_text_config(decoder=True)
     try:
-        windows, _ = windows_from_config(text, None, 1)
+        kept = kinds_from_config(text, None, 1)
     except IncompatibleTargetError as error:
         raise MemoryPlanError(str(error)) from error
+    if any(kept.num_states):
+        raise MemoryPlanError(
+            f"{text.model_type} has layers with recurrent states, whose bytes plans do not count yet; drafting works "
+            "without a plan"
+        )
     layers = sizes_by_layer(text)
     widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -169,7 +174,7 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         value_dim=widest.value_dim,
         mlp_units=_mlp_units(text),
         vocab_size=text.vocab_size,
-        windows=tuple(windows),
+        windows=tuple(kept.windows),
         rotary_tables=max(1, len(kinds & set(rope))),
         element_bytes=packing.dtype_bytes,
         score_bytes=_score_bytes(

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
 from ..errors import IncompatibleTargetError
-from .cache_argument import CACHE_ARGUMENT
+from .cache_argument import cache_argument
+from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
 from .rotation import rotates_alike_up_to
@@ -45,8 +46,9 @@ class TargetBinding:
     """A drafter's hold on one target model.
 
     Finds the decoder layers, taps the residual stream entering the layers the drafter reads, and lends the embedding
-    and the LM head. The target's weights are never copied; nothing stays on the target but forward hooks, which
-    `close` removes. While one of our generations runs, int8 layers compute each token alone (`OneTokenArithmetic`).
+    and the LM head. The target's weights are never copied; nothing stays on the target but forward hooks and, around
+    its recurrent layers, what reads drafts token by token (`mixers`); `close` removes both. While one of our
+    generations runs, int8 layers compute each token alone (`OneTokenArithmetic`).
 
     Args:
         target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
@@ -72,6 +74,7 @@ class TargetBinding:
         self.rotates_alike_up_to = rotates_alike_up_to(self.model)  # tokens; `None`: any text
         self.batch_unsupported_reason = ""  # the same of batches
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
+        self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
         self.ahead: Any = None  # compiles graphs ahead while `decoding.kept_graphs.compiling_ahead` is open
@@ -81,6 +84,9 @@ class TargetBinding:
         warn_of_precision(self.model)
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         self._masking, self._own_attention, self._lock = 0, "", threading.Lock()
+        self.cache_argument = cache_argument(self.model)
+        self.has_states = require_mixers(self.model)
+        self.mixers = Mixers.hold(self.model) if self.has_states else None
         self.taps = HiddenStateTaps(self.model, self.layers, self.aux_layers)
         weakref.finalize(self, self.taps.close)  # of a drafter that is dropped without `detach`
 
@@ -184,8 +190,12 @@ class TargetBinding:
             use_cache=True,
             logits_to_keep=logits_to_keep,
             return_dict=True,
-            **{CACHE_ARGUMENT: cache},
+            **{self.cache_argument: cache},
         )
+
+    def plain_forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Any:
+        """One pass as plain `generate` makes it, over a stock cache and without a mask."""
+        return self._forward(input_ids, position_ids, None, cache, 0)
 
     @contextmanager
     def masked_attention(self) -> Iterator[None]:
@@ -229,6 +239,9 @@ class TargetBinding:
     def close(self) -> None:
         """Remove the hooks. The target is as it was before."""
         self.taps.close()
+        if self.mixers is not None:
+            self.mixers.let_go()
+            self.mixers = None
 
 
 def _unwrap(target: Any) -> PreTrainedModel:
@@ -256,17 +269,6 @@ def _require_decoder_only(model: PreTrainedModel) -> None:
         )
     if not model.can_generate():
         raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
-    if model._is_stateful or _recurrent_layers(model):
-        raise IncompatibleTargetError(
-            f"{name} keeps a recurrent state that cannot be rolled back when a draft is rejected; "
-            "use a target whose layers are all attention"
-        )
-
-
-def _recurrent_layers(model: PreTrainedModel) -> bool:
-    """Whether stock transformers would give this model cache layers that a draft cannot be rolled back in."""
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    return any("Linear" in type(layer).__name__ for layer in layers)
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:

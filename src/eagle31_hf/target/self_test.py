@@ -1,7 +1,8 @@
 """Can this target verify a tree? Asked once, when a drafter is attached, by trying it.
 
 One four-node tree is verified in one forward and compared with plain forwards along its two paths. The answer decides
-between our loop and the fallbacks, so it is found by measurement and not by a list of model families.
+between our loop and the fallbacks, so it is found by measurement and not by a list of model families. Where layers keep
+states (`state_test`), what rounds leave in them is compared, too, and whether prompts may be read in chunks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ..errors import Eagle31Error
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .binding import TargetBinding
 from .quantized import holds_packed_weights
+from .state_test import reading_on_error, state_error
 from .verify import Verification
 
 LONGEST_PROBE = 128
@@ -27,13 +29,18 @@ def probe_tree_verification(binding: TargetBinding) -> None:
     with binding.masked_attention(), binding.one_token_arithmetic.active():
         for masks_by_type in (None, True, False):
             try:
-                error = _tree_error(binding, masks_by_type)
+                error = (
+                    _tree_error(binding, masks_by_type)
+                    if not binding.has_states
+                    else _state_error(binding, masks_by_type)
+                )
             except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
                 reasons.append(f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}")
                 continue
             if error <= tolerance(binding):
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
                 binding.batch_unsupported_reason = _why_not_in_batches(binding)
+                binding.reads_on = not binding.has_states or _reads_on(binding)
                 return
             reasons.append(f"logits differ by {error:.2g} of their range")
     binding.tree_unsupported_reason = f"the target failed the tree self-test ({reasons[0]})"
@@ -74,6 +81,15 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int
     short_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 2]]), 1))[-1:]
     wanted = torch.cat((long_path[:2], short_path, long_path[2:]))  # (4, V) in node order
     return logits_error(found, wanted)
+
+
+def _state_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
+    return state_error(binding, masks_by_type, probe_tokens(binding, 16))
+
+
+def _reads_on(binding: TargetBinding) -> bool:
+    """Whether states are continued by a forward over many tokens. Some layers begin anew there (Mamba 1)."""
+    return reading_on_error(binding, probe_tokens(binding, 16)) <= tolerance(binding)
 
 
 def logits_error(found: Tensor, wanted: Tensor) -> float:

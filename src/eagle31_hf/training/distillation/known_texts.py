@@ -294,7 +294,9 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
         scores = texts.warping(draft.logits)
         if noise is not None:
             own = _behind(noise, 1 + step, count)[0]
-            scores = perturbed(scores, own if drafter.draft_ids is None else own[:, drafter.draft_ids])
+            scores = perturbed(
+                scores, own[:, : scores.shape[-1]] if drafter.draft_ids is None else own[:, drafter.draft_ids]
+            )
         probs = scores.softmax(-1)
         right.append((argmax(probs) == wanted).cpu())
         sure.append(probs.amax(-1).cpu())
