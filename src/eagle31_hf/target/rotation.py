@@ -32,7 +32,7 @@ def rotates_alike_up_to(model: nn.Module) -> int | None:
 
 def _rotary_modules(model: nn.Module) -> list[nn.Module]:
     """Those that make angles of positions; of many that are alike, one."""
-    found = {}
+    found: dict[Any, nn.Module] = {}
     for module in model.modules():
         if any(name.endswith("inv_freq") for name in module._buffers):
             found.setdefault((type(module), id(getattr(module, "config", module)), str(_types(module))), module)
@@ -83,7 +83,7 @@ def _ways_to_ask(module: nn.Module) -> Iterator[dict[str, Any]]:
 def _angles(module: nn.Module, longest: int, layer_type: str | None, *, axes: int) -> list[Tensor]:
     """What position 1 is rotated by in a forward whose longest position is `longest`."""
     twin = _twin(module)
-    device = next(buffer.device for name, buffer in module._buffers.items() if name.endswith("inv_freq"))
+    device = next(held.device for name, held in module.named_buffers(recurse=False) if name.endswith("inv_freq"))
     positions = torch.tensor([[1, longest]], device=device)
     if axes > 1:
         positions = positions.expand(axes, 1, 2)
