@@ -74,6 +74,11 @@ def test_a_seed_writes_the_same_again_to_the_last_bit(half, engine):
     longer = [*prompt, *(token for token, _ in first)]
     ask(engine, longer, Sampling(temperature=1.0))  # resumed anywhere: it wants no text twice
     assert ask(engine, prompt, seeded)[0] == first
+    parted = [*prompt[: CHUNK + 5], *prompts[2], *prompts[3]]
+    ask(engine, parted, Sampling(temperature=1.0))  # its pieces begin in the middle of one of the first prompt's
+    of_parted = ask(engine, parted, seeded)[0]
+    engine.batch._parked.clear()
+    assert ask(engine, parted, seeded)[0] == of_parted
     shared = [*prompt, *prompts[3]]
     of_shared = ask(engine, shared, seeded)[0]
     engine.batch._parked.clear()

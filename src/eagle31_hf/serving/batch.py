@@ -97,7 +97,7 @@ class TextBatch:
         self.session.catch_up()  # a drafter that rests is behind the rows that could be resumed from
         place, length, even = self._longest_shared(text.request)
         text.usage = replace(text.usage, cached_tokens=length)
-        text.even_tokens = min(even, length)
+        text.even_tokens = min(even, self._whole_pieces(length))
         return self._reader.begin(text, place, length)
 
     def read(self, num_tokens: int) -> None:
@@ -127,20 +127,21 @@ class TextBatch:
         In half precision a token's keys and values depend a little on how many were computed together. So a text that
         shall be written alike again is resumed behind whole pieces alone, which would be read the same way again.
         """
-        prompt, rows = (
-            request.prompt,
-            {place: HeldRow(text.tokens, text.even_tokens) for place, text in enumerate(self.texts)},
-        )
-        best = (0, 0, 0)
+        prompt, best = request.prompt, (0, 0, 0)
+        rows = {place: HeldRow(text.tokens, text.even_tokens) for place, text in enumerate(self.texts)}
         for place, (tokens, even) in (rows | self._parked).items():
             length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
             if request.is_repeatable and not self._is_exact:
-                length = min(length, even) // self.prefill_chunk * self.prefill_chunk
+                length = min(even, self._whole_pieces(length))
             if length > best[1]:
                 if not (self.cache.can_resume(place, length) and self.session.cache.can_resume(place, length)):
                     continue
                 best = (place, length, even)
         return best
+
+    def _whole_pieces(self, length: int) -> int:
+        """How many of so many tokens lie in whole pieces of a prompt that is read from its beginning."""
+        return length // self.prefill_chunk * self.prefill_chunk
 
     # --- a round -------------------------------------------------------------------------------------------------
 
