@@ -51,7 +51,7 @@ def reads_or_refuses():
         ({"hidden_act": "telepathy"}, "hidden_act is 'telepathy'; wanted one that transformers has"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings is 0; wanted at least 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0; wanted a whole number, at least 1"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type is 'spiral'; wanted one that transformers has"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "no rotary tables can be made"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "make tables that are not finite"),
