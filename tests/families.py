@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from torch import Tensor
 
-from helpers import GROUPED, SIZES, seeded
+from helpers import GROUPED, SIZES, random_target, seeded
 
 GEMMA_4: dict[str, Any] = {
     **GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
@@ -185,23 +186,94 @@ def hearing_inputs(sound: int) -> dict[str, Tensor]:
 
 # --- hybrids ----------------------------------------------------------------------------------------------------------
 
-MIXED = ["linear_attention", "full_attention"] * 2
-RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
-    "qwen3_next": lambda: hf.Qwen3NextConfig(
-        **GROUPED, layer_types=MIXED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
-    "qwen3_5": lambda: hf.Qwen3_5TextConfig(
-        **GROUPED, layer_types=MIXED, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
-    "nemotron_h": lambda: hf.NemotronHConfig(
-        **{name: value for name, value in GROUPED.items() if name != "num_hidden_layers"},
-        layers_block_type=["mamba", "attention", "mlp", "mamba"], mamba_num_heads=4, mamba_head_dim=16,
-        ssm_state_size=8, n_groups=1,
-    ),
-    "bamba": lambda: hf.BambaConfig(
-        **GROUPED, attn_layer_indices=[1, 3], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1,
-    ),
+GATED_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+MAMBA_2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+OF_OTHER_LAYERS = {name: value for name, value in GROUPED.items() if name != "num_hidden_layers"}
+DENSE_AND_SPARSE = {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+HEADS_OF_ATTENTION = {"attention_hidden_size": 128, "attention_head_dim": 32}
+
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **GROUPED, **GATED_DELTA, **EXPERTS, "layer_types": MIXED, "shared_expert_intermediate_size": 32
+    },
+    "qwen3_5_text": {**GROUPED, **GATED_DELTA, "layer_types": MIXED},
+    "qwen3_5_moe_text": {
+        **GROUPED, **GATED_DELTA, **EXPERTS, "layer_types": MIXED, "shared_expert_intermediate_size": 32
+    },
+    "olmo_hybrid": {**WITHOUT_HEAD_DIM, **GATED_DELTA, "layer_types": MIXED},
+    "kimi_linear": {
+        **WITHOUT_HEAD_DIM, **EXPERTS, **LATENT, **DENSE_AND_SPARSE, "num_key_value_heads": 4, "layer_types": MIXED,
+        "linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "q_lora_rank": None,
+        "num_local_experts": 4, "n_shared_experts": 1,
+    },
+    "bailing_hybrid": {
+        **GROUPED, **EXPERTS, **LATENT, **DENSE_AND_SPARSE, "num_key_value_heads": 4, "layer_types": MIXED,
+        "q_lora_rank": 16, "num_local_experts": 4,
+    },
+    "nemotron_h": {
+        **OF_OTHER_LAYERS, "layers_block_type": ["linear_attention", "moe", *MIXED[2:], "mlp"],
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4,
+        "chunk_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+    },
+    "bamba": {**WITHOUT_HEAD_DIM, **MAMBA_2, "attn_layer_indices": [2]},
+    "granitemoehybrid": {
+        **WITHOUT_HEAD_DIM, **MAMBA_2, "layer_types": MIXED, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {**GROUPED, **MAMBA_2, "mamba_d_ssm": 128},
+    "zamba2": {
+        **WITHOUT_HEAD_DIM, **HEADS_OF_ATTENTION, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1, "n_mamba_heads": 8,
+        "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 8, "use_shared_attention_adapter": False,
+    },
+    "mamba2": {
+        **SIZES, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "conv_kernel": 4, "expand": 2,
+        "chunk_size": 16,
+    },
+    "jamba": {
+        **WITHOUT_HEAD_DIM, "attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_d_conv": 4,
+        "mamba_expand": 2, "mamba_dt_rank": 8, "use_mamba_kernels": False,
+    },
+    "lfm2": {
+        **WITHOUT_HEAD_DIM, "layer_types": CONVOLUTIONS, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False
+    },
+    "lfm2_moe": {
+        **WITHOUT_HEAD_DIM, **EXPERTS, "layer_types": CONVOLUTIONS, "conv_L_cache": 3, "num_dense_layers": 1
+    },
+    "zaya": {**WITHOUT_HEAD_DIM},
+}  # fmt: skip
+"""Fields of their configurations, by model type."""
+
+LATE_FAMILIES = ("bailing_hybrid",)
+"""The oldest supported transformers does not have them."""
+
+
+def recurrent_config(family: str, **fields: Any) -> Any:
+    return hf.AutoConfig.for_model(family, **{**RECURRENT_FAMILIES[family], **fields})
+
+
+def recurrent_target(family: str, **fields: Any) -> Any:
+    """A target that remembers: fresh ones forget their states within two tokens, and wrong ones would not show."""
+    if family in LATE_FAMILIES and family not in hf.CONFIG_MAPPING:
+        pytest.skip(f"transformers {hf.__version__} has no {family}")
+    model = random_target(recurrent_config(family, **fields))
+    dice = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.copy_((torch.rand(weight.shape, generator=dice) * 0.3 + 0.02).log())
+            elif weight.dim() <= 1 and weight.is_floating_point():
+                weight.add_(torch.randn(weight.shape, generator=dice) * 0.1)
+    return model

@@ -193,14 +193,14 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
                     tokens[b, node] = token
             return dataclasses.replace(tree, tokens=tokens)
 
-    def stock(self: Eagle31CandidateGenerator, input_ids: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        candidates, logits = stock_draft(self, input_ids, depth)
+    def stock(self: Eagle31CandidateGenerator, input_ids: Tensor, depth: int) -> tuple[Tensor, None]:
+        candidates, _ = stock_draft(self, input_ids, depth)
         length = input_ids.shape[1]
         tokens = coming(0, length - prompt_length, candidates.shape[1] - length)
         candidates = candidates.clone()
         candidates[0, length : length + len(tokens)] = torch.tensor(tokens, dtype=candidates.dtype)
         self._drafted = self._length_up_to_eos(candidates[0, length:])
-        return candidates[:, : length + self._drafted], logits
+        return candidates[:, : length + self._drafted], None
 
     with wrapped_rounds(OracleRound), mock.patch.object(Eagle31CandidateGenerator, "_draft", stock):
         yield
@@ -223,7 +223,7 @@ class SwitchingPolicy(DraftPolicy):
         depth = self.dice.randint(1, self.shape.depth)
         if kind == "none":
             return DraftPlan.skip()
-        if kind == "cut" and self.shape.static is None:  # a static tree has one shape
+        if kind == "cut":
             return DraftPlan(self.shape.cut_to(depth))
         if kind == "chain":
             return DraftPlan(DraftShape(depth=depth))

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
-import uvicorn
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.serving.app import ServerSettings, make_app
 from eagle31_hf.serving.engine import Engine, EngineSettings
+from eagle31_hf.serving.http_server import HttpServer
 from eagle31_hf.serving.prompts import encode_chat
 
 MODEL = "demo"
@@ -61,8 +61,8 @@ class Served(NamedTuple):
 def serving(pair: Pair, sizes: EngineSettings = SIZES, **settings: Any) -> Iterator[Served]:
     """A server of its own, stopped at the end."""
     engine = Engine(pair.drafter, pair.tokenizer, sizes)
-    app = make_app(engine, ServerSettings(MODEL, **settings))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
+    told = ServerSettings(MODEL, **settings)
+    server = HttpServer(make_app(engine, told), engine, grace_s=told.grace_s, port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

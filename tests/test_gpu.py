@@ -39,8 +39,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=o
 CHAIN: dict[str, Any] = {"speculation_loop": "own", "num_assistant_tokens": 4}
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": CHAIN,
-    "static": {**CHAIN, "draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
-    "dynamic": {**CHAIN, "draft_top_k": 2, "draft_tree_size": 15},
+    "tree": {**CHAIN, "draft_top_k": 2, "draft_tree_size": 15},
 }
 NEW_TOKENS = 24
 
@@ -177,14 +176,14 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
             assert assert_same_or_tie(model, plain, ours, inputs["attention_mask"]) == 0
     compiled: Any = drafter.require_binding().compiled
     kinds = {kind for kind, *_ in compiled.keys}
-    whole = {"chain": {"chain", "advance"}, "dynamic": {"tree", "advance"}}
+    whole = {"chain": {"chain", "advance"}, "tree": {"tree", "advance"}}
     assert kinds & {"chain", "tree", "advance"} == whole.get(shape, set())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_captured_steps_write_the_plain_text(shape: str, rows: int) -> None:
     """What `acceleration="auto"` does on a card. On the CPU: tests/generation/test_captured_steps.py."""
     drafter, made = _pair("llama", "cuda"), CapturedCode._record

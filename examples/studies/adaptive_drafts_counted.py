@@ -1,13 +1,11 @@
-"""Do drafts that adapt pay on every kind of text? Counted: all ways write the same texts with the same luck.
+"""Do drafts that adapt pay on every kind of text? Counted: all ways write the same texts by the same noise.
 
     python examples/studies/adaptive_drafts_counted.py --prompts domain=chats.jsonl other=questions.jsonl \\
         --copy copy=chats.jsonl --json docs/records/adaptive-counted.json
 
-`adaptive_drafts_pay.py` times `generate`. Where tokens are drawn each way writes texts of its own there, and their luck
-hides what ways differ by. Here the target writes each text once, alone; what drafts behind each of its tokens come to
-follows from passes of the drafter, and each way goes through the text by the code that `generate` runs. For drawn texts
-the chance that a round keeps so many drafts has a closed form (`sampling/expected_rounds.py`), by which every text is
-dealt `--deals` times, alike for all ways. Rounds take the seconds that this machine is calibrated to: let nothing else
+`adaptive_drafts_pay.py` times `generate`. Here the target writes each text once, alone; what drafts behind each of its
+tokens come to follows from passes of the drafter, by the noise that the text was sampled by, and each way goes through
+the text by the code that `generate` runs. Rounds take the seconds that this machine is calibrated to: let nothing else
 run until that is done; the rest is counted. The best fixed setting is the best of all in hindsight. Intervals (95 %) by
 drawing texts again.
 
@@ -92,15 +90,14 @@ def ways_of(pair: Pair, untrained: Eagle31Drafter, *, graphs: bool) -> list[Way]
     ]
 
 
-def traces_of(drafter: Eagle31Drafter, texts: KnownTexts, deals: int) -> list[DraftTrace]:
-    """`deals` of each text, which have the same luck with every drafter."""
-    found = []
-    for place, known in enumerate(texts.texts):
-        chains, of_prompt = chains_along(drafter, known, texts, LONGEST_CHAIN), judged_by_prompt(drafter, known, texts)
-        for deal in range(deals):
-            dice = torch.Generator().manual_seed(1000 * deal + place)
-            found.append(DraftTrace.dealt(known, chains, torch.rand(len(chains.kept), generator=dice), of_prompt))
-    return found
+def traces_of(drafter: Eagle31Drafter, texts: KnownTexts) -> list[DraftTrace]:
+    """One of each text."""
+    return [
+        DraftTrace.of(
+            known, chains_along(drafter, known, texts, LONGEST_CHAIN), judged_by_prompt(drafter, known, texts)
+        )
+        for known in texts.texts
+    ]
 
 
 def policy_of(way: Way, context: int, *, sampled: bool, compiled: bool) -> tuple[DraftPolicy, DraftShape]:
@@ -150,9 +147,9 @@ def count(way: Way, traces: list[DraftTrace], costs: Costs, *, sampled: bool) ->
 
 
 def compared(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
-    """Our speed over theirs on the same texts, with its interval; `(texts, deals)` each."""
+    """Our speed over theirs on the same texts, with its interval; a figure for each text."""
     picks = np.random.default_rng(0).integers(len(ours), size=(RESAMPLES, len(ours)))
-    low, high = interval_of(theirs.sum(1)[picks].sum(1) / ours.sum(1)[picks].sum(1))
+    low, high = interval_of(theirs[picks].sum(1) / ours[picks].sum(1))
     return {"ratio": float(theirs.sum() / ours.sum()), "low": low, "high": high}
 
 
@@ -188,12 +185,11 @@ def study(pair: Pair, untrained: Eagle31Drafter, prompts: list[Prompt], given: A
         for temperature in given.temperatures:
             binding = pair.drafter.require_binding()
             texts = write_texts(binding, openings, temperature, max_new_tokens=given.new_tokens)
-            deals = given.deals if temperature else 1
-            traces = {id(each): traces_of(each, texts, deals) for each in (pair.drafter, untrained)}
+            traces = {id(each): traces_of(each, texts) for each in (pair.drafter, untrained)}
             seconds = {
                 way.name: count(
                     way, traces[id(way.drafter or pair.drafter)], costs[temperature], sampled=temperature > 0
-                ).reshape(-1, deals)
+                )
                 for way in ways
             }
             figures = [{"way": name, "over_plain": compared(each, seconds[PLAIN])} for name, each in seconds.items()]
@@ -219,7 +215,6 @@ def show(found: dict[str, Any], texts: int) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__, limit=24)
-    parser.add_argument("--deals", type=int, default=4, help="of each drawn text")
     parser.add_argument("--graphs", action="store_true", help="rounds by graphs that are kept")
     given = parser.parse_args()
     prompts, pair = prompts_and_pair(parser, given)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from eagle31_hf.decoding.adaptive.costs import RoundTable
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
@@ -43,19 +42,11 @@ class DraftTrace:
     of_prompt: Hindsight = NOTHING_SAID
 
     @classmethod
-    def dealt(
-        cls, known: KnownText, chains: KnownChains, luck: Tensor, of_prompt: Hindsight = NOTHING_SAID
-    ) -> DraftTrace:
-        """One outcome of a known text's chains.
-
-        Args:
-            luck: `(T,)` uniform numbers in [0, 1), one for each root: its round keeps all drafts whose chance to be
-                kept is greater. Of greedy texts any will do.
-            of_prompt: as of the trace.
-        """
+    def of(cls, known: KnownText, chains: KnownChains, of_prompt: Hindsight = NOTHING_SAID) -> DraftTrace:
+        """Of a known text's chains."""
         ids, first = known.text.ids.tolist(), known.text.prompt_length + 1
         return cls(
-            right=tuple((chains.kept > luck[:, None]).sum(1).tolist()),
+            right=tuple(chains.kept.tolist()),
             sure=tuple(map(tuple, chains.sure.tolist())),
             prompt=tuple(ids[:first]),
             written=tuple(ids[first:]),
@@ -85,9 +76,9 @@ def judged_by_prompt(drafter: Eagle31Drafter, known: KnownText, texts: KnownText
     """What the end of one of `texts`' prompts says of an attached drafter, as before the first round of `generate`."""
     last = known.text.prompt_length - 1
     (draft,) = drafts_along(drafter, known.text, torch.arange(max(last - MOST_JUDGED, 0), last), 1)
-    first = FirstDrafts(drawn=texts.temperature > 0, warping=texts.warping)
+    first = FirstDrafts(warping=texts.warping.of_nodes if texts.temperature > 0 else None)
     truth = draft.truth[None]
-    right = first.accepted(draft.logits[None], truth, None, drafter.draft_ids)
+    right = first.accepted(draft.logits[None], truth, drafter.draft_ids)
     return Hindsight.of(truth.numel(), right, draft.logits)
 
 

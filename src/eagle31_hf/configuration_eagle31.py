@@ -19,6 +19,10 @@ ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_AUX_STATES = 256
 LARGEST_VOCABULARY = 1 << 24
 
+# A fine-tune adds a few tokens, or pads its vocabulary to whole blocks. More are another tokenizer's: Mistral's third
+# has 768 more than its first, and other tokens under most ids.
+MOST_ADDED_TOKENS = 512
+
 
 @strict
 class Eagle31Config(LlamaConfig):
@@ -94,7 +98,9 @@ class Eagle31Config(LlamaConfig):
         for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
                       "num_key_value_heads", "vocab_size", "draft_vocab_size", "target_hidden_size",
                       "num_aux_hidden_states", "max_position_embeddings"):  # fmt: skip
-            self._require(getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; wanted at least 1")
+            value = getattr(self, field)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            self._require(is_whole and value >= 1, f"{field} is {value!r}; wanted a whole number, at least 1")
         self._check_bounds()
         self._require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -170,6 +176,10 @@ class Eagle31Config(LlamaConfig):
     def is_latent(self) -> bool:
         """True for DeepSeek's latent attention (MLA), false for grouped-query attention."""
         return self.kv_lora_rank is not None
+
+    def knows_vocabulary_of(self, rows: int) -> bool:
+        """Whether a target with so many tokens has this drafter's, and at most a few that were added behind them."""
+        return 0 <= rows - self.vocab_size <= MOST_ADDED_TOKENS
 
     def resolve_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """`hs` indices for a target of `num_target_layers` layers (see `aux_layers`).

@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from .errors import ConfigurationError
 from .trees.shape import DraftShape, default_tree_size
-from .trees.static import StaticTopology
 
 LONGEST_CHAIN, MIN_CONFIDENCE, FIXED_DEPTH = 12, 0.02, 6
 COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
@@ -22,9 +21,6 @@ tokens cost more and are accepted less (docs/LOG.md)."""
 ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "stock", "plain")
 CACHE_TYPES = ("auto", "full", "int8", "fp8")
-FIRST_CHILD_CHANCE, NEXT_CHILD_SHARE = 0.7, 0.25
-"""Chance that a node's first child is the accepted one, and what each next child has of the one before: what a static
-tree is shaped by. Rough on purpose; the shape changes little with them."""
 SCHEDULES = ("calibrated", "constant", "pid", "heuristic")
 LONGEST_STEERED = 12
 """Longest draft of the schedules that steer its length, unless told otherwise."""
@@ -55,10 +51,10 @@ class Eagle31GenerationConfig(GenerationConfig):
             but the last rest below break-even, and draft from the text itself where it repeats. Our own loop only.
         draft_length_bounds: shortest and longest draft of a schedule that steers; `None` (default): 1 and
             `num_assistant_tokens` (`"calibrated"`), or 12 if that is more.
-        draft_top_k: children per tree node; 1 drafts a chain.
+        draft_top_k: children per tree node; 1 drafts a chain. A tree keeps the nodes the drafter is surest of
+            (EAGLE-2).
         draft_tree_size: nodes verified per round, root included; `None` means `num_assistant_tokens + 1` for a chain
             and `2 * draft_top_k * num_assistant_tokens` for a tree.
-        draft_tree: `"dynamic"` (EAGLE-2: the nodes the drafter is surest of) or `"static"` (same shape every round).
         draft_window: positions the drafter sees back, which bounds its cache whatever the text's length; `None`
             (default): as far as it was trained to (`config.sliding_window`), mostly everything. The text is the same.
         speculation_loop: `"auto"` (our loop where the target allows it, else a fallback whose reason is logged),
@@ -79,7 +75,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         self.draft_length_bounds: tuple[int, int] | None = kwargs.pop("draft_length_bounds", None)
         self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
         self.draft_window: int | None = kwargs.pop("draft_window", None)
-        self.draft_tree: str = kwargs.pop("draft_tree", "dynamic")
+        _refuse_static_trees(kwargs.pop("draft_tree", "dynamic"))
         self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
         self.acceleration: str = kwargs.pop("acceleration", "auto")
         self.cache_type: str = kwargs.pop("cache_type", "auto")
@@ -145,11 +141,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         if top_k == 1:
             return DraftShape(depth=depth, min_confidence=length.min_confidence)
         size = self.draft_tree_size or default_tree_size(depth, top_k)
-        static = None
-        if self.draft_tree == "static":
-            guess = [FIRST_CHILD_CHANCE * NEXT_CHILD_SHARE**rank for rank in range(top_k)]
-            static = StaticTopology.best_for(guess, depth=depth, size=size)
-        return DraftShape(depth=depth, top_k=top_k, size=size, static=static)
+        return DraftShape(depth=depth, top_k=top_k, size=size)
 
     def steered_bounds(self, start: int, *, compiled: bool) -> tuple[int, int]:
         """Shortest and longest draft of a schedule that starts from, or is asked for, `start` tokens.
@@ -186,7 +178,6 @@ class Eagle31GenerationConfig(GenerationConfig):
         if size is not None and (not isinstance(size, int) or size < 2):
             raise ConfigurationError(f"draft_tree_size is {size!r}; wanted at least 2 (root and one draft token)")
         for field, allowed in (
-            ("draft_tree", ("dynamic", "static")),
             ("speculation_loop", LOOPS),
             ("acceleration", ACCELERATIONS),
             ("cache_type", CACHE_TYPES),
@@ -226,6 +217,15 @@ def require_count(name: str, value: Any) -> None:
         raise ConfigurationError(f"{name} is {value!r}; wanted a whole number of at least 1")
 
 
+def _refuse_static_trees(shape: str) -> None:
+    """Trees had two shapes once; a saved configuration may still name one."""
+    if shape != "dynamic":
+        raise ConfigurationError(
+            f"draft_tree is {shape!r}, but trees follow the drafter's confidence now, which accepts more at every "
+            "temperature; leave the field out"
+        )
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -235,7 +235,6 @@ OWN_FIELDS = (
     "draft_min_confidence",
     "draft_length_bounds",
     "draft_tree_size",
-    "draft_tree",
     "draft_window",
     "speculation_loop",
     "acceleration",

@@ -173,7 +173,7 @@ class SpeculationStats:
         cache = "" if self.cache_type == "full" else f", {self.cache_type} cache"
         steps = ", ".join(f"{what} {count}x" for what, count in self.memory_steps.items())
         passes = self.skipped_rounds
-        skipped = f" ({passes} passes without drafts: none was accepted for long)" if passes else ""
+        skipped = f" ({passes} passes without drafts: {self._why_it_rested})" if passes else ""
         given_up = f"; memory ran out: {steps}" if steps else ""
         return (
             f"acceptance length {self.acceptance_length:.2f} over {self.rounds} rounds, "
@@ -181,6 +181,12 @@ class SpeculationStats:
             f"seconds: prefill {self.prefill_s:.2f}, draft {self.draft_s:.2f}, verify {self.verify_s:.2f}, "
             f"other {self.other_s:.2f}, loop {self.loop}{why}{cache}{given_up}"
         )
+
+    @property
+    def _why_it_rested(self) -> str:
+        """As the policy told it; one that only pauses after drafts in vain tells nothing."""
+        told = [event.why for event in self.events if event.what == "rest"]
+        return told[-1] if told else "the drafts before them were in vain" if self.drafted else "nothing was drafted"
 
 
 class LastStats:

@@ -45,12 +45,11 @@ def test_a_window_that_no_row_outgrows_is_full_attention():
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("falcon_h1", {}),
-        ("qwen3_next", {}),
-        ("lfm2", dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])),
+        ("qwen3_moe", dict(layer_types=["deepseek_sparse_attention"] * 2, num_hidden_layers=2)),
+        ("minimax", dict(layer_types=["linear_attention", "deepseek_sparse_attention"], num_hidden_layers=2)),
     ],
 )
-def test_recurrent_targets_are_refused(kind, fields):
+def test_layers_that_keep_something_else_are_refused(kind, fields):
     config = AutoConfig.for_model(kind, **fields)
     with pytest.raises(IncompatibleTargetError, match=kind):
         SpeculativeCache.from_config(config, batch_size=1, capacity=8, block=8)

@@ -20,8 +20,7 @@ from matrix import WHOLE, pairwise
 NEW_TOKENS = 20
 SHAPES = {
     "chain": {"draft_top_k": 1, "num_assistant_tokens": 4},
-    "static": {"draft_top_k": 2, "num_assistant_tokens": 3, "draft_tree": "static", "draft_tree_size": 7},
-    "dynamic": {"draft_top_k": 2, "num_assistant_tokens": 3, "draft_tree": "dynamic", "draft_tree_size": 7},
+    "tree": {"draft_top_k": 2, "num_assistant_tokens": 3, "draft_tree_size": 7},
 }
 
 

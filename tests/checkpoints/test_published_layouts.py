@@ -191,3 +191,14 @@ def test_new_and_legacy_rope_mean_the_same(tmp_path):
     ropes = [read_checkpoint(save(tmp_path, c, layout("midlayer"))).config.rope_parameters for c in (legacy, new)]
     assert ropes[0] == ropes[1]
     assert ropes[0]["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("place", ["target_layer_ids", "eagle_config.target_hidden_layer_ids"])
+def test_ids_that_no_engine_looks_for_are_read_and_told(tmp_path, place):
+    *section, name = place.split(".")
+    ids = {section[0]: {name: [1, 9, 17]}} if section else {name: [1, 9, 17]}
+    summary = inspect_checkpoint(save(tmp_path, SPECFORGE | ids, layout("midlayer")))
+    assert (summary.config.aux_layers, summary.aux_layers_as_stored) == ([2, 10, 18], {place: [1, 9, 17]})
+    assert not summary.notes, "that key has one meaning"
+    for engine in summary.engines:
+        assert any(f"does not look for layer ids in {place}" in reason for reason in engine.reasons)

@@ -116,7 +116,7 @@ def test_acceptance_of_several_calls_adds_up():
         (Verdict(SAME), "yes", ""),
         (Verdict(TIE, 3, 0.01, 0.01), "yes, up to ties", "EAGLE, p/1, differs from its token 4 on: a tie in float32"),
         (Verdict(DIFFERENT, 3, 0.5, 0.01), "NO", "EAGLE, p/1, differs from its token 4 on: not a tie"),
-        (Verdict(SAMPLED), "sampled", "Sampling: the texts differ by chance"),
+        (Verdict(SAMPLED), "another draw", "Another draw: transformers' own modes"),
     ],
 )
 def test_the_table_says_whether_the_text_is_the_targets_own(verdict, shown, told):

@@ -1,5 +1,6 @@
 """What commands refuse, and that they say so in one line."""
 
+import shutil
 import socket
 
 import pytest
@@ -40,6 +41,96 @@ def test_a_target_with_another_vocabulary_is_refused(tmp_path):
     message = error_of("generate", "--target", tmp_path, "--drafter", DRAFTER, "--prompt", "x")
     assert "8192" in message
     assert "99" in message
+
+
+SWAPPED = {
+    "both": ["generate", "--target", DRAFTER, "--drafter", TARGET, "--prompt", "x"],
+    "chat": ["chat", "--target", DRAFTER, "--drafter", TARGET],
+    "doctor": ["doctor", "--target", DRAFTER, "--drafter", TARGET],
+    "warmup": ["warmup", "--target", DRAFTER, "--drafter", TARGET],
+    "plan": ["plan", DRAFTER, "--card", "RTX 4090"],
+    "plan both": ["plan", DRAFTER, "--drafter", TARGET, "--card", "RTX 4090"],
+    "train": ["train", DRAFTER, "--prompts", "self", "--out", "nowhere"],
+}
+
+
+@pytest.mark.parametrize("case", SWAPPED)
+def test_a_drafter_named_as_the_target_is_called_so(case):
+    message = error_of(*SWAPPED[case])
+    assert f"the target '{DRAFTER}' is a drafter" in message
+    assert "name the model it was made for as the target" in message
+
+
+@pytest.mark.parametrize("case", ["generate", "plan", "train"])
+def test_a_target_named_as_the_drafter_is_called_so(case, tmp_path):
+    rest = {"generate": ["--target", TARGET, "--prompt", "x"], "plan": [TARGET, "--card", "RTX 4090"],
+            "train": [TARGET, "--prompts", "self", "--out", tmp_path / "out"]}  # fmt: skip
+    message = error_of(case, *rest[case], "--drafter", TARGET)
+    assert "a whole language model, not a drafter; pass this model as the target (--target" in message
+    assert not (tmp_path / "out").exists(), "nothing was written before that was said"
+
+
+def test_a_hub_drafter_is_known_by_its_architecture(tmp_path, monkeypatch):
+    """Of an id only the config is at hand when it is asked."""
+    config = LlamaConfig(architectures=["LlamaForCausalLMEagle3"])
+    monkeypatch.setattr("eagle31_hf.target.loading.AutoConfig.from_pretrained", lambda *_, **__: config)
+    assert "'some/eagle3' is a drafter" in error_of(
+        "generate", "--target", "some/eagle3", "--drafter", DRAFTER, "--prompt", "x"
+    )
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "train"])
+def test_a_folder_without_a_tokenizer_says_what_is_missing(command, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(f"{TARGET}/{name}", tmp_path)
+    rest = {"generate": ["--prompt", "x"], "serve": ["--port", 0]}.get(command, [])
+    pair = ["--target", tmp_path, "--drafter", DRAFTER, *rest]
+    told = [tmp_path, "--prompts", "self", "--out", tmp_path / "out"] if command == "train" else pair
+    message = error_of(command, *told)
+    assert f"the folder '{tmp_path}' holds no tokenizer; copy tokenizer.json" in message
+
+
+def test_plans_are_for_one_card():
+    for told in (
+        ["plan", TARGET, "--card", "RTX 4090", "--card", "RTX 3090"],
+        ["plan", TARGET, "--card", "RTX 4090, RTX 3090"],
+        ["plan", TARGET, "--card", "4090 + 3090"],
+        ["plan", TARGET, "--card", "2x RTX 4090"],
+        ["generate", "--prompt", "x", "--memory", "auto", "--card", "RTX 4090", "--card", "RTX 3090"],
+    ):
+        message = error_of(*told)
+        assert "got 2 cards (" in message
+        assert "a plan is for one" in message
+        assert "--device-map auto" in message
+    assert "not in the table" in error_of("plan", TARGET, "--card", "Voodoo 2, Voodoo 3")
+    run("plan", TARGET, "--card", "RTX 4090")
+
+
+def test_options_of_a_plan_want_one():
+    message = error_of("generate", "--prompt", "x", "--context", 512)
+    assert "got --context without a plan" in message
+    assert "--memory auto, or leave it out" in message
+    assert "got --card and --context" in error_of("chat", "--context", 512, "--card", "RTX 4090")
+    assert "got --card without a plan" in error_of("serve", "--port", 0, "--card", "RTX 4090", "--context", 512)
+
+
+def test_serve_takes_a_context_without_a_plan(monkeypatch):
+    asked: list[int] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(drafter, tokenizer, settings):
+        asked.append(settings.context)
+        raise Stop
+
+    monkeypatch.setattr("eagle31_hf.serving.engine.Engine", stop)
+    monkeypatch.setattr("eagle31_hf.cli.serve._calibrate_once", lambda *_: None)
+    for told in (["--context", 512], []):
+        with pytest.raises(Stop):
+            run("serve", "--port", 0, *told)
+    assert asked == [512, 2048]
+    assert "was made for texts of 2048 tokens" in error_of("serve", "--port", 0, "--context", 4000)
 
 
 def test_an_encoder_decoder_target_is_refused(tmp_path):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.compiled import graph_makers, graphs
-from eagle31_hf.compiled.round_graphs import AcceptAndDraft, RoundGraph, TreeAcceptAndDraft
+from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.decoding import draft_backoff
-from eagle31_hf.sampling.acceptance import Acceptance, accept_greedy, accept_sampled_target
-from eagle31_hf.sampling.rejection import accept_rejection
+from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen
+from eagle31_hf.sampling.draw import argmax, choose
 from eagle31_hf.trees.draft_tree import DraftTree
 from helpers import use_fixed_shapes_only
 
@@ -50,25 +50,18 @@ def compile_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Acceptance, Acceptance]]:
-    """What graphs accept from now on, and what the eager rule accepts by the same numbers."""
+    """What graphs accept from now on, and what the eager rule accepts by the same noise."""
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
     kept: list[tuple[Acceptance, Acceptance]] = []
     in_a_graph = RoundGraph.__call__
 
-    def by_the_rule(step: AcceptAndDraft, tree: DraftTree, logits: Tensor) -> Acceptance:
-        if not step.sample:
-            return accept_greedy(tree, logits.argmax(-1))
-        accept = accept_sampled_target if isinstance(step, TreeAcceptAndDraft) else accept_rejection
-        return accept(tree, step.warping.probs(logits))
-
-    def accept_twice(self: RoundGraph, tree: DraftTree, logits: Tensor, aux: Tensor) -> Any:
-        before = torch.get_rng_state()
-        made = in_a_graph(self, tree, logits, aux)
+    def accept_twice(self: RoundGraph, tree: DraftTree, logits: Tensor, aux: Tensor, noise: Tensor | None) -> Any:
+        made = in_a_graph(self, tree, logits, aux, noise)
         if made is not None:
-            after = torch.get_rng_state()
-            torch.set_rng_state(before)
-            kept.append((made[0], by_the_rule(self.step, tree, logits)))
-            torch.set_rng_state(after)
+            scores = self.step.warping.of_nodes(logits)
+            rows = torch.arange(len(logits))[:, None]
+            choice = argmax(scores) if noise is None else choose(scores, noise[rows, tree.depths])
+            kept.append((made[0], accept_chosen(tree, choice)))
         return made
 
     monkeypatch.setattr(RoundGraph, "__call__", accept_twice)

@@ -34,6 +34,27 @@ def write_past_the_version_of_a_slice(net: nn.Sequential) -> None:
     net.wide.data += 1e-3
 
 
+def write_a_row_past_the_version(net: nn.Sequential) -> None:
+    """As new tokens' embeddings are usually set."""
+    net[0].weight.data[7] = 1.0
+
+
+def write_an_element_past_the_version(net: nn.Sequential) -> None:
+    net[1].weight.data[5, 9] += 1e-3
+
+
+def write_an_element_of_a_slice_past_the_version(net: nn.Sequential) -> None:
+    net.wide.data[5, 9] += 1e-3
+
+
+def swap_rows_past_the_version(net: nn.Sequential) -> None:
+    net[0].weight.data[[3, 9]] = net[0].weight.data[[9, 3]]
+
+
+def swap_columns_past_the_version(net: nn.Sequential) -> None:
+    net[0].weight.data[:, [3, 9]] = net[0].weight.data[:, [9, 3]]
+
+
 def write_a_scalar(net: nn.Sequential) -> None:
     net.scale.data += 1.0
 
@@ -52,11 +73,24 @@ def remove(net: nn.Sequential) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [write, write_past_the_version, write_past_the_version_of_a_slice, write_a_scalar, count, replace, remove],
+    [
+        write,
+        write_past_the_version,
+        write_past_the_version_of_a_slice,
+        write_a_row_past_the_version,
+        write_an_element_past_the_version,
+        write_an_element_of_a_slice_past_the_version,
+        swap_rows_past_the_version,
+        swap_columns_past_the_version,
+        write_a_scalar,
+        count,
+        replace,
+        remove,
+    ],
 )
 def test_a_change_is_seen(change: Callable[[nn.Sequential], None]) -> None:
     net = network()
-    seen = SeenWeights(weights_of(net), by_content=True)
+    seen = SeenWeights(weights_of(net), whole=weights_of(net), by_content=True)
     assert seen.are_still(weights_of(net))
     change(net)
     assert not seen.are_still(weights_of(net))
@@ -65,7 +99,7 @@ def test_a_change_is_seen(change: Callable[[nn.Sequential], None]) -> None:
 def test_a_nan_is_no_change() -> None:
     net = network()
     net[0].weight.data.fill_(torch.nan)
-    assert SeenWeights(weights_of(net), by_content=True).are_still(weights_of(net))
+    assert SeenWeights(weights_of(net), whole=weights_of(net), by_content=True).are_still(weights_of(net))
 
 
 def test_all_weights_are_found() -> None:

@@ -88,10 +88,9 @@ def test_own_loop_writes_the_plain_text(name: str, shape: str, indices: list[int
         )
     assert ties <= 1
     if shape in COMPILED:  # else all of it may have been served by eager code
-        kinds = {"chain": "draft", "tree": "draft", "step": "draft"}  # at once or, static trees, level by level
+        kinds = {"chain": "draft", "tree": "draft"}
         made = {(kinds.get(kind, kind), rows) for kind, rows, *_ in drafter_of(name).require_binding().compiled.keys}
-        is_static = "static" in shape  # of others one graph absorbs and drafts again; short texts may need none
-        end = ["absorb"] if is_static else ["advance"] if name in WHOLE else []
+        end = ["advance"] if name in WHOLE else []  # one graph accepts and drafts again; short texts may need none
         wanted = ("verify", "draft", *end)
         assert made >= {(kind, rows) for kind in wanted for rows in sizes}
 

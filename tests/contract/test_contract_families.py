@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.errors import IncompatibleTargetError
-from families import IMAGE, RECURRENT_FAMILIES, SEEING_FAMILIES, TEXT_FAMILIES
+from families import IMAGE, SEEING_FAMILIES, TEXT_FAMILIES
 from helpers import (
     configured,
     left_padded,
@@ -28,9 +27,8 @@ CHAIN: dict[str, Any] = {"num_assistant_tokens": 4}
 TREE: dict[str, Any] = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": CHAIN,
-    "static": {**TREE, "draft_tree": "static"},
-    "dynamic": TREE,
-    "dynamic compiled": {**TREE, "acceleration": "compile"},
+    "tree": TREE,
+    "tree compiled": {**TREE, "acceleration": "compile"},
 }
 NO_TREES = ("bloom", "gpt_neo")
 """Families whose layers take no mask of one's own: the self-test finds out, and another loop serves them."""
@@ -106,10 +104,3 @@ def test_a_model_that_sees_is_drafted_for_without_pictures(family: str) -> None:
         assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
         assert drafter.stats is not None
         assert drafter.stats.loop == "own", drafter.stats.reason
-
-
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
-def test_a_recurrent_state_is_refused(family: str) -> None:
-    model = random_target(RECURRENT_FAMILIES[family]())
-    with pytest.raises(IncompatibleTargetError, match="recurrent state that cannot be rolled back"):
-        Eagle31Drafter.from_target(model)

@@ -48,7 +48,7 @@ def takes_processor(name: str, processor: str, loop: str, size: int) -> bool:
 @pytest.mark.parametrize(
     ("name", "processor", "loop", "size"),
     # With the compiled loop, where rows that have ended stay in the batch.
-    matrix(["llama", "qwen3"], [*PROCESSORS], [*LOOPS, "dynamic compiled"], (1, 3), allowed=takes_processor),
+    matrix(["llama", "qwen3"], [*PROCESSORS], [*LOOPS, "tree compiled"], (1, 3), allowed=takes_processor),
 )
 def test_processors(name: str, processor: str, loop: str, size: int) -> None:
     kwargs = PROCESSORS[processor]

@@ -44,8 +44,7 @@ from matrix import matrix, pairwise
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
-    "static": {"draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
-    "dynamic": {"draft_top_k": 2, "draft_tree_size": 15},
+    "tree": {"draft_top_k": 2, "draft_tree_size": 15},
 }
 STEERED = ("calibrated", "pid", "heuristic")
 NEW_TOKENS = 40
@@ -98,7 +97,7 @@ COSTS = {"cheap": CHEAP_DRAFTS, "dear": DEAR_DRAFTS}
 
 @pytest.mark.parametrize(
     ("costs", "shape", "schedule", "rows", "acceleration"),
-    pairwise([*COSTS], ("chain", "dynamic"), STEERED, (1, 3), ("eager", "compile")),
+    pairwise([*COSTS], ("chain", "tree"), STEERED, (1, 3), ("eager", "compile")),
 )
 def test_every_schedule_writes_the_plain_text(
     costs: str, shape: str, schedule: str, rows: int, acceleration: str

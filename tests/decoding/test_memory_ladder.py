@@ -21,7 +21,6 @@ from eagle31_hf.decoding.memory_ladder import (
 from eagle31_hf.memory import allocator
 from eagle31_hf.memory.allocator import AllocatorSetup, allocator_advice
 from eagle31_hf.trees.shape import DraftShape
-from eagle31_hf.trees.static import StaticTopology
 
 BUDGETS = st.builds(
     Budget,
@@ -100,15 +99,22 @@ def test_workspaces_are_freed_once_per_stage() -> None:
     ]  # fmt: skip
 
 
-@given(st.integers(1, 8), st.integers(0, 8), st.booleans(), st.booleans())
-def test_a_reduced_shape_is_never_larger(depth: int, left: int, is_tree: bool, is_static: bool) -> None:
-    static = StaticTopology.best_for([0.7, 0.2], depth=depth, size=4 * depth) if is_static else None
-    shape = DraftShape(depth, top_k=2, size=4 * depth, static=static)
+@given(st.integers(1, 8), st.integers(0, 8), st.booleans())
+def test_a_reduced_shape_is_never_larger(depth: int, left: int, is_tree: bool) -> None:
+    shape = DraftShape(depth, top_k=2, size=4 * depth)
     reduced = shape.reduced_to(left, is_tree=is_tree)
     assert reduced.depth == min(depth, left)
     assert reduced.nodes <= shape.nodes
     assert reduced.draft_block <= shape.draft_block
     assert reduced.is_tree <= is_tree
+
+
+@given(st.integers(2, 12), st.integers(2, 30))
+def test_a_chain_has_fewer_nodes_than_the_tree_it_was_made_of(depth: int, size: int) -> None:
+    """Which may be deep and have few."""
+    shape = DraftShape(depth, top_k=3, size=size)
+    reduced = shape.reduced_to(depth, is_tree=False)
+    assert reduced.nodes < shape.nodes or reduced.nodes == 2
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ FAMILIES: dict[str, Any] = {
 }
 LOOPS: dict[str, dict[str, Any]] = {
     "chain": {"speculation_loop": "own"},
-    "static": {"speculation_loop": "own", "draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
-    "dynamic": {"speculation_loop": "own", "draft_top_k": 2, "draft_tree_size": 15},
+    "tree": {"speculation_loop": "own", "draft_top_k": 2, "draft_tree_size": 15},
     "stock": {"speculation_loop": "stock"},
 }
 

@@ -12,13 +12,14 @@ import transformers as hf
 from eagle31_hf import Eagle31Drafter, plan_memory
 from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.demo import target_path
+from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.training.settings import TrainingSettings
 from families import GEMMA_4, TEXT_FAMILIES
-from helpers import DEMO_DRAFTER, configured, left_padded, random_prompts, random_target
+from helpers import DEMO_DRAFTER, GROUPED, configured, left_padded, random_prompts, random_target
 
 WIDTHS = {"gpt2": 256, "gptj": 256, "opt": 80, "falcon": 256, "bloom": 256, "gpt_neo": 256}
 
@@ -66,6 +67,49 @@ def test_cache_bytes_are_planned_layer_by_layer(family):
         pytest.skip("takes no such mask: never served by this cache")
     held = sum(layer.num_bytes for layer in cache.layers)
     assert shape.kv_elements(40, 4) * 4 == held
+
+
+def of_depth(layers: int):
+    return random_target(hf.LlamaConfig(**GROUPED | {"num_hidden_layers": layers}))
+
+
+@pytest.mark.parametrize("layers", [3, 4, 5, 6, 7, 8, 12, 32])
+def test_a_fresh_drafter_reads_three_different_states(layers, tmp_path):
+    target = of_depth(layers)
+    drafter = Eagle31Drafter.from_target(target)
+    taps = drafter.require_binding().aux_layers
+    assert len(set(taps)) == 3
+    assert sorted(taps) == list(taps)
+    assert taps[0] >= 1
+    assert taps[-1] <= layers
+    if layers >= 7:
+        assert taps == (2, layers // 2, layers - 3), "the published default"
+        assert drafter.config.aux_layers is None
+    drafter.save_pretrained(tmp_path)
+    assert Eagle31Drafter.from_pretrained(tmp_path, target=target).require_binding().aux_layers == taps
+    told = Eagle31Drafter.from_target(target, config=default_config(target))
+    assert told.require_binding().aux_layers == taps
+    assert Eagle31Drafter.from_target(target, aux_layers=[1, 1, 2]).require_binding().aux_layers == (1, 1, 2)
+
+
+@pytest.mark.parametrize("layers", [4, 5, 6])
+def test_what_was_trained_with_the_published_default_is_read_with_it(layers):
+    target = of_depth(layers)
+    drafter = Eagle31Drafter(default_config(target)).attach(target)
+    assert drafter.require_binding().aux_layers == (2, layers // 2, layers - 3)
+
+
+@pytest.mark.parametrize(("layers", "states"), [(1, [0, 1]), (2, [0, 1, 2])])
+@torch.no_grad()
+def test_targets_too_shallow_for_three_states_are_told_what_to_do(layers, states):
+    target = of_depth(layers)
+    advice = rf"target of {layers} layers? has too few .*aux_layers=\{states}, num_aux_hidden_states={len(states)}\)"
+    with pytest.raises(ConfigurationError, match=advice):
+        Eagle31Drafter.from_target(target)
+    drafter = Eagle31Drafter.from_target(target, aux_layers=states, num_aux_hidden_states=len(states))
+    inputs = left_padded(random_prompts(1))
+    wanted = target.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=drafter), wanted)
 
 
 def test_layers_of_unlike_width_are_told_apart():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from eagle31_hf.decoding.round import RoundWrapper
+from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.drafter.hindsight import MOST_JUDGED, FirstDrafts, Hindsight
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.sampling.logits_processing import DraftWarping
@@ -17,7 +15,6 @@ from helpers import (
     DEAR_DRAFTS,
     VOCABULARY,
     calibrated,
-    configured,
     drafter_of,
     left_padded,
     prompts_for,
@@ -33,27 +30,32 @@ WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(3)]
 
 def test_likeliest_tokens_are_counted() -> None:
     logits = torch.tensor([[[0.0, 3, 1, 2, 0, 0], [5.0, 0, 0, 4, 0, 0], [0.0, 0, 0, 0, 0, 9]]])
-    tokens, chances = torch.tensor([[5, 9, 15]]), torch.ones(1, 3)
-    assert FirstDrafts().accepted(logits, tokens, chances, DRAFT_IDS) == 1
-    assert FirstDrafts(children=2).accepted(logits, tokens, chances, DRAFT_IDS) == 2
-    assert FirstDrafts().accepted(logits, torch.tensor([[1, 0, 5]]), chances, None) == 3, "a vocabulary of its own"
+    tokens = torch.tensor([[5, 9, 15]])
+    assert FirstDrafts().accepted(logits, tokens, DRAFT_IDS) == 1
+    assert FirstDrafts(children=2).accepted(logits, tokens, DRAFT_IDS) == 2
+    assert FirstDrafts().accepted(logits, torch.tensor([[1, 0, 5]]), None) == 3, "a vocabulary of its own"
 
 
 @pytest.mark.parametrize("draft_ids", [DRAFT_IDS, None], ids=["reduced", "whole"])
 @pytest.mark.parametrize("processors", [[], WARPERS], ids=["bare", "warped"])
-def test_drawn_ones_are_expected_as_often_as_rejection_keeps_them(draft_ids: Tensor | None, processors: list) -> None:
-    """Over what the target draws, the mean is `sum(min(p, q))`."""
+def test_of_sampled_text_drafts_by_its_noise_are_counted(draft_ids: Tensor | None, processors: list) -> None:
+    """Of a prompt, which nobody sampled, the drafter's probability of each token."""
+    width = 16 if draft_ids is None else len(draft_ids)
     with seeded(0):
-        p = torch.randn(16).softmax(-1)
-        logits = 2 * torch.randn(1, 1, len(DRAFT_IDS) if draft_ids is not None else 16)
-    warping = DraftWarping(LogitsProcessorList(processors)) if processors else None
-    q = (logits[0] if warping is None else warping(logits[0])).softmax(-1)[0]
-    spread = q if draft_ids is None else torch.zeros(16).index_copy(0, draft_ids, q)
-    first = FirstDrafts(drawn=True, warping=warping)
-    expected = sum(
-        p[x] * first.accepted(logits, torch.tensor([[x]]), p[x].view(1, 1), draft_ids) for x in range(len(p))
-    )
-    torch.testing.assert_close(expected, torch.minimum(p, spread).sum())
+        logits, noise = 2 * torch.randn(1, 200, width), torch.empty(1, 200, 16).exponential_()
+        tokens = torch.randint(0, 16, (1, 200))
+    warping = DraftWarping(LogitsProcessorList(processors))
+    scores = warping.of_nodes(logits)
+    own = noise if draft_ids is None else noise[..., draft_ids]
+    drafted = (scores.softmax(-1) / own).argmax(-1)
+    drafted = drafted if draft_ids is None else draft_ids[drafted]
+    right = int((drafted == tokens).sum())
+    judged = FirstDrafts(1, warping.of_nodes, lambda count: noise[:, -count:])
+    assert judged.accepted(logits, tokens, draft_ids) == right > 5
+    rows = tokens if draft_ids is None else (draft_ids == tokens[..., None]).int().argmax(-1)
+    known = torch.ones_like(tokens) if draft_ids is None else (draft_ids == tokens[..., None]).any(-1)
+    expected = (scores.softmax(-1).gather(2, rows[..., None]).squeeze(2) * known).sum()
+    torch.testing.assert_close(FirstDrafts(1, warping.of_nodes).accepted(logits, tokens, draft_ids), expected)
 
 
 def positions(rows: int, count: int) -> tuple[Tensor, Tensor]:
@@ -123,48 +125,21 @@ def test_by_scores_that_are_no_numbers_nothing_is_judged() -> None:
     """So they are drafted with, which is noticed and said."""
     tokens, aux = positions(1, 9)
     broken = torch.full_like(aux, float("nan"))
-    for first in (FirstDrafts(), FirstDrafts(drawn=True)):
+    for first in (FirstDrafts(), FirstDrafts(1, lambda logits: logits)):
         later = session(1)
         later.put_off(tokens.tolist(), broken)
         assert later.look_back(first) == Hindsight()
         assert session(1).absorb_judging(tokens, broken, [9], first) == Hindsight()
 
 
-def test_the_chance_of_each_drawn_token_is_kept() -> None:
-    """By the scores that `generate` gives."""
-    kept: list[tuple[int, float]] = []
-    put_off = DraftSession.put_off
-
-    def watching(self: DraftSession, tokens: list[list[int]], aux: Tensor, chances: Tensor | None = None) -> None:
-        if chances is not None:
-            kept.append((tokens[0][0], chances.item()))
-        put_off(self, tokens, aux, chances)
-
-    inputs = left_padded(prompts_for("llama", 1, seed=5))
-    told = {"do_sample": True, "temperature": 0.8, "top_k": 9, "max_new_tokens": 24, "pad_token_id": 0}
-    with (
-        configured(drafter_of("llama"), num_assistant_tokens=3),
-        mock.patch.object(DraftSession, "put_off", watching),
-        seeded(1),
-    ):
-        out = target_of("llama").generate(
-            **inputs, **told, assistant_model=drafter_of("llama"), output_scores=True, return_dict_in_generate=True
-        )
-    assert kept
-    new = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    for token, chance in kept:
-        steps = [step for step, written in enumerate(new) if written == token]
-        assert any(abs(out.scores[step][0].softmax(-1)[token] - chance) < 1e-5 for step in steps)
-
-
 def test_where_drafts_depend_on_more_than_scores_nothing_is_said() -> None:
     """Under a penalty a resting drafter is tried, not judged by scores that its drafts would not have gone by."""
     told = {"do_sample": True, "repetition_penalty": 1.3, "max_new_tokens": 70, "pad_token_id": 0}
-    found: list[Hindsight | None] = []
+    found: list[Hindsight] = []
 
     class Watching(RoundWrapper):
-        def look_back(self) -> Hindsight | None:
-            found.append(super().look_back())
+        def look_back(self, batch: RoundBatch) -> Hindsight:
+            found.append(super().look_back(batch))
             return found[-1]
 
     inputs = left_padded(prompts_for("llama", 1, seed=5))
@@ -174,4 +149,4 @@ def test_where_drafts_depend_on_more_than_scores_nothing_is_said() -> None:
         found.clear()
         target_of("llama").generate(**inputs, **told | {"repetition_penalty": 1.0}, assistant_model=drafter_of("llama"))
     assert found
-    assert all(each is not None and each.positions > 0 for each in found)
+    assert all(each.positions > 0 for each in found)

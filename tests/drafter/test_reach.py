@@ -32,8 +32,7 @@ from helpers import (
 WINDOW = 6
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
-    "static": {"draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 12},
-    "dynamic": {"draft_top_k": 2, "draft_tree_size": 12},
+    "tree": {"draft_top_k": 2, "draft_tree_size": 12},
 }
 
 

@@ -68,11 +68,9 @@ def test_buffers_follow_the_rows() -> None:
     unread = UnreadPositions(room=4)
     for rows in (2, 1, 1):
         tokens, aux = positions(rows, 3)
-        chances = torch.rand(rows, 1)
-        unread.add(tokens[:, :1].tolist(), aux[:, :1], chances)
+        unread.add(tokens[:, :1].tolist(), aux[:, :1])
         unread.add(tokens[:, 1:].tolist(), aux[:, 1:])
         assert not unread.fits(2)
         assert torch.equal(unread.tokens, tokens)
         assert torch.equal(unread.aux, aux)
-        assert torch.equal(unread.chances, torch.cat((chances, torch.ones(rows, 2)), 1))
         unread.clear()

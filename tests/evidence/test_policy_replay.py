@@ -131,7 +131,7 @@ def test_greedy_rounds_are_those_of_generate(
             )
             chains = chains_along(drafter, known, texts, requested.shape.depth)
             of_prompt = judged_by_prompt(drafter, known, texts)
-            trace = DraftTrace.dealt(known, chains, torch.zeros(len(chains.kept)), of_prompt)
+            trace = DraftTrace.of(known, chains, of_prompt)
             assert (of_prompt.accepted > 1) == trained, "of 16"
             told = any(event.new_tokens == 0 and event.what == "rest" for event in drafter.stats.events)
             assert told == (schedule != "constant" and (costs is DEAR_DRAFTS or of_prompt.accepted == 0))

@@ -9,20 +9,22 @@ from itertools import islice
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.evidence import gauges
-from eagle31_hf.evidence.calls import DIFFERENT, SAME, SAMPLED, TIE
-from eagle31_hf.evidence.exactness import judge_greedy
+from eagle31_hf.evidence.calls import DIFFERENT, SAME, TIE
+from eagle31_hf.evidence.exactness import SampledBy, judge
 from eagle31_hf.evidence.gauges import EnergyGauge, PeakGauge, RaplPackage
 from eagle31_hf.evidence.record_file import read_records
 from eagle31_hf.evidence.run_settings import RunSettings
 from eagle31_hf.evidence.suite import BenchmarkRun, Task
 from eagle31_hf.evidence.thinking import ThinkMarks, split_rounds
+from eagle31_hf.sampling.logits_processing import DraftWarping
 from eagle31_hf.texts.prompts import Prompt
-from helpers import drafter_of, random_prompts, target_of
+from helpers import drafter_of, random_prompts, seeded, target_of
 
 SETTINGS = RunSettings(new_tokens=12, repeats=2, depth=3)
 
@@ -91,7 +93,7 @@ def test_batches_hold_several_rows_and_stock_modes_stay_out():
     assert {call.method for call in found} == {"plain generate", "chain", "tree"}
     assert [len(call.prompts) for call in found] == [3] * 6, "the last batch is filled up"
     assert found[0].category == "mixed"
-    assert {verdict.kind for call in found if call.method != "plain generate" for verdict in call.verdicts} == {SAMPLED}
+    assert {verdict.kind for call in found if call.method != "plain generate" for verdict in call.verdicts} == {SAME}
 
 
 def test_answers_end_where_the_target_ends(monkeypatch):
@@ -150,7 +152,7 @@ def greedy():
 
 
 def judged(greedy, answer, model=None):
-    return judge_greedy(model or greedy[0], greedy[1], answer, greedy[2], blocks=(4,))
+    return judge(model or greedy[0], greedy[1], answer, greedy[2], blocks=(4,))
 
 
 def test_equal_answers_need_no_proof(greedy):
@@ -182,6 +184,25 @@ def tied_model(model, ours, theirs):
             return output
 
     return Tied()
+
+
+def test_a_sampled_answer_is_judged_by_its_noise(greedy):
+    """Row 1 of 2: another token is wrong, also one that is likelier, and one within rounding is a tie."""
+    model, prompt, _ = greedy
+    warping = DraftWarping([TemperatureLogitsWarper(0.8)])
+    with seeded(5):
+        rows = model.generate(prompt.repeat(2, 1), max_new_tokens=10, do_sample=True, temperature=0.8, top_k=0)
+    plain = rows[1, len(prompt) :].tolist()
+    sampled = SampledBy(5, 1, 2, warping)
+    with torch.no_grad():
+        logits = model(rows[1:2, :-1]).logits[0, len(prompt) - 1 :]
+    assert sampled.scores(logits).argmax(-1).tolist() == plain
+    likelier = list(plain)
+    likelier[4] = int(logits[4].argmax())
+    assert likelier != plain
+    verdict = judge(model, prompt, likelier, plain, blocks=(4,), sampled=sampled)
+    assert (verdict.kind, verdict.position) == (DIFFERENT, 4)
+    assert verdict.logit_gap > 2 * verdict.rounding
 
 
 def test_a_tie_is_proven_and_what_follows_it_is_looked_at_too(greedy):

@@ -150,3 +150,17 @@ def test_a_fine_tuned_target_is_told_once(
             write(target, left_padded(random_prompts(1)), assistant_model=drafter)
     assert len(caplog.messages) == is_told
     assert not is_told or "owner/chat-7b" in caplog.messages[0]
+
+
+def test_tokens_of_an_adapter_of_their_own() -> None:
+    """PEFT puts them around the embedding after the drafter was attached."""
+    model = random_target(CONFIGS["llama"]())
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    adapted = peft.get_peft_model(model, config).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    how = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+    for _ in range(2):
+        assert torch.equal(adapted.generate(**how), adapted.generate(**how, assistant_model=drafter))
+        assert drafter.stats is not None
+        assert drafter.stats.loop == "own"

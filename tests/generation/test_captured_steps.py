@@ -7,6 +7,7 @@ outputs where the recorded ones were: what a card does, without the card.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from kept_pairs import GREEDY, SAMPLING, failing, forgotten, kinds, make_pair, write
+from kept_pairs import GREEDY, SAMPLING, failing, forgotten, kinds, make_pair, settle, write
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from eagle31_hf.cache.layers import SlotLayer
 from eagle31_hf.compiled import captured, graph_makers, shapes
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from helpers import configured
+from helpers import CONFIGS, configured, random_drafter, random_target
 
 
 class Recorder:
@@ -182,3 +185,83 @@ def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) ->
     with configured(pair, cache_type="int8"):
         write(pair, **GREEDY)
     assert not recorder.recorded
+
+
+# --- a target that changes --------------------------------------------------------------------------------------------
+
+
+def record_operations(run: Callable[[], Sequence[Tensor]]) -> Recording:
+    """As a card does: what was computed then is computed again, whatever the target would do now."""
+    with torch.no_grad():
+        recorded = make_fx(lambda: tuple(run()), pre_dispatch=False)()
+        outputs = [output.clone() for output in recorded()]
+
+    def replay() -> None:
+        with torch.no_grad():
+            for output, fresh in zip(outputs, recorded(), strict=True):
+                output.copy_(fresh)
+
+    return Recording(replay, outputs)
+
+
+def hand_out_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Buffers of a text that has ended go to the next one of the same sizes, as a card's allocator gives them out.
+
+    Returns:
+        To be called before each text.
+    """
+    allocate, pool, turn = SlotLayer._zeros_like, {}, itertools.count()  # type: ignore[var-annotated]
+    state = {"turn": turn}
+
+    def allocate_again(self: SlotLayer, states: Tensor) -> Tensor:
+        made = allocate(self, states)
+        return pool.setdefault((next(state["turn"]), tuple(made.shape)), made).zero_()
+
+    monkeypatch.setattr(SlotLayer, "_zeros_like", allocate_again)
+    return lambda: state.update(turn=itertools.count())
+
+
+def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
+    next_text = hand_out_again(monkeypatch)
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
+    )
+    base = random_target(CONFIGS["llama"]())
+    model = peft.get_peft_model(base, lora, adapter_name="A")
+    model.add_adapter("B", lora)
+    model.set_adapter("A")
+    model.eval()
+    pair = settle(random_drafter(base, aux_layers=[1, 2, 4]))
+    texts = set()
+
+    def is_plain() -> None:
+        next_text()
+        text = write(pair, target=model)
+        assert torch.equal(text, write(None, target=model))
+        assert "advance" in kinds(pair)
+        texts.add(str(text))
+
+    is_plain()
+    with model.disable_adapter():
+        is_plain()
+    model.set_adapter("B")
+    model.eval()
+    is_plain()
+    base.model.layers[0].self_attn.q_proj.set_scale("B", 9.0)
+    is_plain()
+    base.model.layers[2].self_attn.scaling *= 9
+    is_plain()
+    mlp = base.model.layers[2].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: -forward(states)
+    is_plain()
+    assert len(texts) == 6, "or a stale graph would not be noticed"
+    base.model.layers[0].register_forward_hook(lambda *_: None)
+    next_text()
+    assert torch.equal(write(pair, target=model), write(None, target=model))
+    assert pair.stats is not None
+    assert pair.stats.loop == "own"

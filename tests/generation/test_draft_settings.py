@@ -28,17 +28,15 @@ def test_number_of_assistant_tokens_is_honoured(loop: str) -> None:
 
 def test_trees_have_the_size_asked_for() -> None:
     with configured(drafter_of("llama"), num_assistant_tokens=3, draft_top_k=3, draft_tree_size=9) as drafter:
-        for kind in ("static", "dynamic"):
-            with configured(drafter, draft_tree=kind):
-                greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
-            assert stats_of().drafted <= 8 * stats_of().rounds
-            assert stats_of().drafted > 3 * stats_of().rounds, "more than a chain"
+        greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
+        assert stats_of().drafted <= 8 * stats_of().rounds
+        assert stats_of().drafted > 3 * stats_of().rounds, "more than a chain"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("num_assistant_tokens", 0), ("draft_top_k", 0), ("draft_tree_size", 1), ("draft_tree", "oak"),
+        ("num_assistant_tokens", 0), ("draft_top_k", 0), ("draft_tree_size", 1),
         ("speculation_loop", "fast"), ("acceleration", "warp"), ("num_assistant_tokens_schedule", "guess"),
         ("draft_min_confidence", 1.5), ("draft_min_confidence", "low"), ("prefill_chunk_size", -3),
         ("prefill_chunk_size", "four"), ("draft_top_k", 97), ("draft_top_k", True),

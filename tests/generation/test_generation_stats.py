@@ -8,7 +8,7 @@ import pytest
 from greedy_calls import greedy, one, stats_of
 
 from eagle31_hf import SpeculationStats
-from eagle31_hf.stats import PhaseClock
+from eagle31_hf.stats import DraftEvent, PhaseClock
 from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 
 
@@ -132,3 +132,13 @@ def test_old_names_of_figures_are_understood_for_a_version() -> None:
         assert stats.rest_s == 2.5
     with pytest.deprecated_call(match="skipped_rounds"):
         assert stats.rests == 3
+
+
+def test_why_drafting_rested_is_said_as_it_was():
+    told = DraftEvent(5, "rest", "drafts would write 0.80 x as fast as none; a draft token is accepted 45% of the time")
+    assert "3 passes without drafts: drafts would write 0.80 x" in str(
+        SpeculationStats(skipped_rounds=3, events=[told])
+    )
+    assert "3 passes without drafts: nothing was drafted)" in str(SpeculationStats(skipped_rounds=3))
+    assert "without drafts: the drafts before them were in vain)" in str(SpeculationStats(skipped_rounds=3, drafted=8))
+    assert "without drafts" not in str(SpeculationStats(drafted=8))

@@ -266,11 +266,26 @@ def come_from_another_machine(drafter: Eagle31Drafter, monkeypatch: pytest.Monke
     monkeypatch.setattr(kept_graphs, "_processor", lambda: ("another CPU",))
 
 
-def hang_a_hook_on_the_target(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_graphs, "network_of", lambda model: ("another network",))
+def change_a_scalar_of_the_target(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = target_of("llama").model.layers[2].self_attn
+    monkeypatch.setattr(attention, "scaling", attention.scaling * 3)
 
 
-@pytest.mark.parametrize("differs", [change_a_weight, come_from_another_machine, hang_a_hook_on_the_target])
+def replace_a_forward(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = target_of("llama").model.layers[2].mlp
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda states: -forward(states))
+
+
+def disable_adapters(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT says so by a scalar of each of its layers."""
+    monkeypatch.setattr(target_of("llama").model.layers[0].self_attn.q_proj, "_disable_adapters", True, raising=False)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [change_a_weight, come_from_another_machine, change_a_scalar_of_the_target, replace_a_forward, disable_adapters],
+)
 def test_graphs_of_others_are_not_touched(
     warmed: Eagle31Drafter, differs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,22 +295,58 @@ def test_graphs_of_others_are_not_touched(
     assert not kinds(warmed)
 
 
+def test_a_target_that_changes_after_its_graphs_were_loaded(warmed: Eagle31Drafter) -> None:
+    target = target_of("llama")
+    write(warmed)
+    assert "advance" in kinds(warmed)
+    row = target.lm_head.weight.data[7].clone()
+    try:
+        target.lm_head.weight.data[7] = 1.0  # as new tokens' embeddings are set; torch counts no write
+        assert torch.equal(write(warmed), write(None))
+        assert not kinds(warmed)
+    finally:
+        target.lm_head.weight.data[7] = row
+    assert torch.equal(write(warmed), write(None))
+    assert "advance" in kinds(warmed)
+
+
+@pytest.mark.parametrize("of", ["folder", "file"])
+def test_what_others_may_write_is_not_loaded(
+    of: str, warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs are machine code."""
+    for path in [store.cache_folder()] if of == "folder" else kept_files(".pt2"):
+        path.chmod(path.stat().st_mode | 0o022)
+    monkeypatch.setattr(packages, "_load_package", failing(AssertionError("loaded")))
+    with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
+        assert torch.equal(write(warmed), write(None))
+    assert not kinds(warmed)
+    assert "others may write" in caplog.text
+    if of == "folder":
+        with pytest.raises(ConfigurationError, match=r"could be exchanged.*chmod go-w"):
+            warm_up(forgotten(warmed), tokens=100, **GREEDY)
+
+
+def folder_of(pair: Eagle31Drafter) -> Path:
+    return kept_graphs.pair_folder(pair, kept_graphs.network_of(pair))
+
+
 def test_a_hook_tells_targets_apart(pair: Eagle31Drafter) -> None:
-    before = kept_graphs.pair_folder(pair)
+    before = folder_of(pair)
     hook = target_of("llama").model.layers[0].register_forward_hook(lambda *_: None)
     try:
-        assert kept_graphs.pair_folder(pair) != before
+        assert folder_of(pair) != before
     finally:
         hook.remove()
-    assert kept_graphs.pair_folder(pair) == before
+    assert folder_of(pair) == before
 
 
 def test_a_targets_folder_is_no_difference(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kept_graphs.pair_folder(pair)
+    before = folder_of(pair)
     monkeypatch.setattr(target_of("llama").config, "_name_or_path", "another/folder")
-    assert kept_graphs.pair_folder(pair) == before
+    assert folder_of(pair) == before
     monkeypatch.setattr(target_of("llama").config, "rms_norm_eps", 0.5)
-    assert kept_graphs.pair_folder(pair) != before
+    assert folder_of(pair) != before
 
 
 def cut_packages_short() -> None:

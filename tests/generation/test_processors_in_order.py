@@ -28,8 +28,7 @@ pytestmark = pytest.mark.contract
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
-    "static": {"draft_top_k": 3, "draft_tree": "static", "draft_tree_size": 14},
-    "dynamic": {"draft_top_k": 2, "draft_tree_size": 15},
+    "tree": {"draft_top_k": 2, "draft_tree_size": 15},
 }
 LOOPS = SHAPES | {f"{name} compiled": shape | {"acceleration": "compile"} for name, shape in SHAPES.items()}
 NEW_TOKENS = 30
@@ -165,7 +164,7 @@ def test_the_stock_loop_would_show_drafts(processor: Any) -> None:
     assert stats.loop == "plain"
 
 
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_nothing_is_shown_twice_where_memory_runs_out(
     shape: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from eagle31_hf.errors import UnsupportedGenerationError
 from eagle31_hf.generation import hooks
 from helpers import (
     CONFIGS,
+    SIZES,
     configured,
     demo_tokenizer,
     drafter_of,
@@ -22,6 +23,7 @@ from helpers import (
     oracle_drafts,
     prompts_for,
     random_drafter,
+    random_prompts,
     random_target,
     seeded,
     target_of,
@@ -162,14 +164,14 @@ class Favouring(hf.LogitsProcessor):
         return scores.scatter_add(1, liked, torch.full(liked.shape, 3.0))
 
 
-@pytest.mark.parametrize(("kind", "do_sample"), [("static", False), ("dynamic", False), ("dynamic", True)])
-def test_processors_of_prefixes_are_shown_the_text_alone(kind: str, do_sample: bool) -> None:
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_processors_of_prefixes_are_shown_the_text_alone(do_sample: bool) -> None:
     """Of a tree only the nodes that the text passes are processed, one after the other."""
     inputs, length = one(), one()["input_ids"].shape[1]
     plain = greedy("llama", inputs, logits_processor=[Favouring()], max_new_tokens=30)
     shown = Favouring()
     how = {"logits_processor": [shown], "do_sample": do_sample, "max_new_tokens": 30}
-    shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 12, "draft_tree": kind}
+    shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 12}
     with configured(drafter_of("llama"), **shape) as eagle, oracle_drafts(plain, length):
         text = greedy("llama", inputs, assistant_model=eagle, **how)[0].tolist()
     assert stats_of().loop == "own"
@@ -263,3 +265,67 @@ def test_masks_of_another_length_than_the_prompt() -> None:
     for short in (mask[:, 2:], torch.cat((0 * mask[:, :1], mask[:, 3:]), 1)):
         with pytest.raises(UnsupportedGenerationError, match="attention mask covers"):
             greedy("llama", inputs | {"attention_mask": short}, assistant_model=drafter)
+
+
+@pytest.mark.skipif(not hasattr(hf, "DeepseekV32Config"), reason="of newer versions of transformers")
+def test_layers_that_keep_more_than_keys_and_values_are_decoded_plainly() -> None:
+    """An indexer chooses by keys of its own, which transformers' assisted loop would not take back."""
+    sizes = {**SIZES, "num_key_value_heads": 4, "head_dim": 4}
+    config = hf.DeepseekV32Config(
+        **sizes, moe_intermediate_size=32, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, index_topk=6, index_n_heads=2, index_head_dim=8,
+    )  # fmt: skip
+    model = random_target(config)
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    for seed in range(3):
+        inputs = left_padded(random_prompts(1, seed=seed))
+        text = model.generate(**inputs, do_sample=False, max_new_tokens=16)
+        assert torch.equal(text, model.generate(**inputs, do_sample=False, max_new_tokens=16, assistant_model=drafter))
+        assert drafter.stats is not None
+        assert drafter.stats.loop == "plain"
+        assert "layers of kind" in drafter.stats.reason
+    with configured(drafter, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="in part only"):
+        model.generate(**inputs, do_sample=False, max_new_tokens=4, assistant_model=drafter)
+
+
+def right(mask: Tensor) -> None:
+    mask[1, 5:] = 0
+
+
+def hole(mask: Tensor) -> None:
+    mask[0, 3] = 0
+
+
+def empty(mask: Tensor) -> None:
+    mask[1] = 0
+
+
+@pytest.mark.parametrize("spoil", [right, hole, empty])
+def test_rows_that_are_not_padded_on_the_left_are_decoded_plainly(spoil: Any) -> None:
+    with seeded(3):
+        ids = torch.randint(2, 96, (2, 9))
+    mask = torch.ones_like(ids)
+    spoil(mask)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    drafter = drafter_of("llama")
+    assert torch.equal(greedy("llama", inputs), greedy("llama", inputs, assistant_model=drafter))
+    assert stats_of().loop == "plain"
+    assert "pads behind or between tokens" in stats_of().reason
+
+
+def test_batches_that_a_target_cannot_verify_are_decoded_plainly() -> None:
+    """XGLM wants a mask for each row."""
+    config = hf.XGLMConfig(
+        vocab_size=96, d_model=64, ffn_dim=96, num_layers=4, attention_heads=4, max_position_embeddings=128,
+        init_std=0.15, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = random_target(config)
+    drafter = random_drafter(model, aux_layers=[1, 2, 3])
+    for rows, loop in ((1, "own"), (3, "plain")):
+        inputs = left_padded(random_prompts(rows))
+        text = model.generate(**inputs, do_sample=False, max_new_tokens=10)
+        assert torch.equal(text, model.generate(**inputs, do_sample=False, max_new_tokens=10, assistant_model=drafter))
+        assert drafter.stats is not None
+        assert drafter.stats.loop == loop
+        assert ("self-test of a batch" in drafter.stats.reason) == (rows > 1)

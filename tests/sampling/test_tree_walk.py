@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import torch
-from counted_outcomes import P_VALUE, ROWS, P, V, chi_square, seeded, tokens_added
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle31_hf.sampling import acceptance
-from eagle31_hf.sampling.acceptance import accept_greedy, accept_sampled_target
-from eagle31_hf.sampling.rejection import accept_rejection
+from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen
 from eagle31_hf.sampling.tree_walk import accept_tree_walk
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.dynamic import TreeGrowth
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tokens_added(accepted: Acceptance, tree: DraftTree) -> torch.Tensor:
+    """`(B, D+1)` accepted drafts, then the bonus; the first `length` of a row are valid."""
+    tokens = tree.tokens.gather(1, accepted.path).roll(-1, dims=1)  # the root was added a round ago
+    return tokens.scatter(1, accepted.length[:, None] - 1, accepted.bonus[:, None])
 
 
 def random_tree(generator: torch.Generator, rows: int, size: int, width: int, vocab: int) -> DraftTree:
@@ -40,7 +48,7 @@ def test_greedy_walk_matches_a_naive_walk(seed: int, size: int, width: int) -> N
     generator = seeded(seed)
     tree = random_tree(generator, rows=4, size=size, width=width, vocab=4)
     choice = torch.randint(0, 4, (4, size), generator=generator)
-    accepted = accept_greedy(tree, choice)
+    accepted = accept_chosen(tree, choice)
     walked = accept_tree_walk(
         tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
     )
@@ -64,7 +72,7 @@ def test_walks_end_where_a_tree_was_cut(seed: int, depth: int) -> None:
     assert whole.max_depth > depth, "nothing to cut"
     tree = whole.cut_to(depth)
     choice = torch.randint(0, 2, (4, 30), generator=generator)
-    accepted = accept_greedy(tree, choice)
+    accepted = accept_chosen(tree, choice)
     walked = accept_tree_walk(
         tree, lambda rows, paths: [int(choice[b, p[-1]]) for b, p in zip(rows, paths, strict=True)], range(4)
     )
@@ -93,8 +101,7 @@ def test_chain_path_equals_tree_path() -> None:
 
 
 def test_root_alone_yields_the_targets_token() -> None:
-    tree = DraftTree.chain(torch.zeros(ROWS, 1, dtype=torch.long))
-    for accept in (accept_sampled_target, accept_rejection):
-        accepted = accept(tree, P.expand(ROWS, 1, V), generator=seeded())
-        assert (accepted.length == 1).all()
-        assert chi_square(accepted.bonus, P) > P_VALUE
+    tree = DraftTree.chain(torch.zeros(4, 1, dtype=torch.long))
+    accepted = accept_chosen(tree, torch.tensor([[3], [1], [0], [2]]))
+    assert accepted.length.tolist() == [1] * 4
+    assert accepted.bonus.tolist() == [3, 1, 0, 2]

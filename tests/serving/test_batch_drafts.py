@@ -15,12 +15,13 @@ from eagle31_hf.decoding.draft_backoff import ROUNDS_IN_VAIN
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.drafter.hindsight import Hindsight
-from eagle31_hf.serving.batch import TextBatch, WrittenText
+from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.batch_drafts import BatchDrafts
 from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
+from eagle31_hf.serving.written_text import WrittenText
 from helpers import CHEAP_DRAFTS, configured
 
 DEAR_BY_ROWS = Calibration((ContextSeconds(64, ((1, 1.0), (8, 1.1), (64, 18.0)), 0.02, 0.02),), 0.02, 0.01)
@@ -39,7 +40,7 @@ def ids_of(pair, number: int) -> list[int]:
 
 def start(pair, batch: TextBatch, prompt: list[int], new_tokens: int, sampling: Sampling) -> WrittenText:
     request = TextRequest(tuple(prompt), new_tokens, sampling, ignore_eos=True)
-    writer = TextWriter(pair.tokenizer, max_new_tokens=new_tokens, eos_ids=frozenset(), stops=())
+    writer = TextWriter(pair.tokenizer, request, frozenset())
     text = WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
     batch.read(batch.begin(text))
     batch.join()
@@ -137,6 +138,19 @@ def test_a_text_that_joins_is_judged_soon(pair) -> None:
         drafted(drafts, 2, right=0, rounds=ROUNDS_IN_VAIN)
         drafts.text_joins()
         assert drafted(drafts, 2, right=0, rounds=1) == [4]
+
+
+def test_a_text_by_itself_is_drafted_alike_whatever_came_before_and_what_others_taught_is_kept(pair) -> None:
+    with measured(CHEAP_DRAFTS), configured(pair.drafter, num_assistant_tokens=4):
+        drafts = BatchDrafts(pair.drafter)
+        drafts.text_joins(by_itself=True)
+        first = drafted(drafts, 1, right=2, rounds=30)
+        drafts.text_joins()
+        drafted(drafts, 2, right=0, rounds=120)  # others teach that nothing is ever right
+        drafts.text_joins(by_itself=True)
+        assert drafted(drafts, 1, right=2, rounds=30) == first
+        drafts.text_joins()
+        assert drafted(drafts, 2, right=0, rounds=4) == [0] * 4
 
 
 def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:

@@ -66,10 +66,21 @@ def test_short_prompts_join_together_between_two_rounds():
     assert begun_between_rounds == [4, 4, 3]
 
 
+def test_a_burst_fills_the_free_rows_before_the_queue():
+    made = scheduler(max_rows=8, max_waiting=20)
+    for _ in range(28):
+        made.submit(1)
+    with pytest.raises(QueueFullError, match="20 requests"):
+        made.submit(1)
+    read_to_the_end(made, 1)  # who has begun was counted before
+    with pytest.raises(QueueFullError, match="20 requests"):
+        made.submit(1)
+
+
 def test_a_full_queue_refuses_and_a_place_that_is_free_again_is_given_away():
-    made = scheduler(max_waiting=2)
+    made = scheduler(max_rows=1, max_waiting=1)
     first, _ = made.submit(1), made.submit(1)
-    with pytest.raises(QueueFullError, match="2 requests"):
+    with pytest.raises(QueueFullError, match="1 requests"):
         made.submit(1)
     first.cancelled = True
     assert made.next_step().dropped == (first,)
@@ -111,7 +122,7 @@ def test_every_request_ends_and_limits_hold_whatever_happens(data):
             try:
                 arrived.append(made.submit(data.draw(st.integers(1, 50))))
             except QueueFullError:
-                assert len(made.waiting) == made.max_waiting
+                assert len(made.waiting) == made.max_waiting + made.free_rows
         elif what == "cancel" and arrived:
             data.draw(st.sampled_from(arrived)).cancelled = True
         elif what == "end" and made.writing:
@@ -127,7 +138,7 @@ def test_every_request_ends_and_limits_hold_whatever_happens(data):
             elif step.read:
                 made.has_read(step.read)
         assert len(made.writing) <= made.max_rows
-        assert len(made.waiting) <= made.max_waiting
+        assert len(made.waiting) <= made.max_waiting + made.free_rows
     assert [ticket.number for ticket in began] == sorted(ticket.number for ticket in began)
     held = [*made.waiting, *made.writing, *([made.reading] if made.reading else [])]
     assert sorted(t.number for t in [*gone, *held]) == [t.number for t in arrived]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time
 from dataclasses import replace
 
+import httpx2
 import openai
 import pytest
 
-from loopback import QUESTION, SIZES, chat, error_of, serving
+from loopback import MESSAGES, MODEL, QUESTION, SIZES, chat, error_of, serving
 
 
 def wait_until(condition, seconds=20):
@@ -68,3 +71,32 @@ def test_a_failure_in_a_round_ends_its_texts_and_no_others(served, client, monke
     assert "fire" in error_of(client, 500)["message"]
     monkeypatch.undo()
     assert chat(client, max_tokens=4).choices[0].finish_reason == "length"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_text_that_does_not_end_within_the_grace_is_told_so_by_a_clean_last_event(pair, caplog):
+    with serving(pair, grace_s=0.2) as made:
+        body = {"model": MODEL, "messages": MESSAGES, "stream": True, "ignore_eos": True, "temperature": 0}
+        request = httpx2.stream("POST", f"{made.url}/v1/chat/completions", json=body, timeout=60)
+        stream = request.__enter__()
+        lines = (line for line in stream.iter_lines() if line)
+        first = next(lines)
+        slow_down(made.engine)
+    events = [first, *lines]
+    request.__exit__(None, None, None)
+    assert events[-1] == "data: [DONE]"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "shut down" in error["message"]
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def slow_down(engine):
+    """A round takes long enough that a text outlasts any grace."""
+    round_of = engine.batch.round
+
+    def slowly():
+        time.sleep(0.05)
+        return round_of()
+
+    engine.batch.round = slowly

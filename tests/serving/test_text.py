@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.serving.answer_parts import AnswerParser
+from eagle31_hf.serving.requests import TextRequest
 from eagle31_hf.serving.text import StopScanner, TextWriter
+from eagle31_hf.serving.token_texts import TokenTexts
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
@@ -28,19 +33,79 @@ def test_text_goes_through_up_to_the_first_stop_however_it_is_cut(text, stops, d
         assert shown + scanner.flush() == text
 
 
+def writer_of(pair, most, **request):
+    return TextWriter(pair.tokenizer, TextRequest((1,), most, **request), frozenset([2]))
+
+
 def test_a_text_ends_in_the_middle_of_a_round(pair):
     ids = pair.tokenizer("We like bread and butter", add_special_tokens=False)["input_ids"]
-    writer = TextWriter(pair.tokenizer, max_new_tokens=3, eos_ids=frozenset([2]), stops=[])
+    writer = writer_of(pair, 3)
     added, shown = writer.append(ids)
     assert (added, writer.finish, writer.remaining) == (3, "length", 0)
     assert shown == pair.tokenizer.decode(ids[:3])
-    writer = TextWriter(pair.tokenizer, max_new_tokens=30, eos_ids=frozenset([2]), stops=["bread"])
+    writer = writer_of(pair, 30, stop=("bread",))
     added, shown = writer.append([*ids, 2])
     assert (writer.finish, shown) == ("stop", "We like ")
     assert added < len(ids)
-    writer = TextWriter(pair.tokenizer, max_new_tokens=30, eos_ids=frozenset([2]), stops=["breadcrumbs"])
+    writer = writer_of(pair, 30, stop=("breadcrumbs",))
     assert writer.append([*ids, 2, 5])[0] == len(ids) + 1
     assert (writer.finish, writer.tokens[-1]) == ("stop", 2)
+
+
+def test_what_ends_a_text_stays_in_it_where_that_is_asked_for(pair):
+    ids = pair.tokenizer("We like bread and butter", add_special_tokens=False)["input_ids"]
+    kept = writer_of(pair, 30, stop=("bread",), keep_stop=True)
+    assert kept.append([*ids, 2])[1] == "We like bread"
+    special = writer_of(pair, 30, keep_stop=True, skip_special_tokens=False)
+    assert special.append([*ids, 2])[1] == f"We like bread and butter{pair.tokenizer.decode([2])}"
+    assert writer_of(pair, 30, skip_special_tokens=False).append([*ids, 2])[1] == "We like bread and butter"
+
+
+def test_before_its_least_length_nothing_ends_a_text(pair):
+    ids = pair.tokenizer("We like bread and bread and bread", add_special_tokens=False)["input_ids"]
+    early = pair.tokenizer("We like bread", add_special_tokens=False)["input_ids"]
+    writer = writer_of(pair, 30, stop=("bread",), min_new_tokens=len(early))
+    assert writer.append([*ids, 2])[1] == "We like bread and "
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """As SentencePiece's tokenizers are: a word's space is a mark before it, rare characters are bytes."""
+    words = ["▁Once", "▁upon", "▁a", "▁time", "s", ",", "▁"]
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    model = models.BPE({word: i for i, word in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
+    made = tokenizers.Tokenizer(model)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def ids_of(tokenizer, *words):
+    return tokenizer.convert_tokens_to_ids(list(words))
+
+
+def test_a_text_begins_with_the_space_that_its_first_word_has(sentencepiece):
+    prompt = ids_of(sentencepiece, "<s>", "▁Once")
+    request = TextRequest(tuple(prompt), 30)
+    words = ids_of(sentencepiece, "▁upon", "▁a", "▁time", "s")
+    assert TextWriter(sentencepiece, request, frozenset()).append(words)[1] == " upon a times"
+    alone = TextWriter(sentencepiece, TextRequest((1,), 30), frozenset())
+    assert alone.append(words)[1] + alone.append([2])[1] == "upon a times", "at a text's beginning there is no space"
+
+
+def test_tokens_have_their_own_spaces_and_whole_characters(sentencepiece):
+    prompt = ids_of(sentencepiece, "<s>", "▁Once")
+    texts = TokenTexts(sentencepiece, prompt)
+    accent = ids_of(sentencepiece, *(f"<0x{byte:02X}>" for byte in "中".encode()))
+    words = [*ids_of(sentencepiece, "▁upon", "▁a"), *accent, *ids_of(sentencepiece, "s", "</s>")]
+    assert texts.of(words[1]) == " a", "what may come next is told the same way"
+    offsets, told = [], []
+    for word in words:
+        offsets.append(texts.length)
+        told.append(texts.add(word))
+    assert told == [" upon", " a", "", "", "中", "s", "</s>"]
+    assert offsets == [0, 5, 7, 7, 7, 8, 9]
 
 
 def parts_of(text, cuts=1, **parser):

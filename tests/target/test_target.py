@@ -114,6 +114,27 @@ def test_aux_order_is_the_configs(llama: Any) -> None:
 # --- nothing left behind ----------------------------------------------------------------------------------------------
 
 
+def test_a_drafter_that_is_dropped_takes_its_hooks_along(llama: Any) -> None:
+    before = hooks_of(llama)
+    drafter = random_drafter(llama)
+    llama.generate(torch.tensor([[5, 6]]), max_new_tokens=5, assistant_model=drafter, do_sample=False)
+    assert hooks_of(llama) > before
+    del drafter
+    gc.collect()
+    assert hooks_of(llama) == before
+
+
+def test_a_target_that_projects_its_embedding_is_refused() -> None:
+    config = hf.OPTConfig(
+        vocab_size=96, hidden_size=64, ffn_dim=80, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=32,
+        max_position_embeddings=128, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = random_target(config)
+    with pytest.raises(IncompatibleTargetError, match="projects its embedding"):
+        Eagle31Drafter.from_target(model)
+    assert hooks_of(model) == 0
+
+
 def test_detach_leaves_the_target_as_it_was(llama: Any) -> None:
     before = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
     modules = [name for name, _ in llama.named_modules()]
@@ -269,9 +290,9 @@ def refused(target: Any, **overrides: Any) -> str:
 
 
 def test_another_vocabulary_or_hidden_size() -> None:
-    message = refused(random_target(tiny(hf.LlamaConfig, vocab_size=100)))
+    message = refused(random_target(tiny(hf.LlamaConfig, vocab_size=1000)))
     assert "96" in message
-    assert "100" in message
+    assert "1000" in message
     message = refused(random_target(tiny(hf.LlamaConfig, hidden_size=32)))
     assert "64" in message
     assert "32" in message
@@ -289,9 +310,15 @@ def test_encoder_decoder_is_refused() -> None:
     assert "encoder-decoder" in refused(hf.T5ForConditionalGeneration(config))
 
 
-def test_recurrent_state_is_refused() -> None:
-    config = hf.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=4, state_size=4)
-    assert "recurrent" in refused(hf.MambaForCausalLM(config))
+def test_states_that_nobody_can_take_back_are_refused() -> None:
+    of_their_own = {
+        "minimax": {**GROUPED, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 4},
+        "recurrent_gemma": {**GROUPED, "num_hidden_layers": 4, "lru_width": 64},
+    }
+    for kind, fields in of_their_own.items():
+        message = refused(random_target(hf.AutoConfig.for_model(kind, **fields)))
+        assert "recurrent state that cannot be rolled back" in message
+        assert "layers" in message
 
 
 def test_no_lm_head() -> None:

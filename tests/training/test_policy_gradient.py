@@ -15,6 +15,7 @@ from eagle31_hf.training.data.rendering import Document
 from eagle31_hf.training.policy.policy_model import PolicyModel, chain_policy_loss
 from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains
 from eagle31_hf.training.settings import DistillationSettings, PolicySettings
+from helpers import seeded
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,13 @@ def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
     batch = batch_of(make_documents())
     contexts = choose_contexts(batch, 3)
     assert contexts is not None
-    rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=0.7)
-    again = (chain_logits(drafter, rollout.contexts, rollout.tokens) / 0.7).log_softmax(-1)
-    assert torch.allclose(again, rollout.draft_log_probs, atol=1e-5)
+    with seeded(8):
+        rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=0.7)
+    with seeded(8):
+        noise = torch.empty(6, 3, drafter.config.vocab_size).exponential_()[..., drafter.draft_ids]
+    scores = chain_logits(drafter, rollout.contexts, rollout.tokens) / 0.7
+    assert torch.equal((scores - noise.log()).argmax(-1), rollout.draft_ids)
+    assert torch.allclose(scores.log_softmax(-1), rollout.draft_log_probs, atol=1e-5)
     # And the target judged them as it would in a forward of its own.
     row = torch.cat((contexts.tokens[1, : contexts.lengths[1]], contexts.roots[1:2], rollout.tokens[2]))
     logits = target(row[None]).logits[0, contexts.lengths[1] : contexts.lengths[1] + 3] / 0.7

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.conversations import Conversation, read_conversations
-from eagle31_hf.training.data.rendering import Document, render, render_documents
+from eagle31_hf.training.data.rendering import Document, render, render_documents, render_turns
 from eagle31_hf.training.data.vocabulary import build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 
@@ -61,12 +61,17 @@ def test_every_form_of_row_is_read(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"id": ', r"bad\.jsonl, line 2: not JSON"),
+        ("[" * 100_000, r"bad\.jsonl, line 2: JSON that nobody can read"),
+        ('{"id": ' + "9" * 5000 + "}", r"bad\.jsonl, line 2: JSON that nobody can read"),
         ("[1, 2]", r"bad\.jsonl, line 2: a row is list"),
         ('{"answer": "x"}', r"line 2: no messages \(keys: answer\)"),
         ('{"messages": ["x"]}', r"line 2, messages\[0\] is str"),
         ('{"messages": [{"content": "x"}]}', r"line 2, messages\[0\] has no role"),
         ('{"messages": [{"role": "user", "content": 3}]}', r"line 2, messages\[0\]: content is int"),
-        ('{"messages": [{"from": "robot", "value": "x"}]}', r"line 2, messages\[0\] has no role"),
+        ('{"messages": [{"from": "robot", "value": "x"}]}', r"line 2, messages\[0\] is from 'robot', a speaker nobody"),
+        ('{"prompt": [3]}', r"line 2, prompt\[0\] is int"),
+        ("[" * 100_000, "line 2: not usable JSON"),
+        ("9" * 5000, "line 2: (not usable JSON|a row is int)"),
         ('{"prompt": "x", "answer_ids": ["y"]}', r"line 2: answer_ids holds something else"),
         ('{"id": "same", "prompt": "x"}', "two rows have the id 'same'"),
     ],
@@ -76,6 +81,87 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
     file.write_text('{"id": "same", "prompt": "Hello"}\n' + line + "\n")
     with pytest.raises(TrainingError, match=message):
         read_conversations([file])
+
+
+def read_files(folder: Path, **files: str | bytes) -> list[Conversation]:
+    """Conversations of files with these contents, by name (`__` for the dot)."""
+    paths = []
+    for name, content in files.items():
+        path = folder / name.replace("__", ".")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        paths.append(path)
+    return read_conversations(paths)
+
+
+SHARE = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_one_list_of_rows_is_read_as_lines_are(tmp_path: Path, indent: int | None, mark: bytes) -> None:
+    rows = [{"id": "a", "conversations": SHARE}, {"conversations": SHARE}, {"prompt": "Why?"}]
+    as_list = read_files(tmp_path, rows__json=mark + json.dumps(rows, indent=indent).encode())
+    as_lines = read_files(tmp_path, rows__jsonl=mark + "\n".join(map(json.dumps, rows)).encode())
+    assert as_list == as_lines
+    assert [row.id for row in as_list] == ["a", "rows-2", "rows-3"]
+
+
+def test_a_folder_may_hold_lists(tmp_path: Path) -> None:
+    (tmp_path / "chats.json").write_text(json.dumps([{"messages": CHAT}]))
+    assert len(read_conversations([tmp_path])) == 1
+    with pytest.raises(TrainingError, match=r"chats\.json, read as one list of rows: not JSON .*line 3"):
+        read_files(tmp_path, chats__json='[\n{"prompt": "x"},\n{"prompt" "y"}]')
+    with pytest.raises(TrainingError, match=r"chats\.json, row 2: a row is str"):
+        read_files(tmp_path, chats__json='[{"prompt": "x"}, "y"]')
+
+
+def test_ids_that_files_share_are_told_apart(tmp_path: Path) -> None:
+    row = json.dumps({"question_id": 81, "turns": ["A question"]})
+    found = read_files(tmp_path, mt_bench__jsonl=row, spec_bench__jsonl=row)
+    assert [row.id for row in found] == ["81", "spec_bench/81"]
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "spec_bench.jsonl").write_text(row)
+    files = [tmp_path / "mt_bench.jsonl", tmp_path / "spec_bench.jsonl", tmp_path / "again"]
+    assert [row.id for row in read_conversations(files)] == ["81", "spec_bench/81", "spec_bench/81-2"]
+    assert read_conversations(files) == read_conversations(files), "resumed runs find their rows by id"
+    with pytest.raises(TrainingError, match=r"two rows have the id '81'.*name every file once"):
+        read_conversations([files[0], files[0]])
+
+
+@pytest.mark.parametrize("name", ["chatgpt", "GPT", "bot", "model", "Claude", " assistant "])
+def test_speakers_of_other_names(tmp_path: Path, name: str) -> None:
+    for key, text in (("from", "value"), ("from", "content")):
+        chat = [{"from": "USER", "value": "Hi"}, {key: name, text: "Hello"}]
+        (row,) = read_files(tmp_path, rows__jsonl=json.dumps({"conversations": chat}))
+        assert [message["role"] for message in row.messages] == ["user", "assistant"]
+        assert row.messages[1]["content"] == "Hello"
+    mixed = [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hello"}]
+    (row,) = read_files(tmp_path, rows__jsonl=json.dumps({"messages": mixed}))
+    assert [message["role"] for message in row.messages] == ["user", "assistant"]
+
+
+EMPTY_ROWS = ({"conversations": []}, {"messages": None}, {"prompt": ""}, {"text": " \n"}, {"turns": [""]},
+              {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": None}]},
+              {"conversations": [{"from": "human", "value": " "}]}, {"prompt": [], "completion": []})  # fmt: skip
+
+
+@pytest.mark.parametrize("empty", EMPTY_ROWS)
+def test_an_empty_row_among_good_ones_is_left_out_and_told(tmp_path: Path, empty: dict[str, object]) -> None:
+    file, told = tmp_path / "rows.jsonl", list[str]()
+    file.write_text("\n".join(json.dumps(row) for row in ({"messages": CHAT}, empty, {"prompt": "Why?"})))
+    assert [row.id for row in read_conversations([file], on_empty=told.append)] == ["rows-1", "rows-3"]
+    assert told == [f"{file}, line 2"]
+    file.write_text(json.dumps(empty))
+    with pytest.raises(TrainingError, match="no conversations"):
+        read_conversations([file])
+
+
+@pytest.mark.parametrize("key", ["completion", "chosen"])
+def test_a_prompt_of_messages_goes_on_in_its_completion(tmp_path: Path, key: str) -> None:
+    (row,) = read_files(tmp_path, rows__jsonl=json.dumps({"prompt": CHAT[:1], key: CHAT[1:2], "rejected": CHAT[3:]}))
+    assert list(row.messages) == CHAT[:2]
+    (row,) = read_files(tmp_path, rows__jsonl=json.dumps({"prompt": CHAT[:1]}))
+    assert list(row.messages) == CHAT[:1]
 
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
@@ -109,6 +195,60 @@ def test_a_template_that_renders_the_last_turn_otherwise(tokenizer) -> None:
     """What only a shorter conversation would show is not in the text, so it cannot be learned."""
     tokenizer.chat_template = FORGETFUL
     assert learned(tokenizer, chat()).endswith("Thinking. 10 dollars.<|end|>")
+
+
+THINKERS = {  # reasoning stands in a turn while it is the last one, with and without marks; an end only at the end
+    "unmarked": (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}"
+        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
+    "marked": (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
+}
+THOUGHTS = (
+    {"role": "user", "content": "One?"}, {"role": "assistant", "content": "first thought</think>Two."},
+    {"role": "user", "content": "And?"}, {"role": "assistant", "content": "second thought</think>Ten."},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", THINKERS)
+@pytest.mark.parametrize("answered", [False, True])
+def test_every_turn_is_learned_as_it_was_written(tokenizer, form: str, answered: bool) -> None:
+    """A template that rewrites history shows each turn once as it was written: when it is the last one."""
+    tokenizer.chat_template = THINKERS[form]
+    answer = (*tokenizer("second thought</think>Ten.")["input_ids"], tokenizer.eos_token_id) if answered else ()
+    row = replace(chat(answer_ids=answer), messages=THOUGHTS)
+    texts = []
+    for ids, mask in render_turns(tokenizer, row):
+        assert len(ids) == len(mask)
+        texts.append((tokenizer.decode(ids), tokenizer.decode([t for t, on in zip(ids, mask, strict=True) if on])))
+    (whole, last), (until_first, first) = texts
+    assert "first thought" not in whole, "the conversation as it is served"
+    assert last == "second thought</think>Ten.<|end|>"
+    assert first == "first thought</think>Two.<|end|>"
+    assert until_first.endswith(first)
+    documents = render_documents([row], tokenizer, max_length=200).documents
+    assert [document.id for document in documents] == ["row-7", "row-7, rewritten turn 1"]
+    assert [document.written_from is not None for document in documents] == [answered, False]
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED, UNMARKED + "{{ '' if add_generation_prompt else '\n' }}"])
+def test_history_that_stays_is_one_document(tokenizer, template: str | None) -> None:
+    """Also where something is written behind the last turn alone."""
+    tokenizer.chat_template = template or tokenizer.chat_template
+    ((ids, mask),) = render_turns(tokenizer, chat())
+    text = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
+    assert text.rstrip() == "One costs 2 dollars.<|end|>10 dollars.<|end|>"
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED])
+def test_a_chat_may_begin_with_the_assistant(tokenizer, template: str | None) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    assert learned(tokenizer, replace(chat(), messages=tuple(CHAT[1:]))).endswith("10 dollars.<|end|>")
 
 
 def test_the_targets_own_ids_are_used_as_they_are(tokenizer) -> None:

@@ -177,3 +177,29 @@ def test_a_base_model_learns_from_either_kind_of_row(
     assert len(texts.documents.documents) == 5
     assert len(texts.prompts) == 1
     assert texts.documents.supervised_tokens > 0
+
+
+THINKER = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target, tokenizer) -> None:
+    tokenizer.chat_template = THINKER
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "One?"), ("assistant", "a</think>Two."), ("user", "And?"), ("assistant", "b"))
+    ]
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"messages": turns}, {"messages": []}, *[{"messages": turns}] * 4]))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_length=64, regenerate="none",
+        supervise="assistant",
+    )  # fmt: skip
+    said = io.StringIO()
+    texts = Preparation(resolve(told, target), target, tokenizer, Console(file=said, width=200)).read_texts()
+    assert f"1 without any text left out, the first: {rows}, row 2" in " ".join(said.getvalue().split())
+    assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue()
+    assert len(texts.documents.documents) == 8

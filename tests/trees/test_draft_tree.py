@@ -11,7 +11,6 @@ from torch import Tensor
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents, chain_ancestors
 from eagle31_hf.trees.dynamic import TreeGrowth
-from eagle31_hf.trees.static import StaticTopology
 
 VOCAB = 7
 seeds = st.integers(0, 2**31)
@@ -74,18 +73,14 @@ def test_pruned_trees_are_consistent(growth: TreeGrowth, size: int) -> None:
 
 @given(growths, st.integers(1, 25))
 @settings(max_examples=60, deadline=None)
-def test_paths_children_and_leaves_agree_with_parents(growth: TreeGrowth, size: int) -> None:
+def test_paths_and_leaves_agree_with_parents(growth: TreeGrowth, size: int) -> None:
     tree = pruned(growth, size)
-    children = tree.children().tolist()
     for row in range(tree.tokens.shape[0]):
         parents = tree.parents[row].tolist()
         leaves = [node for node in range(tree.size) if node not in parents[1:]]
         assert tree.leaves()[row].nonzero().flatten().tolist() == leaves
         assert tree.paths(row) == [above(parents, leaf)[::-1] for leaf in leaves]
         assert {node for path in tree.paths(row) for node in path} == set(range(tree.size))
-        for node in range(tree.size):
-            expected = [child for child in range(1, tree.size) if parents[child] == node]
-            assert children[row][node] == expected + [0] * (tree.max_children - len(expected))
 
 
 @given(growths, st.integers(1, 25), seeds)
@@ -260,60 +255,3 @@ def test_width_one_grows_a_chain() -> None:
     tree = pruned(grow(1, top_k=1, expansions=3), 5)
     assert tree.is_chain
     assert tree.paths() == [[0, 1, 2, 3, 4]]
-
-
-# --- static shapes ----------------------------------------------------------------------------------------------------
-
-
-def test_topology_is_numbered_level_by_level() -> None:
-    topology = StaticTopology.from_paths([(0, 0, 0), (1,), (0,), (0, 1), (1, 0), (0, 0), ()])
-    assert topology.paths == ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-    assert topology.parents == (0, 0, 0, 1, 1, 2, 3)
-    assert (topology.size, topology.max_depth, topology.max_children) == (7, 3, 2)
-    levels = [(list(level.nodes), level.parent_rows, level.ranks) for level in topology.levels]
-    assert levels == [([1, 2], (0, 0), (0, 1)), ([3, 4, 5], (0, 0, 1), (0, 1, 0)), ([6], (0,), (0,))]
-
-
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
-def test_best_topology_is_consistent_and_full(ranks: list[float], depth: int, size: int) -> None:
-    topology = StaticTopology.best_for(ranks, depth=depth, size=size)
-    possible = 1 + sum(len(ranks) ** level for level in range(1, depth + 1))
-    assert topology.size == min(size, possible)
-    tree = topology.tree(torch.zeros(2, topology.size, dtype=torch.long))
-    assert_consistent(tree)
-    assert tree.max_depth <= depth
-    for node, path in enumerate(topology.paths):
-        assert tree.depths[0, node] == len(path)
-
-
-def test_best_topology_keeps_the_likeliest_nodes() -> None:
-    topology = StaticTopology.best_for([0.6, 0.3, 0.05], depth=4, size=6)
-    # 0.6, 0.36, 0.3, 0.216, then 0.18 twice (0,1) and (1,0): one of them has to go.
-    assert set(topology.paths) - {(0, 1), (1, 0)} == {(), (0,), (1,), (0, 0), (0, 0, 0)}
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ([(0,), (0,)], "twice"),
-        ([(0, 0)], r"\(0, 0\) needs \[\(0,\)\] too"),
-        ([(0,), (2,)], r"\(2,\) needs \[\(1,\)\] too"),
-        ([(-1,)], "negative"),
-    ],
-)
-def test_impossible_topologies_are_refused(paths: list[tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        StaticTopology.from_paths(paths)
-
-
-@pytest.mark.parametrize(("ranks", "depth", "size"), [([], 2, 4), ([1.5], 2, 4), ([0.5], 0, 4), ([0.5], 2, 0)])
-def test_absurd_topology_settings_are_refused(ranks: list[float], depth: int, size: int) -> None:
-    with pytest.raises(ConfigurationError, match="wanted"):
-        StaticTopology.best_for(ranks, depth=depth, size=size)
-
-
-def test_a_topology_may_be_the_root_alone() -> None:
-    topology = StaticTopology.from_paths([])
-    assert (topology.size, topology.max_depth, topology.max_children, topology.levels) == (1, 0, 0, ())
-    assert_consistent(topology.tree(torch.zeros(2, 1, dtype=torch.long)))

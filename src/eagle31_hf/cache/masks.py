@@ -175,7 +175,9 @@ class BlockMasks:
         visible = block_visibility(ancestors, placement.num_tokens, placement.block_end, placement.device)
         made: dict[AttentionSpan, Tensor | None] = {}
         for span in spans.values():
-            if span.window is not None:
+            if not span.attends:
+                made[span] = None
+            elif span.window is not None:
                 made.setdefault(span, self._of_window(span, visible, ancestors, depths, dtype))
             elif span not in made:
                 made[span] = None if open_ended else self._of_all(visible, dtype)

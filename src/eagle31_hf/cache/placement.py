@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MemoryPlanError, UnsupportedGenerationError
+from .block_reading import WHOLE, BlockReading, RowGroup, row_groups
 from .slot_moves import DeviceCopies
 
 
@@ -53,6 +54,43 @@ class Placement:
         self.start: int | None = 0  # first slot written when rows have equal length; None: see `slots`
         self.visible_slots = 0  # slots `[0, visible_slots)` take part in attention
         self.slots: DeviceCopies | None = None  # rows (B, 1), slots (B, T) when rows differ
+        self.reading: BlockReading = WHOLE  # of layers with states, as are these:
+        self.groups: list[RowGroup] = []
+        self.state_parents: list[DeviceCopies] = []  # (B,) parents of each node of a tree, (B,) rows
+
+    def read_states(self, reading: BlockReading) -> None:
+        """Say how layers with states read the placed block."""
+        self.reading = reading
+        self.groups = row_groups(self.lengths, self.num_tokens, reading.counts, self.device)
+        if reading.parents is not None:
+            rows = torch.arange(self.batch_size, device=self.device)
+            self.state_parents = [DeviceCopies(column.to(self.device), rows) for column in reading.parents.unbind(1)]
+
+    @property
+    def num_state_nodes(self) -> int:
+        """After how many of the placed tokens a state is kept."""
+        return self.num_tokens if self.reading.keeps_nodes else 1
+
+    @property
+    def num_state_writes(self) -> int:
+        """How often the placed block writes each state."""
+        return sum(group.count if self.reading.keeps_nodes else 1 for group in self.groups)
+
+    def last_state_nodes(self, kept: Sequence[Sequence[int]]) -> list[int]:
+        """Of each row the node whose states become the row's own, -1 where it stands still.
+
+        Raises:
+            UnsupportedGenerationError: a row keeps a part of a block that was read as a whole.
+        """
+        if self.reading.keeps_nodes:
+            return [row[-1] if len(row) else -1 for row in kept]
+        tokens = self.reading.counts or [self.num_tokens] * len(kept)
+        if any(len(row) not in (0, count) for row, count in zip(kept, tokens, strict=True)):
+            raise UnsupportedGenerationError(
+                f"got {[len(row) for row in kept]} tokens to keep of a block that layers with states have read to its "
+                f"end ({list(tokens)}); wanted all of a row or nothing: place drafts with BlockReading.of_drafts()"
+            )
+        return [0 if len(row) else -1 for row in kept]
 
     @property
     def batch_size(self) -> int:
@@ -109,6 +147,10 @@ class Placement:
     def check(self, key_states: Tensor) -> None:
         """Raise an `UnsupportedGenerationError` unless keys `(B, heads, T, D)` are those of the placed tokens."""
         batch_size, _, num_tokens, _ = key_states.shape
+        self.check_block(batch_size, num_tokens)
+
+    def check_block(self, batch_size: int, num_tokens: int) -> None:
+        """Raise an `UnsupportedGenerationError` unless so many rows of so many tokens are placed."""
         if num_tokens != self.num_tokens or batch_size != len(self.lengths):
             placed = f"{self.batch_size} rows of {self.num_tokens} tokens" if self.num_tokens else "nothing"
             raise UnsupportedGenerationError(

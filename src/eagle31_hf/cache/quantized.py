@@ -34,6 +34,7 @@ from ..errors import ConfigurationError, IncompatibleTargetError
 from .layers import FullLayer, SlotLayer, WindowLayer
 from .placement import Placement
 from .spans import AttentionSpan
+from .states import StateLayer, stateful
 
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32
 SMALLEST_EXPONENT = -24
@@ -145,23 +146,42 @@ class QuantizedWindowLayer(QuantizedLayer, WindowLayer):
     """See `WindowLayer`; its scratch, too, holds codes: what reaches the ring is moved, not rounded again."""
 
 
-def make_layers(
-    spans: Sequence[AttentionSpan], placement: Placement, cache_type: str, workspace: Workspace
-) -> list[SlotLayer]:  # fmt: skip
-    """One empty layer per span.
+def attention_layer_kind(span: AttentionSpan, cache_type: str) -> type[SlotLayer]:
+    """How a layer that attends so far back is stored.
 
     Raises:
         ConfigurationError: unknown cache type.
     """
     if cache_type not in CACHE_TYPES:
         raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
-    if cache_type == "full":
-        return [FullLayer(placement) if s.window is None else WindowLayer(placement, s.ring) for s in spans]
-    how: dict[str, Any] = {"code": CODES[cache_type], "workspace": workspace}
-    return [
-        QuantizedFullLayer(placement, **how) if s.window is None else QuantizedWindowLayer(placement, s.ring, **how)
-        for s in spans
-    ]
+    full, window = (FullLayer, WindowLayer) if cache_type == "full" else (QuantizedFullLayer, QuantizedWindowLayer)
+    return full if span.window is None else window
+
+
+def make_layers(
+    spans: Sequence[AttentionSpan],
+    num_states: Sequence[int],
+    placement: Placement,
+    cache_type: str,
+    workspace: Workspace,
+) -> list[Any]:
+    """One empty layer per span, with so many states each; a `StateLayer` where nothing is attended to but states kept.
+
+    Raises:
+        ConfigurationError: unknown cache type.
+    """
+    how: dict[str, Any] = {} if cache_type == "full" else {"code": CODES.get(cache_type), "workspace": workspace}
+    layers: list[Any] = []
+    for index, (span, states) in enumerate(zip(spans, num_states, strict=True)):
+        kind: Any = attention_layer_kind(span, cache_type)
+        layout = () if span.window is None else (span.ring,)
+        if not states:
+            layers.append(kind(placement, *layout, **how))
+        elif not span.attends:
+            layers.append(StateLayer(placement, num_states=states, index=index))
+        else:
+            layers.append(stateful(kind)(placement, *layout, num_states=states, index=index, **how))
+    return layers
 
 
 def refuse_unquantizable(config: PreTrainedConfig, cache_type: str, device: torch.device) -> None:

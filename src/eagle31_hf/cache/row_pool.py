@@ -33,8 +33,11 @@ class RowPool(SpeculativeCache):
         return self.lengths[place] if place < self.batch_size else self._parked_lengths.get(place, 0)
 
     def can_resume(self, place: int, length: int) -> bool:
-        """Whether a row's first `length` tokens are all held: always in full layers, in rings only until they turn."""
+        """Whether a row's first `length` tokens are all held: always in full layers, in rings only until they turn, and
+        of states those after the last token."""
         full = self.row_length(place)
+        if self.has_states and length != full:
+            return False
         ring = min(self._spans.rings, default=0)
         end = self._ring_end[place] if place < self.batch_size else self._parked_ring_ends.get(place, 0)
         return 0 < length <= full and (not ring or end <= ring or (length == full == end))
@@ -62,6 +65,8 @@ class RowPool(SpeculativeCache):
         if place != last:
             for layer in self._layers_in_use():
                 exchange_rows(layer, place, last, max(self.lengths[place], self.lengths[last]))
+            for states in self.with_states:
+                states.exchange_states(place, last)
         lengths, ends = self.lengths, list(self._ring_end)
         self._parked_lengths[last], self._parked_ring_ends[last] = lengths[place], ends[place]
         lengths[place], ends[place] = lengths[last], ends[last]
@@ -73,18 +78,17 @@ class RowPool(SpeculativeCache):
         self._parked_ring_ends.pop(place, None)
 
     def _set_live(self, lengths: list[int], ring_ends: list[int]) -> None:
-        self._ring_end = ring_ends
+        self._ring_end, self._state_end = ring_ends, lengths.copy()
         self._placement.set_batch(len(lengths))
         self._placement.set_lengths(lengths)
 
     def _copy(self, source: SpeculativeCache, row: int, place: int, length: int) -> None:
         """Take a row's first `length` tokens over, ring and all."""
         self._reserve(max(length, 1))
-        for own, other in zip(self.layers, source.layers, strict=True):
-            copy_row(other, row, own, place, length)
+        copy_layers(source, row, self, place, length)
 
     def _layers_in_use(self) -> list[SlotLayer]:
-        return [layer for layer in self.layers if layer.is_initialized]
+        return [layer for layer in self.attending if layer.is_initialized]
 
     def select_rows(self, rows: Any) -> None:
         """Not of a pool: rows join and leave one at a time."""
@@ -101,10 +105,17 @@ def resume_row(cache: SpeculativeCache, pool: RowPool, place: int, length: int) 
         raise UnsupportedGenerationError(f"row {place} of the pool does not hold its first {length} tokens any more")
     cache.reset()
     cache._reserve(length)
-    for own, other in zip(cache.layers, pool.layers, strict=True):
-        copy_row(other, place, own, 0, length)
-    cache._ring_end = [length]
+    copy_layers(pool, place, cache, 0, length)
+    cache._ring_end, cache._state_end = [length], [length]
     cache._placement.set_lengths([length])
+
+
+def copy_layers(source: SpeculativeCache, row: int, target: SpeculativeCache, place: int, length: int) -> None:
+    """Copy a row's first `length` tokens, and the states after them, from one cache to another of the same kind."""
+    for own, other in zip(target.attending, source.attending, strict=True):
+        copy_row(other, row, own, place, length)
+    for states, others in zip(target.with_states, source.with_states, strict=True):
+        states.copy_states(place, others, row)
 
 
 def copy_row(source: SlotLayer, row: int, target: SlotLayer, place: int, length: int) -> None:
@@ -127,6 +138,14 @@ def exchange_rows(layer: SlotLayer, one: int, other: int, length: int) -> None:
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
+
+
+def wipe_row(cache: SpeculativeCache, place: int) -> None:
+    """Leave nothing of what was ever written to a row; how long it is does not change."""
+    for layer in cache.layers:
+        assert isinstance(layer, SlotLayer), "rows with states are not pooled"
+        for storage in layer.storages if layer.is_initialized else ():
+            storage[place].zero_()
 
 
 def _slots_held(layer: SlotLayer, length: int) -> int:

@@ -8,22 +8,50 @@ from functools import cached_property
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from ..errors import ConfigurationError, IncompatibleTargetError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_STOCK_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+NO_MIXER = ("moe", "mlp")
+"""Layer types without a mixer. transformers 5.17 gives them a layer for states that nobody writes."""
+_ATTENTION_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+_STATE_LAYERS = {
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+_STOCK_LAYERS = _ATTENTION_LAYERS | _STATE_LAYERS | {"DummyLayer"}
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """What each layer of a model keeps of the text.
+
+    Attributes:
+        windows: `None` (full attention, or no attention at all) or the sliding window in tokens.
+        types: the key of each layer's mask for models that take a dict of masks; `None` for one tensor.
+        num_states: recurrent and convolution states of each layer, 0 in layers of attention alone.
+        attends: whether the layer attends, hence keeps keys and values.
+    """
+
+    windows: list[int | None]
+    types: list[str] | None
+    num_states: tuple[int, ...]
+    attends: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class AttentionSpan:
     """A layer sees the last `window` positions, the query's own included, or everything (`None`).
 
-    `chunked` (Llama 4): instead of sliding, the window restarts at every multiple of itself.
+    `chunked` (Llama 4): instead of sliding, the window restarts at every multiple of itself. A layer that does not
+    attend has no mask.
     """
 
     window: int | None = None
     chunked: bool = False
+    attends: bool = True
 
     @property
     def ring(self) -> int:
@@ -47,8 +75,14 @@ class LayerSpans:
     types: tuple[str, ...] | None
 
     @classmethod
-    def from_windows(cls, windows: Sequence[int | None], types: Sequence[str] | None, capacity: int) -> LayerSpans:
-        """Spans of layers with these windows.
+    def from_windows(
+        cls,
+        windows: Sequence[int | None],
+        types: Sequence[str] | None,
+        capacity: int,
+        attends: Sequence[bool] | None = None,
+    ) -> LayerSpans:
+        """Spans of layers with these windows, all of which attend unless told otherwise.
 
         A window no row can outgrow hides nothing, so such a layer counts as full: that is the cheaper storage, and
         the one that rolls back to any length.
@@ -59,12 +93,15 @@ class LayerSpans:
         if types is not None and len(types) != len(windows):
             raise ConfigurationError(f"got {len(types)} layer types for {len(windows)} layer windows; wanted one each")
         kinds = list(types) if types is not None else [FULL] * len(windows)
+        is_attending = [True] * len(windows) if attends is None else list(attends)
         spans = tuple(
-            AttentionSpan(window, kind == CHUNKED) if window and window < capacity else AttentionSpan()
-            for window, kind in zip(windows, kinds, strict=True)
+            AttentionSpan(window, kind == CHUNKED, attending)
+            if window and window < capacity
+            else AttentionSpan(attends=attending)
+            for window, kind, attending in zip(windows, kinds, is_attending, strict=True)
         )
         for kind in dict.fromkeys(kinds):
-            distinct = {span for span, other in zip(spans, kinds, strict=True) if other == kind}
+            distinct = {span for span, other in zip(spans, kinds, strict=True) if other == kind and span.attends}
             if len(distinct) > 1:
                 windows_found = sorted(str(span.window) for span in distinct)
                 raise ConfigurationError(
@@ -75,18 +112,18 @@ class LayerSpans:
 
     @cached_property
     def by_mask(self) -> dict[str, AttentionSpan]:
-        """The span behind each mask: one entry per layer type, or a single one."""
-        return dict(zip(self.types or [FULL], self.spans, strict=self.types is not None))
+        """The span behind each mask: one entry per layer type, or a single one, of the layers that attend."""
+        if self.types is not None:
+            return dict(zip(self.types, self.spans, strict=True))
+        return {FULL: next((span for span in self.spans if span.attends), AttentionSpan(attends=False))}
 
     @cached_property
     def rings(self) -> set[int]:
         return {span.ring for span in self.spans if span.window is not None}
 
 
-def windows_from_config(
-    config: PreTrainedConfig, masks_by_type: bool | None, capacity: int
-) -> tuple[list[int | None], list[str] | None]:  # fmt: skip
-    """Windows and, where masks go by layer type, types of a model's layers.
+def kinds_from_config(config: PreTrainedConfig, masks_by_type: bool | None, capacity: int) -> LayerKinds:
+    """What the layers of a model keep, as transformers would cache it.
 
     Args:
         config: the model's configuration, or its text part.
@@ -95,17 +132,47 @@ def windows_from_config(
         capacity: longest row to come.
 
     Raises:
-        IncompatibleTargetError: a layer keeps a state that follows the order of slots (recurrent, convolution) or
-            needs more than keys and values.
+        IncompatibleTargetError: a layer keeps something beside keys, values, recurrent and convolution states.
     """
     config = config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
-    _refuse_unsupported(config, types, capacity)
+    stock = _stock_layers(config)
+    named = list(types) if types is not None else [FULL] * len(stock)
+    keep_states = _which_keep_states(stock, named)
+    _refuse_unsupported(config)
+    _refuse_scaling_by_slot(config, capacity)
     if masks_by_type is None:
         masks_by_type = types is not None
+    return LayerKinds(
+        windows=_windows(config, stock, named, by_type=masks_by_type and types is not None),
+        types=list(types) if masks_by_type and types is not None else None,
+        num_states=tuple(
+            layer.number_of_states if keeps else 0  # type: ignore[attr-defined]
+            for layer, keeps in zip(stock, keep_states, strict=True)
+        ),
+        attends=tuple(
+            type(layer).__name__ != "LinearAttentionLayer" and kind not in NO_MIXER
+            for layer, kind in zip(stock, named, strict=True)
+        ),
+    )
+
+
+def _stock_layers(config: PreTrainedConfig) -> list[object]:
+    """What transformers would cache in; some versions leave layers out that share another's keys and values."""
+    layers: list[object] = [*DynamicCache(config=config).layers]
+    return layers + [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
+
+
+def _keeps_states(layer: object, kind: str) -> bool:
+    return type(layer).__name__ in _STATE_LAYERS and kind not in NO_MIXER
+
+
+def _windows(
+    config: PreTrainedConfig, stock: Sequence[object], types: Sequence[str], *, by_type: bool
+) -> list[int | None]:  # fmt: skip
     sliding, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    if not masks_by_type or types is None:
-        return [sliding or None] * config.num_hidden_layers, None
+    if not by_type:
+        return [sliding or None] * len(stock)
     windows = {FULL: None, SLIDING: sliding, CHUNKED: chunk}
     without = [kind for kind in (SLIDING, CHUNKED) if kind in types and not windows[kind]]
     if without:
@@ -113,19 +180,38 @@ def windows_from_config(
             f"{config.model_type} has layers of type {without} and no window for them (sliding_window={sliding}, "
             f"attention_chunk_size={chunk}); correct the target's config"
         )
-    return [windows[kind] for kind in types], list(types)
+    own = [getattr(layer, "sliding_window", None) for layer in stock]  # of types that both attend and keep states
+    return [windows.get(kind, window) for kind, window in zip(types, own, strict=True)]
 
 
-def _refuse_unsupported(config: PreTrainedConfig, types: Sequence[str] | None, capacity: int) -> None:
-    unknown = sorted(set(types or ()) - {FULL, SLIDING, CHUNKED})
+def unknown_layers(config: PreTrainedConfig) -> list[str]:
+    """Kinds of a model's layers that may keep more than keys and values or states; nobody here knows how to roll them
+    back."""
+    config = config.get_text_config(decoder=True)
+    stock, types = _stock_layers(config), getattr(config, "layer_types", None)
+    named = list(types) if types is not None else [FULL] * len(stock)
+    others = {kind for kind, keeps in zip(named, _which_keep_states(stock, named), strict=True) if not keeps}
+    unknown = sorted(others - {FULL, SLIDING, CHUNKED, *NO_MIXER})
     # What transformers itself would cache also tells models apart that name no layer types.
-    unknown += sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - _STOCK_LAYERS)
+    return unknown + sorted({type(layer).__name__ for layer in stock} - _STOCK_LAYERS)
+
+
+def _which_keep_states(stock: Sequence[object], named: Sequence[str]) -> list[bool]:
+    return [_keeps_states(layer, kind) for layer, kind in zip(stock, named, strict=True)]
+
+
+def _refuse_unsupported(config: PreTrainedConfig) -> None:
+    unknown = unknown_layers(config)
     if unknown:
         raise IncompatibleTargetError(
-            f"{config.model_type} has layers of kind {unknown}; draft trees need attention layers that keep keys and "
-            f"values only ({FULL}, {SLIDING} or {CHUNKED}); generate without a drafter"
+            f"{config.model_type} has layers of kind {unknown}; drafts can be taken back in layers that keep keys and "
+            f"values ({FULL}, {SLIDING} or {CHUNKED}) or recurrent and convolution states, and nothing else; generate "
+            "without a drafter"
         )
-    # Llama 4 scales queries by slot instead of position; the scale is 1 below `floor_scale`.
+
+
+def _refuse_scaling_by_slot(config: PreTrainedConfig, capacity: int) -> None:
+    """Llama 4 scales queries by slot instead of position; the scale is 1 below `floor_scale`."""
     floor_scale = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and floor_scale and capacity >= floor_scale:
         raise IncompatibleTargetError(

@@ -9,8 +9,9 @@ One round, for target and drafter alike:
 
 `lengths` moves only in `keep`, `commit` and `rollback`. What a forward writes lies beyond it until then, so a forward
 that fails half-way leaves nothing to undo. Rejected and padded slots are never cleared: masks hide them until they
-are overwritten. With `cache_type` `"int8"` or `"fp8"` they are stored in 8 bits (`quantized`), with nothing else
-changed. Left out on purpose: eviction, paging, prefix sharing.
+are overwritten. Layers that keep recurrent and convolution states (`states`) keep one of each row, that of its last
+committed token, so a row cannot go back to an earlier one. With `cache_type` `"int8"` or `"fp8"` keys and values are
+stored in 8 bits (`quantized`), with nothing else changed. Left out on purpose: eviction, paging, prefix sharing.
 
 Use under `torch.no_grad()`: the buffers are written in place.
 """
@@ -22,22 +23,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache
 
-from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
+from ..errors import ConfigurationError, UnsupportedGenerationError
+from .block_reading import WHOLE, BlockReading
+from .exchange import ExchangingCache
 from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
 from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import DeviceCopies, full_moves, ring_moves
-from .spans import LayerSpans, windows_from_config
-from .stock import read_stock_layers, refill_stock_layers
+from .spans import LayerSpans, kinds_from_config
+from .states import LastNodes, StateLayer
 
 SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
 
 
-class SpeculativeCache(Cache):
+class SpeculativeCache(ExchangingCache):
     """Keys and values of `B` rows, each with its own number of committed tokens.
 
     Args:
@@ -49,12 +51,12 @@ class SpeculativeCache(Cache):
         layer_types: per layer, the key of its mask for models that take a dict of masks; `None` for one tensor.
         cache_type: `"full"` stores keys and values in the model's dtype, `"int8"` and `"fp8"` in 8 bits.
         device: where token ids live, hence masks and positions. Each layer's buffers follow that layer's keys.
+        num_states: recurrent and convolution states of each layer; default: none anywhere.
+        attends: whether each layer keeps keys and values; default: all do.
 
     Raises:
         ConfigurationError: a size is not positive, layers that share a mask differ in window, unknown `cache_type`.
     """
-
-    layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -67,18 +69,23 @@ class SpeculativeCache(Cache):
         layer_types: Sequence[str] | None = None,
         cache_type: str = "full",
         device: torch.device | str = "cpu",
+        num_states: Sequence[int] | None = None,
+        attends: Sequence[bool] | None = None,
     ):
         sizes = {"batch_size": batch_size, "capacity": capacity, "block": block, "slab": slab}
         wrong = {name: size for name, size in sizes.items() if size is not None and size < 1}
         if wrong or not layer_windows:
             raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
-        self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity)
+        self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity, attends)
         self._placement = Placement(batch_size, min(block, capacity), self.device)
         self._masks, self._workspace = BlockMasks(self._spans, self._placement), Workspace()
-        self._ring_end = [0] * batch_size  # one past the newest position ever written to a ring
-        layers = make_layers(self._spans.spans, self._placement, cache_type, self._workspace)
-        super().__init__(layers=layers)  # type: ignore[arg-type]
+        self._ring_end, self._state_end = [0] * batch_size, [0] * batch_size
+        states = num_states or [0] * len(layer_windows)
+        layers = make_layers(self._spans.spans, states, self._placement, cache_type, self._workspace)
+        self.attending: list[SlotLayer] = [layer for layer in layers if isinstance(layer, SlotLayer)]
+        self.with_states: list[StateLayer] = [layer for layer in layers if isinstance(layer, StateLayer)]
+        super().__init__(layers=layers)
 
     @classmethod
     def from_config(
@@ -93,31 +100,28 @@ class SpeculativeCache(Cache):
         cache_type: str = "full",
         device: torch.device | str = "cpu",
     ) -> SpeculativeCache:
-        """A cache for a model of this configuration; see `windows_from_config` for `masks_by_type`.
+        """A cache for a model of this configuration; see `kinds_from_config` for `masks_by_type`.
 
         Raises:
-            IncompatibleTargetError: the model has layers that are not plain attention, or share keys and values where
-                `cache_type` is not `"full"`.
+            IncompatibleTargetError: the model has layers that keep what this cache cannot, or share keys and values
+                where `cache_type` is not `"full"`.
         """
         refuse_unquantizable(config, cache_type, torch.device(device))
-        windows, types = windows_from_config(config, masks_by_type, capacity)
+        kinds = kinds_from_config(config, masks_by_type, capacity)
         return cls(
-            windows,
+            kinds.windows,
             batch_size=batch_size,
             capacity=capacity,
             block=block,
             slab=slab,
-            layer_types=types,
+            layer_types=kinds.types,
             cache_type=cache_type,
             device=device,
+            num_states=kinds.num_states,
+            attends=kinds.attends,
         )
 
     # Lengths -------------------------------------------------------------------------------------------------------
-
-    @property
-    def lengths(self) -> list[int]:
-        """Committed tokens per row."""
-        return list(self._placement.lengths)
 
     @property
     def lengths_tensor(self) -> Tensor:
@@ -130,27 +134,30 @@ class SpeculativeCache(Cache):
         return self._placement.longest
 
     @property
-    def batch_size(self) -> int:
-        return self._placement.batch_size
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys, values, states, the resident mask and where quantised layers are unpacked."""
+        own = self._masks.num_bytes + self._workspace.num_bytes + sum(layer.state_bytes for layer in self.with_states)
+        return sum(layer.num_bytes for layer in self.attending) + own
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes allocated for keys, values, the resident mask and the place where quantised layers are unpacked."""
-        own = self._masks.num_bytes + self._workspace.num_bytes
-        return sum(layer.num_bytes for layer in self.layers) + own
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of each row instead of every token."""
+        return bool(self.with_states)
 
     # One round -----------------------------------------------------------------------------------------------------
 
-    def place(self, num_tokens: int, *, after: int = 0) -> None:
+    def place(self, num_tokens: int, *, after: int = 0, reading: BlockReading = WHOLE) -> None:
         """Say where the next forward writes: token `i` of row `b` goes to slot `lengths[b] + after + i`.
 
         Args:
             num_tokens: tokens per row, `T`.
             after: nodes already written by earlier forwards since the last commit (a drafter grows its tree level by
                 level); they keep their numbers `0..after-1`, the new ones continue.
+            reading: how layers with states read them; others do not ask.
 
         Raises:
             MemoryPlanError: a row would outgrow `capacity`, or the block `block`.
+            UnsupportedGenerationError: a block with states continues another one that was not committed.
         """
         placement, end = self._placement, after + num_tokens
         placement.require_room(num_tokens, after, self.capacity)
@@ -161,6 +168,22 @@ class SpeculativeCache(Cache):
         if not placement.rows_alike and None in (span.window for span in self._spans.spans):
             rows = torch.arange(self.batch_size, device=self.device)[:, None]
             placement.slots = DeviceCopies(rows, placement.chain_slots)
+        if self.has_states:
+            self._place_states(reading, after)
+
+    def _place_states(self, reading: BlockReading, after: int) -> None:
+        if after:
+            raise UnsupportedGenerationError(
+                f"got tokens to place after {after} that were not committed; layers with states read a block at once"
+            )
+        self._placement.read_states(reading)
+        for layer in self.with_states:
+            layer.forget_block()
+
+    @property
+    def placement(self) -> Placement:
+        """What rows hold and what is placed, for those who let layers with states read it."""
+        return self._placement
 
     def _reserve(self, num_slots: int) -> None:
         step = self.slab or self.capacity
@@ -173,7 +196,7 @@ class SpeculativeCache(Cache):
         Call after `place`: what earlier forwards of the round wrote moves along.
         """
         self._reserve(num_slots)
-        for layer in self.layers:
+        for layer in self.attending:
             layer.make_room()
 
     def forget_mask(self) -> None:
@@ -187,10 +210,12 @@ class SpeculativeCache(Cache):
         self.slab = min(self.slab or self.capacity, SMALL_SLAB)
         self._placement.reserved_slots = 0
         self._placement.clear()
+        for layer in self.with_states:
+            layer.release_nodes()
 
     def move_to(self, device: torch.device) -> None:
-        """Keep keys and values there from now on; masks and positions stay where they are."""
-        for layer in self.layers:
+        """Keep keys and values there from now on; masks, positions and states, which are small, stay where they are."""
+        for layer in self.attending:
             layer.move_to(device)
 
     @property
@@ -274,13 +299,23 @@ class SpeculativeCache(Cache):
         lengths = [length + len(row) for length, row in zip(before, kept, strict=True)]
         # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
         self._ring_end = [max(end, length) for end, length in zip(self._ring_end, lengths, strict=True)]
+        self._settle_states(kept, lengths)
         moves = {ring: ring_moves(before, kept, ring, self.device) for ring in self._spans.rings}
         full = full_moves(before, kept, self.device)
-        for layer in self.layers:
+        for layer in self.attending:
             needed = moves[layer.ring] if isinstance(layer, WindowLayer) else full
             if needed is not None and layer.is_initialized:
                 layer.copy(needed)
         self._placement.set_lengths(lengths)
+
+    def _settle_states(self, kept: Sequence[Sequence[int]], lengths: list[int]) -> None:
+        if not self.has_states:
+            return
+        last = LastNodes(self._placement.last_state_nodes(kept), self.device)
+        if max(last.nodes) >= 0:
+            self._state_end = lengths.copy()  # first, as above
+            for layer in self.with_states:
+                layer.settle(last)
 
     def commit(self, num_tokens: int | Sequence[int]) -> None:
         """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""
@@ -291,7 +326,7 @@ class SpeculativeCache(Cache):
         """Truncate rows to these committed lengths and forget what is placed. The present lengths undo a forward.
 
         Windowed layers have overwritten what left their window, so their rows go back to 0, or to any length as long
-        as they never outgrew the ring (`window - 1` tokens).
+        as they never outgrew the ring (`window - 1` tokens). Rows with states stay where they are or go back to 0.
 
         Raises:
             UnsupportedGenerationError: a length is longer than the row, or no longer held. Nothing was changed.
@@ -307,7 +342,13 @@ class SpeculativeCache(Cache):
                     f"rows {lost} cannot go back to {[new[b] for b in lost]} tokens: their sliding-window layers have "
                     f"written {[self._ring_end[b] for b in lost]} and hold the last {ring}; roll back to 0 and prefill"
                 )
-        self._ring_end = new.copy()
+        gone = [b for b, n in enumerate(new) if self.has_states and n not in (0, self._state_end[b])]
+        if gone:
+            raise UnsupportedGenerationError(
+                f"rows {gone} cannot go back to {[new[b] for b in gone]} tokens: their layers with states hold those "
+                f"after {[self._state_end[b] for b in gone]}; roll back to 0 and prefill"
+            )
+        self._ring_end, self._state_end = new.copy(), new.copy()
         self._placement.set_lengths(new)
 
     # The rest of what a transformers cache does ----------------------------------------------------------------------
@@ -316,14 +357,21 @@ class SpeculativeCache(Cache):
         """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
         if not rows or not all(0 <= row < self.batch_size for row in rows):
             raise UnsupportedGenerationError(f"got rows {list(rows)}; wanted some of 0..{self.batch_size - 1}")
-        for layer in self.layers:
+        for layer in self.attending:
             layer.select_rows(rows)
+        for states in self.with_states:
+            states.select_states(rows)
         before = self.lengths
         self._ring_end = [self._ring_end[row] for row in rows]
+        self._state_end = [self._state_end[row] for row in rows]
         offsets = self.position_offsets
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self._placement.set_batch(len(rows))
         self._placement.set_lengths([before[row] for row in rows])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed tokens of the longest row, whichever layer is asked."""
+        return self.longest
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_rows(beam_idx.tolist())
@@ -343,54 +391,3 @@ class SpeculativeCache(Cache):
     def reset(self) -> None:
         """Empty every row; buffers stay allocated."""
         self.rollback([0] * self.batch_size)
-
-    # Exchange with stock caches --------------------------------------------------------------------------------------
-
-    def load_dynamic(self, dynamic: DynamicCache, padding: Sequence[int] | None = None) -> None:
-        """Take over what a plain `generate` left in its cache.
-
-        Args:
-            dynamic: that cache.
-            padding: pads in front of each row, which are left there; default: none.
-
-        Raises:
-            UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
-                another, or a layer no longer holds what is needed. This cache is then empty.
-            MemoryPlanError: it is longer than `capacity`.
-        """
-        self.reset()
-        length = dynamic.get_seq_length()
-        if length > self.capacity:
-            raise MemoryPlanError(f"got a cache of {length} tokens; this one was made for capacity={self.capacity}")
-        states = read_stock_layers(dynamic, self.batch_size)
-        self._reserve(length)
-        lengths = [length - pads for pads in padding or [0] * self.batch_size]
-        for index, (keys, values) in states.items():
-            self.layers[index].load(keys, values, lengths)
-        self._ring_end = lengths.copy()
-        self._placement.set_lengths(lengths)
-
-    def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
-        """The committed tokens as a stock cache, for a plain `generate` to go on with. Rows must be of equal length.
-
-        Raises:
-            UnsupportedGenerationError: rows differ in length.
-        """
-        dynamic = DynamicCache(config=config)
-        self.export_into(dynamic)
-        return dynamic
-
-    def export_into(self, dynamic: DynamicCache) -> None:
-        """Refill a stock cache in place; see `to_dynamic`.
-
-        Raises:
-            UnsupportedGenerationError: rows differ in length, or the stock cache keeps whole rows where only a window
-                is left (it was made without the model's config). It is then unchanged.
-        """
-        if not self._placement.rows_alike:
-            raise UnsupportedGenerationError(
-                f"rows have lengths {self.lengths}; a stock cache wants rows of equal length: export single rows"
-            )
-        length = self.lengths[0]
-        held = {i: layer.held(length) for i, layer in enumerate(self.layers) if layer.is_initialized}
-        refill_stock_layers(dynamic, held, length)

@@ -1,63 +1,181 @@
-"""Reading and refilling a transformers `DynamicCache`: keys and values per layer, oldest token first.
+"""Reading and refilling a transformers `DynamicCache`: keys, values and states per layer, oldest token first.
 
-A stock layer of `n` tokens holds the newest `k`: positions `[n - k, n)`, with `k = n` unless it slides.
+A stock layer of `n` tokens holds the newest `k`: positions `[n - k, n)`, with `k = n` unless it slides. Of states it
+holds those after its last token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..errors import UnsupportedGenerationError
+from .states import CONVOLUTION, RECURRENT, StateKey
 
-LayerStates = dict[int, tuple[Tensor, Tensor]]
-"""Keys `(B, heads, k, Dk)` and values `(B, heads, k, Dv)` by layer index; layers without any are absent."""
+_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+_BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+_READABLE = (*_ATTENTION, *_BOTH, LinearAttentionLayer)
 
 
-def read_stock_layers(dynamic: DynamicCache, batch_size: int) -> LayerStates:
-    """The states a stock cache holds, as they lie there.
+@dataclass(frozen=True)
+class HeldLayer:
+    """What a layer holds of its rows: keys `(B, heads, k, Dk)`, values `(B, heads, k, Dv)`, states `(B, ...)`."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    states: Mapping[StateKey, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.keys is None and not self.states
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens whose keys are held; `None`: no keys are."""
+        return None if self.keys is None else self.keys.shape[2]
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.states.values())) if self.keys is None else self.keys)
+
+    def copied(self) -> HeldLayer:
+        """The same in memory of its own."""
+        if self.keys is None or self.values is None:
+            return HeldLayer(states={key: state.clone() for key, state in self.states.items()})
+        return HeldLayer(self.keys.clone(), self.values.clone(), {key: s.clone() for key, s in self.states.items()})
+
+    @classmethod
+    def joined(cls, rows: list[HeldLayer]) -> HeldLayer:
+        """Rows of equal length as one."""
+        first = rows[0]
+        states = {key: torch.cat([row.states[key] for row in rows]) for key in first.states}
+        if first.keys is None:
+            return cls(states=states)
+        keys = torch.cat([row.keys for row in rows if row.keys is not None])
+        return cls(keys, torch.cat([row.values for row in rows if row.values is not None]), states)
+
+
+LayerStates = dict[int, HeldLayer]
+"""What layers hold, by layer index; layers that hold nothing are absent."""
+
+
+def held_length(dynamic: DynamicCache) -> int:
+    """Tokens a stock cache holds. One without any attention does not count them; ours remember their text.
 
     Raises:
-        UnsupportedGenerationError: a layer is not a plain dynamic one (quantised, static, recurrent), or has not
-            `batch_size` rows.
+        UnsupportedGenerationError: it holds states of a text of unknown length.
     """
-    states: LayerStates = {}
+    with_states: list[Any] = [layer for layer in getattr(dynamic, "layers", ()) if _has_states(layer)]
+    if not with_states or any(isinstance(layer, CacheLayerMixin) for layer in dynamic.layers):
+        return dynamic.get_seq_length()
+    if not any(any(layer.has_previous_state.values()) for layer in with_states):
+        return 0
+    state = getattr(dynamic, "eagle31_state", None)
+    if state is None:
+        raise UnsupportedGenerationError(
+            "got a past cache of states alone, which does not say how many tokens it holds; pass the whole text and an "
+            "empty cache, or one that a generation with a drafter has filled"
+        )
+    return state.length
+
+
+def _has_states(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def read_stock_layers(dynamic: DynamicCache, batch_size: int | None = None) -> LayerStates:
+    """What a stock cache holds, as it lies there.
+
+    Raises:
+        UnsupportedGenerationError: a layer is not a plain dynamic one (quantised, static), or has other than
+            `batch_size` rows, if that is given.
+    """
+    held: LayerStates = {}
     layers: list[Any] = dynamic.layers
     for index, layer in enumerate(layers):
-        keys: Tensor | None = getattr(layer, "keys", None)
-        is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        is_dummy = type(layer).__name__ == "DummyLayer"  # a class of the newer transformers only
-        if is_dummy or (is_plain and (keys is None or keys.numel() == 0)):
+        if type(layer).__name__ == "DummyLayer":  # a class of the newer transformers only
+            continue
+        content = _content(layer) if type(layer) in _READABLE else None
+        if content is not None and content.is_empty:
             continue  # never written, as in layers that share another's keys and values
-        if keys is None or not is_plain or len(keys) != batch_size:
-            rows = "no" if keys is None else len(keys)
+        if content is None or batch_size not in (None, content.num_rows):
+            rows = "no" if content is None else content.num_rows
+            wanted = "" if batch_size is None else f" with {batch_size} rows"
             raise UnsupportedGenerationError(
                 f"got a past cache whose layer {index} is a {type(layer).__name__} of {rows} rows; wanted the layers "
-                f"of a DynamicCache with {batch_size} rows: pass such a cache, or none"
+                f"of a DynamicCache{wanted}: pass such a cache, or none"
             )
-        states[index] = (keys, layer.values)
-    return states
+        held[index] = content
+    return held
 
 
-def refill_stock_layers(dynamic: DynamicCache, states: LayerStates, length: int) -> None:
+def _content(layer: Any) -> HeldLayer:
+    keys: Tensor | None = getattr(layer, "keys", None)
+    if keys is None or keys.numel() == 0:
+        return HeldLayer(states=_states(layer))
+    return HeldLayer(keys, layer.values, _states(layer))
+
+
+def _states(layer: Any) -> dict[StateKey, Tensor]:
+    if not _has_states(layer):
+        return {}
+    return {
+        (kind, number): state
+        for kind in (CONVOLUTION, RECURRENT)
+        for number, state in getattr(layer, kind).items()
+        if state is not None and layer.has_previous_state[number]
+    }
+
+
+def refill_stock_layers(dynamic: DynamicCache, held: LayerStates, length: int) -> None:
     """Replace a stock cache's contents by rows of `length` tokens.
 
     Raises:
-        UnsupportedGenerationError: only a window is left of a layer that the stock cache keeps whole. Nothing changed.
+        UnsupportedGenerationError: only a window is left of a layer that the stock cache keeps whole, or it has no
+            place for states. Nothing changed.
     """
     layers: list[Any] = dynamic.layers
-    for index, (keys, _) in states.items():
-        slides = index < len(layers) and isinstance(layers[index], DynamicSlidingWindowLayer)
-        if keys.shape[2] < length and not slides:
+    for index, content in held.items():
+        layer = layers[index] if index < len(layers) else None
+        slides = isinstance(layer, DynamicSlidingWindowLayer)
+        if content.num_tokens is not None and content.num_tokens < length and not slides:
             raise UnsupportedGenerationError(
-                f"layer {index} holds the last {keys.shape[2]} of {length} tokens, the stock cache wants all of them; "
-                "make it with DynamicCache(config=model.config)"
+                f"layer {index} holds the last {content.num_tokens} of {length} tokens, the stock cache wants all of "
+                "them; make it with DynamicCache(config=model.config)"
             )
-    for index, (keys, values) in states.items():
-        if index < len(layers):
-            layers[index].lazy_initialization(keys, values)  # drops what the layer held
-        dynamic.update(keys, values, index)
-        if isinstance(layers[index], DynamicSlidingWindowLayer):
-            layers[index].cumulative_length = length
+        if content.states and not _has_states(layer):
+            raise UnsupportedGenerationError(
+                f"layer {index} holds recurrent states, for which the stock cache has no place; make it with "
+                "DynamicCache(config=model.config)"
+            )
+    for index, content in held.items():
+        if content.keys is not None:
+            if index < len(layers):
+                layers[index].lazy_initialization(content.keys, content.values)  # drops what the layer held
+            dynamic.update(content.keys, content.values, index)  # type: ignore[arg-type]
+            if isinstance(layers[index], DynamicSlidingWindowLayer):
+                layers[index].cumulative_length = length
+        if content.states:
+            _refill_states(layers[index], content.states)
+
+
+def _refill_states(layer: Any, states: Mapping[StateKey, Tensor]) -> None:
+    layer.record_past = False
+    for (kind, number), state in states.items():
+        layer.lazy_initialization(**{kind: state, "state_idx": number})
+        getattr(layer, kind)[number].copy_(state)
+    layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)

@@ -22,18 +22,19 @@ from .checks import (
     check_values,
     check_vocabulary_infos,
     check_vocabulary_map,
-    refuse_other_methods,
 )
-from .config_fields import StoredConfig, read_config_fields, write_config_fields
+from .config_fields import StoredConfig, read_config_fields, read_places, write_config_fields
 from .files import (
     CONFIG_FILE,
     StoredTensors,
     TensorInfo,
     open_tensors,
+    refuse_gguf,
     replace_checkpoint,
     resolve_checkpoint,
 )
 from .formats import (
+    LATENT_SIZES,
     Format,
     canonical_name,
     default_format,
@@ -44,9 +45,11 @@ from .formats import (
 )
 from .json_files import read_json
 from .losses import check_expressible, reduce_to
+from .other_methods import refuse_other_methods
 from .packed import PackingScheme, packed_infos
 from .plain_config import plain_config
 from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters, engine_verdicts, method_name
+from .unread_fields import refuse_unread_fields, unknown_fields
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +202,12 @@ def inspect_checkpoint(
         tensors={name: info.shape for name, info in infos.items()},
         aux_layers_as_stored=headers.stored_config.layer_ids,
         engines=engine_verdicts(raw, infos, config, headers.table.name),
-        notes=caution_notes(headers.table.name, config, raw),
+        notes=caution_notes(
+            headers.table.name,
+            config,
+            headers.stored_config.layer_ids,
+            unknown_fields(headers.table, raw, read_places(headers.table)),
+        ),
     )
 
 
@@ -207,6 +215,7 @@ def inspect_checkpoint(
 
 
 def _read_headers(folder: Path, *, to_load: bool = True) -> _Headers:
+    refuse_gguf(folder)
     raw_config = read_json(folder / CONFIG_FILE)
     _check_sections(raw_config)
     stored = open_tensors(folder)
@@ -215,9 +224,10 @@ def _read_headers(folder: Path, *, to_load: bool = True) -> _Headers:
     names = _canonical_names(table, stored.infos)
     check_vocabulary_infos({name: stored.infos[names[name]] for name in ("d2t", "t2d") if name in names})
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items()}
-    stored_config = read_config_fields(table, raw_config)
+    stored_config = read_config_fields(table, raw_config, _count_layers(infos))
     fields = _completed_fields(stored_config, raw_config, infos)
     config = (None if to_load else plain_config(fields)) or _build_config(fields)
+    refuse_unread_fields(table, raw_config, config)
     if not has_reduced_vocabulary(config):
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
         _check_identity_map(stored, names)
@@ -283,13 +293,17 @@ def _canonical_names(table: Format, infos: Mapping[str, TensorInfo]) -> dict[str
     return names
 
 
+def _count_layers(infos: Mapping[str, TensorInfo]) -> int:
+    """Decoder layers among canonical names; 1 at least, whose missing tensors are listed later."""
+    return max(1, len({match[1] for name in infos if (match := re.match(r"layers\.(\d+)\.", name))}))
+
+
 def _completed_fields(
     stored: StoredConfig, raw_config: Mapping[str, Any], infos: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
     """Fields from the table, completed and corrected by what the tensors themselves show."""
     fields = dict(stored.fields)
-    layers = {match[1] for name in infos if (match := re.match(r"layers\.(\d+)\.", name))}
-    fields["num_hidden_layers"] = max(1, len(layers))
+    fields["num_hidden_layers"] = _count_layers(infos)
     fields["own_embedding"] = "embed_tokens.weight" in infos
     fields["own_lm_head"] = "lm_head.weight" in infos
     fields["fc_bias"] = "fc.bias" in infos
@@ -299,6 +313,10 @@ def _completed_fields(
         fields["draft_vocab_size"] = infos["d2t"].shape[0] if infos["d2t"].shape else None
     if fields.get("num_aux_hidden_states") is None:
         fields["num_aux_hidden_states"] = len(fields["aux_layers"] or ()) or 3
+    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" not in infos and "head_dim" in fields:
+        fields |= dict.fromkeys(LATENT_SIZES & fields.keys())  # the target's
+    elif fields.get("kv_lora_rank") is not None and "head_dim" in fields:
+        _read_nemo_latent(fields)
     if fields.get("head_dim") is None:
         fields["head_dim"] = _head_dim_of(infos, fields["num_attention_heads"])
     if raw_config.get("tie_word_embeddings") and fields["own_embedding"] and not fields["own_lm_head"]:
@@ -319,6 +337,22 @@ def _build_config(fields: Mapping[str, Any]) -> Eagle31Config:
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         reason = textwrap.shorten(str(error), 400, placeholder=" …")
         raise CheckpointFormatError(f"config.json describes no possible drafter: {reason}") from error
+
+
+def _read_nemo_latent(fields: dict[str, Any]) -> None:
+    """NeMo's latent attention takes YaRN's frequencies alone, scaling neither tables nor scores, and only if all of
+    YaRN's settings are stated and the drafter is for longer texts than the original ones."""
+    fields["head_dim"] = None  # there it is the rotated width
+    rope: dict[str, Any] = fields["rope_parameters"]
+    needed = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+    stated = [rope.get(name) for name in needed]
+    if all(type(value) in (int, float) for value in stated) and fields["max_position_embeddings"] > stated[-1]:
+        settings = dict(zip(needed, stated, strict=True))
+        fields["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": rope["rope_theta"], **settings, "attention_factor": 1.0
+        }  # fmt: skip
+    else:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
 
 
 def _head_dim_of(infos: Mapping[str, TensorInfo], num_heads: Any) -> int | None:

@@ -1,18 +1,16 @@
-"""Is this an EAGLE-3 / 3.1 drafter, whole and sound? Refusals say what was found instead."""
+"""Is this EAGLE-3 / 3.1 drafter whole and sound? Refusals list what does not fit."""
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
-from .config_fields import get_path
 from .files import TensorInfo
 from .formats import filled, has_reduced_vocabulary
 from .json_files import shown
-from .packed import LAYOUT, latent_matrices, published_weights
+from .packed import latent_matrices, published_weights
 from .plain_config import PlainConfig
 
 if TYPE_CHECKING:
@@ -25,98 +23,6 @@ Tensors = Mapping[str, TensorInfo]
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _LISTED = 12  # names in one message
-
-
-def _architectures(config: Mapping[str, Any]) -> str:
-    return " ".join(str(name) for name in config.get("architectures") or ())
-
-
-def _any_name(names: Collection[str], pattern: str) -> bool:
-    return any(re.search(pattern, name) for name in names)
-
-
-def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
-    if get_path(config, "eagle_config.use_aux_hidden_state") is False:
-        return True
-    fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
-    two_wide = fc is not None and len(fc.shape) == 2 and fc.shape[1] == 2 * fc.shape[0]  # [embedding ; hidden] -> H
-    return two_wide and not _any_name(tensors, r"hidden_norm\.")
-
-
-def _is_parallel(config: Mapping[str, Any], tensors: Tensors) -> bool:
-    # vLLM reads these with its EAGLE-3 class, so their architectures may be EAGLE-3's.
-    marks = ("parallel_drafting", "pard_token", "ptd_token_id")
-    named = "peagle" in f"{_architectures(config)} {config.get('speculators_model_type', '')}".lower()
-    return (
-        named
-        or any(config.get(mark) not in (None, False) for mark in marks)
-        or _any_name(tensors, r"(^|\.)mask_hidden$")
-    )
-
-
-# First match wins: what it is, how to tell, what to do.
-_OTHER_METHODS: tuple[tuple[str, Callable[[Mapping[str, Any], Tensors], bool], str], ...] = (
-    (
-        "a DFlash / DSpark block-diffusion drafter",
-        lambda c, t: (
-            bool(re.search(r"DFlash|DSpark|Domino", _architectures(c)))
-            or str(c.get("speculators_model_type", "")).lower() in ("dflash", "dspark")
-            or any(key in c for key in ("target_layer_ids", "dflash_config"))
-        ),
-        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
-    ),
-    (
-        "a P-EAGLE parallel drafter",
-        _is_parallel,
-        "it was trained to draft all tokens in one pass from mask tokens, which no loop here does: serve it with vLLM "
-        "(parallel_drafting), or take an EAGLE-3 or EAGLE 3.1 drafter",
-    ),
-    (
-        "a set of Medusa heads",
-        lambda c, t: "medusa_num_heads" in c or _any_name(t, r"medusa|parallel_draft_heads|^\d+\.\d+\."),
-        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
-    ),
-    (
-        "a set of Hydra heads",
-        lambda c, t: "hydra_num_heads" in c or _any_name(t, r"hydra"),
-        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
-    ),
-    (
-        "a multi-token-prediction (MTP) head",
-        lambda c, t: "MTP" in _architectures(c) or _any_name(t, r"(^|\.)mtp\.|eh_proj|(^|\.)(enorm|hnorm)\."),
-        "wanted an EAGLE-3 or EAGLE 3.1 drafter",
-    ),
-    (
-        "an EAGLE-1/2 drafter (it reads only the last hidden state)",
-        _is_eagle_1_or_2,
-        "wanted an EAGLE-3 or EAGLE 3.1 drafter for this target",
-    ),
-    (
-        "a whole language model, not a drafter",
-        lambda c, t: (
-            not _any_name(t, r"(^|\.)fc\.weight$|hidden_norm\.")
-            and _any_name(t, r"layers\.\d+\.self_attn\.|transformer\.h\.")
-        ),
-        "pass the drafter here and this model as target=…",
-    ),
-)
-
-
-def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Names a checkpoint of another method instead of listing its tensors as wrong.
-
-    Raises:
-        CheckpointFormatError: this is not an EAGLE-3 / 3.1 drafter, or its weights are quantised in a foreign layout.
-    """
-    for what, applies, advice in _OTHER_METHODS:
-        if applies(config, tensors):
-            raise CheckpointFormatError(f"this checkpoint is {what}; {advice}")
-    quantization = config.get("quantization_config")
-    if quantization and get_path(config, "quantization_config.layout") != LAYOUT:
-        raise CheckpointFormatError(
-            "this drafter's weights are quantised (config.json has quantization_config); wanted float weights. Take "
-            "the unquantised release and quantise while loading"
-        )
 
 
 def expected_shapes(config: Eagle31Config) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointFormatError
 from .formats import (
     LAYER_ID_PLACES,
-    LLAMA_ROPE_THETA,
+    OTHER_LAYER_IDS,
     REQUIRED,
+    Field,
     Format,
     from_hs_indices,
     has_reduced_vocabulary,
     to_hs_indices,
 )
-from .json_files import shown
+from .json_files import drop_path, get_path, set_path, shown
+from .rope_fields import ROPE_KEYS, read_rope, write_rope
+from .unread_fields import CHANGES_THE_DRAFTER
 
 if TYPE_CHECKING:
     from ..configuration_eagle31 import Eagle31Config
@@ -34,8 +36,10 @@ TARGET_MODEL = "target_model"
 """Metadata that every layout can hold: `{"name_or_path", "architectures"}` of the target, see `Format.target_model`."""
 _KEPT_FOR = "kept_for_formats"  # markers of other formats, by the format they came from: no loader looks there
 _NOT_KEPT = ("architectures", "auto_map", "dtype", "model_type", "tie_word_embeddings", "torch_dtype",
-             "transformers_version", "_name_or_path", "rope_theta", "rope_scaling", "rope_parameters",
-             "quantization_config")  # fmt: skip
+             "transformers_version", "_name_or_path", "quantization_config", *ROPE_KEYS)  # fmt: skip
+_WINDOW_KEYS = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers")
+_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+_SIZES_OF_ANOTHER = ("num_hidden_layers", "vocab_size")  # of the target, wherever a config repeats them
 
 
 @dataclass(frozen=True)
@@ -47,43 +51,18 @@ class StoredConfig:
     metadata: dict[str, Any]
 
 
-def get_path(config: Mapping[str, Any], path: str) -> Any:
-    """The entry at a dotted path, `None` if any part of it is missing."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def _set_path(config: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        config = config.setdefault(key, {})
-    config[last] = value
-
-
-def _drop_path(config: dict[str, Any], path: str) -> None:
-    head, _, rest = path.partition(".")
-    if rest and isinstance(config.get(head), dict):
-        _drop_path(config[head], rest)
-        if not config[head]:
-            del config[head]
-    elif not rest:
-        config.pop(head, None)
-
-
-def read_config_fields(table: Format, config: Mapping[str, Any]) -> StoredConfig:
+def read_config_fields(table: Format, config: Mapping[str, Any], num_layers: int) -> StoredConfig:
     """`config.json` as `Eagle31Config` fields, layer ids as `hs` indices; what the table does not know is metadata.
+
+    Args:
+        num_layers: decoder layers among the file's tensors.
 
     Raises:
         CheckpointFormatError: a required entry is missing, two contradict, or one states another network.
     """
     _check_demands(table, config)
     _check_layer_ids(config)
-    fields: dict[str, Any] = {}
-    for row in table.fields:
-        found = [value for path in row.paths if (value := get_path(config, path)) is not None]
-        fields[row.name] = found[0] if found else row.default
+    fields = {row.name: _read_field(row, config) for row in table.fields}
     missing = [row.stored for row in table.fields if fields[row.name] is REQUIRED]
     if missing:
         raise CheckpointFormatError(f"config.json lacks {missing}; a {table.title} drafter must state them")
@@ -91,10 +70,37 @@ def read_config_fields(table: Format, config: Mapping[str, Any]) -> StoredConfig
     if per_slot and concatenated:
         raise CheckpointFormatError("config.json sets both fc_norm and norm_before_fc; a drafter has one or none")
     fields["aux_norm"] = "per_slot" if per_slot else "concatenated" if concatenated else "none"
-    fields["rope_parameters"] = _read_rope(config, table.layer_config)
-    fields["sliding_window"] = read_window(config, table.layer_config)
+    fields["sliding_window"] = _read_window(table, config, num_layers)
+    layer_type = "full_attention" if fields["sliding_window"] is None else "sliding_attention"
+    fields["rope_parameters"] = read_rope(config, table.layer_config, layer_type)
     fields["aux_layers"], stored_ids = _read_layer_ids(table, config)
     return StoredConfig(fields, stored_ids, _read_metadata(table, config))
+
+
+def read_places(table: Format) -> list[str]:
+    """Dotted paths of all that a table's format reads, apart from what it needs to be recognised."""
+    places = [path for row in table.fields for path in row.paths]
+    places += [path for path, _ in (*table.layer_ids, *OTHER_LAYER_IDS)]
+    places += [table.layer_config + key for key in (*ROPE_KEYS, *_WINDOW_KEYS)]
+    return [*places, *table.demands, table.target_model, TARGET_MODEL]
+
+
+def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
+    """What is stated in the first of its places; the others may repeat it."""
+    found = {path: value for path in row.paths if (value := get_path(config, path)) is not None}
+    value = next(iter(found.values()), row.default)
+    repeated = f"eagle_config.{row.name}"
+    if row.name not in _SIZES_OF_ANOTHER and (again := get_path(config, repeated)) is not None:
+        found[repeated] = again
+    differing = [other for other in found.values() if other is not value and other != value]
+    if differing and row.name != "hidden_act":  # Gemma's two name two functions
+        told = ", ".join(f"{path} {shown(value)}" for path, value in found.items())
+        raise CheckpointFormatError(
+            f"config.json contradicts itself: {told}"
+            + ("" if set(found) & set(row.paths) else f", where {row.stored} is read and missing")
+            + "; keep the one the drafter was trained with"
+        )
+    return value
 
 
 def _check_demands(table: Format, config: Mapping[str, Any]) -> None:
@@ -120,7 +126,7 @@ def _check_layer_ids(config: Mapping[str, Any]) -> None:
             )
 
 
-def read_window(config: Mapping[str, Any], prefix: str) -> int | None:
+def _read_window(table: Format, config: Mapping[str, Any], num_layers: int) -> int | None:
     """Positions the drafter's layers see back; `None`: all of them.
 
     As transformers and vLLM read it: where layers are named by type, only "sliding_attention" has the window, and where
@@ -129,28 +135,49 @@ def read_window(config: Mapping[str, Any], prefix: str) -> int | None:
     Raises:
         CheckpointFormatError: a window that is no number of positions, or layers that see differently far.
     """
-    window = get_path(config, f"{prefix}sliding_window")
-    layers, types = (get_path(config, f"{prefix}{name}") for name in ("num_hidden_layers", "layer_types"))
-    types = types[: layers if type(layers) is int else 1] if isinstance(types, list) else []
-    if window is None or get_path(config, f"{prefix}use_sliding_window") is False:
+    if table.ignores_the_rest:
+        return None
+    window, switched_on, full_below = (
+        get_path(config, table.layer_config + key)
+        for key in ("sliding_window", "use_sliding_window", "max_window_layers")
+    )
+    types = _own_layer_types(table, config, num_layers)
+    if types is None or window is None or switched_on is False:
         window = None
     elif type(window) is not int or window < 1:
         raise CheckpointFormatError(f"config.json: sliding_window is {shown(window)}; wanted a whole number above 0")
-    kinds = set(map(str, types))
-    if not kinds <= {"full_attention", "sliding_attention"} or len(kinds) > 1:
+    kinds = set(map(str, types or ()))
+    if not kinds <= _ATTENTION_TYPES or len(kinds) > 1:
         raise CheckpointFormatError(
             f"config.json: layer_types is {shown(types)}; wanted all full_attention or all sliding_attention: the "
             "drafter's layers share one mask"
         )
     if "sliding_attention" in kinds and window is None:
         raise CheckpointFormatError("config.json names sliding_attention layers, and no sliding_window they could have")
-    return None if "full_attention" in kinds else window
+    # Qwen names no types: its first layers see everything.
+    is_full = not kinds and switched_on is True and type(full_below) is int and full_below >= num_layers
+    return None if is_full or "full_attention" in kinds else window
+
+
+def _own_layer_types(table: Format, config: Mapping[str, Any], num_layers: int) -> list[Any] | None:
+    """The types of the drafter's own layers, none if there is no list; `None`: the list is another network's.
+
+    A trainer whose layers differ by type builds as many as it says. Where the file holds fewer, or a first layer that
+    would be no attention, all of it was copied from the target.
+    """
+    layers, types = (get_path(config, table.layer_config + key) for key in ("num_hidden_layers", "layer_types"))
+    if not isinstance(types, list):
+        return []
+    kinds = set(map(str, types))
+    built_fewer = type(layers) is int and layers > num_layers and len(kinds) > 1
+    no_attention = len(types) > num_layers and not set(map(str, types[:num_layers])) <= _ATTENTION_TYPES
+    return None if built_fewer or no_attention else types[:num_layers]
 
 
 def _read_layer_ids(table: Format, config: Mapping[str, Any]) -> tuple[list[int] | None, dict[str, list[int]]]:
     stored: dict[str, list[int]] = {}
     meanings: dict[str, list[int]] = {}
-    for path, convention in table.layer_ids:
+    for path, convention in (*table.layer_ids, *OTHER_LAYER_IDS):
         ids = get_path(config, path)
         if not ids:
             continue
@@ -164,28 +191,12 @@ def _read_layer_ids(table: Format, config: Mapping[str, Any]) -> tuple[list[int]
     return (list(distinct.pop()) if distinct else None), stored
 
 
-def _read_rope(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    # transformers 5 keeps everything in rope_parameters; a legacy rope_theta beside it may be a class default.
-    new, legacy = (get_path(config, prefix + key) for key in ("rope_parameters", "rope_scaling"))
-    if not all(part is None or isinstance(part, Mapping) for part in (new, legacy)):
-        raise CheckpointFormatError(f"config.json: rope is {shown(new or legacy)}; wanted an object with a rope_type")
-    rope = dict(new or legacy or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if rope.get("rope_theta") is None:
-        theta = get_path(config, f"{prefix}rope_theta")
-        rope["rope_theta"] = LLAMA_ROPE_THETA if theta is None else theta
-    theta = rope["rope_theta"]
-    if type(theta) not in (int, float) or not 0 < theta < math.inf:
-        raise CheckpointFormatError(f"config.json: rope_theta is {shown(theta)}; wanted a number above 0")
-    rope["rope_theta"] = float(theta)
-    return rope
-
-
 def _read_metadata(table: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     metadata = copy.deepcopy(dict(config))
-    known = [path for row in table.fields for path in row.paths] + [path for path, _ in table.layer_ids]
-    known += [table.layer_config + key for key in _NOT_KEPT] + list(_NOT_KEPT) + list(table.demands)
+    known = [path for path in read_places(table) if path not in (table.target_model, TARGET_MODEL)]
+    known += [table.layer_config + key for key in _NOT_KEPT] + list(_NOT_KEPT)
+    # What a format's classes leave unread, another format's would read.
+    known += [name if "." in name else table.layer_config + name for name in CHANGES_THE_DRAFTER]
     known.append("eagle_config.use_aux_hidden_state")  # false is refused long before, true says nothing new
     # Constants that say nothing new are written again anyway.
     known += [path for path, value in table.constants.items() if get_path(config, path) == value]
@@ -193,7 +204,7 @@ def _read_metadata(table: Format, config: Mapping[str, Any]) -> dict[str, Any]:
     if target_model is not None:
         known.append(table.target_model)
     for path in known:
-        _drop_path(metadata, path)
+        drop_path(metadata, path)
     return metadata if target_model is None else {**metadata, TARGET_MODEL: target_model}
 
 
@@ -214,7 +225,7 @@ def write_config_fields(
     """
     written: dict[str, Any] = {}
     for path, value in {**table.constants, **table.demands}.items():
-        _set_path(written, path, copy.deepcopy(value))
+        set_path(written, path, copy.deepcopy(value))
     _merge(written, _metadata_for(table, metadata, source))
     written["architectures"] = [table.architectures[0]]
     values = {**config.to_dict(), "fc_norm": config.aux_norm == "per_slot"}
@@ -222,14 +233,15 @@ def write_config_fields(
     if not config.own_lm_head and not has_reduced_vocabulary(config):
         values["draft_vocab_size"] = None  # how SGLang is told to take the target's head
     for row in table.fields:
-        _set_path(written, row.stored, values[row.name])
-    _write_rope(written, config, table.layer_config)
+        if row.written:
+            set_path(written, row.stored, values[row.name])
+    write_rope(written, config.rope_parameters or {}, table.layer_config)
     if config.sliding_window is not None:
-        _set_path(written, f"{table.layer_config}sliding_window", config.sliding_window)
-        if source != table.name:  # where layers are not named by type, not every engine takes the window
-            _set_path(written, f"{table.layer_config}layer_types", ["sliding_attention"] * config.num_hidden_layers)
+        set_path(written, f"{table.layer_config}sliding_window", config.sliding_window)
+        # Where layers are not named by type, not every engine takes the window.
+        set_path(written, f"{table.layer_config}layer_types", ["sliding_attention"] * config.num_hidden_layers)
     if table.layer_config:
-        _set_path(written, f"{table.layer_config}model_type", "qwen3" if config.qk_norm else "llama")
+        set_path(written, f"{table.layer_config}model_type", "qwen3" if config.qk_norm else "llama")
     _write_layer_ids(table, config, written)
     return written
 
@@ -246,7 +258,7 @@ def _metadata_for(table: Format, metadata: Mapping[str, Any], source: str) -> di
     if kept:
         said[_KEPT_FOR] = kept
     if TARGET_MODEL in metadata:
-        _set_path(said, table.target_model, metadata[TARGET_MODEL])
+        set_path(said, table.target_model, metadata[TARGET_MODEL])
     return said
 
 
@@ -270,14 +282,6 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             into[key] = copy.deepcopy(value)
 
 
-def _write_rope(written: dict[str, Any], config: Eagle31Config, prefix: str) -> None:
-    rope: dict[str, Any] = dict(config.rope_parameters or {})
-    legacy = {key: value for key, value in rope.items() if key != "rope_theta"}
-    _set_path(written, f"{prefix}rope_parameters", rope)
-    _set_path(written, f"{prefix}rope_theta", rope["rope_theta"])
-    _set_path(written, f"{prefix}rope_scaling", None if legacy == {"rope_type": "default"} else legacy)
-
-
 def _write_layer_ids(table: Format, config: Eagle31Config, written: dict[str, Any]) -> None:
     if config.aux_layers is None:
         return
@@ -287,4 +291,4 @@ def _write_layer_ids(table: Format, config: Eagle31Config, written: dict[str, An
         # A second place serves the other engine. Where one list is read in hs form by vLLM and the other is SGLang's,
         # only `plain` and `mla` hold both: the rest have one place of their own.
         if ids is not None and (place == 0 or table.name in ("plain", "mla")):
-            _set_path(written, path, ids)
+            set_path(written, path, ids)

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, UnsafeCheckpointError
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    IncompatibleTargetError,
+    UnsafeCheckpointError,
+)
 from .json_files import read_json, shown
 
 if TYPE_CHECKING:
@@ -24,6 +30,11 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
+GGUF_SUFFIX = ".gguf"
+_GGUF_ADVICE = (
+    "is llama.cpp's format for drafters and cannot be read here (only targets can be GGUF files); pass the drafter it "
+    "was converted from: a folder or Hub id with config.json and safetensors"
+)
 _LONGEST_NAME = 255  # bytes, on every common file system
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
@@ -102,9 +113,19 @@ def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
         raise CheckpointNotFoundError(
             f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({_cause(error)}); check the path"
         ) from error
+    if is_there and folder.suffix.lower() == GGUF_SUFFIX:
+        raise CheckpointFormatError(f"{folder} {_GGUF_ADVICE}")
     if is_there:
         raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
     return None
+
+
+def refuse_gguf(folder: Path) -> None:
+    """Raises:
+    CheckpointFormatError: all that lies in `folder` is a drafter in llama.cpp's format.
+    """
+    if not (folder / CONFIG_FILE).exists() and any(folder.glob(f"*{GGUF_SUFFIX}")):
+        raise CheckpointFormatError(f"{folder} holds a GGUF file, which {_GGUF_ADVICE}")
 
 
 def _cause(error: Exception) -> str:
@@ -296,6 +317,23 @@ def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
     except CheckpointFormatError:
         return False
     return any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
+
+
+def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collection[str] | None = ()) -> None:
+    """Say so where a drafter is named as a target; of a Hub id, by the `architectures` that its config states.
+
+    Raises:
+        IncompatibleTargetError: it is one.
+    """
+    is_one = any("eagle3" in str(architecture).lower() for architecture in architectures or ())
+    if not is_one and Path(name).is_dir():
+        with suppress(CheckpointFormatError, UnsafeCheckpointError):
+            is_one = not {"fc.weight", "model.fc.weight"}.isdisjoint(open_tensors(Path(name)).infos)
+    if is_one:
+        raise IncompatibleTargetError(
+            f"the target {os.fspath(name)!r} is a drafter; name the model it was made for as the target, and this as "
+            "the drafter (were the two swapped?)"
+        )
 
 
 def holds_checkpoint(folder: Path) -> bool:

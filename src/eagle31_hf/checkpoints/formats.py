@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 REQUIRED: Any = object()
 """Default of a field that a config must state."""
 
-LLAMA_ROPE_THETA = 10000.0  # SafeAILab's 8B head states none and was trained with Llama's default
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NESTED_LAYER_IDS = f"eagle_config.{LAYER_IDS}"
-LAYER_ID_PLACES = (LAYER_IDS, NESTED_LAYER_IDS)
-"""Dotted paths of `config.json` that any format or engine reads layer ids from."""
-
 # How a stored list of layer ids is to be understood.
 HS_INDEX = "hs index"  # residual stream entering layer i
 COMPLETED_LAYER = "completed layer"  # output of 0-based layer i, which is hs[i + 1]
 SGLANG_RULE = "completed layer if the first id is 1, else hs index"  # SGLang since 2026-05
+
+OTHER_LAYER_IDS = tuple(
+    (path, COMPLETED_LAYER)
+    for path in ("target_layer_ids", "target_hidden_layer_ids", "eagle_config.target_hidden_layer_ids")
+)
+"""Where DeepSpec and verl-SpeCo name the target's layers, whatever else a file is like. Read, never written."""
+LAYER_ID_PLACES = (LAYER_IDS, NESTED_LAYER_IDS, *(path for path, _ in OTHER_LAYER_IDS))
+"""Dotted paths of `config.json` that any format or engine reads layer ids from."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Field:
     name: str
     stored: str
     default: Any = None
-    also: tuple[str, ...] = ()  # older spellings, read but never written
+    also: tuple[str, ...] = ()  # other spellings, read but never written
+    written: bool = True
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -66,6 +71,7 @@ class Format:
     target_model: str = "target_model"  # dotted path of the target's name and architectures
     needs_target: bool = False  # whether its loaders ask for them
     copies_embedding: bool = False  # whether its own loader reads the embedding from the file alone
+    ignores_the_rest: bool = False  # its classes read these fields and no others: the rest of a config is the target's
 
 
 def filled(value: int | None) -> int:
@@ -131,7 +137,15 @@ def _layer_fields(prefix: str = "") -> tuple[Field, ...]:
         ("eos_token_id", None),
         ("pad_token_id", None),
     )
-    return tuple(Field(name, prefix + name, default) for name, default in rows)
+    spellings = {
+        "hidden_act": ("hidden_activation", "activation_function", "mlp_hidden_act"),  # Gemma, GPT-2, Nemotron
+        "rms_norm_eps": ("norm_eps", "norm_epsilon", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps"),
+        "num_key_value_heads": ("num_kv_heads",),
+    }
+    return tuple(
+        Field(name, prefix + name, default, also=tuple(prefix + other for other in spellings.get(name, ())))
+        for name, default in rows
+    )
 
 
 def _drafter_fields(norm_before_residual: bool = False, num_aux: bool = True) -> tuple[Field, ...]:
@@ -162,11 +176,10 @@ _UNTIED = {"model_type": "llama", "tie_word_embeddings": False}
 
 
 LATENT_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
 _LATENT_FIELDS = (
     *(row for row in _layer_fields() if row.name != "head_dim"),  # there it is the rotated width
-    *(Field(name, name, REQUIRED) for name in _LATENT_SIZES),
-    Field("q_lora_rank", "q_lora_rank"),
+    *(Field(name, name, None if name == "q_lora_rank" else REQUIRED) for name in LATENT_SIZES),
 )
 
 
@@ -175,6 +188,20 @@ def _has_architecture(config: Mapping[str, Any], prefix: str) -> bool:
 
 
 _TABLE = (
+    Format(
+        name="nemo",
+        title="NVIDIA NeMo Automodel",
+        architectures=("LlamaEagle3DraftModel",),
+        recognises=lambda config, names: _has_architecture(config, "LlamaEagle3") or "model.fc.weight" in names,
+        fields=(*_layer_fields(), *_drafter_fields(), *(Field(n, n, written=False) for n in LATENT_SIZES)),
+        ignores_the_rest=True,
+        layer_ids=((LAYER_IDS, COMPLETED_LAYER),),
+        prefixes=tuple((part, f"model.{part}") for part in ("layers.", "fc.", "fc_norm.", "norm.", "embed_tokens.")),
+        also_prefixes=(),
+        # Its class always holds an embedding; a file without one would be filled with random rows.
+        expresses=frozenset({"grouped", "per_slot", "norm_output", "biases", "widths", "aux_count"}),
+        constants=_UNTIED,
+    ),
     Format(
         name="mla",
         title="MLA (lightseek, TorchSpec; vLLM's and SGLang's Eagle3DeepseekV2ForCausalLM)",
@@ -245,19 +272,6 @@ _TABLE = (
         layer_ids=((LAYER_IDS, COMPLETED_LAYER), (NESTED_LAYER_IDS, COMPLETED_LAYER)),
         expresses=frozenset({"grouped", "per_slot", "norm_output", "widths", "shared_embedding", "aux_count"}),
         constants={**_UNTIED, "_torchspec_version": "unknown"},
-    ),
-    Format(
-        name="nemo",
-        title="NVIDIA NeMo Automodel",
-        architectures=("LlamaEagle3DraftModel",),
-        recognises=lambda config, names: _has_architecture(config, "LlamaEagle3") or "model.fc.weight" in names,
-        fields=(*_layer_fields(), *_drafter_fields()),
-        layer_ids=((LAYER_IDS, COMPLETED_LAYER),),
-        prefixes=tuple((part, f"model.{part}") for part in ("layers.", "fc.", "fc_norm.", "norm.", "embed_tokens.")),
-        also_prefixes=(),
-        # Its class always holds an embedding; a file without one would be filled with random rows.
-        expresses=frozenset({"grouped", "per_slot", "norm_output", "biases", "widths", "aux_count"}),
-        constants=_UNTIED,
     ),
     Format(
         name="modelopt",
@@ -336,6 +350,7 @@ def detect_format(config: Mapping[str, Any], names: Collection[str]) -> Format:
 # ---------------------------------------------------------------- tensor names
 
 _UNUSED = re.compile(r"^verifier_(norm|lm_head)\.|\.rotary_emb\.inv_freq$")
+_RENAMED = {"draft_id_to_target_id": "d2t"}  # as vLLM calls it in memory, and whoever saves from there
 _SGLANG_EXTRA_LAYER = re.compile(r"^layers\.([1-9]\d*)\.hidden_norm\.")
 
 
@@ -348,6 +363,7 @@ def canonical_name(table: Format, stored: str) -> str | None:
         if stored.startswith(theirs):
             stored = ours + stored.removeprefix(theirs)
             break
+    stored = _RENAMED.get(stored, stored)
     # SGLang calls the norm before attention `hidden_norm` in every layer; elsewhere only the first layer has one.
     return _SGLANG_EXTRA_LAYER.sub(r"layers.\1.input_layernorm.", stored)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,33 @@ def read_json(path: Path) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """A value from a file as an error may quote it: escaped, and short however long it is."""
     return _SHORT.repr(value)
+
+
+def get_path(config: Mapping[str, Any], path: str) -> Any:
+    """The entry at a dotted path, `None` if any part of it is missing."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def set_path(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the entry at a dotted path, making the objects on the way."""
+    *parents, last = path.split(".")
+    for key in parents:
+        config = config.setdefault(key, {})
+    config[last] = value
+
+
+def drop_path(config: dict[str, Any], path: str) -> None:
+    """Remove the entry at a dotted path, and the objects on the way that hold nothing else."""
+    head, _, rest = path.partition(".")
+    if rest and isinstance(config.get(head), dict):
+        drop_path(config[head], rest)
+        if not config[head]:
+            del config[head]
+    elif not rest:
+        config.pop(head, None)
 
 
 def _read_text(path: Path) -> str:

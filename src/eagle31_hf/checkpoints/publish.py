@@ -10,9 +10,9 @@ from huggingface_hub import errors as hub
 
 from ..errors import PublishingError
 from .card import CARD_FILE, PROFILE_FILE, RECORD_FILE, check_card, fill_card
-from .config_fields import TARGET_MODEL, get_path
+from .config_fields import TARGET_MODEL
 from .files import CONFIG_FILE, WEIGHTS_FILE
-from .json_files import read_json
+from .json_files import get_path, read_json
 
 PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE, PROFILE_FILE)
 """What is uploaded of a folder, and nothing beside it: checkpoints and texts of a run stay at home."""

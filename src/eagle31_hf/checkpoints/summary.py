@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .checks import FLOAT_DTYPES, Tensors, expected_shapes
-from .config_fields import get_path
 from .formats import (
     HS_INDEX,
     LATENT_ARCHITECTURES,
     LAYER_IDS,
     NESTED_LAYER_IDS,
+    OTHER_LAYER_IDS,
     SGLANG_RULE,
     has_reduced_vocabulary,
     to_hs_indices,
 )
+from .json_files import get_path, shown
 from .packed import packable_shapes
 
 if TYPE_CHECKING:
@@ -102,21 +103,32 @@ def method_name(config: Eagle31Config) -> str:
     return "EAGLE 3.1" if config.is_eagle31 else "EAGLE-3"
 
 
-def caution_notes(format_name: str, config: Eagle31Config, stored: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a file cannot tell for sure and only acceptance would show."""
+def caution_notes(
+    format_name: str, config: Eagle31Config, id_places: Collection[str], unknown: Sequence[str]
+) -> tuple[str, ...]:
+    """What a file cannot tell for sure and only acceptance would show.
+
+    Args:
+        id_places: where it names layers. unknown: fields that nothing here knows.
+    """
     notes = []
     if format_name == "specforge" and config.norm_output and config.aux_norm == "none":
         notes.append(
             "SpecForge before its fix #879 (2026-09) wrote norm_output=true for drafters trained with pre-norm "
             "feedback: if acceptance falls sharply after the first token, set norm_output to false"
         )
-    if config.aux_layers is not None and format_name in ("specforge", "modelopt"):
+    if NESTED_LAYER_IDS in id_places and format_name in ("specforge", "modelopt"):
         notes.append(
             f"stored layer ids are read as SGLang does ({SGLANG_RULE}): hidden states {config.aux_layers}; if "
             "acceptance is near chance, try their neighbours"
         )
     if config.sliding_window is not None:
         notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
+    if unknown:
+        notes.append(
+            f"nothing here knows what config.json says as {shown(list(unknown))}: kept, and without effect on what the "
+            "drafter computes"
+        )
     return tuple(notes)
 
 
@@ -150,7 +162,13 @@ def _shared_reasons(stored: Mapping[str, Any], config: Eagle31Config, speculator
     prefix = "transformer_layer_config." if speculators else ""
     layers = get_path(stored, f"{prefix}num_hidden_layers")
     reduced = has_reduced_vocabulary(config)
+    elsewhere = [path for path, _ in OTHER_LAYER_IDS if get_path(stored, path)]
+    named_twice = any(get_path(stored, path) for path in (LAYER_IDS, NESTED_LAYER_IDS))
     return [
+        (
+            bool(elsewhere) and not named_twice,
+            f"it does not look for layer ids in {', '.join(elsewhere)} and would take the default ones",
+        ),
         (
             bool(stored.get("quantization_config")),
             "its matrices are packed in a layout of this package's own; write the unpacked drafter for it",

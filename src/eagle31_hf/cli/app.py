@@ -65,7 +65,8 @@ class LazyCommands(TyperGroup):
 app = typer.Typer(
     name="eagle31",
     cls=LazyCommands,
-    help="EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, faster.",
+    help="EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, in half "
+    "precision up to rounding, faster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

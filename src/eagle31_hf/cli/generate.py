@@ -53,7 +53,12 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the random numbers; the same seed writes the same text.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the random numbers; the same seed writes the same text, in half precision up to rounding."
+        ),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for or kept."),

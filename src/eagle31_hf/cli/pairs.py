@@ -18,6 +18,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError
 from ..memory import MemoryPlan, plan_memory
+from ..memory.cards import one_card
 from ..serving.prompts import encode_chat
 from ..target.loading import dtype_here, load_target
 from ..target.precision import SHORT_NAMES
@@ -84,11 +85,12 @@ class PairSource:
         default=None,
         metadata=option("auto: plan before loading and keep to it; or a plan that `eagle31 plan --json` wrote."),
     )
-    card: str | None = field(
+    card: list[str] | None = field(
         default=None, metadata=option("With --memory auto: the card to plan for; default: this machine's.")
     )
     context: int | None = field(
-        default=None, metadata=option("With --memory auto: tokens of the longest row, prompt and answer.", min=1)
+        default=None,
+        metadata=option("With --memory auto, and in serve: tokens of the longest row, prompt and answer.", min=1),
     )
     cache_type: Literal["auto", "full", "int8", "fp8"] = field(
         default="auto", metadata=option("How the target's keys and values are stored.")
@@ -192,8 +194,12 @@ def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPl
         ConfigurationError: `--card` or `--context` without a plan to use them in.
         MemoryPlanError: the file is no plan, or none can be made.
     """
-    if source.memory != "auto" and (source.card or source.context):
-        raise ConfigurationError("--card and --context are for a plan made here; pass --memory auto with them")
+    planned = " and ".join(f"--{name}" for name in ("card", "context") if getattr(source, name))
+    if source.memory != "auto" and planned:
+        without = "without a plan" if source.memory is None else f"with a plan that is made already ({source.memory})"
+        raise ConfigurationError(
+            f"got {planned} {without}, but a plan made here is what it is for: pass --memory auto, or leave it out"
+        )
     if source.memory is None:
         return None
     if source.memory != "auto":
@@ -202,7 +208,7 @@ def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPl
         source.target_name,
         quantization=_planned_weights(source),
         drafter=source.drafter or drafter_path(),
-        card=source.card,
+        card=one_card(source.card or ()),
         context=source.context,
         batch=batch,
         draft_tokens=drafting.draft_tokens,
@@ -224,7 +230,7 @@ def _planned_weights(source: PairSource) -> str | None:
 def _read_plan(path: Path) -> MemoryPlan:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MemoryPlanError(
             f"got --memory {str(path)!r}, which cannot be read ({_first_line(error)}); wanted auto, or a file that "
             "`eagle31 plan --json` wrote"

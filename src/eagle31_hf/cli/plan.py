@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..memory import MemoryPlan, plan_memory
+from ..memory.cards import one_card
 from ..memory.report import LEDGER_COLUMNS, decision_rows, frontier_rows, ledger_rows, plot_ledger
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 
@@ -24,7 +25,7 @@ def plan(
     drafter: Annotated[str | None, typer.Option(help="Folder or Hub id; default: one shaped like the target.")] = None,
     quantization: Annotated[str | None, typer.Option("--quant", help="E.g. bf16, bnb-nf4-dq, bnb-int8.")] = None,
     card: Annotated[
-        str | None, typer.Option(help="E.g. 'RTX 4090', 'M3 Ultra' or 24GiB; default: this machine.")
+        list[str] | None, typer.Option(help="E.g. 'RTX 4090', 'M3 Ultra' or 24GiB; default: this machine.")
     ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of the longest row, prompt and answer; default: 8192, or as trained.")
@@ -44,7 +45,7 @@ def plan(
         target,
         quantization=quantization,
         drafter=drafter,
-        card=card,
+        card=one_card(card or ()),
         context=context,
         batch=batch,
         draft_tokens=draft_tokens,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -41,27 +43,37 @@ def serve(
         typer.Option(help="Web page that browsers may let ask (http://localhost:3000); repeatable."),
     ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Texts written at once.")] = 8,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; others are told to come back.")] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait for a row; others are told to come back.")
+    ] = 64,
     prefill_chunk: Annotated[int | None, typer.Option(min=16, help="Prompt tokens read between two rounds.")] = None,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds running texts get when the server stops.")] = 10.0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch."""
-    uvicorn = _import_uvicorn()
+    """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch.
+
+    Texts are the target's own, alone and beside others; in half precision up to rounding. A line for each request tells
+    how it ended and what it took, never what was said.
+    """
+    _check_packages()
     _check_reach(host, api_key)
     _check_drafting(source, drafting)
     _check_origins(allow_origin or [])
     console = make_console()
     listening = _listen(host, port)  # before loading: a port that is taken should not cost a model
     rows = max_batch + READING_ROWS
-    pair = load_pair(source, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows))
+    asked = source.context if source.memory is None else None  # of a row, where nothing is planned
+    loaded = replace(source, context=None) if asked else source
+    pair = load_pair(loaded, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows))
     _calibrate_once(console, pair)
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
+    from ..serving.http_server import HttpServer
 
     settings = EngineSettings(
         max_rows=max_batch,
-        context=_context(pair, source),
+        context=_context(pair, asked),
         max_waiting=max_waiting,
         prefill_chunk=prefill_chunk or _prefill_chunk(pair),
     )
@@ -69,28 +81,40 @@ def serve(
     behaviour = ServerSettings(
         name, api_key=api_key or None, grace_s=grace, allow_origins=tuple(allow_origin or ())
     )  # fmt: skip
-    app = make_app(Engine(pair.drafter, pair.tokenizer, settings), behaviour)
+    engine = Engine(pair.drafter, pair.tokenizer, settings)
+    app = make_app(engine, behaviour)
     console.print(
-        f"{name}: {settings.max_rows} texts at once, {settings.context:,} tokens each, "
+        f"{name}: {settings.max_rows} texts at once, {engine.settings.context:,} tokens each, "
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=True,
     )
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=max(1, int(grace)), access_log=False)
-    uvicorn.Server(config).run(sockets=[listening])
+    if not quiet:
+        _print_requests()
+    HttpServer(app, engine, grace_s=grace).run(sockets=[listening])
 
 
-def _import_uvicorn() -> Any:
+def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
         import openai  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
             f"the server needs the package {error.name}: pip install fastapi uvicorn openai prometheus-client, or "
             "install this package with its extra 'serve'"
         ) from error
-    return uvicorn
+
+
+def _print_requests() -> None:
+    """A line for each, to standard error."""
+    from ..serving.request_log import logger
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _calibrate_once(console: Console, pair: Pair) -> None:
@@ -174,11 +198,15 @@ def _address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _context(pair: Pair, source: PairSource) -> int:
+def _context(pair: Pair, asked: int | None) -> int:
     """Most tokens of a text: as planned, as asked, as trained, in this order."""
     if pair.plan is not None:
         return pair.plan.settings.context
     trained = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None)
+    if asked is not None and asked > (trained or asked):
+        raise ConfigurationError(f"got --context {asked}, but {pair.name} was made for texts of {trained} tokens")
+    if asked is not None:
+        return asked
     return min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
 
 

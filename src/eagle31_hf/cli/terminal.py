@@ -107,7 +107,7 @@ def _verdict(method: MethodSummary) -> Text:
     if found[DIFFERENT]:
         return Text("NO", style="bold red")
     if found[SAMPLED]:
-        return Text("sampled")
+        return Text("another draw")
     return Text("yes, up to ties" if found[TIE] else "yes" if found[SAME] else "", style="green")
 
 
@@ -115,7 +115,7 @@ def pair_notes(summary: RunSummary) -> list[Text]:
     """What the table cannot say: ties, sampling, a fallback, why drafts did not pay."""
     notes, dtype = [], summary.run["pair"]["dtype"]
     if any(method.verdicts[SAMPLED] for method in summary.methods):
-        notes.append("Sampling: the texts differ by chance, their distribution is the target's.")
+        notes.append("Another draw: transformers' own modes sample by other numbers, from the same distribution.")
     for method in summary.methods:
         for prompt, found in _differences(method).items():
             figures = (

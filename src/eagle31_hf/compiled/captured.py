@@ -62,7 +62,7 @@ class CapturesSteps:
     capture: Capture
     traces, failure = False, "capturing failed"
     serves_rests = True
-    weights_seen = False
+    weights_seen = True  # to know whether it may
 
     def can_make(self, key: GraphKey) -> bool:
         return True

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import draw_draft, grow_tree
+from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
 from ..drafter.session import DraftState, NextTokenProbs
+from ..sampling.draw import argmax
 from ..sampling.logits_processing import DraftWarping
-from ..trees.draft_tree import DraftTree, Proposal, to_target_ids
+from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.shape import DraftShape
 from .fixed_cache import FixedShapeCache
 from .graph_makers import Step
@@ -31,25 +32,15 @@ class StepOutput(NamedTuple):
 
 
 class DraftedChain(NamedTuple):
-    """A drafted chain of `K` tokens.
+    """A drafted chain of `K` tokens: the distribution `(B, 1, S)` that the first was chosen by, by which a graph is
+    checked, and its target ids `(B, K)`."""
 
-    Attributes:
-        probs, choices, support: of its `Proposal` if it was drawn; `support` only where each draw had one of its own.
-        tokens: `(B, K)` target ids.
-    """
-
-    probs: Tensor | None
+    first_probs: Tensor
     tokens: Tensor
-    choices: Tensor | None
-    support: Tensor | None
 
-    def to_tree(self, roots: Tensor, depth: int, draft_ids: Tensor | None) -> DraftTree:
-        """Its first `depth` tokens behind `roots (B,)`; `draft_ids` are the target ids of a reduced vocabulary."""
-        tokens = torch.cat((roots[:, None], self.tokens[:, :depth]), dim=1)
-        if self.probs is None or self.choices is None:
-            return DraftTree.chain(tokens)
-        support = draft_ids if self.support is None else self.support[:, :depth]
-        return DraftTree.chain(tokens, Proposal(self.probs[:, :depth], self.choices[:, : depth + 1], support))
+    def to_tree(self, roots: Tensor, depth: int) -> DraftTree:
+        """Its first `depth` tokens behind `roots (B,)`."""
+        return DraftTree.chain(torch.cat((roots[:, None], self.tokens[:, :depth]), dim=1))
 
 
 class GrownTree(NamedTuple):
@@ -106,12 +97,64 @@ def absorb_step(drafter: Eagle31Drafter) -> Step:
     return absorb
 
 
-def tree_step(drafter: Eagle31Drafter, shape: DraftShape) -> Step:
+class GraphSampling(NamedTuple):
+    """How a graph chooses tokens.
+
+    Attributes:
+        sample: by noise; else the likeliest one.
+        warping: the target's processors, if tokens are sampled; `None` leaves scores as they are.
+    """
+
+    sample: bool
+    warping: DraftWarping | None
+
+    @classmethod
+    def of(cls, *, sample: bool, warping: DraftWarping | None) -> GraphSampling:
+        """Of a greedy draft processors that look at scores alone change nothing."""
+        return cls(sample, warping if sample and warping is not None and warping.key else None)
+
+    @property
+    def key(self) -> tuple:
+        return self.sample, () if self.warping is None else self.warping.key
+
+    def choice(self, noise: Tensor | None) -> DraftChoice:
+        """With noise `(B, K, V)` of the next positions; `None` of a greedy draft."""
+        return DraftChoice(self.warping, noise) if self.sample else BARE_CHOICE
+
+
+def chain_step(drafter: Eagle31Drafter, depth: int, sampling: GraphSampling) -> Step:
+    """A chain of `depth` tokens; the last one is not stepped over, though it has a slot."""
+    ids, draft = drafter.draft_ids, draft_step(drafter)
+
+    def chain(
+        root: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: FixedShapeCache
+    ) -> DraftedChain:
+        choice, logits, tokens, first = sampling.choice(noise), root, [], root  # tokens: (B, 1) each
+        for k in range(depth):
+            scores, support = choice.rank(logits[:, -1], (), ids, depth=k)
+            first = scores[:, None].softmax(-1, dtype=torch.float32) if k == 0 else first
+            tokens.append(to_target_ids(argmax(scores)[:, None], support))
+            if k + 1 < depth:
+                here = slice(k, k + 1)
+                cos, sin = (table[:, here] for table in rotary)
+                logits, feedback, _ = draft(tokens[-1], feedback, slots[:, here], (cos, sin), None, cache)
+        return DraftedChain(first, torch.cat(tokens, 1))
+
+    return chain
+
+
+def tree_step(drafter: Eagle31Drafter, shape: DraftShape, sampling: GraphSampling) -> Step:
     """A dynamic tree as `grow_tree` grows it; writes `top_k * (depth - 1)` slots."""
     ids, top_k = drafter.draft_ids, shape.top_k
 
     def tree(
-        root: Tensor, feedback: Tensor, slots: Tensor, roots: Tensor, rotary: Rotary, cache: FixedShapeCache
+        root: Tensor,
+        feedback: Tensor,
+        slots: Tensor,
+        roots: Tensor,
+        rotary: Rotary,
+        noise: Tensor | None,
+        cache: FixedShapeCache,
     ) -> GrownTree:
         levels: list[Tensor] = []
 
@@ -123,62 +166,8 @@ def tree_step(drafter: Eagle31Drafter, shape: DraftShape) -> Step:
             levels.append(drafter.draft_logits(out.normed))
             return DraftState(levels[-1], out.feedback)
 
-        grown = grow_tree(DraftState(root, feedback), step, ids, roots, shape)
+        grown = grow_tree(DraftState(root, feedback), step, ids, roots, shape, sampling.choice(noise))
         assert grown.scores is not None, "a dynamic tree has them"
         return GrownTree(levels[0], grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores)
 
     return tree
-
-
-class ChainSampling(NamedTuple):
-    """How a chain's tokens are chosen.
-
-    Attributes:
-        sample: draw them; else take the likeliest.
-        warping: the target's processors, if they are drawn; `None` leaves scores as they are.
-    """
-
-    sample: bool
-    warping: DraftWarping | None
-
-    @property
-    def key(self) -> tuple:
-        return self.sample, () if self.warping is None else self.warping.key
-
-    def distribution(self, logits: Tensor, draft_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What is drawn from after draft logits `(B, Vd)`: `(B, S)` float32, and the target ids of its entries (see
-        `Proposal.support`)."""
-        ranked, ids = (logits.float(), None) if self.warping is None else self.warping.candidates(logits)
-        return ranked.softmax(-1), draft_ids if ids is None else ids if draft_ids is None else draft_ids[ids]
-
-
-def chain_step(drafter: Eagle31Drafter, depth: int, sampling: ChainSampling) -> Step:
-    """A chain of `depth` tokens; the last one is not stepped over, though it has a slot."""
-    ids, draft, sample = drafter.draft_ids, draft_step(drafter), sampling.sample
-
-    def chain(
-        root: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, numbers: Tensor | None, cache: FixedShapeCache
-    ) -> DraftedChain:
-        logits, tokens = root, []  # (B, 1) each
-        choices, drawn_from = [torch.zeros_like(slots[:, :1])], []
-        for k in range(depth):
-            if sample:
-                assert numbers is not None
-                drawn_from.append(sampling.distribution(logits[:, -1], ids))
-                probs, support = drawn_from[-1]
-                choices.append(draw_draft(probs, numbers[:, k])[:, None])
-                tokens.append(to_target_ids(choices[-1], support))
-            else:
-                tokens.append(to_target_ids(logits[:, -1].argmax(-1)[:, None], ids))
-            if k + 1 < depth:
-                here = slice(k, k + 1)
-                cos, sin = (table[:, here] for table in rotary)
-                logits, feedback, _ = draft(tokens[-1], feedback, slots[:, here], (cos, sin), None, cache)
-        drafted = torch.cat(tokens, 1)
-        if not sample:
-            return DraftedChain(None, drafted, None, None)
-        proposal = Proposal.of_levels(choices, *zip(*drawn_from, strict=True))
-        own = proposal.support if proposal.support is not None and proposal.support.dim() == 3 else None
-        return DraftedChain(proposal.probs, drafted, proposal.choices, own)
-
-    return chain

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..drafter.propose import chain_numbers, grow_tree
+from ..drafter.propose import DraftChoice, grow_tree
 from ..drafter.session import DraftSession, DraftState
 from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.shape import DraftShape
 from .draft_graphs import (
-    ChainSampling,
     DraftedChain,
+    GraphSampling,
     GrownTree,
     StepOutput,
     absorb_step,
@@ -125,68 +125,76 @@ class CompiledDrafting:
 
     # --- whole drafts --------------------------------------------------------------------------------------------
 
-    def chain(self, depth: int, sampling: ChainSampling) -> DraftedChain | None:
-        """A chain of `depth` tokens in one graph; `None` where there is none."""
+    def chain(self, depth: int, sampling: GraphSampling, noise: Tensor | None) -> DraftedChain | None:
+        """A chain of `depth` tokens in one graph; `None` where there is none.
+
+        Args:
+            sampling: how tokens are chosen.
+            noise: `(B, depth, V)` of the next positions, if they are sampled.
+        """
         rows, root = self.session.cache.batch_size, self.root
         self.session.cache.place(1)
         if not self.inputs.make_room(depth):
             return None
 
         def inputs() -> tuple:
-            numbers = chain_numbers(root.logits, depth, sampling.warping) if sampling.sample else None
             fill = self.inputs.fill
             return (
                 fill("root", root.logits),
                 fill("feedback", root.feedback),
                 self.inputs.slots(depth),
                 self.inputs.fill_rotary(self.session.rotary_depths(depth), depth),
-                None if numbers is None else fill("numbers", numbers),
+                None if noise is None else fill("noise", noise),
                 self.inputs.fixed,
             )
 
-        def first_distribution() -> Tensor | None:
-            if not sampling.sample:
-                return None
-            return sampling.distribution(root.logits[:, 0], self.draft_ids)[0][:, None]
+        def first_probs() -> Tensor:
+            scores, _ = sampling.choice(noise).rank(root.logits[:, 0], (), self.draft_ids, depth=0)
+            return scores[:, None].softmax(-1, dtype=torch.float32)
 
         return self.graphs.run_or_eager(
             GraphKey("chain", rows, depth, (self.inputs.num_slots,), sampling.key),
             self.if_first_rows(partial(chain_step, self.drafter, depth, sampling)),
             inputs,
             lambda: None,
-            reference=first_distribution,
+            reference=first_probs,
         )
 
-    def tree(self, roots: Tensor, shape: DraftShape, depth: int) -> DraftTree | None:
+    def tree(
+        self, roots: Tensor, shape: DraftShape, depth: int, sampling: GraphSampling, noise: Tensor | None
+    ) -> DraftTree | None:
         """A dynamic tree of `depth` levels in one graph; `None` where there is none.
 
         Args:
             roots: `(B,)` the last token of each row.
             shape: of the tree, where a text's end does not cut it.
             depth: levels.
+            sampling, noise: as in `chain`.
         """
         rows, nodes = self.session.cache.batch_size, shape.top_k * (depth - 1)  # that are stepped over
         if self.graphs.disabled_reason or not nodes:
             return None
         if depth < shape.depth:  # the last of a text, not worth a graph
-            return grow_tree(self.root, self.session.step, self.draft_ids, roots, shape.cut_to(depth))
+            choice = sampling.choice(noise)
+            return grow_tree(self.root, self.session.step, self.draft_ids, roots, shape.cut_to(depth), choice)
         self.session.cache.place(1)
         if not self.inputs.make_room(nodes):
             return None
         root, fill = self.root, self.inputs.fill
         grown: GrownTree | None = self.graphs.run_or_eager(
-            GraphKey("tree", rows, shape.nodes, (depth, shape.top_k, self.inputs.num_slots)),
-            self.if_first_rows(partial(tree_step, self.drafter, shape)),
+            GraphKey("tree", rows, shape.nodes, (depth, shape.top_k, self.inputs.num_slots), sampling.key),
+            self.if_first_rows(partial(tree_step, self.drafter, shape, sampling)),
             lambda: (
                 fill("root", root.logits),
                 fill("feedback", root.feedback),
                 self.inputs.slots(nodes),
                 fill("roots", roots),
                 self.inputs.fill_rotary(self.session.rotary_depths(depth - 1), depth - 1),
+                None if noise is None else fill("noise", noise),
                 self.inputs.fixed,
             ),
             lambda: None,
-            reference=partial(_logits_of_first_level, self.session, shape.top_k),
+            reference=partial(_logits_of_first_level, self.session, shape.top_k, sampling.choice(noise)),
         )
         return None if grown is None else grown.to_tree(shape)
 
@@ -199,9 +207,11 @@ def _state(output: StepOutput) -> DraftState:
     return DraftState(output.logits, output.feedback, output.next_token)
 
 
-def _logits_of_first_level(session: DraftSession, top_k: int) -> Tensor:
+def _logits_of_first_level(session: DraftSession, top_k: int, choice: DraftChoice) -> Tensor:
     """What a tree's graph is checked by: logits `(B, top_k, Vd)` of the root's children."""
-    children = session.root.logits[:, 0].float().topk(top_k).indices  # (B, top_k)
+    logits = session.root.logits[:, 0]
+    scores, _ = choice.rank(logits, (), session.draft_ids, depth=0, at_least=logits.shape[-1])
+    children = scores.float().topk(top_k).indices  # (B, top_k)
     alone = torch.eye(top_k, dtype=torch.bool, device=children.device).expand(len(children), -1, -1)
     feedback = session.root.feedback.expand(-1, top_k, -1)
     tokens = to_target_ids(children, session.draft_ids)

@@ -79,12 +79,12 @@ class FixedShapeCache(Cache):
 
     def __init__(self, source: SpeculativeCache):
         self.block, self.mask_types = RunningBlock(), source.mask_types
-        layers = [FixedLayer(self.block, _ring(layer)) for layer in source.layers]
+        layers = [FixedLayer(self.block, _ring(layer)) for layer in source.attending]
         super().__init__(layers=layers)  # type: ignore[arg-type]
 
     def follow(self, source: SpeculativeCache) -> None:
         """Take the buffers `source` has now: growing and dropping rows replace them."""
-        for fixed, layer in zip(self.layers, source.layers, strict=True):
+        for fixed, layer in zip(self.layers, source.attending, strict=True):
             if layer.is_initialized:  # a layer that shares another's keys and values has none
                 fixed.keys, fixed.values = layer.keys, layer.values
                 fixed.is_initialized = True

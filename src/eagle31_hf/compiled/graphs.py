@@ -20,6 +20,7 @@ from ..target.binding import TargetBinding
 from .graph_makers import CompilesAtOnce, GraphKey, GraphMaker, OtherInputsError, Step, compiling, freezing
 from .packed_weights import PackedWeights
 from .repeated_layers import LayerCompiler
+from .seen_state import ModelState
 from .seen_weights import SeenWeights, weights_of
 
 logger = logging.getLogger(__name__)
@@ -46,12 +47,18 @@ class Graphs:
         compiler: compiles layers one for all; `None`: inductor alone compiles graphs whole.
         maker: makes those that are not there yet; see `made_by`.
         digest: of all weights, once somebody has computed it.
+        state: of the target that they were made for.
     """
 
     def __init__(
-        self, weights: SeenWeights, *, settings: Mapping[str, Any] | None = None, compiler: LayerCompiler | None = None
+        self,
+        weights: SeenWeights,
+        state: ModelState,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        compiler: LayerCompiler | None = None,
     ):
-        self.weights, self.settings, self.compiler = weights, settings or {}, compiler
+        self.weights, self.state, self.settings, self.compiler = weights, state, settings or {}, compiler
         self.maker: GraphMaker = CompilesAtOnce()
         self.digest = ""
         self._reasons: list[str] = []
@@ -86,10 +93,16 @@ class Graphs:
         return view
 
     @classmethod
-    def of(cls, drafter: Eagle31Drafter) -> Graphs:
-        """Those of the drafter's binding, or fresh ones after weights have changed: graphs have them built in."""
+    def of(cls, drafter: Eagle31Drafter, state: ModelState | None = None) -> Graphs:
+        """Those of the drafter's binding as the target is now, of which graphs have weights and state built in.
+
+        After weights have changed they are fresh ones. After something else has, those without guards are let go.
+
+        Args:
+            state: the target's, if it was just looked at.
+        """
         binding = drafter.require_binding()
-        weights = weights_of(binding.model, drafter)
+        weights, state = weights_of(binding.model, drafter), state or ModelState(binding.model)
         if binding.compiled is None or not binding.compiled.weights.are_still(weights):
             plain, num_bytes = _are_plain(weights), _num_bytes(weights)
             copies = plain and num_bytes <= PACKED_BYTES
@@ -97,11 +110,15 @@ class Graphs:
             layers = {type(layer) for layer in binding.layers}
             one_for_all = LayerCompiler(layers, PackedWeights(weights) if copies else None)
             binding.compiled = cls(
-                SeenWeights(weights, by_content=copies),
+                SeenWeights(weights, whole=weights_of(binding.model), by_content=copies),
+                state,
                 settings=freezing(binding.compute_dtype) if freezes else None,
                 compiler=one_for_all if plain and not freezes else None,
             )
             binding.compiled.disabled_reason = _disabled_reason(binding)
+        elif binding.compiled.state != state:
+            binding.compiled.state = state
+            binding.compiled.forget(binding.compiled._steps.keys() - binding.compiled._traced)
         binding.compiled._guards_checked.clear()
         return binding.compiled
 
@@ -206,8 +223,9 @@ class Graphs:
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
         """Let some go, to be made again where they are wanted."""
-        for key in keys:
+        for key in list(keys):
             self._steps.pop(key, None)
+            self._traced.discard(key)
 
     def _add(self, key: GraphKey, step: Step, inputs: tuple, expected: Tensor | None) -> None:
         """Make a graph of `step` and try it on `inputs`; it must begin with `expected`, up to rounding."""

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from .compiler_processes import CompilerProcesses
 from .flat_steps import Code, FlatStep, ReshapedStep, StepInputs, lend
 from .graph_makers import TRIED_PRODUCTS, GraphKey, Step
+from .own_files import make_own_folder, why_not_ours
 from .piece_program import PieceProgram, bound
 from .repeated_layers import LayerCompiler
 
@@ -71,9 +72,10 @@ class GraphPackages:
         """The graph of `key` in the place of `step`.
 
         Raises:
-            OSError, ValueError, LookupError, TypeError, RuntimeError: it is not there, or is broken.
+            OSError, ValueError, LookupError, TypeError, RuntimeError: it is not there, is broken, or others may have
+                written it.
         """
-        told = json.loads((self.folder / f"{name_of(key)}.json").read_text(encoding="utf-8"))
+        told = json.loads(_own(self.folder / f"{name_of(key)}.json").read_text(encoding="utf-8"))
         if not isinstance(told, dict) or told["key"] != repr(key):
             raise ValueError("it is another graph's")
         codes = [self._load_whole(name, size) for name, size in told["packages"]]
@@ -81,12 +83,12 @@ class GraphPackages:
             (code,) = codes
         else:
             packed = None if self.compiler is None else self.compiler.weights
-            code = bound(codes, told["calls"], told["outputs"], _tensors_by_name(self.models), packed)
+            code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), packed)
         signature = [(tuple(shape), tuple(stride), dtype) for shape, stride, dtype in told["signature"]]
         return ReshapedStep(code, step, signature)
 
     def _load_whole(self, name: str, size: int) -> Code:
-        package = self.folder / Path(name).name
+        package = _own(self.folder / Path(name).name)
         if package.stat().st_size != size:
             raise ValueError("it is only a part of one")
         return _load_package(package)
@@ -101,13 +103,13 @@ class GraphPackages:
             OSError: there is no room.
             Exception: whatever exporting stumbles over.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(self.folder)
         exported = _export(FlatStep(step, inputs, self.models), inputs)
         told: dict[str, Any] = {"key": repr(key), "signature": StepInputs.of(inputs).signature, "calls": None}
         if self.compiler is None:
             begun = [self._begin(f"{name_of(key)}.pt2", exported, processes)]
         else:
-            program = PieceProgram.of(exported, self.compiler, _tensors_by_name(self.models))
+            program = PieceProgram.of(exported, self.compiler, tensors_by_name(self.models))
             names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
             pieces = [_export_piece(piece) for piece in program.pieces]
             begun = [self._begin(*each, processes) for each in zip(names, pieces, strict=True)]
@@ -117,6 +119,7 @@ class GraphPackages:
             packages = [self._finish(*each) for each in begun]
             unfinished = self.folder / f"{name_of(key)}.{os.getpid()}"
             unfinished.write_text(json.dumps(told | {"packages": packages}), encoding="utf-8")
+            unfinished.chmod(OWN)
             unfinished.replace(self.folder / f"{name_of(key)}.json")  # last: packages without it are not looked at
 
         return keep
@@ -130,11 +133,23 @@ class GraphPackages:
         """One package, in its place; its name and its bytes."""
         written.result()
         size = self._unfinished(name).stat().st_size
+        self._unfinished(name).chmod(OWN)
         self._unfinished(name).replace(self.folder / name)
         return name, size
 
     def _unfinished(self, name: str) -> Path:
         return self.folder / f"{os.getpid()}.{name}"
+
+
+OWN = 0o600
+"""Mode of packages, whatever the umask: they are code."""
+
+
+def _own(path: Path) -> Path:
+    """Raises `PermissionError` where others may have written it."""
+    if why := why_not_ours(path):
+        raise PermissionError(why)
+    return path
 
 
 def name_of(key: GraphKey) -> str:
@@ -151,7 +166,7 @@ def _digest(told: object) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 
 
-def _tensors_by_name(models: nn.ModuleList) -> dict[str, Tensor]:
+def tensors_by_name(models: nn.ModuleList) -> dict[str, Tensor]:
     """Weights, buffers and other tensors that modules hold, as `FlatStep` names them."""
     weights = (*models.named_parameters("models", remove_duplicate=False), *models.named_buffers("models"))
     held = {

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import chain_numbers
 from ..drafter.session import DraftState
-from ..sampling.acceptance import Acceptance, accept_greedy, match_prefix
-from ..sampling.draw import argmax, draw, uniform_numbers
+from ..sampling.acceptance import Acceptance, accept_chosen, match_prefix
+from ..sampling.draw import argmax, choose
 from ..sampling.logits_processing import DraftWarping
-from ..sampling.rejection import block_accept_mask, rejection_numbers
-from ..trees.draft_tree import DraftTree, Proposal
+from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .draft_graphs import ChainSampling, DraftedChain, GrownTree, Rotary, absorb_step, chain_step, tree_step
+from .draft_graphs import DraftedChain, GraphSampling, GrownTree, Rotary, absorb_step, chain_step, tree_step
 from .draft_session import CompiledDrafting
 from .fixed_cache import FixedShapeCache
 from .graph_makers import GraphKey, Step
@@ -48,10 +46,10 @@ class NextDraft:
     shape: DraftShape
     draft: DraftedChain | GrownTree
 
-    def to_tree(self, roots: Tensor, depth: int, draft_ids: Tensor | None) -> DraftTree:
+    def to_tree(self, roots: Tensor, depth: int) -> DraftTree:
         """The draft, of no more than `depth` levels."""
         if isinstance(self.draft, DraftedChain):
-            return self.draft.to_tree(roots, depth, draft_ids)
+            return self.draft.to_tree(roots, depth)
         return self.draft.to_tree(self.shape).cut_to(depth)
 
 
@@ -103,6 +101,7 @@ class AcceptAndDraft(ABC):
         width: nodes of the longest path, root included: `W`.
         draft_slots: slots that drafting writes behind the bonus.
         levels: depths it needs rotary tables for.
+        looks_ahead: positions whose noise it needs of a sampled text: of all it may accept and of the draft behind.
     """
 
     width: int
@@ -111,6 +110,11 @@ class AcceptAndDraft(ABC):
 
     def __init__(self, drafter: Eagle31Drafter, shape: DraftShape, *, sample: bool, warping: DraftWarping):
         self.drafter, self.shape, self.sample, self.warping = drafter, shape, sample, warping
+        self.sampling = GraphSampling.of(sample=sample, warping=warping)
+
+    @property
+    def looks_ahead(self) -> int:
+        return self.width + self.shape.depth
 
     @property
     @abstractmethod
@@ -118,22 +122,18 @@ class AcceptAndDraft(ABC):
         """What tells its graph from others of as many nodes."""
 
     @abstractmethod
-    def accept(self, logits: Tensor, drafts: Any) -> GraphAcceptance:
-        """By the target's logits `(B, N, V)`; `drafts` as `inputs` gives them."""
+    def accept(self, logits: Tensor, drafts: Any, noise: Tensor | None) -> GraphAcceptance:
+        """By the target's logits `(B, N, V)`; `drafts` as `inputs` gives them, noise of the next positions."""
 
     @abstractmethod
     def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, numbers: Tensor | None, cache: Any
+        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: Any
     ) -> DraftedChain | GrownTree:
-        """Draft behind the bonus `(B,)`, from the drafter's state after it."""
+        """Draft behind the bonus `(B,)`, from the drafter's state after it, by noise of the positions behind it."""
 
     @abstractmethod
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Any:
-        """What `accept` takes of a draft, random numbers included."""
-
-    @abstractmethod
-    def next_numbers(self, logits: Tensor) -> Tensor | None:
-        """Random numbers for the next draft, by the drafter's logits `(B, 1, Vd)` for their number."""
+        """What `accept` takes of a draft."""
 
     def make(self) -> Step:
         """The step to compile.
@@ -149,10 +149,10 @@ class AcceptAndDraft(ABC):
             aux: Tensor,
             slots: Tensor,
             rotary: Rotary,
-            numbers: Tensor | None,
+            noise: Tensor | None,
             cache: FixedShapeCache,
         ) -> RoundOutput:
-            accepted = self.accept(logits, drafts)
+            accepted = self.accept(logits, drafts, noise)
             last, bonus = accepted.last, accepted.acceptance.bonus
             cos, sin = (table[:, :width] for table in rotary)
             read = absorb(accepted.following(), accepted.along(aux), slots[:, :width], (cos, sin), last, cache)
@@ -160,88 +160,58 @@ class AcceptAndDraft(ABC):
             behind = last[:, None] + torch.arange(1, 1 + self.draft_slots, device=last.device)
             cos, sin = (table[rows, behind[:, : self.levels]] for table in rotary)
             root = DraftState(read.logits, read.feedback)
-            draft = self.draft(root, bonus, slots[rows, behind], (cos, sin), numbers, cache)
+            following = None
+            if noise is not None:  # the first token behind the bonus is as many positions on as were accepted
+                ahead = last[:, None] + torch.arange(1, 1 + self.shape.depth, device=last.device)
+                following = noise[rows, ahead]
+            draft = self.draft(root, bonus, slots[rows, behind], (cos, sin), following, cache)
             return RoundOutput(read.logits, read.feedback, accepted.acceptance, draft)
 
         return advance
 
-    def target_choice(self, logits: Tensor, numbers: Tensor | None) -> Tensor:
-        """The target's token after each node, `(B, N)`, drawn if there are numbers to draw by."""
-        if numbers is not None:
-            return draw(self.warping.probs(logits), numbers=numbers)
-        return argmax(self.warping(logits.flatten(0, 1))).view(logits.shape[:2])
-
-
-class ChainDrafts(NamedTuple):
-    """A chain to accept: tokens `(B, K+1)`, root first; if it was drawn, its `Proposal` and `rejection_numbers`."""
-
-    tokens: Tensor
-    probs: Tensor | None = None
-    choices: Tensor | None = None
-    support: Tensor | None = None
-    draft_numbers: Tensor | None = None
-    bonus_number: Tensor | None = None
+    def target_choice(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """The target's token after each node, `(B, N)`, by noise `(B, N, V)` of its position if it is sampled."""
+        if not self.warping.key and noise is None:
+            return argmax(logits)
+        scores = self.warping.of_nodes(logits)
+        return argmax(scores) if noise is None else choose(scores, noise)
 
 
 class ChainAcceptAndDraft(AcceptAndDraft):
-    """From one chain of fixed length to the next: drawn ones are accepted by rejection."""
+    """From one chain of fixed length to the next."""
 
     def __init__(self, drafter: Eagle31Drafter, shape: DraftShape, *, sample: bool, warping: DraftWarping):
         super().__init__(drafter, shape, sample=sample, warping=warping)
         self.width, self.draft_slots, self.levels = shape.depth + 1, shape.depth, shape.depth
-        self._chain = chain_step(drafter, shape.depth, ChainSampling(sample, warping if sample else None))
+        self._chain = chain_step(drafter, shape.depth, self.sampling)
 
     @property
     def key_shape(self) -> tuple[int, ...]:
         return ()
 
-    def accept(self, logits: Tensor, drafts: ChainDrafts) -> GraphAcceptance:
-        tokens = drafts.tokens
-        if self.sample:
-            assert drafts.probs is not None
-            assert drafts.choices is not None
-            assert drafts.draft_numbers is not None
-            assert drafts.bonus_number is not None
-            proposal = Proposal(drafts.probs, drafts.choices, drafts.support)
-            numbers = drafts.draft_numbers, drafts.bonus_number
-            best, bonus = block_accept_mask(tokens, proposal, self.warping.probs(logits), *numbers)
-        else:
-            best, bonus = match_prefix(tokens, self.target_choice(logits, None))
-        nodes = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-        return GraphAcceptance(Acceptance(nodes, best + 1, bonus, best), tokens, is_chain=True)
+    def accept(self, logits: Tensor, drafts: Tensor, noise: Tensor | None) -> GraphAcceptance:
+        own = None if noise is None else noise[:, : self.width]  # in a chain, node = depth
+        best, bonus = match_prefix(drafts, self.target_choice(logits, own))
+        nodes = torch.arange(drafts.shape[1], device=drafts.device).expand(len(drafts), -1)
+        return GraphAcceptance(Acceptance(nodes, best + 1, bonus, best), drafts, is_chain=True)
 
     def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, numbers: Tensor | None, cache: Any
+        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: Any
     ) -> DraftedChain:
-        return self._chain(root.logits, root.feedback, slots, rotary, numbers, cache)
+        return self._chain(root.logits, root.feedback, slots, rotary, noise, cache)
 
-    def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> ChainDrafts:
-        tokens, proposal = fill("drafts", tree.tokens), tree.proposal
-        if not self.sample:
-            return ChainDrafts(tokens)
-        assert proposal is not None, "rejection sampling needs the distribution the drafts were drawn from"
-        draft_numbers, bonus_number = rejection_numbers(tree)  # before the next draft's, as without a graph
-        return ChainDrafts(
-            tokens,
-            fill("probs", proposal.probs),
-            fill("choices", proposal.choices),
-            None if proposal.support is None else fill("support", proposal.support),
-            fill("draft numbers", draft_numbers),
-            fill("bonus number", bonus_number),
-        )
-
-    def next_numbers(self, logits: Tensor) -> Tensor | None:
-        return chain_numbers(logits, self.shape.depth, self.warping) if self.sample else None
+    def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """Tokens `(B, K+1)`, root first."""
+        return fill("drafts", tree.tokens)
 
 
 class TreeDrafts(NamedTuple):
-    """A tree to accept, and numbers `(B, N, 1)` to draw the target's token at every node by; `None`: it is greedy."""
+    """A tree to accept."""
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     ancestors: Tensor
-    numbers: Tensor | None
 
 
 class TreeAcceptAndDraft(AcceptAndDraft):
@@ -252,35 +222,32 @@ class TreeAcceptAndDraft(AcceptAndDraft):
         self.longest, self.children = min(shape.depth, shape.nodes - 1), min(shape.top_k, shape.nodes - 1)
         self.width, self.levels = self.longest + 1, shape.depth - 1
         self.draft_slots = shape.top_k * self.levels
-        self._tree = tree_step(drafter, shape)
+        self._tree = tree_step(drafter, shape, self.sampling)
 
     @property
     def key_shape(self) -> tuple[int, ...]:
         return self.shape.depth, self.shape.top_k
 
-    def accept(self, logits: Tensor, drafts: TreeDrafts) -> GraphAcceptance:
-        tokens, parents, depths, ancestors, numbers = drafts
+    def accept(self, logits: Tensor, drafts: TreeDrafts, noise: Tensor | None) -> GraphAcceptance:
+        tokens, parents, depths, ancestors = drafts
         tree = DraftTree(tokens, parents, depths, ancestors, max_depth=self.longest, max_children=self.children)
-        acceptance = accept_greedy(tree, self.target_choice(logits, numbers))
+        if noise is not None:
+            noise = noise[torch.arange(len(tokens), device=tokens.device)[:, None], depths]  # (B, N, V)
+        acceptance = accept_chosen(tree, self.target_choice(logits, noise))
         return GraphAcceptance(acceptance, tokens.gather(1, acceptance.path), is_chain=False)
 
     def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, numbers: Tensor | None, cache: Any
+        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: Any
     ) -> GrownTree:
-        return self._tree(root.logits, root.feedback, slots, bonus, rotary, cache)
+        return self._tree(root.logits, root.feedback, slots, bonus, rotary, noise, cache)
 
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> TreeDrafts:
-        numbers = uniform_numbers((*tree.tokens.shape, 1), tree.tokens.device) if self.sample else None
         return TreeDrafts(
             fill("drafts", tree.tokens),
             fill("parents", tree.parents),
             fill("depths", tree.depths),
             fill("ancestors", tree.ancestors),
-            None if numbers is None else fill("tree numbers", numbers),
         )
-
-    def next_numbers(self, logits: Tensor) -> None:
-        return None
 
 
 # --- the graph in a round ---------------------------------------------------------------------------------------------
@@ -297,25 +264,33 @@ class RoundGraph:
     """
 
     def __init__(self, drafting: CompiledDrafting, shape: DraftShape, *, sample: bool, warping: DraftWarping):
-        kind = TreeAcceptAndDraft if shape.is_dynamic_tree else ChainAcceptAndDraft
+        kind = TreeAcceptAndDraft if shape.is_tree else ChainAcceptAndDraft
         self.step = kind(drafting.drafter, shape, sample=sample, warping=warping)
         self.drafting, self.shape = drafting, shape
         self.sampling_key = (sample, warping.key)
 
+    @property
+    def looks_ahead(self) -> int:
+        """Positions whose noise it takes of a text that is sampled."""
+        return self.step.looks_ahead
+
     @staticmethod
     def serves(shape: DraftShape) -> bool:
         """Whether drafts of this shape always have one size, and more than one level if they are trees."""
-        if shape.is_dynamic_tree:
+        if shape.is_tree:
             return shape.depth > 1
-        return shape.static is None and shape.min_confidence == 0 and shape.depth > 0
+        return shape.min_confidence == 0 and shape.depth > 0
 
-    def __call__(self, tree: DraftTree, logits: Tensor, aux: Tensor) -> tuple[Acceptance, NextDraft] | None:
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, aux: Tensor, noise: Tensor | None
+    ) -> tuple[Acceptance, NextDraft] | None:
         """What the target accepts of a round's drafts, and what was drafted after it; `None` where no graph can say.
 
         Args:
             tree: the drafts.
             logits: the target's `(B, N, V)`.
             aux: its hidden states `(B, N, A*Ht)`.
+            noise: `(B, looks_ahead, V)` of the next positions, if tokens are sampled.
         """
         step, drafting = self.step, self.drafting
         session, graph_inputs, rows = drafting.session, drafting.inputs, len(tree.tokens)
@@ -326,18 +301,17 @@ class RoundGraph:
             return None
         rotary = session.rotary_ahead(step.width + step.levels)
         aux = aux.to(device=session.device, dtype=session.dtype)
-        drafts: list[Any] = []  # made once: random numbers are among them
+        if noise is not None:
+            noise = noise.to(session.device)
 
         def inputs() -> tuple:
-            drafts.append(step.inputs(tree, graph_inputs.fill))
-            numbers = step.next_numbers(session.root.logits)
             return (
                 graph_inputs.fill("target logits", logits),
-                drafts[0],
+                step.inputs(tree, graph_inputs.fill),
                 graph_inputs.fill("aux", aux),
                 graph_inputs.slots(step.width + step.draft_slots),
                 graph_inputs.fill_rotary(rotary, step.width + step.levels),
-                None if numbers is None else graph_inputs.fill("numbers", numbers),
+                None if noise is None else graph_inputs.fill("noise", noise),
                 graph_inputs.fixed,
             )
 
@@ -346,15 +320,19 @@ class RoundGraph:
             drafting.if_first_rows(step.make),
             inputs,
             lambda: None,
-            reference=lambda: self._logits_after_bonus(step.accept(logits, drafts[0]), aux, rotary),
+            reference=lambda: self._logits_after_bonus(tree, logits, aux, rotary, noise),
         )
         if output is None:
             return None
         state = DraftState(output.logits, output.feedback)
         return output.acceptance, NextDraft(state, rotary, step.width, self.shape, output.draft)
 
-    def _logits_after_bonus(self, accepted: GraphAcceptance, aux: Tensor, rotary: Rotary) -> Tensor:
+    def _logits_after_bonus(
+        self, tree: DraftTree, logits: Tensor, aux: Tensor, rotary: Rotary, noise: Tensor | None
+    ) -> Tensor:
         """The drafter's logits after the bonus as eager code has them, by which the graph is checked."""
+        drafts: Any = self.step.inputs(tree, lambda _name, tensor: tensor)
+        accepted = self.step.accept(logits, drafts, noise)
         cos, sin = (table[:, : self.step.width] for table in rotary)
         counts = accepted.acceptance.length.tolist()
         read = self.drafting.session.read(accepted.following(), accepted.along(aux), (cos, sin), counts)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from ..sampling.acceptance import Acceptance, accept_greedy, accept_sampled_target
-from ..sampling.draw import argmax, draw
-from ..sampling.rejection import accept_rejection
+from ..sampling.acceptance import Acceptance, accept_chosen
+from ..sampling.draw import argmax, choose
 from ..sampling.tree_walk import accept_tree_walk
 from ..trees.draft_tree import DraftTree
 from .request import DecodingRequest
@@ -16,7 +16,7 @@ from .round import Accepted, RoundBatch
 
 
 class Acceptor:
-    """One generation's acceptance of drafts: by rejection where they were drawn, else by what the target chooses.
+    """One generation's acceptance of drafts: what the target chooses is kept.
 
     Args:
         request: what is written.
@@ -25,8 +25,6 @@ class Acceptor:
     def __init__(self, request: DecodingRequest):
         self.request, self.processing = request, request.processing
         self.host_sync_is_free = request.sequences.prompts.device.type == "cpu"
-        # Of scores that need no processing all arg-maxes are had at once.
-        self.goes_by_level = not self.processing.scores_only or (request.do_sample and self.host_sync_is_free)
 
     def __call__(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Accepted:
         """What is accepted, and the processed scores of the accepted nodes (raw logits where nothing changes them).
@@ -36,26 +34,19 @@ class Acceptor:
             logits: the target's `(B, N, V)`.
             batch: the rows.
         """
-        is_bare = tree.size == 1 and self.processing.scores_only  # nowhere to go: every node is the root
-        if tree.proposal is None and self.goes_by_level and not is_bare:  # rejection sampling looks at every node
+        if not self.processing.scores_only:
             return self._accept_by_level(tree, logits, batch)
         scores = self._score_all_nodes(tree, logits, batch)
-        if not self.request.do_sample:
-            return Accepted(tree, self._accept_likeliest(tree, scores, batch.live), scores)
-        probs = scores.softmax(-1)
-        if tree.proposal is not None:
-            return Accepted(tree, accept_rejection(tree, probs), scores)
-        acceptance = accept_sampled_target(tree, probs)
-        chances = probs[:, 0].gather(1, acceptance.bonus[:, None]) if tree.size == 1 else None
-        return Accepted(tree, acceptance, scores, chances)
+        return Accepted(tree, self._accept_chosen(tree, self._choose_all(tree, scores, batch), batch.live), scores)
 
     def _accept_by_level(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Accepted:
         request, tokens, rows = self.request, tree.tokens, batch.rows
         decided: dict[tuple[int, int], Tensor] = {}
+        noise = request.noise_ahead(batch, tree.max_depth + 1)
         for row in rows:
             request.asked.forget_before(row, request.sequences.length(row))
 
-        def choose(walking: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
+        def choose_after(walking: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
             nodes, batch_rows = [path[-1] for path in paths], [rows[b] for b in walking]
 
             def prefix(i: int) -> Tensor:
@@ -63,7 +54,8 @@ class Acceptor:
 
             scores = self.processing.row_scores(prefix, logits[walking, nodes], batch_rows, request.asked)  # (R, V)
             decided.update(zip(zip(walking, nodes, strict=True), scores, strict=True))
-            chosen = (draw(scores.softmax(-1)) if request.do_sample else argmax(scores)).tolist()
+            depths = [len(path) - 1 for path in paths]
+            chosen = (argmax(scores) if noise is None else choose(scores, noise[walking, depths])).tolist()
             lengths = [
                 request.sequences.length(row) + len(path) - 1 for row, path in zip(batch_rows, paths, strict=True)
             ]
@@ -73,7 +65,7 @@ class Acceptor:
             return request.sequences.ends_with(rows[b], token, after=nodes - 1)
 
         # Processors asked in order are done when the text is: a grammar has nothing to say about what comes behind.
-        acceptance = accept_tree_walk(tree, choose, batch.live, ends if self.processing.in_order else None)
+        acceptance = accept_tree_walk(tree, choose_after, batch.live, ends if self.processing.in_order else None)
         return Accepted(tree, acceptance, decided)
 
     def _score_all_nodes(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Tensor:
@@ -83,16 +75,23 @@ class Acceptor:
             return logits
 
         def prefix(b: int, node: int) -> Tensor:
-            above = tree.ancestors[b, node].clone()
-            above[0] = False  # the root is written already
-            return request.sequences.prefix(batch.rows[b], tree.tokens[b][above])
+            raise AssertionError("processors that look at scores alone ask for no prefix")
 
         return self.processing.node_scores(logits, prefix, batch.rows)
 
-    def _accept_likeliest(self, tree: DraftTree, scores: Tensor, live: Sequence[int]) -> Acceptance:
-        choice = argmax(scores)  # (B, N)
+    def _choose_all(self, tree: DraftTree, scores: Tensor, batch: RoundBatch) -> Tensor:
+        """The target's token after every node, `(B, N)`."""
+        noise = self.request.noise_ahead(batch, tree.max_depth + 1)  # (B, D + 1, V)
+        if noise is None:
+            return argmax(scores)
+        if not tree.is_chain:
+            rows = torch.arange(len(scores), device=scores.device)[:, None]
+            noise = noise[rows, tree.positions]
+        return choose(scores, noise)
+
+    def _accept_chosen(self, tree: DraftTree, choice: Tensor, live: Sequence[int]) -> Acceptance:
         if tree.is_chain or not self.host_sync_is_free:
-            return accept_greedy(tree, choice)
+            return accept_chosen(tree, choice)
         chosen = choice.tolist()  # a walk over lists takes less than half of what a CPU needs for 20 operations
         return accept_tree_walk(
             tree, lambda rows, paths: [chosen[b][p[-1]] for b, p in zip(rows, paths, strict=True)], live

@@ -30,8 +30,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from ..cache import SpeculativeCache
-from ..cache.layers import FullLayer
-from ..cache.stock import LayerStates, read_stock_layers, refill_stock_layers
+from ..cache.stock import HeldLayer, LayerStates, held_length, read_stock_layers, refill_stock_layers
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import packed_tensors
 from ..drafter.session import DraftSession
@@ -49,8 +48,9 @@ class Eagle31CacheState:
 
     Attributes:
         token_ids: `(B, L)` on the CPU, the text so far. The cache holds all but its last token.
-        key_checksum: `(B, k, n)` on the CPU, some numbers of the last layer's newest keys. A deep key depends on every
-            token before it, so an equal one proves that the cache still holds this text, in these rows.
+        key_checksum: `(B, k, n)` on the CPU, some numbers of the last layer's newest keys, or of its state. A deep key
+            depends on every token before it, so an equal one proves that the cache still holds this text, in these
+            rows.
         drafter_cache: the drafter's keys and values of the newest positions before the last token.
         target_fingerprint, drafter_fingerprint: of the weights that computed them.
     """
@@ -74,18 +74,21 @@ class Eagle31CacheState:
 
     def vouches_for(self, cache: DynamicCache, length: int) -> bool:
         """Whether the first `length` tokens of `cache` are still the ones recorded."""
-        found, end = _key_checksum(cache), cache.get_seq_length()
+        found, end = _checksum(cache), held_length(cache)
         here, there = length - 1 - (end - found.shape[1]), length - 1 - (self.length - self.key_checksum.shape[1])
         if not (0 <= here < found.shape[1] and 0 <= there < self.key_checksum.shape[1]):
             return False
         return torch.equal(found[:, here], self.key_checksum[:, there])
 
 
-def _key_checksum(cache: DynamicCache) -> Tensor:
-    """`(B, k, n)`: a few numbers of each key that the last written layer holds."""
-    layers: list[Any] = cache.layers
-    written = [layer for layer in layers if layer.is_initialized and layer.get_seq_length() > 0]
-    return written[-1].keys[:, 0, :, :CHECKSUM_VALUES].cpu().clone()
+def _checksum(cache: DynamicCache) -> Tensor:
+    """`(B, k, n)`: a few numbers of each key that the last layer with keys holds; without any, of its last state."""
+    written = list(read_stock_layers(cache).values())
+    keys = [layer.keys for layer in written if layer.keys is not None]
+    if keys:
+        return keys[-1][:, 0, :, :CHECKSUM_VALUES].cpu().clone()
+    *_, state = written[-1].states.values()
+    return state.flatten(1)[:, None, :CHECKSUM_VALUES].cpu().clone()
 
 
 # --- where a turn begins ----------------------------------------------------------------------------------------------
@@ -148,10 +151,11 @@ class CarriedCache:
             UnsupportedGenerationError: the cache has another number of rows, or another length than mask and prompt
                 leave for it.
         """
-        length = self.cache.get_seq_length()
-        held = {keys.shape[2] for keys, _ in read_stock_layers(self.cache, len(prompts)).values()}
+        length = held_length(self.cache)
+        held = read_stock_layers(self.cache, len(prompts)).values()
+        can_cut_back = all(layer.num_tokens == length and not layer.states for layer in held)
         if total_length == prompts.shape[1]:
-            self.start = self._resume_full_prompt(prompts, length, can_cut_back=held == {length})
+            self.start = self._resume_full_prompt(prompts, length, can_cut_back=can_cut_back)
         elif total_length == length + prompts.shape[1]:
             self.start = self._resume_new_tokens(prompts, length)
         else:
@@ -163,7 +167,7 @@ class CarriedCache:
         return self.start
 
     def _resume_full_prompt(self, prompts: Tensor, length: int, *, can_cut_back: bool) -> CacheResume:
-        """`can_cut_back`: no window has slid; one that has no longer holds what an earlier point would need."""
+        """`can_cut_back`: no window has slid, and there are no states: neither holds what an earlier point needs."""
         state = self._recorded_state(len(prompts))
         if state is None:
             return CacheResume()
@@ -234,7 +238,7 @@ class CarriedCache:
         text = sequences.cpu() if self.start.history is None else torch.cat((self.start.history, sequences.cpu()), 1)
         self.cache.eagle31_state = Eagle31CacheState(  # type: ignore[attr-defined]
             token_ids=text,
-            key_checksum=_key_checksum(self.cache),
+            key_checksum=_checksum(self.cache),
             drafter_cache=state_of_drafter,
             target_fingerprint=self.target_fingerprint,
             drafter_fingerprint=self.drafter_fingerprint,
@@ -244,7 +248,7 @@ class CarriedCache:
 
 @dataclass(frozen=True)
 class EndedRow:
-    """Keys and values `(1, heads, k, D)` of a row that has ended, after `length` tokens."""
+    """What caches hold of a row that has ended, after `length` tokens."""
 
     length: int
     target: LayerStates
@@ -280,22 +284,14 @@ def _states_of_drafter(drafter: SpeculativeCache | None, row: int, *, copied: bo
     """`_row_states`; nothing where its window has slid: the next turn counts its positions from what it is given."""
     if drafter is None:
         return {}
-    states = _row_states(drafter, row, copied=copied)
-    is_whole = all(keys.shape[2] == drafter.lengths[row] for keys, _ in states.values())
-    return states if is_whole else {}
+    held = _row_states(drafter, row, copied=copied)
+    is_whole = all(layer.num_tokens == drafter.lengths[row] for layer in held.values())
+    return held if is_whole else {}
 
 
 def _row_states(cache: SpeculativeCache, row: int, *, copied: bool) -> LayerStates:
-    """One row's keys and values, oldest first. Copies where a view would keep the whole batch alive."""
-    length = cache.lengths[row]
-    states: LayerStates = {}
-    for index, layer in enumerate(cache.layers):
-        if not layer.is_initialized:
-            continue
-        keys, values = layer.held_row(row, length)
-        is_view = isinstance(layer, FullLayer)  # or unpacked, and copied once more at worst
-        states[index] = (keys.clone(), values.clone()) if copied and is_view else (keys, values)
-    return states
+    """What a cache holds of one row, oldest first. Copies where a view would keep the whole batch alive."""
+    return {index: layer.copied() if copied else layer for index, layer in cache.held_row(row).items()}
 
 
 # --- stock caches -----------------------------------------------------------------------------------------------------
@@ -303,7 +299,7 @@ def _row_states(cache: SpeculativeCache, row: int, *, copied: bool) -> LayerStat
 
 def _first_tokens(cache: DynamicCache, length: int) -> DynamicCache:
     """The first tokens of a stock cache as one of its own; nothing is copied."""
-    if cache.get_seq_length() == length:
+    if held_length(cache) == length:
         return cache
     first = copy.copy(cache)
     first.layers = [copy.copy(layer) for layer in cache.layers]
@@ -316,19 +312,19 @@ def _first_tokens(cache: DynamicCache, length: int) -> DynamicCache:
     return first
 
 
-def _fits(empty: DynamicCache, states: LayerStates, length: int) -> bool:
+def _fits(empty: DynamicCache, held: LayerStates, length: int) -> bool:
     """Whether the layers that hold only a window are those that slide in a stock cache, too."""
     return all(
-        keys.shape[2] == length or isinstance(empty.layers[index], DynamicSlidingWindowLayer)
-        for index, (keys, _) in states.items()
+        layer.num_tokens in (None, length) or isinstance(empty.layers[index], DynamicSlidingWindowLayer)
+        for index, layer in held.items()
     )
 
 
 def _joined(cache: DynamicCache, rows: Sequence[LayerStates], length: int | None = None) -> DynamicCache:
     """Fill an empty stock cache with rows of equal length, layer by layer."""
     for index in rows[0]:
-        keys, values = (torch.cat([row[index][part] for row in rows]) for part in (0, 1))
-        refill_stock_layers(cache, {index: (keys, values)}, keys.shape[2] if length is None else length)
+        layer = HeldLayer.joined([row[index] for row in rows])
+        refill_stock_layers(cache, {index: layer}, (layer.num_tokens or 0) if length is None else length)
     return cache
 
 

@@ -1,7 +1,7 @@
 """A round by graphs of fixed shape: the target's verification, and one that accepts, reads and drafts again.
 
-With chains of fixed length and dynamic trees a round is these two, drawn or not. A chain that doubt may end and a
-static tree take a graph per draft step; what has no graph is eager code (`EagerRound`). Nothing made ahead is committed
+With chains of fixed length and trees a round is these two, sampled or not. A chain that doubt may end takes a graph per
+draft step; what has no graph is eager code (`EagerRound`). Nothing made ahead is committed
 before the host has seen where the text ends.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..compiled.draft_graphs import ChainSampling
+from ..compiled.draft_graphs import GraphSampling
 from ..compiled.draft_session import CompiledDrafting
 from ..compiled.graphs import Graphs
 from ..compiled.round_graphs import NextDraft, RoundGraph
@@ -23,7 +23,7 @@ from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .eager_round import EagerRound, aux_of_path, drafts_are_drawn, propose
+from .eager_round import EagerRound, aux_of_path, propose
 from .pair_caches import PairCaches
 from .request import DecodingRequest
 from .round import Accepted, RoundBatch, Written
@@ -43,8 +43,8 @@ class CompiledRound:
         self.eager = EagerRound(drafter, caches, request, clock)
         self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
         maker = request.graph_maker
-        graphs = drafter.require_binding().compiled if maker.weights_seen else Graphs.of(drafter)
-        self.graphs = graphs.made_by(maker)
+        seen = drafter.require_binding().compiled if maker.weights_seen else None
+        self.graphs = (Graphs.of(drafter) if seen is None else seen).made_by(maker)
         self.drafting = CompiledDrafting(caches.drafter, self.graphs)
         self.verification: CompiledVerification | None = None
         if request.stats.cache_type == "full":
@@ -69,23 +69,26 @@ class CompiledRound:
             self.drafting.catch_up()
             tree = None
             if made is not None and _serves(made.shape, plan.shape):
-                tree = made.to_tree(batch.roots, depth, self.drafter.draft_ids)
+                tree = made.to_tree(batch.roots, depth)
             if tree is None:
-                tree = self._whole_draft(plan.shape, depth, batch.roots)
+                tree = self._whole_draft(plan.shape, depth, batch)
             return propose(self.drafting, batch, self.request, self.drafter) if tree is None else tree
 
-    def _whole_draft(self, shape: DraftShape, depth: int, roots: Tensor) -> DraftTree | None:
+    def _whole_draft(self, shape: DraftShape, depth: int, batch: RoundBatch) -> DraftTree | None:
         """A draft by one graph; `None` where there is none."""
-        if shape.is_dynamic_tree:
-            return self.drafting.tree(roots, shape, depth)
-        processing, sample = self.request.processing, drafts_are_drawn(self.request, is_dynamic=False)
+        request = self.request
+        processing = request.processing
+        warping = processing.draft_warping if processing.fits_draft_vocabulary else None
+        sampling = GraphSampling.of(sample=request.do_sample, warping=warping)
+        noise = request.noise_ahead(batch, shape.depth)
+        if shape.is_tree:
+            return self.drafting.tree(batch.roots, shape, depth, sampling, noise)
         is_never_asked = processing.in_order and not processing.can_fork
         scores_alone = processing.fits_draft_vocabulary or is_never_asked
-        if shape.static is not None or shape.min_confidence or not scores_alone:
+        if shape.min_confidence or not scores_alone:
             return None
-        warping = processing.draft_warping if sample and not processing.is_empty else None
-        chain = self.drafting.chain(shape.depth, ChainSampling(sample, warping))
-        return None if chain is None else chain.to_tree(roots, depth, self.drafter.draft_ids)
+        chain = self.drafting.chain(shape.depth, sampling, noise)
+        return None if chain is None else chain.to_tree(batch.roots, depth)
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         if self.verification is None:
@@ -101,7 +104,8 @@ class CompiledRound:
         graph = self._round_graph(batch)
         if graph is not None and verified.aux is not None:
             with self.clock.phase("draft"):
-                made = graph(tree, verified.logits, verified.aux)
+                noise = self.request.noise_ahead(batch, graph.looks_ahead)
+                made = graph(tree, verified.logits, verified.aux, noise)
             if made is not None:
                 acceptance, self._next = made
                 return Accepted(tree, acceptance, {})
@@ -125,7 +129,7 @@ class CompiledRound:
         self.caches.target.keep(written.paths, counts)
         made, session = self._next, self.caches.drafter
         if made is None or session is None:
-            self._absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)), accepted.chances)
+            self._absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
             return
         with self.clock.phase("draft"):
             session.commit(made.state, made.rotary, counts, made.width)
@@ -133,12 +137,12 @@ class CompiledRound:
     def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         return self.eager.read_prompts(tokens, aux, counts)
 
-    def look_back(self) -> Hindsight:
-        return self.eager.look_back()
+    def look_back(self, batch: RoundBatch) -> Hindsight:
+        return self.eager.look_back(batch)
 
-    def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None) -> None:
+    def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         if not self._by_graphs:
-            self.eager.absorb(tokens, aux, chances)
+            self.eager.absorb(tokens, aux)
         elif aux is not None:
             with self.clock.phase("draft"):
                 self.drafting.absorb(*absorbed(tokens, aux))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
 from ..sampling.acceptance import Acceptance
-from ..sampling.draw import draw
+from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
@@ -40,6 +40,9 @@ def make_round(
 ) -> Round:
     """Rounds over these caches, by graphs where they can be had or by eager code."""
     if not compiled or caches.drafter is None:
+        return EagerRound(drafter, caches, request, clock)
+    if caches.target.has_states:
+        request.stats.fall_back("rounds are not compiled where the target keeps recurrent states")
         return EagerRound(drafter, caches, request, clock)
     if caches.drafter.cache.has_windows:
         request.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
@@ -82,7 +85,7 @@ class SpeculativeDecoder:
         self.stage, self.largest = Stage.PREFILL, request.shape
         self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each row
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
-        self.chunk = min(request.prefill_chunk or prompt, prompt)
+        self.chunk = min(request.prefill_chunk or prompt, prompt) if self.binding.reads_on else prompt
         self.reading: PrefillState | None = None
         self.compiles = drafter.generation_config.acceleration == "compile" if compiled is None else compiled
         self._wrap_round = wrap_round
@@ -135,8 +138,15 @@ class SpeculativeDecoder:
     def finish(self) -> Tensor:
         """Close the figures and return the text, `(B, L + n)` ids."""
         self.clock.stop()
+        self._settle_noise()
         self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
         return self.sequences.assemble()
+
+    def _settle_noise(self) -> None:
+        """Leave torch's generator where plain `generate` would have left it."""
+        noise = self.request.noise
+        if noise is not None and not noise.settle(self.sequences.output_length):
+            self.request.stats.fall_back(NOT_PLAIN)
 
     # --- prefill -------------------------------------------------------------------------------------------------
 
@@ -159,9 +169,23 @@ class SpeculativeDecoder:
             if not unread:
                 return self.reading
             texts = [text[n:] for text, n in zip(texts, prompts.lengths(self.rows), strict=True)]
+        written = [min(len(text), len(self.sequences.new[row])) for text, row in zip(texts, self.rows, strict=True)]
+        if self.caches.target.has_states and any(written):
+            texts = self._read_prompts_apart(prefill, texts, written)
+            prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, stepped=True)
         self.reading = PrefillState(texts, unread=unread, device=device)
         prefill.read(self.reading, self.chunk)
         return self.reading
+
+    def _read_prompts_apart(
+        self, prefill: ChunkedPrefill, texts: Sequence[Sequence[int]], written: Sequence[int]
+    ) -> list[Sequence[int]]:
+        """Read what of the texts belongs to prompts and return the rest, of which `written` tokens were decoded one by
+        one: layers with states may compute otherwise over many tokens."""
+        self.reading = PrefillState(texts, unread=0, device=self.sequences.prompts.device)
+        self.reading.to_read = [len(text) - n for text, n in zip(texts, written, strict=True)]
+        prefill.read(self.reading, self.chunk)
+        return [text[n:] for text, n in zip(texts, self.reading.to_read, strict=True)]
 
     def first_token(self, prompts: PrefillState) -> None:
         """Write the token after each prompt, which no draft was made for."""
@@ -177,7 +201,9 @@ class SpeculativeDecoder:
         """First token of each row from `(B, V)`."""
         request, rows = self.request, self.rows
         scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.asked)
-        choice = draw(scores.softmax(-1)) if request.do_sample else scores.argmax(-1)
+        request.begin_sampling(scores.shape[-1])
+        noise = request.noise_ahead(batch, 1)
+        choice = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
         chosen = request.keep_choice(rows, [self.sequences.length(row) for row in rows], choice.tolist())
         self._collect({b: [(scores[b], logits[b])] for b in batch.live})
         return chosen
@@ -194,12 +220,7 @@ class SpeculativeDecoder:
         accepted = self.round.accept(tree, verified, batch)
         paths, emitted, is_broken = sync_accepted(tree, accepted.acceptance, self._is_broken(tree, batch))
         if is_broken:
-            is_lossless = tree.proposal is None  # else it was judged by a distribution that is none
-            if not is_lossless:
-                self.caches.forget_round()
             self._stop_drafting()
-            if not is_lossless:
-                return self.step()
         self._collect_scores(accepted, verified.logits, paths, batch)
         written = Written(paths, self._write(emitted, batch))
         self.stage = Stage.COMMIT
@@ -213,9 +234,7 @@ class SpeculativeDecoder:
         session, plan = self.caches.drafter, batch.plan
         if session is None or plan is None or plan.tokens is not None or tree.size == 1:
             return None
-        # A softmax with one NaN in it has nothing else.
-        shown = session.root.logits[:, 0, :1] if tree.proposal is None else tree.proposal.probs[..., 0]
-        return shown.isnan().any()
+        return session.root.logits[:, 0, :1].isnan().any()
 
     def _stop_drafting(self) -> None:
         """No drafter for the rest of the text."""
@@ -238,7 +257,7 @@ class SpeculativeDecoder:
         policy, state = self.request.policy, RoundState(self.largest, live_rows, self.sequences, remaining)
         plan = policy.next_draft(state)
         if plan.looks_back:
-            policy.record_hindsight(self.round.look_back())
+            policy.record_hindsight(self.round.look_back(batch))
             plan = policy.next_draft(state)
         shape = plan.shape.within(self.largest)
         return plan if shape is plan.shape else replace(plan, shape=shape)
@@ -254,11 +273,21 @@ class SpeculativeDecoder:
     def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
         """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""
         written: list[list[int]] = [[] for _ in self.rows]
+        self._require_tokens([emitted[b] for b in batch.live])
         for b in batch.live:
             written[b] = emitted[b][: self.sequences.append(self.rows[b], emitted[b])]
         self.clock.note_tokens(sum(len(new) for new in self.sequences.new))
         self.sequences.stop_if_out_of_time()
         return written
+
+    def _require_tokens(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Raise as `generate` does where there was nothing to sample from (`draw.choose`)."""
+        noise = self.request.noise
+        if noise is not None and any(noise.vocabulary in tokens for tokens in emitted):
+            raise ValueError(
+                "the target's scores are no numbers, or its processors have forbidden every token: there is nothing to "
+                "sample from; look at the model's dtype and at the logits processors"
+            )
 
     def stream(self) -> None:
         """Show what was written since the last time. Apart from the round: what a streamer raises is not ours."""

@@ -1,8 +1,7 @@
 """What to draft next: told what the prompts say of the drafter, asked before each round, told after it.
 
 A policy decides length, shape or source of the coming draft from what earlier rounds accepted, never from what the
-target is about to say: so the text is the target's own whatever it decides. It must not look at the clock, so that a
-seed writes the same text twice.
+target is about to say: so the text is the target's own whatever it decides.
 """
 
 from __future__ import annotations

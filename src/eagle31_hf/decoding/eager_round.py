@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from torch import Tensor
 from ..drafter.draft_scores import GrammarDrafts, draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import FirstDrafts, Hindsight
-from ..drafter.propose import DraftStepper, propose_chain, propose_dynamic_tree, propose_static_tree
+from ..drafter.propose import DraftChoice, DraftStepper, propose_chain, propose_dynamic_tree
 from ..drafter.session import absorbed
 from ..generation_config import DraftLength
-from ..sampling.acceptance import AcceptanceRule, choose_rule
 from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..target.verify import Verification
@@ -65,45 +64,49 @@ class EagerRound:
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         counts = written.counts
         self.caches.target.keep(written.paths, counts)
-        self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)), accepted.chances)
+        self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
 
     def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         session = self.caches.drafter
         if session is None:
             return Hindsight()
-        if self._first_drafts is not None:
-            return session.absorb_judging(tokens, aux, counts, self._first_drafts)
+        first = self._first_drafts(None)
+        if first is not None:
+            return session.absorb_judging(tokens, aux, counts, first)
         session.absorb(tokens, aux, counts)
         return Hindsight()
 
-    def look_back(self) -> Hindsight:
+    def look_back(self, batch: RoundBatch) -> Hindsight:
         session = self.caches.drafter
         if session is None:
             return Hindsight()
         with self.clock.phase("draft"):
-            if self._first_drafts is not None:
-                return session.look_back(self._first_drafts)
+            first = self._first_drafts(batch)
+            if first is not None:
+                return session.look_back(first)
             session.catch_up()
             return Hindsight()
 
-    @cached_property
-    def _first_drafts(self) -> FirstDrafts | None:
-        """How a draft's first token is chosen; `None` where that depends on more than the drafter's scores."""
-        request, shape = self.request, self.request.shape
+    def _first_drafts(self, batch: RoundBatch | None) -> FirstDrafts | None:
+        """How a draft's first token is chosen, behind what was written last or (no batch) in a prompt; `None` where
+        that depends on more than the drafter's scores."""
+        request = self.request
         if not request.processing.fits_draft_vocabulary:
             return None
-        if not drafts_are_drawn(request, is_dynamic=shape.is_dynamic_tree):
-            return FirstDrafts(children=shape.top_k)
-        return FirstDrafts(drawn=True, warping=request.processing.draft_warping)
+        children = request.shape.top_k
+        if not request.do_sample:
+            return FirstDrafts(children)
+        noise = None if batch is None else partial(request.noise_behind, batch)
+        return FirstDrafts(children, request.processing.draft_warping.of_nodes, noise)
 
-    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None, chances: Tensor | None) -> None:
-        """Leave it to the next draft to read this: before a rest that need not be soon, at a text's end never."""
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+        """Leave it to the next draft to read this: before a pause that need not be soon, at a text's end never."""
         session = self.caches.drafter
         if session is not None and aux is not None:
             with self.clock.phase("draft"):
                 width = len(tokens[0])
                 if all(len(row) == width for row in tokens):
-                    session.put_off(tokens, aux if aux.shape[1] == width else aux.narrow(1, 0, width), chances)
+                    session.put_off(tokens, aux if aux.shape[1] == width else aux.narrow(1, 0, width))
                 else:
                     session.absorb(*absorbed(tokens, aux))
 
@@ -118,28 +121,19 @@ def propose(session: DraftStepper, batch: RoundBatch, request: DecodingRequest, 
     """What the drafter proposes step by step, as planned."""
     assert batch.plan is not None, "somebody wants drafts"
     shape, depth, roots = batch.plan.shape, batch.draft_depth, batch.roots
-    if shape.is_dynamic_tree:
-        return propose_dynamic_tree(session, roots, shape.cut_to(depth))
     processing = request.processing
-    sample = drafts_are_drawn(request, is_dynamic=False)
+    noise = request.noise_ahead(batch, depth)
+    if shape.is_tree:
+        warped = noise is not None and processing.fits_draft_vocabulary and not processing.is_empty
+        choice = DraftChoice(processing.draft_warping if warped else None, noise)
+        return propose_dynamic_tree(session, roots, shape.cut_to(depth), choice)
 
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
 
     grammar = GrammarDrafts(batch.live, batch.sequences.rules.eos_ids, request.stats.fall_back)
     scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample, grammar=grammar)
-    if shape.static is not None:
-        kept = scores if processing.fits_draft_vocabulary else None
-        return propose_static_tree(session, roots, shape.cut_to(depth), sample=sample, scores=kept)
-    length = DraftLength(depth, shape.min_confidence)
-    return propose_chain(session, roots, length, sample=sample, scores=scores, num_random_steps=shape.depth)
-
-
-def drafts_are_drawn(request: DecodingRequest, *, is_dynamic: bool) -> bool:
-    """Whether drafts are drawn from the drafter's distribution, to be accepted by rejection."""
-    in_order = bool(request.processing.in_order)
-    rule = choose_rule(do_sample=request.do_sample, dynamic_tree=is_dynamic, in_order=in_order)
-    return rule is AcceptanceRule.REJECTION
+    return propose_chain(session, roots, DraftLength(depth, shape.min_confidence), DraftChoice(scores, noise))
 
 
 def given_chain(batch: RoundBatch, tokens: Sequence[Sequence[int]], depth: int) -> DraftTree:

@@ -7,11 +7,14 @@ so nothing about a text depends on how long anything took. Nothing is compiled w
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -22,15 +25,19 @@ from ..compiled.compiler_processes import CompilerProcesses
 from ..compiled.flat_steps import StepInputs
 from ..compiled.graph_makers import CompilesAtOnce, GraphKey, GraphMaker, Step
 from ..compiled.graphs import PACKED_BYTES, Graphs
-from ..compiled.packages import GraphPackages, name_of, prefix_of
+from ..compiled.own_files import make_own_folder, why_not_ours
+from ..compiled.packages import GraphPackages, name_of, prefix_of, tensors_by_name
 from ..compiled.round_graphs import RoundGraph
-from ..compiled.seen_weights import modules_of
+from ..compiled.seen_state import ModelState
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import ScoreProcessing
 from .calibration.store import CACHE_VARIABLE, cache_folder, calibration_key, digest_of
 from .pair_history import PairHistory, setting_of
 from .policy_choice import RequestedDraft
+
+logger = logging.getLogger(__name__)
+_said: set[str] = set()
 
 __all__ = ["GraphMaker", "compiling_ahead", "graph_maker", "keeping_what_is_compiled"]
 
@@ -161,11 +168,12 @@ def graph_maker(
     capture = CAPTURES.get(binding.head_device.type)
     if capture is not None:
         pays = new_tokens >= FEWEST_CAPTURED_TOKENS and drafter.generation_config.stored_cache_type == "full"
-        return CapturesSteps(capture) if pays and not Graphs.of(drafter).disabled_reason else None
+        graphs = Graphs.of(drafter) if pays else None
+        if graphs is None or graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
+            return None
+        return CapturesSteps(capture)
     packages = kept_packages(drafter)
     names = frozenset() if packages is None else packages.names()
-    if requested.sampled:
-        names &= PairHistory.of(drafter).kept_for_drawn_texts(names)
     sampling = requested.sampled, processing.draft_warping.key
     wanted = prefix_of(GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling))
     if packages is None or not any(name.startswith(wanted) for name in names):
@@ -174,7 +182,9 @@ def graph_maker(
 
 
 def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> bool:
-    """Whether rounds always draft one shape, by scores that nobody else asks for."""
+    """Whether rounds always draft one shape, by scores that nobody else asks for, and graphs serve such targets."""
+    if drafter.require_binding().has_states:
+        return False
     steers = drafter.generation_config.num_assistant_tokens_schedule in ("pid", "heuristic")
     return RoundGraph.serves(requested.shape) and processing.fits_draft_vocabulary and not steers
 
@@ -183,11 +193,22 @@ def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:
     """Those of this pair on this machine, if there are any."""
     if not (cache_folder() / FOLDER).is_dir():  # a look at the models takes longer
         return None
-    folder = pair_folder(drafter)
-    graphs = Graphs.of(drafter) if folder.is_dir() else None
+    state = network_of(drafter)
+    folder = pair_folder(drafter, state)
+    graphs = Graphs.of(drafter, state) if folder.is_dir() else None
     if graphs is None or refusal(drafter, graphs):
         return None
-    return packages_in(folder, drafter, graphs)
+    packages = packages_in(folder, drafter, graphs)
+    if packages.folder.is_dir() and (why := why_not_ours(packages.folder)):
+        _say(f"kept graphs are machine code, and those in {folder} are not loaded: {why}")
+        return None
+    return packages
+
+
+def _say(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        logger.warning("eagle31: %s; steps stay eager", what)
 
 
 def packages_in(folder: Path, drafter: Eagle31Drafter, graphs: Graphs) -> GraphPackages:
@@ -202,51 +223,63 @@ def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
     device = drafter.require_binding().head_device.type
     if drafter.generation_config.stored_cache_type != "full":
         return "its keys and values are stored in 8 bits, which graphs cannot read"
+    if drafter.require_binding().has_states:
+        return "its target keeps recurrent states, which graphs do not step yet"
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.reads_packed_weights:
         return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
-    return graphs.disabled_reason
+    if drafter.require_binding().rotates_alike_up_to is not None:
+        return "what its positions are rotated by depends on the text's length, and graphs on disk would not look"
+    return code_of_others(graphs.state) or graphs.disabled_reason
 
 
-def pair_folder(drafter: Eagle31Drafter) -> Path:
-    """Of a pair's graphs, whatever its weights: by configurations, precision, versions and machine."""
+def pair_folder(drafter: Eagle31Drafter, state: ModelState) -> Path:
+    """Of a pair's graphs in this `state` of the target, whatever its weights: by configurations, precision, versions
+    and machine."""
     history, binding = PairHistory.of(drafter), drafter.require_binding()
-    network = network_of(binding.model)
+    network = repr(state.told)
     # What the key is made of, as it lies there: to make the key takes a millisecond.
-    state = setting_of(drafter, compiled=True), network, str(vars(binding.text_config)), str(vars(drafter.config))
-    if state not in history.folder_names:
+    known_by = setting_of(drafter, compiled=True), network, str(vars(binding.text_config)), str(vars(drafter.config))
+    if known_by not in history.folder_names:
         key = calibration_key(drafter, compiled=True) | {"processor": _processor(), "network": network}
-        history.folder_names[state] = digest_of(key)
-    return cache_folder() / FOLDER / history.folder_names[state]
+        key["adapters"] = _versions_of("peft", "accelerate")
+        history.folder_names[known_by] = digest_of(key)
+    return cache_folder() / FOLDER / history.folder_names[known_by]
 
 
 def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
     """Of all weights, bit for bit; a second or two for a gigabyte, once as long as they do not change."""
     if not graphs.digest:
         digest = hashlib.blake2b(digest_size=16)
-        for model in (drafter.require_binding().model, drafter):
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for name, tensor in tensors_by_name(nn.ModuleList([drafter.require_binding().model, drafter])).items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         graphs.digest = digest.hexdigest()
     return graphs.digest
 
 
-def network_of(model: nn.Module) -> tuple[str, ...]:
-    """A target's modules and what hangs on them: adapters and hooks change what a graph must compute."""
-    own, told = __name__.partition(".")[0], []
-    for module in modules_of(model):
-        told.append(type(module).__qualname__)
-        if module._forward_pre_hooks or module._forward_hooks:  # most have none, and there are hundreds
-            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            foreign = (hook for hook in hooks if not _is_of(own, hook))
-            told.extend(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}" for hook in foreign)
-    return tuple(told)
+def network_of(drafter: Eagle31Drafter) -> ModelState:
+    """A target's modules, what hangs on them and how they are set: adapters and hooks change what graphs compute."""
+    return ModelState(drafter.require_binding().model)
 
 
-def _is_of(package: str, hook: object) -> bool:
-    return getattr(hook, "__module__", "").partition(".")[0] == package
+def code_of_others(state: ModelState, *, recorded: bool = False) -> str:
+    """Why a graph could not stand for what this target does; empty if it can.
+
+    Args:
+        recorded: by this process, which would notice if a forward were exchanged; a hook it would not run again.
+    """
+    if state.hooks:
+        return f"a hook of somebody else's code hangs on the target ({state.hooks[0]}), and graphs would not run it"
+    if state.replaced and not recorded:
+        return f"the target computes by somebody else's code ({state.replaced[0]}), which graphs on disk cannot know"
+    return ""
+
+
+def _versions_of(*libraries: str) -> dict[str, str]:
+    """Of those that put code of theirs into models."""
+    return {name: version(name) for name in libraries if find_spec(name) is not None}
 
 
 @cache
@@ -272,13 +305,18 @@ def compiling_ahead(
     binding, graphs = drafter.require_binding(), Graphs.of(drafter)
     if reason := refusal(drafter, graphs):
         raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
-    packages = packages_in(pair_folder(drafter), drafter, graphs)
+    packages = packages_in(pair_folder(drafter, graphs.state), drafter, graphs)
     try:
-        packages.folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(packages.folder)
     except OSError as error:
         raise ConfigurationError(
             f"graphs cannot be kept in {packages.folder} ({error.strerror}); name another folder by ${CACHE_VARIABLE}"
         ) from error
+    if why := why_not_ours(packages.folder):
+        raise ConfigurationError(
+            f"graphs are machine code, and what is kept in {packages.folder} could be exchanged: {why}; or name "
+            f"another folder by ${CACHE_VARIABLE}"
+        )
     processes = CompilerProcesses(1) if packages.tries_products else CompilerProcesses.one_a_core()
     with processes:
         binding.ahead = CompilesAhead(drafter, packages, processes, on_compile)

@@ -45,8 +45,7 @@ HOST = torch.device("cpu")
 class RecoveringDecoder:
     """Drives a `SpeculativeDecoder` and goes on where memory runs out; see the module.
 
-    Greedy text is that of an undisturbed run. Sampled text follows the same distribution; under a fixed seed it is
-    another draw, since random numbers that a failed round has used are not used again.
+    The text is that of an undisturbed run, sampled or not: a round that is repeated chooses by the same noise.
 
     Args:
         decoder: has not begun yet.
@@ -121,6 +120,7 @@ class RecoveringDecoder:
             decoder.caches.drafter = None
         if step in (FallbackStep.SHORTEN, FallbackStep.DROP):
             decoder.largest = decoder.largest.reduced_to(budget.draft_tokens, is_tree=budget.is_tree)
+            self.fallbacks.budget = replace(budget, draft_tokens=decoder.largest.depth)
         elif step is FallbackStep.CHUNK:
             decoder.chunk = budget.chunk
         elif step is FallbackStep.FORGET:

@@ -32,7 +32,7 @@ class PairHistory:
 
     Attributes:
         passes: rounds of all its generations since something was last measured.
-        prior: how often greedy drafts were right; `None` before the first.
+        prior: how often drafts of the last text were right; `None` before the first.
         folder_names: of its kept graphs, by the pair's state (`kept_graphs.pair_folder`).
     """
 
@@ -40,8 +40,6 @@ class PairHistory:
     prior: Prior | None = None
     folder_names: dict[Hashable, str] = field(default_factory=dict)
     _calibrations: dict[Hashable, Calibration | None] = field(default_factory=dict)
-    _of_drawn_texts: dict[Hashable, Calibration | None] = field(default_factory=dict)
-    _kept_for_drawn_texts: frozenset[str] | None = None
     _measuring: tuple[Hashable, Generator[None, None, Calibration]] | None = None
     _failed: bool = False
 
@@ -53,30 +51,16 @@ class PairHistory:
             binding.history = cls()
         return binding.history
 
-    def calibration(
-        self, drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False, sampled: bool = False
-    ) -> Calibration | None:
+    def calibration(self, drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False) -> Calibration | None:
         """What was measured of the pair as it is now, by this process or an earlier one; `None` if nothing was.
 
         Args:
             at_once: as in `RequestedDraft`.
-            sampled: for a text that is drawn. All of a process go by what was known before its first one, since a
-                draft's length decides which random numbers a text gets: a seed writes the same one twice.
         """
         setting = setting_of(drafter, compiled=compiled, at_once=at_once)
         if setting not in self._calibrations:
             self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled, at_once=at_once))
-        known = self._calibrations[setting]
-        return self._of_drawn_texts.setdefault(setting, known) if sampled else known
-
-    def kept_for_drawn_texts(self, names: frozenset[str]) -> frozenset[str]:
-        """Names of the graphs that were kept before this process drew its first text; `names` are those kept now.
-
-        For the same reason as in `calibration`: by graphs chains have another length.
-        """
-        if self._kept_for_drawn_texts is None:
-            self._kept_for_drawn_texts = names
-        return self._kept_for_drawn_texts
+        return self._calibrations[setting]
 
     def calibrate(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration:
         """Measure now, for all texts to come, and keep it for later processes, too.
@@ -90,9 +74,9 @@ class PairHistory:
         return measured
 
     def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool, at_once: bool = False) -> None:
-        """Go by this from now on, in drawn texts, too, and in later processes."""
-        self._remember(drafter, measured, compiled=compiled, at_once=at_once)
-        self._of_drawn_texts.pop(setting_of(drafter, compiled=compiled, at_once=at_once), None)
+        """Go by this from now on, and in later processes."""
+        save(calibration_key(drafter, compiled=compiled, at_once=at_once), measured)
+        self._calibrations[setting_of(drafter, compiled=compiled, at_once=at_once)] = measured
 
     def calibrate_if_due(self, drafter: Eagle31Drafter, *, compiled: bool) -> None:
         """Measure one more piece of a calibration once enough was written for that to cost little.
@@ -114,17 +98,11 @@ class PairHistory:
             next(self._measuring[1])
         except StopIteration as end:
             self._measuring = None
-            self._remember(drafter, end.value, compiled=compiled)
-            logger.info("eagle31: calibrated; texts that are drawn go by it from the next process on")
+            self.keep(drafter, end.value, compiled=compiled)
+            logger.info("eagle31: calibrated")
         except Exception as error:  # whatever measuring stumbles over, the text must go on
             self._failed = True
             logger.warning("eagle31: could not be calibrated, drafts stay as they are: %s", error)
-
-    def _remember(
-        self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool, at_once: bool = False
-    ) -> None:
-        save(calibration_key(drafter, compiled=compiled, at_once=at_once), measured)
-        self._calibrations[setting_of(drafter, compiled=compiled, at_once=at_once)] = measured
 
     @contextmanager
     def learning_nothing(self) -> Iterator[None]:
@@ -135,11 +113,11 @@ class PairHistory:
         finally:
             self.passes, self.prior = passes, prior
 
-    def record(self, stats: SpeculationStats, *, sampled: bool) -> None:
-        """Learn from a generation. Drawn texts teach nothing: the next of the same seed is to be the same."""
+    def record(self, stats: SpeculationStats) -> None:
+        """Learn from a generation."""
         self.passes += stats.passes
         tried, right = sum(stats.reached_at), sum(stats.accepted_at)
-        if not sampled and tried:
+        if tried:
             self.prior = Prior((right + 0.5) / (tried + 1.0), min(float(tried), PRIOR_TOKENS))
 
 

@@ -71,15 +71,12 @@ class RequestedDraft:
 def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: SpeculationStats) -> DraftPolicy:
     """The policy of one generation; changes it makes are told in `stats.events`.
 
-    Which one, and all it decides, depends on settings, counts and the stored calibration. What earlier texts accepted
-    counts where nothing is drawn only, so that a seed writes the same text in every call.
+    Which one, and all it decides, depends on settings, counts, what earlier texts accepted, and the calibration.
     """
     schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
     if schedule == "constant":
         return DraftBackoff()
-    calibration = history.calibration(
-        drafter, compiled=requested.compiled, at_once=requested.at_once, sampled=requested.sampled
-    )
+    calibration = history.calibration(drafter, compiled=requested.compiled, at_once=requested.at_once)
     if calibration is None and schedule == "calibrated":
         return DraftBackoff()
     costs = NOMINAL_COSTS if calibration is None else calibration.costs(requested.context)
@@ -92,7 +89,7 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
     controller = DraftController(
         table,
         _schedule(drafter, schedule, table, requested),
-        prior=None if requested.sampled else history.prior,
+        prior=history.prior,
         sampled=requested.sampled,
         longest_trial=None if has_one_size else max(LONGEST_TRIAL, shortest),
         asks_confidence=schedule == "calibrated" and requested.shape.min_confidence > 0,

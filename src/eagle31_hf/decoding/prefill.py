@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache import SpeculativeCache
+from ..cache.block_reading import BlockReading
 from ..drafter.session import DraftSession, absorbed
 from ..target.binding import TargetBinding, TargetOutput
 from ..target.prompt_forward import PromptForward
@@ -82,27 +83,41 @@ class ChunkedPrefill:
 
     Args:
         session: the drafter's; `None` without one.
+        stepped: layers with states read token by token, as the text was decoded.
     """
 
-    def __init__(self, binding: TargetBinding, cache: SpeculativeCache, session: DraftSession | None):
+    def __init__(
+        self, binding: TargetBinding, cache: SpeculativeCache, session: DraftSession | None, *, stepped: bool = False
+    ):
         self.binding, self.cache, self.session = binding, cache, session
+        self.stepped = stepped or not binding.reads_on
 
     def read(self, reading: PrefillState, chunk: int) -> None:
         """Read to the end, `chunk` columns per forward. A failure leaves both caches with whole tokens of the text."""
-        end = max(reading.to_read)
-        for start in range(0, end, chunk):
-            self.read_columns(reading, start, min(start + chunk, end))
+        start, end = 0, max(reading.to_read)
+        while start < end:
+            stop = self._end_of_chunk(reading, start, min(start + chunk, end))
+            self.read_columns(reading, start, stop)
+            start = stop
         # A last chunk may be small enough for the masks of rounds, and wider than any round.
         self.cache.forget_mask()
         if self.session is not None:
             self.session.cache.forget_mask()
+
+    def _end_of_chunk(self, reading: PrefillState, start: int, stop: int) -> int:
+        """`stop` or a little before it. A single token left for the next chunk would be read by the target's code for
+        one token, which may compute another state than the prompt at once does."""
+        if self.cache.has_states and not self.stepped:
+            while stop > start + 1 and any(length - stop == 1 for length in reading.to_read):
+                stop -= 1
+        return stop
 
     def read_columns(self, reading: PrefillState, start: int, end: int) -> None:
         """One forward over columns `start` to `end`."""
         counts = [min(max(length - start, 0), end - start) for length in reading.to_read]
         ending = [row for row, n in enumerate(counts) if 0 < n == reading.to_read[row] - start]
         ends = sorted({counts[row] - 1 for row in ending})
-        out = self._forward(reading.tokens[:, start:end], ends or [0])
+        out = self._forward(reading.tokens[:, start:end], ends or [0], counts)
         self.cache.commit(counts)
         for row in ending:
             last = counts[row] - 1
@@ -136,7 +151,7 @@ class ChunkedPrefill:
             out = prompts(self.binding)
         lengths, padding = prompts.lengths(rows), [prompts.padding[row] for row in rows]
         if list(rows) != list(range(len(prompts.input_ids))):
-            out.cache.batch_select_indices(torch.tensor(rows, device=out.logits.device))
+            out.cache.reorder_cache(torch.tensor(rows, device=out.logits.device))  # type: ignore[arg-type]
         self.cache.load_dynamic(out.cache, padding)
         self.cache.offset_positions(None if out.offsets is None else out.offsets[:, rows])
         out.cache.layers.clear()  # copied
@@ -147,9 +162,10 @@ class ChunkedPrefill:
             counts = [min(max(length - start, 0), chunk) for length in lengths]
             self._join(reading, start, counts, None if aux is None else aux[:, start : start + chunk])
 
-    def _forward(self, columns: Tensor, keep: list[int]) -> TargetOutput:
+    def _forward(self, columns: Tensor, keep: list[int], counts: Sequence[int]) -> TargetOutput:
         """One chunk `(B, C)`: logits of the columns to keep, hidden states `(B, C, A*Ht)` if there is a drafter."""
-        self.cache.place(columns.shape[1])
+        reading = BlockReading(counts=counts, stepped=self.stepped)
+        self.cache.place(columns.shape[1], reading=reading)
         with self.binding.capturing() if self.session is not None else nullcontext():
             return self.binding.forward(
                 columns,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from ..compiled.graph_makers import CompilesAtOnce, GraphMaker
 from ..sampling.asked_once import AskedOnce
+from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
 from ..target.prompt_forward import PromptForward
@@ -14,6 +17,7 @@ from ..trees.shape import DraftShape
 from .carried_cache import CacheExport, CacheResume
 from .draft_backoff import DraftBackoff
 from .draft_policy import DraftPolicy
+from .round import RoundBatch
 from .text import Sequences
 
 
@@ -35,6 +39,7 @@ class DecodingRequest:
         end: takes the caches of rows that have ended; `None` if nobody wants them.
         graph_maker: where graphs come from that are not there yet, if rounds are computed by graphs.
         asked: what was said of prefixes, in case that a round is repeated.
+        noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
     """
 
     sequences: Sequences
@@ -52,6 +57,22 @@ class DecodingRequest:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     graph_maker: GraphMaker = field(default_factory=CompilesAtOnce)
     asked: AskedOnce = field(default_factory=AskedOnce)
+    noise: PositionNoise | None = None
+
+    def begin_sampling(self, vocabulary: int) -> None:
+        """Follow torch's generator from here on, for scores of so many tokens, if the text is sampled."""
+        if self.do_sample and self.noise is None:
+            device = self.sequences.prompts.device
+            self.noise = PositionNoise(self.sequences.batch_size, vocabulary, device)
+
+    def noise_ahead(self, batch: RoundBatch, count: int) -> Tensor | None:
+        """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""
+        return None if self.noise is None else self.noise.window(batch.rows, batch.written, count)
+
+    def noise_behind(self, batch: RoundBatch, count: int) -> Tensor:
+        """Noise `(B, count, V)` of each row's last tokens."""
+        assert self.noise is not None, "the text is sampled"
+        return self.noise.window(batch.rows, [written - count for written in batch.written], count)
 
     def keep_choice(self, rows: Sequence[int], lengths: Sequence[int], tokens: list[int]) -> list[int]:
         """`tokens` chosen after prefixes of these lengths; those chosen before where somebody may have seen them."""

@@ -44,6 +44,14 @@ class RoundBatch:
     plan: DraftPlan | None = None
 
     @property
+    def written(self) -> list[int]:
+        """New tokens of each row. One that stands still counts as far as a row that does not: nothing of its noise is
+        used, and nothing is made again for it."""
+        lengths, live = [len(self.sequences.new[row]) for row in self.rows], set(self.live)
+        first = lengths[self.live[0]] if self.live else 0
+        return [length if b in live else first for b, length in enumerate(lengths)]
+
+    @property
     def draft_depth(self) -> int:
         """Levels to draft: as planned, and no more than the longest row may get; the target adds a token of its own."""
         if self.plan is None:
@@ -59,13 +67,11 @@ class Accepted(NamedTuple):
         tree: the drafts.
         acceptance: of them.
         scores: of the accepted nodes where somebody may want them.
-        chances: `(B, 1)` the target's probability of the token it drew, of rounds without drafts; else `None`.
     """
 
     tree: DraftTree
     acceptance: Acceptance
     scores: NodeScores
-    chances: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Round(Protocol):
         `DraftSession.absorb`, and judge it by them as `look_back` does."""
         ...
 
-    def look_back(self) -> Hindsight:
+    def look_back(self, batch: RoundBatch) -> Hindsight:
         """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said. Before
         a round's `draft`."""
         ...
@@ -153,8 +159,8 @@ class RoundWrapper:
     def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         return self.inner.read_prompts(tokens, aux, counts)
 
-    def look_back(self) -> Hindsight:
-        return self.inner.look_back()
+    def look_back(self, batch: RoundBatch) -> Hindsight:
+        return self.inner.look_back(batch)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.inner.select_rows(rows)

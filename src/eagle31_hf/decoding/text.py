@@ -161,11 +161,12 @@ class Sequences:
             return [row for row, stop in enumerate(self.stopped_at) if stop is None]
         if any(stop is None for stop in self.stopped_at):
             return [row for row in range(self.batch_size) if self.remaining_tokens(row) > 0]
-        output_length = self._output_length
+        output_length = self.output_length
         return [row for row, new in enumerate(self.new) if len(new) < output_length]
 
     @property
-    def _output_length(self) -> int:
+    def output_length(self) -> int:
+        """New tokens of the row that ends last: as many as `generate` returns."""
         return max(stop or len(new) for stop, new in zip(self.stopped_at, self.new, strict=True))
 
     def stop_if_out_of_time(self) -> None:
@@ -176,7 +177,7 @@ class Sequences:
 
     def assemble(self) -> Tensor:
         """`(B, L + n)` as `generate` returns it: rows cut where the last one ends, finished ones padded."""
-        horizon = self._output_length
+        horizon = self.output_length
         pad = self.pad_id if self.pad_id is not None else 0
         rows = [new[:horizon] + [pad] * (horizon - len(new)) for new in self.new]
         new = torch.tensor(rows, dtype=self.prompts.dtype, device=self.prompts.device).view(self.batch_size, horizon)
@@ -188,5 +189,5 @@ class Sequences:
         written = [row[: len(new)] for row, new in zip(per_row, self.new, strict=True)]
         return tuple(
             torch.stack([row[step] if step < len(row) else blank for row in written])
-            for step in range(self._output_length)
+            for step in range(self.output_length)
         )

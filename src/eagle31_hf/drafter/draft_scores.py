@@ -142,7 +142,7 @@ class ScoresByRow:
 
 def over_vocabulary(drafter: Eagle31Drafter, scores: Tensor, unknown: float = float("-inf")) -> Tensor:
     """Scores `(B, Vd or V)` over the target's vocabulary; tokens that cannot be drafted get `unknown`."""
-    vocabulary, ids = drafter.config.vocab_size, drafter.draft_ids
+    vocabulary, ids = drafter.vocabulary, drafter.draft_ids
     if ids is None or scores.shape[-1] == vocabulary:
         return scores
     spread = scores.new_full((*scores.shape[:-1], vocabulary), unknown)

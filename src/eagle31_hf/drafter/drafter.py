@@ -27,7 +27,7 @@ from ..stats import LastStats, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.quantized import gather_head_rows
 from ..target.self_test import probe_tree_verification
-from .default_config import default_config
+from .default_config import default_config, with_distinct_states
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network, RotaryTables
 from .not_copied import NotCopiedList
@@ -273,8 +273,12 @@ class Eagle31Drafter(Eagle31Network):
         Args:
             config: exact configuration; default: the target's own sizes, `fc_norm`, post-norm feedback.
             overrides: fields of `Eagle31Config` to set differently, e.g. `draft_vocab_size=32000`.
+
+        Raises:
+            ConfigurationError: a target of one or two layers, and no `aux_layers` said.
         """
-        drafter = cls(config or default_config(target, **overrides))
+        config = config or default_config(target, **overrides)
+        drafter = cls(with_distinct_states(config, target.config.get_text_config(decoder=True).num_hidden_layers))
         binding = TargetBinding(target, drafter.config)
         drafter.to(device=binding.head_device, dtype=binding.compute_dtype)  # type: ignore[call-arg]
         drafter._bind(binding)
@@ -297,7 +301,7 @@ class Eagle31Drafter(Eagle31Network):
 
     def _bind(self, binding: TargetBinding) -> None:
         rows = None
-        if self.lm_head is None and self._is_reduced:
+        if self.lm_head is None and self._has_map:
             try:
                 rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
             except Exception:
@@ -344,22 +348,48 @@ class Eagle31Drafter(Eagle31Network):
     # --- vocabulary ----------------------------------------------------------------------------------------------
 
     @property
-    def _is_reduced(self) -> bool:
+    def _has_map(self) -> bool:
+        """Whether the draft head has rows for some of the ids the drafter knows only."""
         return self.config.draft_vocab_size < self.config.vocab_size
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether the target, if there is one, has no more tokens than the drafter knows."""
+        return not self._bindings or self._bindings[0].vocabulary <= self.config.vocab_size
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the target's scores are over, those added since the drafter was made included."""
+        return self.config.vocab_size if self._knows_all else self._bindings[0].vocabulary
 
     @property
     def draft_ids(self) -> Tensor | None:
         """Target ids `(Vd,)` of the draft head's rows, or `None` when the draft vocabulary is the target's."""
-        if not self._is_reduced:
+        if not self._has_map and self._knows_all:
             return None
-        if self._draft_ids is None or self._draft_ids.device != self.d2t.device:
-            self._draft_ids = self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+        device = self.fc.weight.device
+        if self._draft_ids is None or self._draft_ids.device != device:
+            rows = torch.arange(self.config.draft_vocab_size, device=device)
+            self._draft_ids = rows + self.d2t.to(device) if self._has_map else rows
         return self._draft_ids
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embedding `(B, T, H)` of target ids `(B, T)`: the drafter's own, or the target's, in the drafter's dtype."""
-        if self.embed_tokens is not None:
+        """Embedding `(B, T, H)` of target ids `(B, T)`: the drafter's own, or the target's, in the drafter's dtype.
+
+        A token that the target has and the drafter does not know has the target's row, or zeros where its rows are of
+        another width.
+        """
+        if self.embed_tokens is None:
+            return self._embed_by_target(token_ids)
+        if self._knows_all:
             return self.embed_tokens(token_ids)
+        is_known = (token_ids < self.config.vocab_size)[..., None]
+        own = self.embed_tokens(token_ids.clamp(max=self.config.vocab_size - 1))
+        if self.config.target_hidden_size != self.config.hidden_size:
+            return own * is_known
+        return torch.where(is_known, own, self._embed_by_target(token_ids))
+
+    def _embed_by_target(self, token_ids: Tensor) -> Tensor:
         return self.require_binding().embed(token_ids).to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
 
     def draft_logits(self, normed: Tensor) -> Tensor:
@@ -370,7 +400,8 @@ class Eagle31Drafter(Eagle31Network):
             rows = self._head_rows[0]
             return F.linear(normed, rows) if isinstance(rows, Tensor) else rows(normed)
         head: nn.Module = self.require_binding().lm_head
-        return head(normed.to(self.require_binding().compute_dtype))
+        logits = head(normed.to(self.require_binding().compute_dtype))
+        return logits if self._knows_all else logits[..., : self.config.vocab_size]
 
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:
         super().load_canonical(tensors)

@@ -7,6 +7,7 @@ fails.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..sampling.logits_processing import DraftWarping
+from ..sampling.draw import perturbed
 from ..trees.draft_tree import to_target_ids
 
 MOST_JUDGED = 16
@@ -37,36 +38,38 @@ class Hindsight(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstDrafts:
-    """How the first token of a draft is chosen, and so how often the target would keep it.
+    """How the first token of a draft is chosen, and so how often the target would have kept it.
 
     Attributes:
-        children: likeliest tokens that are drafted first, several in a tree; of drawn drafts one.
-        drawn: the token is drawn from the drafter's distribution, and accepted by rejection.
-        warping: of drawn ones, the target's processors; `None`: there are none.
+        children: tokens that are drafted first: several in a tree.
+        warping: of sampled text, what the target's processors make of draft logits `(B, n, Vd)`; `None`: it is greedy.
+        noise: of sampled text, gives the noise `(B, n, V)` of each row's last `n` tokens; `None` of a prompt, which
+            nobody sampled.
     """
 
     children: int = 1
-    drawn: bool = False
-    warping: DraftWarping | None = None
+    warping: Callable[[Tensor], Tensor] | None = None
+    noise: Callable[[int], Tensor] | None = None
 
-    def accepted(self, logits: Tensor, tokens: Tensor, chances: Tensor | None, draft_ids: Tensor | None) -> Tensor:
-        """How many of these would have been accepted: a count, or of drawn ones what is expected of it. A scalar.
-
-        A drawn draft is kept with probability `sum(min(p, q))`, the mean of `min(1, q(x) / p(x))` over what the target
-        draws. The text is such a draw, so of its distribution only `p(x)` need be remembered.
+    def accepted(self, logits: Tensor, tokens: Tensor, draft_ids: Tensor | None) -> Tensor:
+        """How many of these would have been accepted; of a sampled text's prompt what is expected of it. A scalar.
 
         Args:
-            logits: the drafter's `(B, T, Vd)`.
-            tokens: `(B, T)` that the target wrote there.
-            chances: `(B, T)` the target's probability of each, 1 where `None`; only asked of drawn ones.
+            logits: the drafter's `(B, n, Vd)`.
+            tokens: `(B, n)` that the target wrote there.
             draft_ids: target ids of a reduced draft vocabulary.
         """
-        if not self.drawn:
-            likeliest = logits.topk(self.children, dim=-1).indices  # (B, T, k)
-            return (to_target_ids(likeliest, draft_ids) == tokens[..., None]).any(-1).sum()
-        flat = logits.flatten(0, 1)
-        scores = flat.float() if self.warping is None else self.warping(flat)
-        probs = scores.softmax(-1).view(logits.shape)
-        ids = torch.arange(logits.shape[-1], device=logits.device) if draft_ids is None else draft_ids
-        drafted = probs.masked_fill(ids != tokens[..., None], 0.0).sum(-1)  # (B, T), 0 where it cannot be drafted
-        return drafted.sum() if chances is None else (drafted / chances).clamp(max=1.0).nan_to_num(0.0).sum()
+        if self.warping is not None:
+            logits = self.warping(logits)
+            if self.noise is None:
+                return _probability_of(tokens, logits.softmax(-1), draft_ids).sum()
+            noise = self.noise(logits.shape[1]).to(logits.device)
+            logits = perturbed(logits, noise[..., : logits.shape[-1]] if draft_ids is None else noise[..., draft_ids])
+        likeliest = logits.topk(self.children, dim=-1).indices  # (B, n, k)
+        return (to_target_ids(likeliest, draft_ids) == tokens[..., None]).any(-1).sum()
+
+
+def _probability_of(tokens: Tensor, probs: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """`(B, n)` of `tokens (B, n)` by `probs (B, n, Vd)`, 0 where one cannot be drafted."""
+    ids = torch.arange(probs.shape[-1], device=probs.device) if draft_ids is None else draft_ids
+    return probs.masked_fill(ids != tokens[..., None], 0.0).sum(-1)

@@ -135,7 +135,7 @@ def rows_of_ids(drafter: Eagle31Drafter) -> Tensor | None:
     """`(V,)` row of the draft head of each target id, -1 where there is none; `None` if the vocabularies are one."""
     if drafter.draft_ids is None:
         return None
-    rows = drafter.draft_ids.new_full((drafter.config.vocab_size,), -1)
+    rows = drafter.draft_ids.new_full((drafter.vocabulary,), -1)
     rows[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=rows.device)
     return rows
 

@@ -113,22 +113,20 @@ class DraftSession:
         self.catch_up()
         self._absorb(tokens, aux, counts, read=read)
 
-    def put_off(self, tokens: Sequence[Sequence[int]], aux: Tensor, chances: Tensor | None = None) -> None:
+    def put_off(self, tokens: Sequence[Sequence[int]], aux: Tensor) -> None:
         """Absorb this later, together with what follows, for as long as nothing is drafted: one pass costs as much as
         a token of it would.
 
         Args:
             tokens: as many of each row: the token after each position.
             aux: `(B, T, A*Ht)` as `absorb` takes it.
-            chances: `(B, T)` the target's probability of each token where it was drawn and that is known: what
-                `look_back` judges by.
         """
         rows, width, _ = aux.shape
         if width > self._unread.room:
             return self.absorb(torch.tensor(tokens, device=aux.device), aux, [width] * rows)
         if not self._unread.fits(width):
             self.catch_up()
-        self._unread.add(tokens, aux, chances)
+        self._unread.add(tokens, aux)
 
     @property
     def num_unread(self) -> int:
@@ -159,7 +157,7 @@ class DraftSession:
             return Hindsight()
         tokens = self._unread.tokens
         counts = [tokens.shape[1]] * tokens.shape[0]
-        hindsight = self._absorb_judging(tokens, self._unread.aux, counts, first, self._unread.chances)
+        hindsight = self._absorb_judging(tokens, self._unread.aux, counts, first)
         self._unread.clear()
         return hindsight
 
@@ -167,11 +165,11 @@ class DraftSession:
         """`absorb`, and how often the first token of a draft would have been the one that follows.
 
         Args:
-            tokens, aux, counts: as of `absorb`, of text that was there already: its chances are not known.
+            tokens, aux, counts: as of `absorb`.
             first: how that token would have been chosen.
         """
         self.catch_up()
-        return self._absorb_judging(tokens, aux, counts, first, None)
+        return self._absorb_judging(tokens, aux, counts, first)
 
     def _absorb_judging(
         self,
@@ -179,10 +177,8 @@ class DraftSession:
         aux: Tensor,
         counts: Sequence[int],
         first: FirstDrafts,
-        chances: Tensor | None,
     ) -> Hindsight:
-        """By the last positions of each row that are read at once; what follows the very last is not known yet. Known
-        `chances` are of no more than is read at once."""
+        """By the last positions of each row that are read at once; what follows the very last is not known yet."""
         found = Hindsight()
 
         def judge(tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
@@ -192,8 +188,7 @@ class DraftSession:
                 return self.read(tokens, aux, rotary, counts)
             state = self.read(tokens, aux, rotary, counts, before=judged)
             places = _last_places(counts, judged - 1, self.device)
-            known = None if chances is None else chances.to(self.device).gather(1, places)
-            right = first.accepted(state.logits[:, :-1], tokens.gather(1, places), known, self.draft_ids)
+            right = first.accepted(state.logits[:, :-1], tokens.gather(1, places), self.draft_ids)
             found = Hindsight.of(places.numel(), right, state.logits)
             return DraftState(state.logits[:, -1:], state.feedback)
 

@@ -1,20 +1,24 @@
-"""Whether a greedy answer is plain decoding's: equal, or different only where the target's own rounding decides.
+"""Whether an answer is plain decoding's: equal, or different only where the target's own rounding decides.
 
 The proof looks at every written token, not at the first that differs: behind it two texts part, and each has to be
 the target's own choice given itself. The whole answer is read in one forward; where a written token is not the best
 one there, the same place is computed in other block sizes, and the distance of the two logits must be within twice
-what those sizes move them.
+what those sizes move them. Of a sampled answer the best token is that of the scores perturbed by the noise of each
+position (`sampling.draw`), which is the same for plain decoding under the same seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..sampling.draw import PositionNoise, perturbed
+from ..sampling.logits_processing import DraftWarping
 from ..target.cache_argument import CACHE_ARGUMENT
 from .calls import DIFFERENT, SAME, TIE, Verdict
 
@@ -24,17 +28,46 @@ MOST_TIES = 16
 """Places of one answer that are looked at; one with more is called different."""
 
 
+@dataclass(frozen=True)
+class SampledBy:
+    """How one row of a `generate` call was sampled.
+
+    Attributes:
+        seed: of torch's generator when the call began.
+        row, rows: which of how many.
+        warping: the processors, which look at scores alone.
+    """
+
+    seed: int
+    row: int
+    rows: int
+    warping: DraftWarping
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Scores whose arg-max is the token that was sampled, `(n, V)` from the first new position on."""
+        generator = torch.Generator(logits.device).manual_seed(self.seed)
+        noise = PositionNoise(self.rows, logits.shape[-1], logits.device, generator)
+        return perturbed(self.warping(logits), noise.window([self.row], [0], len(logits))[0])
+
+
 @torch.no_grad()
-def judge_greedy(
-    model: Any, prompt: Tensor, answer: Sequence[int], reference: Sequence[int], *, blocks: Sequence[int]
+def judge(
+    model: Any,
+    prompt: Tensor,
+    answer: Sequence[int],
+    reference: Sequence[int],
+    *,
+    blocks: Sequence[int],
+    sampled: SampledBy | None = None,
 ) -> Verdict:
-    """What a greedy answer is against plain decoding's.
+    """What an answer is against plain decoding's.
 
     Args:
         model: the target.
         prompt: `(T,)` ids without padding.
         answer, reference: new tokens, up to and with their end.
         blocks: sizes in which the target computed them, beside one token at a time.
+        sampled: how both were sampled; `None`: they are greedy.
     """
     if list(answer) == list(reference):
         return Verdict(SAME)
@@ -44,29 +77,34 @@ def judge_greedy(
     text = torch.cat((prompt, torch.tensor(list(answer), device=prompt.device)))
     whole = model(input_ids=text[None, :-1]).logits[0, len(prompt) - 1 :].float()  # (n, V)
     written = torch.tensor(list(answer), device=whole.device)
-    gaps = whole.amax(-1) - whole.gather(1, written[:, None]).squeeze(1)  # (n,)
+    scores = whole if sampled is None else sampled.scores(whole)
+    gaps = scores.amax(-1) - scores.gather(1, written[:, None]).squeeze(1)  # (n,)
     doubtful = sorted({position, *gaps.nonzero().flatten().tolist()})
     if len(doubtful) > MOST_TIES:
         return Verdict(DIFFERENT, position, float(gaps.max()), 0.0)
     found = []
     for place in doubtful:
-        rounding = _rounding(model, text[: len(prompt) + place], whole[place], blocks)
+        moved = _rounding(model, text[: len(prompt) + place], whole[place], blocks, sampled)
         gap = float(gaps[place])
         if place == position:  # the plain text's token, too, has to be as good
-            gap = max(gap, float((whole[place].amax() - whole[place, reference[place]]).abs()))
-        found.append((gap, rounding))
+            gap = max(gap, float((scores[place].amax() - scores[place, reference[place]]).abs()))
+        found.append((gap, moved))
     is_tie = all(gap <= TIE_ROUNDINGS * rounding for gap, rounding in found)
     gap, rounding = max(found, key=lambda pair: pair[0] - TIE_ROUNDINGS * pair[1])
     return Verdict(TIE if is_tie else DIFFERENT, position, gap, rounding)
 
 
-def _rounding(model: Any, prefix: Tensor, whole: Tensor, blocks: Sequence[int]) -> float:
-    """How far logits `(V,)` after `prefix` `(t,)` move with the size of the last block."""
+def _rounding(model: Any, prefix: Tensor, whole: Tensor, blocks: Sequence[int], sampled: SampledBy | None) -> float:
+    """How far logits `(V,)` after `prefix` `(t,)`, or the scores that sampling makes of them, move with the size of the
+    last block."""
+    warped = whole if sampled is None else sampled.warping(whole[None])[0]
     moved = 0.0
     for block in {1, *(min(block, len(prefix) - 1) for block in blocks)}:
         cache = DynamicCache(config=model.config.get_text_config())
         grown: dict[str, Any] = {CACHE_ARGUMENT: cache, "use_cache": True}
         model(input_ids=prefix[None, :-block], **grown, logits_to_keep=1)
         last = model(input_ids=prefix[None, -block:], **grown).logits[0, -1].float()
-        moved = max(moved, (last - whole).abs().max().item())
+        again = last if sampled is None else sampled.warping(last[None])[0]
+        both = warped.isfinite() & again.isfinite()  # what top-k leaves out has no score
+        moved = max(moved, (again - warped)[both].abs().max().item())
     return moved

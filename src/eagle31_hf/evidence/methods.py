@@ -50,6 +50,7 @@ class Method:
         compiled: whether our own loop is accelerated.
         one_row_only: transformers' assisted loop, which takes no batches.
         early_exit_layers: layers of the target that draft for it, 0 for other methods.
+        follows_seed: samples by plain `generate`'s own noise; transformers' assisted modes take others.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Method:
     compiled: bool = False
     one_row_only: bool = False
     early_exit_layers: int = 0
+    follows_seed: bool = True
 
 
 def all_methods(drafter: Eagle31Drafter, settings: RunSettings) -> list[Method]:
@@ -69,8 +71,8 @@ def all_methods(drafter: Eagle31Drafter, settings: RunSettings) -> list[Method]:
         early_exit = _by_generate(drafter, settings, assistant_early_exit=exit_layers)
         stock = _by_drafter(drafter, settings, {"speculation_loop": "stock"})
         methods += [
-            Method("prompt lookup", lookup, one_row_only=True),
-            Method("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers),
+            Method("prompt lookup", lookup, one_row_only=True, follows_seed=False),
+            Method("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers, follows_seed=False),
             Method("stock loop", stock, one_row_only=True),
         ]
         if settings.compiled:

@@ -100,7 +100,9 @@ class PlainCompiledRound(RoundWrapper):
     def verify(self, tree: DraftTree) -> TargetOutput:
         cache, rows = self.caches.target, len(tree.tokens)
         cache.place(1)
-        if cache.has_windows or not self.inputs.make_room(1):  # their masks are made outside of graphs
+        if (
+            cache.has_windows or cache.has_states or not self.inputs.make_room(1)
+        ):  # their masks are made outside of graphs
             return self.inner.verify(tree)
         attention = self.binding.model.config._attn_implementation
         with self.clock.phase("verify"):

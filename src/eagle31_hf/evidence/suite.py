@@ -26,13 +26,15 @@ from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationE
 from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
+from ..sampling.logits_processing import ScoreProcessing
 from ..stats import windows
 from ..target.binding import TargetBinding
 from ..target.device_clock import now
+from ..target.served_processing import processing_of
 from ..texts.prompts import Prompt
 from .bare import drafted_depths
 from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict
-from .exactness import judge_greedy
+from .exactness import SampledBy, judge
 from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off
 from .methods import Method, Output, all_methods, early_exit_refusal
 from .prompt_batches import PromptBatch, batches_of, typical_context
@@ -99,6 +101,7 @@ class BenchmarkRun:
         self._pad = self.binding.text_config.pad_token_id or 0
         self._passes = PassCounter(self.binding)
         self._judged: dict[tuple[str, ...], Verdict] = {}
+        self._warping: dict[float, ScoreProcessing] = {}  # by temperature
         self._warm: dict[tuple[float, int], list[Method]] = {}
         self._meters: dict[tuple[str, int], BareMeter] = {}  # by method and batch size
         self._bare: dict[tuple[str, int], list[BareCosts]] = {}
@@ -166,7 +169,7 @@ class BenchmarkRun:
         first = (turn.repeat + turn.index) % len(methods)
         written = {method.name: self._call(method, turn, batch) for method in methods[first:] + methods[:first]}
         plain = written[PLAIN].answers
-        return [self._judge(written[method.name], turn, plain) for method in methods]
+        return [self._judge(method, written[method.name], turn, plain) for method in methods]
 
     def _call(self, method: Method, turn: Turn, batch: PromptBatch) -> _Call:
         seed = self.settings.seed + 100_003 * turn.repeat + turn.index
@@ -336,23 +339,37 @@ class BenchmarkRun:
 
     # --- exactness --------------------------------------------------------------------------------------------------
 
-    def _judge(self, call: _Call, turn: Turn, plain: list[list[int]]) -> CallRecord:
+    def _judge(self, method: Method, call: _Call, turn: Turn, plain: list[list[int]]) -> CallRecord:
         record = call.record
         if record.method == PLAIN:
             verdicts = [Verdict(REFERENCE)] * len(call.answers)
-        elif turn.temperature > 0 or self.settings.acceptance is not None:
+        elif self.settings.acceptance is not None or (turn.temperature and not method.follows_seed):
             verdicts = [Verdict(SAMPLED)] * len(call.answers)
         else:
-            verdicts = [self._verdict(*row) for row in zip(turn.tasks, call.answers, plain, strict=True)]
+            rows = enumerate(zip(turn.tasks, call.answers, plain, strict=True))
+            verdicts = [self._verdict(*row, self._sampled(turn, record.seed, place)) for place, row in rows]
         return replace(record, verdicts=verdicts)
 
-    def _verdict(self, task: Task, answer: list[int], plain: list[int]) -> Verdict:
+    def _sampled(self, turn: Turn, seed: int, row: int) -> SampledBy | None:
+        """How a row was sampled."""
+        if not turn.temperature:
+            return None
+        if turn.temperature not in self._warping:
+            told = self.settings.at(turn.temperature).to_generate()
+            told.pop("max_new_tokens")
+            self._warping[turn.temperature] = processing_of(self.binding.model, **told)
+        processing = self._warping[turn.temperature]
+        if not processing.fits_draft_vocabulary:  # more than scores: a difference could not be judged
+            return None
+        return SampledBy(seed, row, len(turn.tasks), processing.draft_warping)
+
+    def _verdict(self, task: Task, answer: list[int], plain: list[int], sampled: SampledBy | None) -> Verdict:
         key = (task.prompt.id, _digest(answer), _digest(plain))
         if key not in self._judged:
             widest = max(
                 (shape.nodes for method in self._methods_seen() for shape in method.shapes.values()), default=8
             )
-            self._judged[key] = judge_greedy(self.binding.model, task.ids, answer, plain, blocks=(8, widest))
+            self._judged[key] = judge(self.binding.model, task.ids, answer, plain, blocks=(8, widest), sampled=sampled)
         return self._judged[key]
 
     def _methods_seen(self) -> Iterator[Method]:

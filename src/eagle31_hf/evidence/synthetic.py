@@ -69,7 +69,7 @@ class SyntheticRound(RoundWrapper):
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         tree = super().draft(batch)
-        is_dynamic = batch.plan is not None and batch.plan.shape.is_dynamic_tree
+        is_dynamic = batch.plan is not None and batch.plan.shape.is_tree
         return _deepened(tree) if is_dynamic and not tree.is_chain else tree
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:

@@ -85,6 +85,17 @@ class Call:
         return self.model_inputs.get("position_ids")
 
     @property
+    def longest_text(self) -> int:
+        """Tokens that the text may come to, prompts included."""
+        return self.text_length + self.rules.max_length - self.input_ids.shape[1]
+
+    @property
+    def may_rotate_otherwise(self) -> bool:
+        """Whether the text may get so long that the target rotates all its positions in another way."""
+        limit = self.drafter.require_binding().rotates_alike_up_to
+        return limit is not None and self.longest_text > limit
+
+    @property
     def text_length(self) -> int:
         """Tokens of the whole text, of which `input_ids` may be the new ones only."""
         if self.attention_mask is not None:

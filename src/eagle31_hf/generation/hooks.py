@@ -69,6 +69,8 @@ def _validating(stock: Callable) -> Callable:
         without = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
         if generation_config.num_return_sequences not in (None, 1):
             return None  # stock refuses this for assistants of its own; our loop serves it
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
+            generation_mode = GenerationMode.SAMPLE  # refused for assistants, too, and checked alike otherwise
         return stock(self, generation_mode, generation_config, without)
 
     return validate_generation_mode

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
-from ..target.cache_argument import CACHE_ARGUMENT
+from ..target.cache_argument import CACHE_ARGUMENT, OF_STATES_ALONE
 from ..target.prompt_forward import PromptForward
 from .call import Call
 
 PLACED_BY_OUR_LOOP = {
     CACHE_ARGUMENT,
+    OF_STATES_ALONE,
     "attention_mask",
     "cache_position",
     "inputs_embeds",
@@ -57,7 +59,7 @@ def why_not_our_loop(call: Call) -> str | None:
     given = beside_tokens(call)
     if others := [name for name in given if name not in {*READ_WITH_THE_PROMPT, "position_ids"}]:
         return f"the model is given {', '.join(others)}, which our loop does not hand on"
-    cached = 0 if call.cache is None else call.cache.get_seq_length()
+    cached = 0 if call.cache is None else held_length(call.cache)
     if given and cached:
         return f"the model is given {', '.join(given)} behind a cache that holds text already"
     if given and call.generation_config.prefill_chunk_size is not None:
@@ -74,9 +76,11 @@ def prompt_forward(call: Call, padding: list[int]) -> PromptForward | None:
 
 def why_no_draft(call: Call) -> str | None:
     """Inputs that only one forward per token, prepared by the model, treats right."""
+    if why := _why_not_padded_left(call):
+        return why
     if _has_positions_of_its_own(call.position_ids, call.attention_mask):
         return "position_ids are not those of the text"
-    if call.text_length > call.input_ids.shape[1] and (call.cache is None or call.cache.get_seq_length() == 0):
+    if call.text_length > call.input_ids.shape[1] and (call.cache is None or held_length(call.cache) == 0):
         return "the attention mask is longer than the prompts, and no cache holds what comes before them"
     if "prepare_inputs_for_generation" in vars(call.model):  # PEFT's prefix and prompt tuning
         return "the model's inputs are prepared by an adapter (prompt or prefix tuning)"
@@ -103,6 +107,15 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
             "left: tokenizer.padding_side = 'left'"
         )
     return padding.tolist()
+
+
+def _why_not_padded_left(call: Call) -> str | None:
+    """Pads where only the model's own forwards, token by token, treat them as plain `generate` does."""
+    try:
+        left_padding(call.input_ids, call.attention_mask)
+    except UnsupportedGenerationError as error:
+        return str(error)
+    return None
 
 
 def _is_nothing(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..cache.stock import held_length
 from ..decoding.calibration.measure import can_measure_unasked
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
@@ -51,7 +52,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     if call.streamer is not None:
         call.streamer.end()
     history = PairHistory.of(call.drafter)
-    history.record(stats, sampled=requested.sampled)
+    history.record(stats)
     if call.drafter.generation_config.num_assistant_tokens_schedule != "constant":
         history.calibrate_if_due(call.drafter, compiled=requested.compiled)
     if not call.generation_config.return_dict_in_generate:
@@ -133,7 +134,7 @@ def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> C
     if cache is None or not wanted:
         return None
     is_padded = any(padding) or (mask is not None and not bool(mask.all()))
-    if cache.get_seq_length() == 0:
+    if held_length(cache) == 0:
         return None if is_padded else CarriedCache(call.drafter, cache)
     if is_padded:
         raise UnsupportedGenerationError(
@@ -143,7 +144,7 @@ def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> C
         )
     carried = CarriedCache(call.drafter, cache)
     start = carried.open(call.input_ids, call.text_length)
-    again = cache.get_seq_length() - start.skip - start.before_prompts
+    again = held_length(cache) - start.skip - start.before_prompts
     if again > 0:
         stats.fallbacks.append(f"{again} tokens of the carried cache do not hold for this prompt")
     return carried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import GenerationConfig
 
 from ..drafter.drafter import Eagle31Drafter
@@ -49,28 +50,30 @@ def _check_attached(model: Any, drafter: Eagle31Drafter) -> None:
 def _check_is_still_the_target(drafter: Eagle31Drafter) -> None:
     """What may have been done to the target since the drafter was attached."""
     binding = drafter.require_binding()
-    size = binding.text_config.vocab_size
-    rows = getattr(binding.embedding, "num_embeddings", size)
-    is_replaced = (
-        binding.model.get_output_embeddings() is not binding.lm_head
-        or binding.model.get_input_embeddings() is not binding.embedding
-    )
-    if is_replaced or size != drafter.config.vocab_size or rows < drafter.config.vocab_size:
+    sizes = binding.vocabulary_sizes()
+    now = binding.model.get_input_embeddings(), binding.model.get_output_embeddings()
+    is_replaced = now[0] is not binding.embedding or now[1] is not binding.lm_head
+    if is_replaced and all(_is_around(*pair) for pair in zip(now, (binding.embedding, binding.lm_head), strict=True)):
+        drafter.attach(binding.model)  # adapters of single tokens (PEFT) were put around them
+        return
+    if is_replaced or sizes != binding.sizes_attached:
         raise IncompatibleTargetError(
-            f"the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
-            f"{size}, embedding {rows} rows, drafter {drafter.config.vocab_size}); call eagle.attach(model) again, "
-            "which says whether the drafter still fits"
+            "the target's vocabulary was resized or its head replaced after the drafter was attached (vocabulary "
+            f"{sizes.configured}, embedding {sizes.embedded} rows, drafter {drafter.config.vocab_size}); call "
+            "eagle.attach(model) again, which says whether the drafter still fits"
         )
     binding.compute_dtype = binding.model.dtype  # model.double() and the like
+
+
+def _is_around(outer: Any, inner: Any) -> bool:
+    return isinstance(outer, nn.Module) and any(module is inner for module in outer.modules())
 
 
 def _check_settings(drafter: Eagle31Drafter, config: GenerationConfig) -> None:
     """The drafter's, and what of them the call itself asks for."""
     drafter.generation_config.check()
-    top_k, size = (
-        drafter.generation_config.draft_top_k,
-        len(drafter.d2t) if drafter.draft_ids is not None else drafter.config.vocab_size,
-    )
+    top_k = drafter.generation_config.draft_top_k
+    size = drafter.config.draft_vocab_size or drafter.config.vocab_size
     if top_k > size:
         raise ConfigurationError(
             f"draft_top_k is {top_k}, more than the {size} tokens this drafter can draft; trees rarely gain from "

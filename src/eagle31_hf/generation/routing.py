@@ -16,10 +16,14 @@ from typing import Literal
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache
 
+from ..cache.spans import unknown_layers
+from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
+from ..sampling.draw import why_noise_is_unknown
 from .call import Call
 from .continuation import why_not_continued
 from .model_inputs import why_no_draft, why_not_our_loop
+from .own_loop import requested_draft
 
 Loop = Literal["own", "stock", "plain"]
 # Why a loop must not have a call; `None` if it may.
@@ -79,6 +83,10 @@ def _one_forward_per_token(call: Call) -> str | None:
     return "synced_gpus" if call.synced_gpus else None
 
 
+def _unknown_noise(call: Call) -> str | None:
+    return why_noise_is_unknown(call.input_ids.device) if call.generation_config.do_sample else None
+
+
 def _foreign_cache(call: Call) -> str | None:
     """Caches that only the model's own forwards, one token at a time, may write."""
     cache, implementation = call.cache, call.generation_config.cache_implementation
@@ -92,11 +100,35 @@ def _foreign_cache(call: Call) -> str | None:
     return None
 
 
+def _rotations_that_change(call: Call) -> str | None:
+    limit = call.drafter.require_binding().rotates_alike_up_to
+    if not limit or not call.may_rotate_otherwise:
+        return None if limit != 0 else "it could not be found out whether the target rotates long texts otherwise"
+    return (
+        f"the text may come to {call.longest_text} tokens, and behind {limit} the target rotates all positions in "
+        "another way (rope scaling), so that it must be read token by token"
+    )
+
+
+def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
+    """Rows of a batch are drafted as far as the one that has most to write; graphs look deeper than a text's end."""
+    binding, settings = call.drafter.require_binding(), call.drafter.generation_config
+    if binding.rotates_alike_up_to is None:
+        return None
+    is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
+    requested, _ = requested_draft(call)
+    room = binding.rotates_alike_up_to - call.longest_text
+    if (is_eager and call.batch_size == 1) or requested.shape.depth <= room:
+        return None
+    return f"drafts of {requested.shape.depth} tokens may pass the {binding.rotates_alike_up_to} that are rotated alike"
+
+
 # --- against our loop -------------------------------------------------------------------------------------------------
 
 
 def _target_without_trees(call: Call) -> str | None:
-    return call.drafter.require_binding().tree_unsupported_reason or None
+    binding = call.drafter.require_binding()
+    return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
 
 
 def _processors_of_a_batch(call: Call) -> str | None:
@@ -108,7 +140,10 @@ def _processors_of_a_batch(call: Call) -> str | None:
 
 AGAINST_OWN: tuple[Objection, ...] = (
     _one_forward_per_token,
+    _unknown_noise,
     why_no_draft,
+    _rotations_that_change,
+    _drafts_beyond_what_rotates_alike,
     _target_without_trees,
     _foreign_cache,
     why_not_our_loop,
@@ -140,17 +175,41 @@ def _ends_it_would_miss(call: Call) -> str | None:
     return None
 
 
+def _states(call: Call) -> str | None:
+    has_states = call.drafter.require_binding().has_states
+    return (
+        "transformers' assisted loop cannot take back what a draft leaves in recurrent states" if has_states else None
+    )
+
+
 def _reads_it_would_get_wrong(call: Call) -> str | None:
     if call.generation_config.prefill_chunk_size is not None:
         return "transformers' assisted loop ignores prefill_chunk_size"
-    if call.cache is not None and call.cache.get_seq_length() > 0:
+    if call.cache is not None and held_length(call.cache) > 0:
         return "transformers' assisted loop writes wrong text with a pre-filled cache"
     return None
 
 
+def _sampled_scores_wanted(call: Call) -> str | None:
+    config = call.generation_config
+    if config.do_sample and config.return_dict_in_generate and config.output_scores:
+        return "transformers' assisted loop would return perturbed scores of a sampled text"
+    return None
+
+
+def _layers_it_would_roll_back_in_part(call: Call) -> str | None:
+    unknown = unknown_layers(call.drafter.require_binding().text_config)
+    return f"transformers' assisted loop may roll back layers of kind {unknown} in part only" if unknown else None
+
+
 AGAINST_STOCK: tuple[Objection, ...] = (
     _one_forward_per_token,
+    _unknown_noise,
+    _sampled_scores_wanted,
     why_no_draft,
+    _rotations_that_change,
+    _layers_it_would_roll_back_in_part,
+    _states,
     _several_rows,
     _processors_that_keep_state,
     _ends_it_would_miss,

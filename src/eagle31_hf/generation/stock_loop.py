@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..decoding.memory_ladder import FallbackStep, give_back_memory, is_out_of_memory
-from ..drafter.draft_scores import draft_scores, over_vocabulary
+from ..drafter.draft_scores import draft_scores
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.propose import DraftScores, propose_chain
+from ..drafter.propose import DraftChoice, propose_chain
 from ..drafter.session import DraftSession, positions_read_at_once
 from ..generation_config import DraftLength
+from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import NOT_A_NUMBER, DraftEvent, SpeculationStats
 from .draft_length import draft_length
@@ -26,11 +26,37 @@ from .draft_length import draft_length
 logger = logging.getLogger(__name__)
 
 
+class SampledScores(LogitsProcessor):
+    """The last processor of a sampled text: the arg-max of its scores is what plain `generate` would draw.
+
+    So transformers' loop need not sample, and its text is plain's whatever it is shown.
+
+    Args:
+        prompt: `(1, L)` that the text begins with.
+    """
+
+    def __init__(self, prompt: Tensor):
+        self.prompt_length, self.noise = prompt.shape[1], None
+
+    noise: PositionNoise | None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Perturbed scores `(1, V)` after `input_ids` `(1, t)`."""
+        if self.noise is None:
+            self.noise = PositionNoise(1, scores.shape[-1], scores.device)
+        return scores.softmax(-1) / self.ahead(input_ids, 1)[:, 0]
+
+    def ahead(self, input_ids: Tensor, count: int) -> Tensor:
+        """Noise `(1, count, V)` of the tokens that follow `input_ids` `(1, t)`."""
+        assert self.noise is not None, "the first token comes before any draft"
+        return self.noise.window([0], [input_ids.shape[1] - self.prompt_length], count)
+
+
 class Eagle31CandidateGenerator(CandidateGenerator):
     """Drafts a chain per round from the hidden states of the target's last forward pass.
 
-    Under sampling the drafter draws from its own distribution, processed as the target's is, and hands over exactly
-    the logits it drew from, which is what makes the loop's acceptance rule lossless (arXiv 2211.17192).
+    A sampled text is written by a loop that takes the arg-max of scores perturbed by `SampledScores`; drafts are chosen
+    by the same noise.
 
     The target's hidden states are collected by the drafter's binding, which must be capturing while the loop runs.
 
@@ -54,7 +80,9 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.binding = drafter.require_binding()
         self.generation_config = generation_config
-        self.processing = ScoreProcessing(logits_processor)
+        self.sampled = next((each for each in logits_processor if isinstance(each, SampledScores)), None)
+        own = [each for each in logits_processor if each is not self.sampled]
+        self.processing = ScoreProcessing(LogitsProcessorList(own))
         self.stats = stats
         self.length = draft_length(drafter, generation_config, batch_size=1)
         self._session: DraftSession | None = None
@@ -70,8 +98,8 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         is_first_iteration: bool = True,
         n_last_matches: int | Tensor = 0,
         **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Candidates `(1, t + K)` for `input_ids` `(1, t)`, and under sampling the logits `(1, K, V)` they came from.
+    ) -> tuple[Tensor, None]:
+        """Candidates `(1, t + K)` for `input_ids` `(1, t)`, without the logits they came from.
 
         The first call has nothing to draft from and returns `input_ids` alone.
         """
@@ -127,7 +155,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self._step_down(FallbackStep.DROP)
         return False
 
-    def _draft_if_it_fits(self, input_ids: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def _draft_if_it_fits(self, input_ids: Tensor, depth: int) -> tuple[Tensor, None]:
         """`_draft`; where memory runs out nothing is proposed, and drafts are half as long from then on."""
         try:
             return self._draft(input_ids, depth)
@@ -149,23 +177,25 @@ class Eagle31CandidateGenerator(CandidateGenerator):
             logger.warning("eagle31: memory ran out in the drafter: %s; the text goes on unchanged", step.value)
         give_back_memory(self.drafter.device)
 
-    def _draft(self, input_ids: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    def _draft(self, input_ids: Tensor, depth: int) -> tuple[Tensor, None]:
         assert self._session is not None
-        sampled: list[Tensor] = []  # what each token was drawn from: the loop wants logits, acceptance needs them exact
-        tree = propose_chain(
-            self._session,
-            input_ids[:, -1],
-            DraftLength(depth, self.length.min_confidence),
-            sample=bool(self.generation_config.do_sample),
-            scores=self._draft_scores(input_ids, sampled),
-        )
+        if bool(self._session.root.logits.isnan().any()):
+            return self._stop(input_ids)
+        length = DraftLength(depth, self.length.min_confidence)
+        tree = propose_chain(self._session, input_ids[:, -1], length, self._choice(input_ids, depth))
         tokens = tree.tokens[0, 1:]
         self._drafted = self._length_up_to_eos(tokens)
-        tokens = tokens[None, : self._drafted].to(input_ids.device)
-        logits = torch.stack(sampled[: self._drafted], dim=1) if tree.proposal is not None else None
-        if bool((self._session.root.logits if logits is None else logits).isnan().any()):
-            return self._stop(input_ids)
-        return torch.cat((input_ids, tokens), dim=1), logits
+        return torch.cat((input_ids, tokens[None, : self._drafted].to(input_ids.device)), dim=1), None
+
+    def _choice(self, input_ids: Tensor, depth: int) -> DraftChoice:
+        """How the drafts behind `input_ids` are chosen."""
+
+        def prefix(_row: int, drafted: Tensor) -> Tensor:
+            return torch.cat((input_ids[0], drafted))[None]
+
+        noise = None if self.sampled is None else self.sampled.ahead(input_ids, depth)
+        scores = draft_scores(self.drafter, self.processing, prefix, [0], do_sample=noise is not None)
+        return DraftChoice(scores, noise)
 
     def _stop(self, input_ids: Tensor) -> tuple[Tensor, None]:
         """The drafter's scores are no numbers: nothing more is drafted."""
@@ -173,23 +203,6 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         self.stats.events.append(DraftEvent(self.stats.new_tokens, "stop", NOT_A_NUMBER))
         logger.warning("eagle31: %s", NOT_A_NUMBER)
         return input_ids, None
-
-    def _draft_scores(self, input_ids: Tensor, seen: list[Tensor]) -> DraftScores:
-        """Processed draft scores, a copy of which over the whole vocabulary goes to `seen`."""
-
-        def prefix(_row: int, drafted: Tensor) -> Tensor:
-            return torch.cat((input_ids[0], drafted))[None]
-
-        sample = bool(self.generation_config.do_sample)
-        processed = draft_scores(self.drafter, self.processing, prefix, [0], do_sample=sample)
-
-        def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-            ranked = logits if processed is None else processed(logits, drafted)
-            if sample:
-                seen.append(over_vocabulary(self.drafter, ranked.float()))
-            return ranked
-
-        return scores
 
     def _length_up_to_eos(self, tokens: Tensor) -> int:
         """Drafts after an end-of-sequence token are worthless, and the loop of 5.17 would keep them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,19 +10,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
 from ..decoding.memory_ladder import is_out_of_memory
+from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
 from .call import Call
 from .output import with_stats
+from .stock_loop import SampledScores
 
 logger = logging.getLogger(__name__)
 
 
 def write_plain(call: Call, stats: SpeculationStats) -> Any:
-    """What `generate` writes without a drafter."""
+    """What `generate` writes without a drafter; a prompt that is read in pieces would be rotated in several ways."""
+    if call.may_rotate_otherwise:
+        call.generation_config.prefill_chunk_size = None
     counting = CountingCriteria(call.stopping_criteria, rows_wait=bool(call.rules.eos_ids))
     output: Any = GenerationMixin._sample(
         call.model,
@@ -68,13 +73,19 @@ class CountingCriteria(StoppingCriteriaList):
 
 def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable) -> Any:
     """The same text by transformers' `assisted_decoding`, which asks us for candidates (`stock_loop`)."""
+    config, processors = call.generation_config, LogitsProcessorList(call.logits_processor)
+    sampled = SampledScores(call.input_ids) if config.do_sample else None
+    if sampled is not None:
+        config = copy.copy(config)
+        config.do_sample = False
+        processors.append(sampled)
     with _advising(), call.drafter.require_binding().capturing():
         output = assisted_decoding(
             call.model,
             call.input_ids,
-            call.logits_processor,
+            processors,
             call.stopping_criteria,
-            call.generation_config,
+            config,
             synced_gpus=call.synced_gpus,
             streamer=call.streamer,
             assistant_model=call.drafter,
@@ -83,6 +94,8 @@ def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable
     new = getattr(output, "sequences", output)[0, call.input_ids.shape[1] :].tolist()
     ends = [place + 1 for place, token in enumerate(new) if token in call.rules.eos_ids]
     stats.new_tokens = min(ends, default=len(new))  # it may accept drafts behind the end
+    if sampled is not None and sampled.noise is not None:
+        stats.fall_back("" if sampled.noise.settle(stats.new_tokens) else NOT_PLAIN)
     return with_stats(output, stats)
 
 

@@ -6,6 +6,7 @@ import difflib
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,13 +121,37 @@ CARDS: dict[str, Card] = {
 }
 
 
+def one_card(cards: Sequence[str]) -> str | None:
+    """The one of `cards` that a plan is for; `None` if none is named.
+
+    Raises:
+        MemoryPlanError: there are several; the message says what to do with them.
+    """
+    if len(cards) > 1:
+        raise MemoryPlanError(
+            f"got {len(cards)} cards ({', '.join(cards)}); a plan is for one. With several, plan for the smallest "
+            "alone; or load without a plan and let transformers spread the target over all of them: --device-map auto"
+        )
+    return cards[0] if cards else None
+
+
+def _several(card: str) -> list[str]:
+    """`"2x RTX 4090"` and `"RTX 4090, RTX 3090"` are two."""
+    number = re.fullmatch(r"\s*(\d{1,2})\s*[x×*]\s*(\D.*)", card)
+    if number:
+        return [number[2].strip()] * int(number[1])
+    parts = [part.strip() for part in re.split(r"[,;+&]|\band\b", card) if part.strip()]
+    known = {_key(name) for name in CARDS}
+    return parts if all(_key(part) in known for part in parts) else [card]
+
+
 def find_card(card: str | int | Card | None) -> Card:
     """A card by name (`"RTX 4090"`), by size (`24_000_000_000`, `"24GiB"`), or this one (`None`, `"this machine"`).
 
     An Apple chip without its memory (`"M3 Ultra"`) is the smallest one sold: what fits there fits on all of them.
 
     Raises:
-        MemoryPlanError: no such card (the known ones are listed), or a size that makes no sense.
+        MemoryPlanError: no such card (the known ones are listed), several, or a size that makes no sense.
     """
     if card is None or (isinstance(card, str) and _key(card) == "thismachine"):
         return measure_card()
@@ -143,6 +168,7 @@ def find_card(card: str | int | Card | None) -> Card:
     chips = [entry for key, entry in by_key.items() if entry.kind == "mps" and re.fullmatch(_key(card) + r"\d+gb", key)]
     if chips:
         return min(chips, key=lambda entry: entry.total_bytes)
+    one_card(_several(card))
     close = difflib.get_close_matches(_key(card), by_key, n=3)
     hint = f"did you mean {', '.join(by_key[key].name for key in close)}? " if close else ""
     raise MemoryPlanError(

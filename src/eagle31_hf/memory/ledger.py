@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..sampling.noise_size import noise_bytes
 from ..trees.shape import RESIDENT_QUERIES, DraftShape, default_tree_size
 from .activation_bytes import (
     Block,
@@ -38,6 +39,7 @@ LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
 VERIFY, ACCEPT, UPDATE, DRAFT = "verify", "accept", "drafter update", "draft"
 RUNNING = (PREFILL, DRAFTER_PREFILL, VERIFY, ACCEPT, UPDATE, DRAFT)
 MOMENTS = (LOAD, *RUNNING)
+ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
 # Checkpoints of the other methods are packed already.
 _PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4", "hqq", "torchao-int8", "torchao-fp8")
@@ -178,6 +180,7 @@ def _target_terms(target: TargetFacts, card: Card, settings: MemorySettings, *, 
     logits = logits_bytes(shape, verify.rows)
     layers = target_forward_bytes(shape, verify, taps=taps)
     after_layers = verify.rows * (2 * shape.hidden_size * shape.element_bytes + tapped) + logits
+    noise = noise_bytes(batch, shape.vocab_size, settings.shape.depth + 1)
     accept = accept_bytes(shape, verify.rows) + verify.rows * tapped
     return [
         *_cache_terms("target", shape, settings, capacity, max(chunk, nodes)),
@@ -186,6 +189,7 @@ def _target_terms(target: TargetFacts, card: Card, settings: MemorySettings, *, 
         LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
         LedgerTerm("verify logits", logits, "B*N*V * b", (ACCEPT, UPDATE)),
         LedgerTerm("acceptance", accept, "B*N*V * 20 + hidden states", (ACCEPT,)),
+        LedgerTerm("sampling noise", noise, "(16 + K + 1) * B*V * 4, of one row twice", ROUND),
         LedgerTerm("kept scores", verify.rows * shape.vocab_size * 4, "B*N*V * 4", (UPDATE,)),
         _workspace_term(target, prefill, PREFILL),
         _workspace_term(target, verify, VERIFY),

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
 from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
@@ -103,14 +104,17 @@ def _load_config(target: Any) -> PreTrainedConfig:
     known = None if Path(target).exists() else find_known_target(str(target))
     if known is not None:
         return known.config
+    refuse_drafter_as_target(target)
     try:
-        return AutoConfig.from_pretrained(target, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise MemoryPlanError(
             f"got target {str(target)!r}, whose config cannot be read ({str(error).splitlines()[0][:160]}); wanted a "
             "folder with config.json, the id of a model on the Hub that transformers knows without remote code, or one "
             f"of {', '.join(known_targets())}"
         ) from error
+    refuse_drafter_as_target(target, config.architectures)
+    return config
 
 
 def _with_required_fields(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -146,13 +150,18 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
     Raises:
         MemoryPlanError: it has layers without keys and values (recurrent ones), which no draft can be verified on.
     """
-    from ..cache.spans import windows_from_config
+    from ..cache.spans import kinds_from_config
 
     text = config.get_text_config(decoder=True)
     try:
-        windows, _ = windows_from_config(text, None, 1)
+        kept = kinds_from_config(text, None, 1)
     except IncompatibleTargetError as error:
         raise MemoryPlanError(str(error)) from error
+    if any(kept.num_states):
+        raise MemoryPlanError(
+            f"{text.model_type} has layers with recurrent states, whose bytes plans do not count yet; drafting works "
+            "without a plan"
+        )
     layers = sizes_by_layer(text)
     widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -165,7 +174,7 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         value_dim=widest.value_dim,
         mlp_units=_mlp_units(text),
         vocab_size=text.vocab_size,
-        windows=tuple(windows),
+        windows=tuple(kept.windows),
         rotary_tables=max(1, len(kinds & set(rope))),
         element_bytes=packing.dtype_bytes,
         score_bytes=_score_bytes(

@@ -1,68 +1,31 @@
-"""Drawing tokens from distributions. Pure and seeded; nothing waits for the device.
+"""Sampling as arg-max: the exponential noise that plain `generate` would use, position by position.
 
-Random numbers come from `generator` (`None`: torch's global one), on the device of the weights.
+`torch.multinomial` of one sample is `argmax(p / E)`, where `E` is exponential noise of p's shape taken from torch's
+generator. Plain `generate` takes one such tensor `(B, V)` for each new position. `PositionNoise` takes the same tensors
+in the same order and keeps those that a round looks ahead to. So the target chooses the very token it would have
+chosen alone, whatever was drafted, and a drafter that is shown the same noise agrees with it nearly as often as any
+rule allows (Gumbel coupling, arXiv 2408.07978).
+
+`B` rows of a batch, `V` vocabulary, `p` / `q` target / draft distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from .noise_size import KEPT_BEHIND, ring_length
+
+KEPT_STATES = 256
+"""Positions behind the slowest row whose generator state is kept (5 kB each on a CPU, 16 bytes on CUDA)."""
 
 
-def draw(weights: Tensor, generator: torch.Generator | None = None, *, numbers: Tensor | None = None) -> Tensor:
-    """Draw one index per row, `weights (..., V)` -> `(...)` int64; weights are non-negative and need not sum to 1.
-
-    Inverts the cumulative sum, in float64 so that rare tokens keep their exact share; an index of weight 0 is never
-    drawn. On one CPU core, rows x 8192 weights: 17 us for 1 row and 78 us for 8, against 178 and 1344 us for
-    `torch.multinomial`, which needs a random number per index instead of one per row.
-
-    A row of zeros or NaN yields `V`, out of range on purpose: the next lookup fails instead of inventing a token.
-
-    Args:
-        numbers: what to draw with: `(..., 1)` of `uniform_numbers`, or `(..., V)` of `draw_numbers`, by which indices
-            race for being drawn (two operations instead of five); default: new uniform ones.
-    """
-    if numbers is not None and numbers.shape[-1] > 1:
-        return (numbers / weights).min(-1).indices  # x / 0 is infinite: never first
-    if numbers is None:
-        numbers = uniform_numbers((*weights.shape[:-1], 1), weights.device, generator)
-    invert = _invert if weights.numel() < DRAWN_BY_BLOCKS else _invert_by_blocks
-    return invert(weights, numbers).squeeze(-1)
-
-
-DRAWN_BY_BLOCKS = 100_000
-"""Weights from which on `draw` sums blocks first. On two CPU cores 24 rows of 8,192 take 0.1 ms instead of 5, one row
-of 128,256 0.12 instead of 0.16, 24 of these 1.6 instead of 18; 6 rows of 8,192 would take twice as long."""
-
-BLOCK = 64
-"""Weights of a block."""
-
-
-def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Where the cumulative sum of `weights (..., V)` exceeds the share `numbers (..., 1)` of its end, `(..., 1)`."""
-    cumulative = weights.cumsum(-1, dtype=_wide_dtype(weights.device))
-    threshold = numbers * cumulative[..., -1:]  # < the end: the numbers are below 1
-    return torch.searchsorted(cumulative, threshold, right=True)
-
-
-def _invert_by_blocks(weights: Tensor, numbers: Tensor) -> Tensor:
-    """`_invert`, which first finds the block and then the index in it: no running sum over all weights is written."""
-    vocabulary = weights.shape[-1]
-    if vocabulary % BLOCK:
-        weights = F.pad(weights, (0, -vocabulary % BLOCK))
-    blocks = weights.unflatten(-1, (-1, BLOCK))  # (..., n, BLOCK)
-    sums = blocks.sum(-1, dtype=_wide_dtype(weights.device))  # (..., n)
-    ends = sums.cumsum(-1)
-    threshold = numbers * ends[..., -1:]
-    block = torch.searchsorted(ends, threshold, right=True).clamp(max=sums.shape[-1] - 1)  # (..., 1); zeros have none
-    # How far into the block, as a share of it: below 1 again, whatever rounding does.
-    share = 1 - (ends.gather(-1, block) - threshold) / sums.gather(-1, block)
-    share = share.clamp(0, 1 - torch.finfo(share.dtype).eps / 2)
-    chosen = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK)).squeeze(-2)  # (..., BLOCK)
-    return (block * BLOCK + _invert(chosen, share)).clamp(max=vocabulary)
+NOT_PLAIN = "something else took random numbers while the text was sampled: it is not the text of plain generate"
+"""Said where `PositionNoise.settle` finds that out."""
 
 
 def argmax(scores: Tensor) -> Tensor:
@@ -70,35 +33,184 @@ def argmax(scores: Tensor) -> Tensor:
     return scores.max(-1).indices  # `argmax` takes two to three times as long on a CPU in bf16
 
 
-def draw_without_replacement(probs: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw `k` different indices per row one after another, `probs (..., V)` -> `(..., k)` int64 in drawing order.
-
-    An exponential race (the `k` smallest of `Exp(1) / p`; Gumbel top-k, arXiv 1903.06059): the same distribution as
-    drawing, removing and renormalising `k` times. With fewer than `k` indices of positive probability the rest of the
-    row is filled with indices of probability 0, which `accept_rejection` never accepts.
-    """
-    noise = torch.empty_like(probs).exponential_(generator=generator)
-    # noise / p and not p / noise: 0 / 0 is NaN, which sorts as largest and so loses a race for the smallest.
-    return (noise / probs).topk(k, dim=-1, largest=False, sorted=True).indices
-
-
-def uniform_numbers(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Random numbers from 0 to below 1, in the precision draws are made in."""
-    return torch.rand(shape, dtype=_wide_dtype(device), device=device, generator=generator)
-
-
-def draw_numbers(
-    draws: tuple[int, int], width: int | None, device: torch.device, generator: torch.Generator | None = None
-) -> Tensor:
-    """Random numbers for `draws` `(B, K)` of one token each: `(B, K, width)` to race by, or `(B, K, 1)` uniform ones.
+def choose(scores: Tensor, noise: Tensor) -> Tensor:
+    """The token that sampling draws, `(..., V)` -> `(...)`: `torch.multinomial` of one sample by this noise.
 
     Args:
-        width: candidates of each draw, if they are few (top-k): an exponential number for each then costs little.
+        scores: processed scores, float32.
+        noise: exponential, of the same shape.
+
+    A row whose scores are no numbers gives `V`, which is no token: whoever reads it raises.
     """
-    if width is None or width == 1:
-        return uniform_numbers((*draws, 1), device, generator)
-    return torch.empty((*draws, width), device=device).exponential_(generator=generator)
+    best = (scores.softmax(-1) / noise.to(scores.device)).max(-1)
+    return torch.where(best.values.isnan(), scores.shape[-1], best.indices)
 
 
-def _wide_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # Apple GPUs have no float64
+def perturbed(scores: Tensor, noise: Tensor) -> Tensor:
+    """Draft scores `(..., S)` whose arg-max is what sampling by this noise would draw: `log q - log E`, and a constant.
+
+    Their softmax says how likely each token is the one that the target draws, so whatever is done with the scores of
+    greedy drafts (arg-max, top-k, trees, confidence) can be done with these.
+    """
+    return scores.float() - noise.log()
+
+
+class PositionNoise:
+    """Exponential noise for the new positions of a batch, taken from a generator as plain `generate` takes it.
+
+    Rows may be at different positions. Each keeps the noise of its own next positions; what a slow row needs again is
+    made again from the generator's state before that position.
+
+    Args:
+        rows: of the batch, `B`; rows that have ended count, since `generate` draws for them, too.
+        vocabulary: scores per row, `V`.
+        device: of the scores.
+        generator: to take from; `None`: torch's own one of the device.
+    """
+
+    def __init__(
+        self, rows: int, vocabulary: int, device: torch.device, generator: torch.Generator | None = None
+    ):  # fmt: skip
+        self.rows, self.vocabulary, self.device = rows, vocabulary, device
+        self._generator = generator
+        self._ring: Tensor = torch.empty(0, rows, vocabulary, device=device)  # position t lies at t modulo its length
+        self._end = [0] * rows  # of each row: noise is held up to here
+        self._begin = [0] * rows  # and from here on, or later where it was written over
+        self._states: dict[int, Any] = {}  # before a position's noise was taken
+        self._taken = 0  # positions whose noise was taken
+        self._left: Any = None  # the generator's state after that
+
+    def window(self, rows: Sequence[int], starts: Sequence[int], count: int) -> Tensor:
+        """Noise `(R, count, V)` of these rows, each from its own position on. Valid until the next call.
+
+        Args:
+            rows: of the batch.
+            starts: of each of them, the first position: how many new tokens come before it.
+            count: positions.
+        """
+        self._make_room(count)
+        self._fill(rows, starts, count)
+        if len(rows) == 1 == self.rows:
+            first = starts[0] % len(self._ring)
+            if first + count <= len(self._ring):
+                return self._ring[first : first + count].transpose(0, 1)
+        offsets = torch.arange(count, device=self.device)
+        slots = (torch.tensor(starts, device=self.device)[:, None] + offsets) % len(self._ring)
+        return self._ring[slots, torch.tensor(rows, device=self.device)[:, None]]
+
+    def settle(self, position: int) -> bool:
+        """Leave the generator where `generate` leaves it after so many positions.
+
+        Returns:
+            Whether nobody else has taken random numbers from it meanwhile. If somebody has, it is left as it is.
+        """
+        if self._left is None:
+            return True
+        if not torch.equal(self._state(), self._left):
+            return False
+        if position in self._states:
+            self._set_state(self._states[position])
+        while self._taken < position:  # a text that was written without looking at all of its noise
+            self._take(torch.empty(self.rows, self.vocabulary, device=self.device))
+        return True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the noise that is held."""
+        return self._ring.nbytes
+
+    # --- taking it -------------------------------------------------------------------------------------------------
+
+    def _make_room(self, count: int) -> None:
+        """A ring that holds a window and what lies behind it; of a single row twice that, so that few windows wrap."""
+        if len(self._ring) < KEPT_BEHIND + count:
+            length = ring_length(self.rows, count)
+            self._ring = torch.empty(length, self.rows, self.vocabulary, device=self.device)
+            self._begin, self._end = [0] * self.rows, [0] * self.rows
+
+    def _fill(self, rows: Sequence[int], starts: Sequence[int], count: int) -> None:
+        missing: dict[int, list[int]] = {}
+        for row, start in zip(rows, starts, strict=True):
+            stop, held_from = start + count, max(self._begin[row], self._end[row] - len(self._ring))
+            if not held_from <= start <= self._end[row]:  # it went back, or ahead without looking
+                self._begin[row] = self._end[row] = start
+            for position in range(self._end[row], stop):
+                missing.setdefault(position, []).append(row)
+            self._end[row] = max(self._end[row], stop)
+        for position in sorted(missing):
+            self._fill_position(position, missing[position])
+        for position in [known for known in self._states if known < min(starts) - KEPT_STATES]:
+            del self._states[position]
+
+    def _fill_position(self, position: int, rows: Sequence[int]) -> None:
+        slot = self._ring[position % len(self._ring)]  # (B, V)
+        if len(rows) == self.rows:
+            return self._take_position(position, slot)
+        noise = torch.empty_like(slot)
+        self._take_position(position, noise)
+        index = torch.tensor(rows, device=self.device)
+        slot[index] = noise[index]
+
+    def _take_position(self, position: int, out: Tensor) -> None:
+        """Noise of a position, for all rows."""
+        if position < self._taken:
+            assert position in self._states, f"the noise of position {position} is asked for again too late"
+            here = self._state()
+            self._set_state(self._states[position])
+            out.exponential_(generator=self._generator)
+            self._set_state(here)
+            return
+        while self._taken <= position:
+            self._take(out)
+
+    def _take(self, out: Tensor) -> None:
+        self._states[self._taken] = self._state()
+        out.exponential_(generator=self._generator)
+        self._taken += 1
+        self._left = self._state()
+
+    def _state(self) -> Tensor:
+        return random_state(self.device) if self._generator is None else self._generator.get_state()
+
+    def _set_state(self, state: Tensor) -> None:
+        if self._generator is None:
+            _set_state(self.device, state)
+        else:
+            self._generator.set_state(state)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of torch's own generator of a device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module: Any = torch.get_device_module(device)
+    return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+        return
+    module: Any = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+@cache
+def why_noise_is_unknown(device: torch.device) -> str | None:
+    """Why `torch.multinomial` on this device does not draw as this module says; `None` where it does. Tried once."""
+    state = random_state(device)
+    try:
+        weights = torch.arange(1.0, 65.0, device=device).repeat(8, 1)  # (8, 64)
+        drawn = torch.multinomial(weights, 1).squeeze(1)
+        after = random_state(device)
+        _set_state(device, state)
+        expected = argmax(weights / torch.empty_like(weights).exponential_())
+        is_same = torch.equal(drawn, expected) and torch.equal(after, random_state(device))
+    except (RuntimeError, NotImplementedError) as error:
+        return f"random numbers of {device} cannot be followed: {str(error).splitlines()[0]}"
+    finally:
+        _set_state(device, state)
+    return None if is_same else f"torch.multinomial draws in another way than known on {device}"

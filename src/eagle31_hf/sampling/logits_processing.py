@@ -67,9 +67,9 @@ class DraftWarping:
         """Float32 scores of logits `(B, Vd)`."""
         return ScoreProcessing._run(self._processors, torch.empty(0), logits.float())
 
-    def probs(self, logits: Tensor) -> Tensor:
-        """The distribution `(B, N, V)` after each node, float32, by logits over the target's vocabulary."""
-        return self(logits.flatten(0, 1)).softmax(-1).view(logits.shape)
+    def of_nodes(self, logits: Tensor) -> Tensor:
+        """Float32 scores of logits `(B, N, V)`."""
+        return self(logits.flatten(0, 1)).view(logits.shape)
 
     def width(self, vocabulary: int, at_least: int = 1) -> int | None:
         """How many `candidates` there are, if that is less than the vocabulary."""

@@ -1,8 +1,8 @@
 """Acceptance that asks the target only where the text goes: from the root down, one node of a row after another.
 
-`sampling.accept_greedy` wants the target's token after every node of a tree, of which the text passes a few. Where that
-token is dear (processors that look at each node's own prefix) or asking costs no wait (a CPU), going down is cheaper.
-What is accepted is the same, and so is the distribution where tokens are drawn: draws do not look at the drafts.
+`acceptance.accept_chosen` wants the target's token after every node of a tree, of which the text passes a few. Where
+that token is dear (processors that look at each node's own prefix), going down is cheaper, and what is accepted is the
+same.
 """
 
 from __future__ import annotations

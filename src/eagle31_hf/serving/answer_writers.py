@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from . import answers
 from .answer_parts import AnswerParser
 from .calls import ChatTexts
-from .requests import TextEvent, TextUsage
-from .wire import CompletionCall
+from .requests import TextEvent, TextRequest, TextUsage
+from .token_texts import TokenTexts
 
 
 class AnswerWriter:
@@ -40,7 +40,8 @@ class ChatWriter(AnswerWriter):
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: ChatTexts):
         self.envelope = answers.Envelope(model, "chatcmpl")
-        self.tokenizer, count = tokenizer, len(texts.requests)
+        self.one_call, count = texts.one_call, len(texts.requests)
+        self.tokens = [TokenTexts(tokenizer, text.prompt) for text in texts.requests]
         self.parsers = [AnswerParser(thinks=texts.thinks, tools=texts.tool_names) for _ in range(count)]
         self.messages = [answers.ChatMessage() for _ in range(count)]
         self.logprobs: list[list[dict[str, Any]] | None] = [[] if texts.tells_logprobs else None for _ in range(count)]
@@ -57,11 +58,11 @@ class ChatWriter(AnswerWriter):
         parts = parser.feed(event.text)
         if event.finish is not None:
             parts += parser.finish()
-        deltas = [message.add(part) for part in parts]
+        deltas = [message.add(part) for part in parts if not (self.one_call and part.call and message.calls)]
         told = None
         kept = self.logprobs[index]
         if kept is not None:
-            told = answers.chat_logprobs(self.tokenizer, event.logprobs)
+            told = answers.chat_logprobs(self.tokens[index], event.logprobs)
             kept += told["content"]
             deltas = deltas or [{"content": ""}]
         made: list[BaseModel] = []
@@ -87,28 +88,32 @@ class ChatWriter(AnswerWriter):
 class CompletionWriter(AnswerWriter):
     """Of a completion."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, call: CompletionCall, count: int):
-        self.envelope = answers.Envelope(model, "cmpl")
-        self.tokenizer, self.tells_logprobs = tokenizer, call.top_logprobs is not None
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[TextRequest]):
+        self.envelope, count = answers.Envelope(model, "cmpl"), len(texts)
+        self.tokens = [TokenTexts(tokenizer, text.prompt) for text in texts]
         self.texts = [""] * count
-        self.logprobs: list[list[Any]] = [[] for _ in range(count)]
+        self.logprobs = [
+            None if text.top_logprobs is None else answers.completion_logprobs(t, [])
+            for text, t in zip(texts, self.tokens, strict=True)
+        ]
         self.finish: list[str | None] = [None] * count
-
-    def _told(self, logprobs: Sequence[Any]) -> dict[str, Any] | None:
-        return answers.completion_logprobs(self.tokenizer, logprobs) if self.tells_logprobs else None
 
     def pieces(self, index: int, event: TextEvent) -> list[BaseModel]:
         self.texts[index] += event.text
-        self.logprobs[index] += event.logprobs
         self.finish[index] = event.finish
+        told, kept = None, self.logprobs[index]
+        if kept is not None:
+            told = answers.completion_logprobs(self.tokens[index], event.logprobs)
+            for name, values in told.items():
+                kept[name] += values
         if not event.text and event.finish is None and not event.logprobs:
             return []
-        choice = answers.completion_choice(index, event.text, finish=event.finish, logprobs=self._told(event.logprobs))
+        choice = answers.completion_choice(index, event.text, finish=event.finish, logprobs=told)
         return [answers.completion(self.envelope, [choice], [])]
 
     def whole(self, usages: Sequence[TextUsage]) -> BaseModel:
         choices = [
-            answers.completion_choice(i, text, finish=self.finish[i], logprobs=self._told(self.logprobs[i]))
+            answers.completion_choice(i, text, finish=self.finish[i], logprobs=self.logprobs[i])
             for i, text in enumerate(self.texts)
         ]
         return answers.completion(self.envelope, choices, usages)

@@ -11,10 +11,10 @@ from typing import Any
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
-from transformers import PreTrainedTokenizerBase
 
 from .answer_parts import AnswerPart
 from .requests import TextUsage, TokenLogprob
+from .token_texts import TokenTexts
 
 
 def add_usage(usages: Sequence[TextUsage]) -> CompletionUsage:
@@ -119,22 +119,22 @@ def chat_usage_chunk(envelope: Envelope, usages: Sequence[TextUsage]) -> ChatCom
     )
 
 
-def chat_logprobs(tokenizer: PreTrainedTokenizerBase, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                **_token_logprob(tokenizer, each.token, each.logprob),
-                "top_logprobs": [_token_logprob(tokenizer, token, value) for token, value in each.top],
-            }
-            for each in logprobs
-        ]
-    }
+def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Of tokens that come next in a text."""
+    content = []
+    for each in logprobs:
+        others = [_token_logprob(texts.of(token), value) for token, value in each.top]
+        content.append({**_token_logprob(texts.add(each.token), each.logprob), "top_logprobs": others})
+    return {"content": content}
 
 
-def _token_logprob(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> dict[str, Any]:
-    text = str(tokenizer.decode([token]))
-    # A token may be part of a character; -inf is no JSON, and OpenAI's own stand-in for it is -9999.
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+def _token_logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _told(logprob), "bytes": list(text.encode())}
+
+
+def _told(logprob: float) -> float:
+    """-inf is no JSON, and OpenAI's own stand-in for it is -9999."""
+    return max(logprob, -9999.0)
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
@@ -153,15 +153,15 @@ def completion_choice(
     return CompletionChoice.model_construct(index=index, text=text, finish_reason=finish, logprobs=logprobs)
 
 
-def completion_logprobs(tokenizer: PreTrainedTokenizerBase, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    texts = [str(tokenizer.decode([each.token])) for each in logprobs]
-    offsets, length = [], 0
-    for text in texts:
-        offsets.append(length)
-        length += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(each.logprob, -9999.0) for each in logprobs],
-        "top_logprobs": [{str(tokenizer.decode([token])): value for token, value in each.top} for each in logprobs],
-        "text_offset": offsets,
-    }
+def completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Of tokens that come next in a text; offsets count from its first character."""
+    told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for each in logprobs:
+        others: dict[str, float] = {}
+        for token, value in each.top:  # the likeliest first; parts of characters have no text and share a name
+            others.setdefault(texts.of(token), _told(value))
+        told["top_logprobs"].append(others)
+        told["text_offset"].append(texts.length)
+        told["tokens"].append(texts.add(each.token))
+        told["token_logprobs"].append(_told(each.logprob))
+    return told

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -22,7 +22,9 @@ from .answer_writers import AnswerWriter, ChatWriter, CompletionWriter
 from .api_errors import ApiError
 from .calls import CallTranslator
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
+from .front_page import ELSEWHERE, front_page
 from .metrics import ServerMetrics
+from .request_log import log_answer, log_error
 from .requests import TextEvent, TextRequest, TextUsage
 from .wire import parse_chat, parse_completion, parse_json
 
@@ -65,6 +67,9 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         app.add_api_route(path, handler, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", server.models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"], response_model=None)
+    for path in ELSEWHERE:
+        app.add_api_route(path, server.elsewhere, methods=["GET", "POST"], response_model=None)
+    app.add_api_route("/", server.front, methods=["GET"], response_model=None)
     app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", server.metrics, methods=["GET"], response_model=None)
     if settings.allow_origins:
@@ -98,6 +103,27 @@ class _Server:
             "waiting": self.engine.waiting,
         }
         return JSONResponse(told, status_code=200 if alive else 503)
+
+    async def front(self, request: Request) -> Response:
+        """A page for people."""
+        engine = self.engine
+        facts = {
+            "texts at once": f"{engine.settings.max_rows}; now {engine.running}, and {engine.waiting} waiting",
+            "longest text": f"{engine.settings.context:,} tokens, prompt and answer",
+            "tokens a pass": f"{engine.batch.stats.acceptance_length:.2f}" if engine.batch.stats.rounds else "none yet",
+        }
+        page = front_page(
+            model=self.settings.model,
+            base=str(request.base_url).rstrip("/"),
+            facts=facts,
+            needs_key=self.settings.api_key is not None,
+        )
+        return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"})
+
+    async def elsewhere(self, request: Request) -> Response:
+        """An address of another API."""
+        path = request.url.path
+        raise ApiError(f"{path} is not served here: {ELSEWHERE[path]}", status=404, code="unsupported_endpoint")
 
     async def metrics(self, request: Request) -> Response:
         self._check_key(request)
@@ -139,21 +165,21 @@ class _Server:
         call = parse_completion(parse_json(await self._body(request)))
         self._check_model(call.options.model)
         requests = await asyncio.to_thread(self.translator.of_completion, call)
-        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, call, len(requests))
+        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, requests)
         return await self._answer(request, requests, writer, call.options.stream, call.options.include_usage)
 
     async def _answer(
         self, request: Request, texts: Sequence[TextRequest], writer: AnswerWriter, stream: bool, include_usage: bool
     ) -> Response:
         run = _Run(self, texts)
-        if stream:
-            await run.start()
-            return StreamingResponse(self._stream(run, writer, include_usage), media_type="text/event-stream")
         await run.start()
+        if stream:
+            pieces = self._stream(request, run, writer, include_usage)
+            return StreamingResponse(pieces, media_type="text/event-stream")
         try:
             await _while_connected(request, self._collect(run, writer))
         finally:
-            run.cancel()
+            run.end(request)
         return _json(writer.whole(run.usages))
 
     async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
@@ -162,14 +188,16 @@ class _Server:
                 raise ApiError(event.error, status=500, code="engine_error")
             writer.pieces(index, event)
 
-    async def _stream(self, run: _Run, writer: AnswerWriter, include_usage: bool) -> AsyncIterator[str]:
+    async def _stream(
+        self, request: Request, run: _Run, writer: AnswerWriter, include_usage: bool
+    ) -> AsyncIterator[str]:
         try:
             for piece in writer.opening():
                 yield _sse(piece)
             async for index, event in run.events():
                 if event.error:
                     error = ApiError(event.error, status=500, code="engine_error")
-                    yield f"data: {json.dumps(error.body)}\n\n"
+                    yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
                     return
                 for piece in writer.pieces(index, event):
                     yield _sse(piece)
@@ -177,7 +205,7 @@ class _Server:
                 yield _sse(writer.usage(run.usages))
             yield "data: [DONE]\n\n"
         finally:
-            run.cancel()
+            run.end(request)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -224,6 +252,7 @@ class _Run:
     def __init__(self, server: _Server, texts: Sequence[TextRequest]):
         self.server, self.texts = server, texts
         self.usages = [TextUsage(len(text.prompt)) for text in texts]
+        self.finishes: list[str | None] = [None] * len(texts)
         self._tickets: list[Any] = []
         self._events: asyncio.Queue[tuple[int, TextEvent]] = asyncio.Queue()
         self._started = time.perf_counter()
@@ -255,7 +284,7 @@ class _Run:
         left = len(self.texts)
         while left:
             index, event = await self._events.get()
-            self.usages[index] = event.usage
+            self.usages[index], self.finishes[index] = event.usage, event.finish
             self._observe(index)
             left -= event.finish is not None
             yield index, event
@@ -265,6 +294,11 @@ class _Run:
         figures = self.server.figures
         (figures.first_token_s if last is None else figures.gap_s).observe(now - (last or self._started))
         self._last[index] = now
+
+    def end(self, request: Request) -> None:
+        """The answer is told, or its client has gone."""
+        self.cancel()
+        log_answer(request, self.finishes, self.usages, time.perf_counter() - self._started)
 
     def cancel(self) -> None:
         """Those that have not ended need not go on."""
@@ -313,4 +347,5 @@ async def _as_response(request: Request, error: Exception) -> Response:
         error = ApiError(str(error))
     elif not isinstance(error, ApiError):
         error = ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error")
+    log_error(request, error)
     return JSONResponse(error.body, status_code=error.status, headers=error.headers)

@@ -9,106 +9,40 @@ of the same chat) starts from there, the drafter's keys and values included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache.row_pool import RowPool, resume_row
+from ..cache.row_pool import RowPool, resume_row, wipe_row
 from ..cache.speculative import SpeculativeCache
 from ..decoding.draft_policy import DraftPlan
 from ..decoding.prefill import ChunkedPrefill, PrefillState
 from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import FirstDrafts
-from ..drafter.propose import propose_chain
-from ..drafter.reach import layer_windows
+from ..drafter.propose import DraftChoice, DraftScores, propose_chain
 from ..drafter.session import SLAB, DraftSession, DraftState
+from ..errors import UnsupportedGenerationError
 from ..generation_config import DraftLength
 from ..sampling.acceptance import Acceptance
 from ..stats import PhaseClock, SpeculationStats
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
 from .batch_drafts import BatchDrafts
-from .choosing import TokenChooser, accept_drafts
-from .requests import TextRequest, TextUsage, TokenLogprob
-from .text import TextWriter
+from .choosing import ScoreShape, TokenChooser, accept_drafts, noise_of, warp_rows
+from .pooled_session import PooledDraftSession
+from .requests import TextRequest, TokenLogprob
+from .written_text import NO_TOKEN, RoundOutput, WrittenText
 
 
-@dataclass(frozen=True)
-class RoundOutput:
-    """What a round brought for one text; see `TextEvent`."""
+class HeldRow(NamedTuple):
+    """Tokens that a row of the caches holds; `even` first ones of them were read in whole pieces."""
 
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None
-
-
-@dataclass(eq=False)
-class WrittenText:
-    """A text being written in the batch.
-
-    Attributes:
-        request: what was asked for.
-        writer: tokens so far, and where they end.
-        chooser: how the next one is chosen.
-        usage: counts so far.
-    """
-
-    request: TextRequest
-    writer: TextWriter
-    chooser: TokenChooser
-    usage: TextUsage = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.usage = TextUsage(prompt_tokens=len(self.request.prompt))
-
-    @property
-    def last_token(self) -> int:
-        return self.writer.tokens[-1] if self.writer.tokens else self.request.prompt[-1]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and text."""
-        return [*self.request.prompt, *self.writer.tokens]
-
-
-class PooledDraftSession(DraftSession):
-    """The drafter's side of a batch whose rows come and go."""
-
-    def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int):
-        super().__init__(drafter, batch_size=batch_size, capacity=capacity, block=block)
-        self.cache: RowPool = RowPool(
-            layer_windows(drafter),
-            batch_size=batch_size,
-            capacity=capacity,
-            block=block,
-            slab=SLAB if capacity > SLAB else None,
-            device=drafter.device,
-        )
-
-    def join(self, other: DraftSession) -> None:
-        """Take the only row of another session behind the others."""
-        self.catch_up()
-        self.cache.join(other.cache)
-        self._rotary = None
-        own, new = self._root, other.root
-        self._root = new if own is None else DraftState(
-            torch.cat((own.logits, new.logits)), torch.cat((own.feedback, new.feedback))
-        )  # fmt: skip
-
-    def leave(self, place: int) -> None:
-        """Let a row go; the last one takes its place."""
-        self.catch_up()
-        rows = list(range(self.cache.batch_size))
-        self.cache.leave(place)
-        self._rotary = None
-        rows[place] = rows[-1]
-        index = torch.tensor(rows[:-1], dtype=torch.long, device=self.root.logits.device)
-        self._root = DraftState(self.root.logits[index], self.root.feedback[index]) if len(rows) > 1 else None
+    tokens: list[int]
+    even: int
 
 
 class TextBatch:
@@ -135,7 +69,9 @@ class TextBatch:
         self.session = PooledDraftSession(drafter, batch_size=max_rows, **sizes)
         self.verify = Verification(self.binding, self.cache)
         self._reader = PromptReader(self, sizes)
-        self._parked: dict[int, list[int]] = {}  # tokens of parked rows, by place
+        self._scores = ScoreShape(self.binding.text_config.vocab_size, self.binding.head_device)
+        self._parked: dict[int, HeldRow] = {}  # by place
+        self._is_exact = self.binding.compute_dtype == torch.float32
 
     def target_cache(self, kind: type[SpeculativeCache], rows: int, sizes: dict[str, int]) -> Any:
         """An empty cache of this kind for the target."""
@@ -159,8 +95,9 @@ class TextBatch:
     def begin(self, text: WrittenText) -> int:
         """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
         self.session.catch_up()  # a drafter that rests is behind the rows that could be resumed from
-        place, length = self._longest_shared(text.request.prompt)
+        place, length, even = self._longest_shared(text.request)
         text.usage = replace(text.usage, cached_tokens=length)
+        text.even_tokens = min(even, length)
         return self._reader.begin(text, place, length)
 
     def read(self, num_tokens: int) -> None:
@@ -173,27 +110,36 @@ class TextBatch:
         place = self.cache.join(self._reader.cache)
         self.session.join(self._reader.session)
         self._parked.pop(place, None)
-        self.texts.append(self._reader.text)
-        self.drafts.text_joins()
+        text = self._reader.text
+        self.texts.append(text)
+        self.drafts.text_joins(by_itself=text.request.is_repeatable and len(self.texts) == 1)
 
     def drop_reading(self) -> None:
         """Forget the prompt that is being read."""
-        self._reader.reset()
+        self._reader.wipe()
 
-    def _longest_shared(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """The place of the row to resume from and how many of its tokens; length 0 for none.
+    def _longest_shared(self, request: TextRequest) -> tuple[int, int, int]:
+        """The row to resume from: its place, how many of its tokens (0 for none), and how many of it were read evenly.
 
         One token less than the two share, since the drafter has joined each position with the token after it; and the
         prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
+
+        In half precision a token's keys and values depend a little on how many were computed together. So a text that
+        shall be written alike again is resumed behind whole pieces alone, which would be read the same way again.
         """
-        rows = {place: text.tokens for place, text in enumerate(self.texts)} | self._parked
-        best = (0, 0)
-        for place, tokens in rows.items():
+        prompt, rows = (
+            request.prompt,
+            {place: HeldRow(text.tokens, text.even_tokens) for place, text in enumerate(self.texts)},
+        )
+        best = (0, 0, 0)
+        for place, (tokens, even) in (rows | self._parked).items():
             length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
+            if request.is_repeatable and not self._is_exact:
+                length = min(length, even) // self.prefill_chunk * self.prefill_chunk
             if length > best[1]:
                 if not (self.cache.can_resume(place, length) and self.session.cache.can_resume(place, length)):
                     continue
-                best = (place, length)
+                best = (place, length, even)
         return best
 
     # --- a round -------------------------------------------------------------------------------------------------
@@ -206,30 +152,38 @@ class TextBatch:
         with self.clock.phase("verify"), self.binding.capturing():
             out = self.verify(tree)
         written = [len(text.writer.tokens) for text in self.texts]
-        choosers = [text.chooser for text in self.texts]
-        acceptance = accept_drafts(tree, out.logits, choosers, written, self._prefix)
+        acceptance = accept_drafts(tree, out.logits, self._choosers, written, self._prefix)
         paths, emitted = _read_back(tree, acceptance)
         outputs = [self._write(b, tree, out.logits, paths[b], emitted[b]) for b in range(len(self.texts))]
-        counts = [len(output.tokens) for output in outputs]
-        self.cache.keep(paths, counts)
-        self._absorb([list(output.tokens) for output in outputs], out.aux, None if tree.is_chain else paths)
+        kept = [list(output.tokens) or [0] for output in outputs]  # a row that fails leaves, whatever it holds
+        self.cache.keep(paths, [len(tokens) for tokens in kept])
+        self._absorb(kept, out.aux, None if tree.is_chain else paths)
         accepted = [len(path) - 1 for path in paths]
         self.drafts.record(plan, tree.max_depth, accepted)
         self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
         self.stats.skipped_rounds += plan.skips
-        self.stats.new_tokens += sum(counts)
+        self.stats.new_tokens += sum(len(output.tokens) for output in outputs)
         told = list(zip(list(self.texts), outputs, strict=True))
         for text, output in told:
             if output.finish is not None:
-                self.leave(text)
+                self.leave(text, trusted=not output.error)
         return told
 
-    def leave(self, text: WrittenText) -> None:
-        """Let a text go. What was computed for it stays until its place is needed."""
+    def leave(self, text: WrittenText, *, trusted: bool = True) -> None:
+        """Let a text go. What was computed for it stays until its place is needed.
+
+        Args:
+            trusted: if not, its row may hold what is no number, and is wiped: masked keys and values are multiplied by
+                zero, which does not make numbers of them, so they would spoil the next text in this place.
+        """
         place = self.texts.index(text)
+        if not trusted:
+            self.session.catch_up()
+            wipe_row(self.cache, place)
+            wipe_row(self.session.cache, place)
         parked = self.cache.leave(place)
         self.session.leave(place)
-        self._parked[parked] = text.tokens
+        self._parked[parked] = HeldRow(text.tokens, text.even_tokens) if trusted else HeldRow([], 0)
         self.texts[place] = self.texts[-1]
         self.texts.pop()
 
@@ -237,9 +191,9 @@ class TextBatch:
         """Forget everything: after a failure nothing of the caches is trusted."""
         self.session.rollback(self.session.cache.lengths)  # nor is what the drafter was to read
         for text in list(self.texts):
-            self.leave(text)
+            self.leave(text, trusted=False)
         self._parked.clear()
-        self._reader.reset()
+        self._reader.wipe()
 
     def _plan(self) -> DraftPlan:
         context = max(self.cache.lengths)
@@ -247,7 +201,7 @@ class TextBatch:
         rows = len(self.texts)
         plan = self.drafts.next_draft(rows, context=context, remaining=remaining)
         if plan.looks_back:
-            self.drafts.record_hindsight(self.session.look_back(FirstDrafts()))
+            self.drafts.record_hindsight(self.session.look_back(self._first_drafts()))
             plan = self.drafts.next_draft(rows, context=context, remaining=remaining)
         return plan
 
@@ -257,17 +211,57 @@ class TextBatch:
             return DraftTree.chain(roots[:, None])
         self.session.catch_up()
         length = DraftLength(plan.shape.depth, plan.shape.min_confidence)
-        return propose_chain(self.session, roots, length, sample=False, scores=self._draft_scores())
+        choice = DraftChoice(self._draft_scores(), self._noise(0, length.depth))
+        return propose_chain(self.session, roots, length, choice)
 
-    def _draft_scores(self) -> ScoresByRow | None:
-        """Drafts keep to their text's grammar, and to what else it was asked that looks at the text."""
+    @property
+    def _choosers(self) -> list[TokenChooser]:
+        return [text.chooser for text in self.texts]
+
+    @property
+    def _samples(self) -> bool:
+        return any(chooser.draws for chooser in self._choosers)
+
+    def _noise(self, behind: int, count: int) -> Tensor | None:
+        """Noise `(B, count, V)` from so many tokens behind each text's end on; `None` if none is sampled."""
+        if not self._samples:
+            return None
+        starts = [len(text.writer.tokens) - behind for text in self.texts]
+        return noise_of(self._choosers, starts, count, self._scores)
+
+    def _first_drafts(self) -> FirstDrafts:
+        """How the first tokens of drafts would have been chosen lately."""
+        if not self._samples:
+            return FirstDrafts()
+
+        def warping(logits: Tensor) -> Tensor:
+            rows = [warp_rows(logits[:, place].float(), self._choosers) for place in range(logits.shape[1])]
+            return torch.stack(rows, 1)
+
+        return FirstDrafts(1, warping, self._noise_behind)
+
+    def _noise_behind(self, count: int) -> Tensor:
+        noise = self._noise(count, count)
+        assert noise is not None, "some text is sampled"
+        return noise
+
+    def _draft_scores(self) -> DraftScores | None:
+        """Drafts keep to their text's grammar, to what else it was asked that looks at the text, and to how its tokens
+        are sampled."""
         grammar = GrammarDrafts(range(len(self.texts)), frozenset(), self.stats.fall_back)
         scorers = {
             b: InGrammar(text.chooser.processing, partial(self._drafted_prefix, b), 0, grammar)
             for b, text in enumerate(self.texts)
             if text.chooser.processing.can_fork
         }
-        return ScoresByRow(self.drafter, scorers) if scorers else None
+        by_row = ScoresByRow(self.drafter, scorers) if scorers else None
+        if not self._samples:
+            return by_row
+
+        def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+            return warp_rows(logits.float() if by_row is None else by_row(logits, drafted), self._choosers)
+
+        return scores
 
     def _drafted_prefix(self, place: int, drafted: Tensor) -> Tensor:
         return self._prefix(place, drafted.tolist())
@@ -278,7 +272,8 @@ class TextBatch:
     def _write(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> RoundOutput:
         """Add a row's tokens to its text, up to where that ends."""
         text = self.texts[b]
-        count, shown = text.writer.append(emitted)
+        fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
+        count, shown = text.writer.append(emitted[:-1] if fails else emitted)
         text.usage = replace(
             text.usage,
             completion_tokens=text.usage.completion_tokens + count,
@@ -288,7 +283,9 @@ class TextBatch:
         )
         top = text.request.top_logprobs
         logprobs = () if top is None else _logprobs(logits[b, path[:count]], emitted[:count], top)
-        return RoundOutput(shown, tuple(emitted[:count]), logprobs, text.writer.finish)
+        fails = fails and text.writer.finish is None
+        finish, error = ("error", NO_TOKEN) if fails else (text.writer.finish, "")
+        return RoundOutput(shown, tuple(emitted[:count]), logprobs, finish, error)
 
     def _absorb(self, written: list[list[int]], aux: Tensor | None, paths: list[list[int]] | None) -> None:
         """Bring the drafter up to date with what was written; `aux` `(B, N, A*Ht)` of the nodes."""
@@ -314,7 +311,7 @@ class PromptReader:
         self.session = DraftSession(batch.drafter, batch_size=1, **sizes)
         self._chunks = ChunkedPrefill(batch.binding, self.cache, self.session)
         self._reading: PrefillState | None = None
-        self._position = 0
+        self._start = self._position = 0  # of what is read, in the prompt; within what is read
         self._text: WrittenText | None = None
 
     @property
@@ -329,7 +326,7 @@ class PromptReader:
     def begin(self, text: WrittenText, place: int, length: int) -> int:
         """Start behind the first `length` tokens of the row at `place`. Returns how many are left to read."""
         self.reset()
-        self._text = text
+        self._text, self._start = text, length
         if length:
             resume_row(self.cache, self.batch.cache, place, length)
             resume_row(self.session.cache, self.batch.session.cache, place, length)
@@ -346,7 +343,22 @@ class PromptReader:
         while self._position < end:
             stop = min(end, self._position + self.batch.prefill_chunk)
             self._chunks.read_columns(self._reading, self._position, stop)
+            self._note_piece(self._start + self._position, stop - self._position)
             self._position = stop
+        last = self._reading.last_logits[0]
+        if last is not None and bool(last.isnan().any()):
+            raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
+
+    def _note_piece(self, start: int, length: int) -> None:
+        """So many tokens from `start` on were read together."""
+        if start == self.text.even_tokens and length == self.batch.prefill_chunk:
+            self.text.even_tokens += length
+
+    def wipe(self) -> None:
+        """Forget what was read, which may be no numbers, and leave nothing of it."""
+        wipe_row(self.cache, 0)
+        wipe_row(self.session.cache, 0)
+        self.reset()
 
     def reset(self) -> None:
         """Forget what was read."""

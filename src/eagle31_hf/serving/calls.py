@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigurationError
 from .answer_parts import OPEN_THOUGHT, call_grammar
 from .api_errors import ApiError
+from .constraints import spellings
 from .engine import Engine, TooLongError
 from .grammar import Grammar, GrammarCompiler
-from .prompts import encode_chat
+from .prompts import encode_chat, why_not_told
 from .requests import Sampling, TextRequest
 from .wire import DEFAULT_COMPLETION_TOKENS, CallOptions, ChatCall, CompletionCall
 
@@ -25,12 +26,14 @@ class ChatTexts:
         requests: one per choice.
         thinks: the prompt ends inside a thought.
         tool_names: what may be called.
+        one_call: no more than one function may be called.
         tells_logprobs: whether the client wants them.
     """
 
     requests: list[TextRequest]
     thinks: bool
     tool_names: list[str]
+    one_call: bool
     tells_logprobs: bool
 
 
@@ -54,13 +57,24 @@ class CallTranslator:
         names = [tool["function"]["name"] for tool in call.tools]
         try:
             prompt = encode_chat(
-                self._tokenizer, call.messages, tools=call.tools, **call.options.extras.chat_template_kwargs
+                self._tokenizer, call.messages, tools=call.tools, **self._template_options(call.options)
             )
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
         end = str(self._tokenizer.decode(prompt[-8:])).rstrip()
         requests = self._choices(prompt, call.options, call.top_logprobs, self._grammar(call))
-        return ChatTexts(requests, end.endswith(OPEN_THOUGHT), names, call.top_logprobs is not None)
+        thinks = end.endswith(OPEN_THOUGHT)
+        return ChatTexts(requests, thinks, names, call.one_call, call.top_logprobs is not None)
+
+    def _template_options(self, options: CallOptions) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools."""
+        effort = options.extras.reasoning_effort
+        told = options.extras.chat_template_kwargs | ({} if effort is None else {"reasoning_effort": effort})
+        for name in told:
+            if why := why_not_told(self._tokenizer, name):
+                param = name if name == "reasoning_effort" else "chat_template_kwargs"
+                raise ApiError(f"{param}: {why}", param=param, code="unsupported_parameter")
+        return told
 
     def of_completion(self, call: CompletionCall) -> list[TextRequest]:
         """The texts of a completion: of each prompt its choices.
@@ -69,14 +83,16 @@ class CallTranslator:
             ApiError: a token id is none of the target's.
             TooLongError: a prompt leaves no room for an answer.
         """
-        vocabulary = self._engine.drafter.require_binding().text_config.vocab_size
+        grammar, special = self._constraint(call.options), call.options.extras.add_special_tokens
         texts = []
         for prompt in call.prompts:
-            ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            if any(token >= vocabulary for token in ids):
-                raise ApiError(f"a token id is {max(ids)}; wanted ids below {vocabulary}", param="prompt")
-            texts += self._choices(ids, call.options, call.top_logprobs, None, DEFAULT_COMPLETION_TOKENS)
+            ids: list[int] = prompt if isinstance(prompt, list) else self._encoded(prompt, special)
+            self._check_ids(ids, "prompt")
+            texts += self._choices(ids, call.options, call.top_logprobs, grammar, DEFAULT_COMPLETION_TOKENS)
         return texts
+
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _choices(
         self,
@@ -91,20 +107,33 @@ class CallTranslator:
             raise TooLongError(
                 f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}", longest
             )
-        room = longest - len(prompt)
-        sampling = self._sampling(options)
-        return [
-            TextRequest(
-                prompt=tuple(prompt),
-                max_new_tokens=options.max_new_tokens or min(usual_tokens or room, room),
-                sampling=_for_choice(sampling, index),
-                stop=options.stop,
-                ignore_eos=options.extras.ignore_eos,
-                top_logprobs=top_logprobs,
-                grammar=grammar,
-            )
-            for index in range(options.choices)
-        ]
+        room, extras = longest - len(prompt), options.extras
+        most = options.max_new_tokens or min(usual_tokens or room, room)
+        if extras.min_tokens > most:
+            raise ApiError(f"min_tokens is {extras.min_tokens}, and {most} are written at most", param="min_tokens")
+        self._check_ids(extras.stop_token_ids, "stop_token_ids")
+        self._check_ids(extras.allowed_token_ids or (), "allowed_token_ids")
+        request = TextRequest(
+            prompt=tuple(prompt),
+            max_new_tokens=most,
+            sampling=self._sampling(options),
+            stop=options.stop,
+            keep_stop=extras.include_stop_str_in_output,
+            stop_token_ids=frozenset(extras.stop_token_ids),
+            ignore_eos=extras.ignore_eos,
+            min_new_tokens=extras.min_tokens,
+            skip_special_tokens=extras.skip_special_tokens,
+            bad_words=tuple(spellings(self._tokenizer, extras.bad_words)),
+            allowed_tokens=tuple(extras.allowed_token_ids or ()),
+            top_logprobs=top_logprobs,
+            grammar=grammar,
+        )
+        return [replace(request, sampling=_for_choice(request.sampling, index)) for index in range(options.choices)]
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        vocabulary = self._engine.drafter.require_binding().text_config.vocab_size
+        if any(token >= vocabulary for token in ids):
+            raise ApiError(f"{param}: a token id is {max(ids)}; wanted ids below {vocabulary}", param=param)
 
     def _sampling(self, options: CallOptions) -> Sampling:
         """What was asked for; what was not is as `generate` of the target has it."""
@@ -119,9 +148,9 @@ class CallTranslator:
         return Sampling(
             temperature=temperature,
             top_p=_first(numbers.top_p, usual.top_p if samples else None, 1.0),
-            top_k=_first(extras.top_k, usual.top_k if samples else None, 0),
+            top_k=_first(None if extras.top_k is None else max(extras.top_k, 0), usual.top_k if samples else None, 0),
             min_p=_first(extras.min_p, usual.min_p if samples else None, 0.0),
-            seed=numbers.seed,
+            seed=None if numbers.seed == -1 else numbers.seed,  # any, as other servers have it
             repetition_penalty=_first(extras.repetition_penalty, usual.repetition_penalty, 1.0),
             presence_penalty=numbers.presence_penalty or 0.0,
             frequency_penalty=numbers.frequency_penalty or 0.0,
@@ -129,17 +158,30 @@ class CallTranslator:
         )
 
     def _grammar(self, call: ChatCall) -> Grammar | None:
-        if not call.forced_tools and call.json_schema is None:
+        if not call.forced_tools:
+            return self._constraint(call.options)
+        template = str(self._tokenizer.chat_template)
+        grammar = call_grammar(call.tools, call.forced_tools, template)
+        return self._compiled(lambda: self._grammars.lark(grammar), "tool_choice")
+
+    def _constraint(self, options: CallOptions) -> Grammar | None:
+        wanted = options.constraint
+        if wanted is None:
             return None
-        param = "tool_choice" if call.forced_tools else "response_format"
+        of_kind: dict[str, Callable[[Any], Grammar]] = {
+            "json": self._grammars.json_schema,
+            "regex": self._grammars.regex,
+            "choice": self._grammars.choice,
+            "grammar": self._grammars.grammar,
+        }
+        return self._compiled(lambda: of_kind[wanted.kind](wanted.value), wanted.field)
+
+    def _compiled(self, compiled: Callable[[], Grammar], param: str) -> Grammar:
         try:
             with self._lock:
-                if call.forced_tools:
-                    template = str(self._tokenizer.chat_template)
-                    return self._grammars.lark(call_grammar(call.tools, call.forced_tools, template))
-                return self._grammars.json_schema(call.json_schema)
+                return compiled()
         except ConfigurationError as error:
-            raise ApiError(str(error), param=param, code="invalid_schema") from error
+            raise ApiError(f"{param}: {error}", param=param, code="invalid_schema") from error
 
 
 def _first(*values: Any) -> Any:

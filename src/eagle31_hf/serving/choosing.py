@@ -1,15 +1,16 @@
-"""Which token a text goes on with, for rows that each want something else: greedy, drawn, penalised, constrained.
+"""Which token a text goes on with, for rows that each want something else: greedy, sampled, penalised, constrained.
 
 The target's own token is chosen after every node a text passes, and a draft is kept where it is that token
-(`sampling.tree_walk`), so what is written never depends on what was drafted. Random numbers belong to the text, one for
-each of its positions, whoever else is in the batch: a seed writes the same text alone and in a crowd, with drafts and
-without.
+(`sampling.tree_walk`), so what is written never depends on what was drafted. A sampled text is chosen by noise of its
+own, by position, taken from a generator of its seed as plain `generate` takes it: a seed writes the same text alone and
+in a crowd, with any drafts and none, and the one that `generate` writes after `torch.manual_seed` of it, wherever the
+target's scores are the same (in half precision they are up to rounding).
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +18,22 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..sampling.acceptance import Acceptance
-from ..sampling.draw import argmax, draw
+from ..sampling.draw import PositionNoise, choose
 from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.tree_walk import accept_tree_walk
 from ..trees.draft_tree import DraftTree
 from .requests import Sampling
 
 
-class PositionDice:
-    """A text's random numbers, by position: from 0 to below 1, as often asked for as needed."""
+class ScoreShape(NamedTuple):
+    """Scores per row, `V`, and where they lie."""
 
-    def __init__(self, seed: int | None):
-        self._random = random.Random(seed)  # `None`: from the system
-        self._numbers: list[float] = []
-        self._first = 0  # position of the first number kept
+    vocabulary: int
+    device: torch.device
 
-    def numbers(self, position: int, count: int) -> list[float]:
-        """Those of `count` positions from `position` on; earlier ones are not asked for again."""
-        del self._numbers[: position - self._first]
-        self._first = position
-        while len(self._numbers) < count:
-            self._numbers.append(self._random.random())
-        return self._numbers[:count]
+    @classmethod
+    def of(cls, scores: Tensor) -> ScoreShape:
+        return cls(scores.shape[-1], scores.device)
 
 
 class TokenChooser:
@@ -55,7 +50,8 @@ class TokenChooser:
     ):  # fmt: skip
         self.processing = ScoreProcessing(_processors(sampling, prompt_length, constraint))
         self.draws = sampling.draws
-        self.dice = PositionDice(sampling.seed) if sampling.draws else None
+        self._seed = sampling.seed
+        self._noise: PositionNoise | None = None
 
     @property
     def kind(self) -> Hashable:
@@ -65,13 +61,27 @@ class TokenChooser:
         key = self.processing.draft_warping.key if self.processing.fits_draft_vocabulary else ()
         return (self.draws, key)
 
+    def noise(self, position: int, count: int, scores: ScoreShape) -> Tensor:
+        """`(count, V)` of the next positions of a text that is sampled.
+
+        Args:
+            position: new tokens before the first of them.
+            scores: what it is for.
+        """
+        if self._noise is None:
+            generator = torch.Generator(scores.device)
+            generator.seed() if self._seed is None else generator.manual_seed(self._seed)
+            self._noise = PositionNoise(1, scores.vocabulary, scores.device, generator)
+        return self._noise.window([0], [position], count)[0]
+
     def choose(self, prefix: Tensor, logits: Tensor, position: int) -> int:
-        """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`."""
+        """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`.
+
+        `V` where none can be chosen: the scores are no numbers, or every token is forbidden.
+        """
         scores = self.processing.row_scores(lambda _b: prefix, logits, [0])
-        if self.dice is None:
-            return int(argmax(scores))
-        number = torch.tensor([self.dice.numbers(position, 1)], dtype=_wide(scores.device), device=scores.device)
-        return int(draw(scores.softmax(-1), numbers=number))
+        chosen = choose(scores, self.noise(position, 1, ScoreShape.of(scores))) if self.draws else _likeliest(scores)
+        return int(chosen)
 
 
 def _processors(
@@ -180,13 +190,42 @@ def _choose_after_all_nodes(
 ) -> Tensor:
     """The target's token after every node of rows of one kind, `(R, N)`; nothing waits for the device."""
     if not choosers[0].draws:
-        return argmax(logits)
+        return _likeliest(logits)
     scores = choosers[0].processing.node_scores(logits, lambda b, node: logits, range(len(choosers)))
-    most = logits.shape[1]  # no node is deeper
-    numbers = [chooser.dice.numbers(at, most) for chooser, at in zip(choosers, written, strict=True) if chooser.dice]
-    by_depth = torch.tensor(numbers, dtype=_wide(logits.device), device=logits.device)  # (R, most)
-    return draw(scores.softmax(-1), numbers=by_depth.gather(1, depths)[..., None])
+    noise = noise_of(choosers, written, logits.shape[1], ScoreShape.of(scores))  # no node is deeper
+    return choose(scores, noise[torch.arange(len(depths), device=depths.device)[:, None], depths])
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+def _likeliest(scores: Tensor) -> Tensor:
+    """Index of the largest of each row, `(..., V)` -> `(...)`; `V`, as `choose` has it, where none is a number."""
+    best = scores.max(-1)
+    return best.indices.masked_fill(~(best.values > float("-inf")), scores.shape[-1])
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def noise_of(choosers: Sequence[TokenChooser], written: Sequence[int], count: int, scores: ScoreShape) -> Tensor:
+    """Noise `(B, count, V)` of each row's next tokens; of greedy ones it is 1, which changes no choice.
+
+    Args:
+        written: new tokens of each row so far.
+        scores: what it is for.
+    """
+    greedy = torch.ones((), device=scores.device).expand(count, scores.vocabulary)
+    return torch.stack(
+        [
+            chooser.noise(at, count, scores) if chooser.draws else greedy
+            for chooser, at in zip(choosers, written, strict=True)
+        ]
+    )
+
+
+def warp_rows(scores: Tensor, choosers: Sequence[TokenChooser]) -> Tensor:
+    """Draft scores `(B, S)` by the temperature, top-k, top-p, min-p of sampled rows that have no other processors."""
+    for rows in _alike(choosers).values():
+        processing = choosers[rows[0]].processing
+        if choosers[rows[0]].draws and processing.fits_draft_vocabulary and not processing.is_empty:
+            index = torch.tensor(rows, device=scores.device)
+            scores = scores.index_copy(0, index, processing.draft_warping(scores[index]))
+    return scores

@@ -10,19 +10,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import Eagle31Error, UnsupportedGenerationError
-from .batch import RoundOutput, TextBatch, WrittenText
+from .batch import TextBatch
+from .batch_drafts import BatchDrafts
 from .choosing import TokenChooser
-from .grammar import GrammarProcessor
+from .constraints import constraints_of
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
 from .text import TextWriter
+from .written_text import RoundOutput, WrittenText
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,8 @@ class Engine:
     """
 
     def __init__(self, drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
-        self.drafter, self.tokenizer, self.settings = drafter, tokenizer, settings
+        self.drafter, self.tokenizer, self.settings = drafter, tokenizer, within_what_the_target_can(drafter, settings)
+        settings = self.settings
         self.eos_ids = end_tokens(drafter, tokenizer)
         self.totals = Totals()
         self.batch = TextBatch(
@@ -247,16 +250,10 @@ class Engine:
             self.batch.join()
 
     def _new_text(self, request: TextRequest) -> WrittenText:
-        constraint = []
-        if request.grammar is not None:
-            constraint.append(GrammarProcessor(request.grammar, len(request.prompt), self.eos_ids))
-        writer = TextWriter(
-            self.tokenizer,
-            max_new_tokens=request.max_new_tokens,
-            eos_ids=frozenset() if request.ignore_eos else self.eos_ids,
-            stops=request.stop,
-        )
-        return WrittenText(request, writer, TokenChooser(request.sampling, len(request.prompt), constraint))
+        end_ids = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_ids)
+        constraints = constraints_of(request, end_ids, self.eos_ids)
+        chooser = TokenChooser(request.sampling, len(request.prompt), constraints)
+        return WrittenText(request, TextWriter(self.tokenizer, request, end_ids), chooser)
 
     def _round(self) -> None:
         self._let_cancelled_go()
@@ -278,7 +275,7 @@ class Engine:
 
     def _tell(self, job: Job, text: WrittenText, output: RoundOutput) -> None:
         event = TextEvent(
-            text=output.text, tokens=output.tokens, usage=text.usage, logprobs=output.logprobs, finish=output.finish
+            output.text, output.tokens, text.usage, output.logprobs, finish=output.finish, error=output.error
         )
         if output.finish is None:
             _deliver(job, event)
@@ -304,6 +301,38 @@ def _deliver(job: Job, event: TextEvent) -> None:
         job.on_event(event)
     except Exception:
         logger.exception("eagle31: a listener failed")
+
+
+def within_what_the_target_can(drafter: Eagle31Drafter, settings: EngineSettings) -> EngineSettings:
+    """Settings under which texts that are written side by side do not feel each other.
+
+    None gets so long that the target rotates it, and those beside it, otherwise; and they are written one after the
+    other where the target cannot verify batches.
+
+    Raises:
+        UnsupportedGenerationError: it could not be found out how long that is, or no text would fit.
+    """
+    binding = drafter.require_binding()
+    if binding.batch_unsupported_reason:
+        settings = replace(settings, max_rows=1)
+    limit = binding.rotates_alike_up_to
+    if limit is None:
+        return settings
+    room = limit - BatchDrafts(drafter).longest
+    if room < 2:
+        raise UnsupportedGenerationError(
+            f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "
+            "texts of so few cannot be served side by side"
+        )
+    if settings.context > room:
+        logger.warning(
+            "eagle31: texts of up to %d tokens are served instead of %d: behind %d the target rotates all positions in "
+            "another way (rope scaling), which texts written beside a longer one would feel",
+            room,
+            settings.context,
+            limit,
+        )
+    return replace(settings, context=min(settings.context, room))
 
 
 def end_tokens(drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

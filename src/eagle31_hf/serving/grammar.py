@@ -69,15 +69,47 @@ class GrammarCompiler:
         matcher = _llguidance().LLMatcher
         return self._checked(lambda: matcher.grammar_from_lark(text), "grammar")
 
+    def regex(self, expression: str) -> Grammar:
+        """Texts that a regular expression matches from end to end.
+
+        Raises:
+            ConfigurationError: it cannot be followed, or llguidance is not installed.
+        """
+        matcher = _llguidance().LLMatcher
+        return self._checked(lambda: matcher.grammar_from_regex(expression), "regular expression")
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of these texts.
+
+        Raises:
+            ConfigurationError: llguidance is not installed.
+        """
+        return self.lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in texts))
+
+    def grammar(self, text: str) -> Grammar:
+        """Texts by a grammar in Lark's notation or llama.cpp's (GBNF).
+
+        Raises:
+            ConfigurationError: it cannot be followed, or llguidance is not installed.
+        """
+        _llguidance()
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            as_lark = any_to_lark(text)
+        except Exception as error:  # whatever a client's text leads its parser to
+            raise ConfigurationError(f"this grammar cannot be followed: {_one_line(error)}") from error
+        return self.lark(as_lark)
+
     def _checked(self, describe: Any, what: str) -> Grammar:
         try:
             description = describe()
         except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"this {what} cannot be followed: {error}") from error
+            raise ConfigurationError(f"this {what} cannot be followed: {_one_line(error)}") from error
         tokenizer = self._llguidance_tokenizer()
         problem = _llguidance().LLMatcher.validate_grammar(description, tokenizer)
         if problem:
-            raise ConfigurationError(f"this {what} cannot be followed: {problem}")
+            raise ConfigurationError(f"this {what} cannot be followed: {_one_line(problem)}")
         return Grammar(tokenizer, description, self._vocabulary)
 
     def _llguidance_tokenizer(self) -> Any:
@@ -86,6 +118,11 @@ class GrammarCompiler:
 
             self._compiled = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_ids or None)
         return self._compiled
+
+
+def _one_line(problem: Any) -> str:
+    """Parsers show a place by lines of their own."""
+    return " ".join(str(problem).split())
 
 
 @lru_cache
@@ -142,7 +179,9 @@ class GrammarProcessor(stock.LogitsProcessor):
 
     def _allowed(self) -> Tensor:
         """Which of the `V` tokens may come next, on the CPU."""
-        if self._matcher.is_stopped() or self._matcher.is_error():
+        if self._matcher.is_error():  # too large to be followed: better no text than one that does not keep to it
+            return torch.zeros(self._vocabulary, dtype=torch.bool)
+        if self._matcher.is_stopped():
             allowed = torch.zeros(self._vocabulary, dtype=torch.bool)
             allowed[self._eos_ids] = True
             return allowed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,12 +28,16 @@ def encode_chat(
 
     Args:
         tools: JSON schemas of functions the model may call.
-        template_options: passed on to the template, e.g. `enable_thinking=False`.
+        template_options: what the template is told beside these, e.g. `enable_thinking=False`; a template or an
+            argument of the tokenizer is refused (`why_not_told`).
 
     Raises:
         ConfigurationError: the template cannot be made to hold these messages or tools, or there is no template and
             the messages have roles that need one.
     """
+    for name in template_options:
+        if why := why_not_told(tokenizer, name):
+            raise ConfigurationError(why)
     if not tokenizer.chat_template:
         return _without_template(tokenizer, messages, tools)
     if tools and not template_takes_tools(tokenizer):
@@ -62,6 +68,19 @@ def _without_template(
             "pass the text as one prompt, or give a template (--chat-template)"
         )
     return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+
+
+def why_not_told(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """Why the chat template is not told a value of this name; empty if it is.
+
+    Names of `apply_chat_template`'s own arguments are not, so that nobody who sends a chat brings a template along; nor
+    is what the template does not read: it would change nothing.
+    """
+    if name == "messages" or name in inspect.signature(tokenizer.apply_chat_template).parameters:
+        return f"{name!r} is the server's own to set; only variables that the chat template reads can be given"
+    if name not in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or "")):
+        return f"this model's chat template does not read {name!r}; leave it out"
+    return ""
 
 
 def template_takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:

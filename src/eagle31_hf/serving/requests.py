@@ -15,7 +15,8 @@ class Sampling:
     """How a token is chosen. `temperature` 0 takes the likeliest one, whatever the rest says.
 
     Attributes:
-        seed: of this text's random numbers; the same seed writes the same text, alone or in a crowd. `None`: any.
+        seed: of this text's random numbers: the same seed writes the same text, in half precision to the last bit where
+            nobody else is written for, beside others up to rounding. `None`: any.
         top_k: 0 for all.
         logit_bias: added to the scores of these ids.
         presence_penalty, frequency_penalty: taken off the scores of tokens written so far, once or per occurrence.
@@ -46,7 +47,13 @@ class TextRequest:
         prompt: token ids, at least one.
         max_new_tokens: most tokens to write.
         stop: strings that end the text and are cut off it.
+        keep_stop: leave the string or token that ended the text in it.
+        stop_token_ids: tokens that end the text, beside the target's own.
         ignore_eos: write on after an end-of-sequence token.
+        min_new_tokens: so many are written before anything ends the text.
+        skip_special_tokens: leave special tokens out of the text.
+        bad_words: token sequences that are not written.
+        allowed_tokens: if any, no others are written.
         top_logprobs: how many alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
         grammar: a constraint on what may be written (`serving.grammar`), `None` for none.
     """
@@ -55,7 +62,13 @@ class TextRequest:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    keep_stop: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    skip_special_tokens: bool = True
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
     top_logprobs: int | None = None
     grammar: Any = None
 
@@ -63,6 +76,11 @@ class TextRequest:
     def longest(self) -> int:
         """Tokens the text may grow to, prompt included."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the client wants the same text again: it has given a seed."""
+        return self.sampling.seed is not None
 
 
 @dataclass(frozen=True)

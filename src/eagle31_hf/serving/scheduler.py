@@ -67,7 +67,7 @@ class Scheduler:
 
     Args:
         max_rows: texts written at once.
-        max_waiting: requests that may wait; beyond them `submit` refuses.
+        max_waiting: requests that may wait beyond those a row is free for; `submit` refuses any more.
         read_budget: prompt tokens read between two rounds while others write.
         max_slots: tokens that the rows of all texts may take together: the longest of them times their number, since
             rows lie side by side in one block. `None`: rows are the only limit.
@@ -89,10 +89,9 @@ class Scheduler:
         Raises:
             QueueFullError: the queue is full.
         """
-        if len(self.waiting) >= self.max_waiting:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests are waiting already, which is all that may; try again later"
-            )
+        waiting = len(self.waiting) - self.free_rows
+        if waiting >= self.max_waiting:
+            raise QueueFullError(f"{waiting} requests are waiting already, which is all that may; try again later")
         self._count += 1
         ticket = Ticket(self._count, slots)
         self.waiting.append(ticket)
@@ -162,6 +161,11 @@ class Scheduler:
         if self.reading is not None and self.reading.cancelled:
             yield self.reading
             self.reading = None
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that nobody writes in, nor will once a prompt has been read."""
+        return self.max_rows - len(self.writing) - (self.reading is not None)
 
     @property
     def is_empty(self) -> bool:

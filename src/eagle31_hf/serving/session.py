@@ -238,7 +238,7 @@ class ChatSession:
         """
         try:
             told = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
         messages = told.get("messages") if isinstance(told, dict) else None
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):

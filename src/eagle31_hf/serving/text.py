@@ -6,19 +6,30 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from .requests import TextRequest
+
+PROMPT_TAIL = 64
+"""Tokens of a prompt that are decoded with the first of its text: enough that one of them is no special token."""
+
 
 class IncrementalDecoder:
     """Token by token to text, never showing half a character.
 
     A byte-level token may end inside a UTF-8 character; such bytes wait for the rest. Text is decoded together with the
-    piece before it, because some tokenizers write a word's leading space only after another word.
+    piece before it, because some tokenizers (SentencePiece) write a word's leading space only after another word.
+
+    Args:
+        prompt: ids that the text goes on from, so that its first word has its leading space; empty where it stands by
+            itself.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+    ):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids: list[int] = []
-        self._shown = 0  # ids whose text has been given out; the ones before it are kept as context
+        self._ids = list(prompt[-PROMPT_TAIL:])
+        self._shown = len(self._ids)  # ids whose text has been given out; the ones before it are kept as context
         self._context = 0
 
     def feed(self, token: int) -> str:
@@ -49,10 +60,14 @@ class IncrementalDecoder:
 
 
 class StopScanner:
-    """Lets text through up to the first stop string, holding back what may be the beginning of one."""
+    """Lets text through up to the first stop string, holding back what may be the beginning of one.
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = [stop for stop in stops if stop]
+    Args:
+        keeps: the stop string itself is let through, too.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False):
+        self._stops, self._keeps = [stop for stop in stops if stop], keeps
         self._held = ""
         self.found = False
 
@@ -61,10 +76,11 @@ class StopScanner:
         if self.found or not self._stops:
             return "" if self.found else text
         self._held += text
-        ends = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        ends = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:
             self.found = True
-            shown, self._held = self._held[: min(ends)], ""
+            at, length = min(ends)
+            shown, self._held = self._held[: at + length * self._keeps], ""
             return shown
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -94,23 +110,23 @@ class TextWriter:
 
     Args:
         tokenizer: the target's.
-        max_new_tokens: most tokens.
-        eos_ids: tokens after which a text ends; empty to write on.
-        stops: strings after which it ends.
+        request: the text that was asked for; of it, how it ends and how it is shown.
+        end_ids: tokens after which it ends; empty to write on.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, eos_ids: frozenset[int], stops: Sequence[str]
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: TextRequest, end_ids: frozenset[int]):
         self.tokens: list[int] = []
         self.finish: str | None = None
-        self._max_new_tokens, self._eos_ids = max_new_tokens, eos_ids
-        self._decoder, self._scanner = IncrementalDecoder(tokenizer), StopScanner(stops)
+        self._request, self._end_ids = request, end_ids
+        self._decoder = IncrementalDecoder(
+            tokenizer, prompt=request.prompt, skip_special_tokens=request.skip_special_tokens
+        )
+        self._scanner = StopScanner(request.stop, keeps=request.keep_stop)
 
     @property
     def remaining(self) -> int:
         """Tokens it may still get."""
-        return 0 if self.finish else self._max_new_tokens - len(self.tokens)
+        return 0 if self.finish else self._request.max_new_tokens - len(self.tokens)
 
     def append(self, tokens: Sequence[int]) -> tuple[int, str]:
         """Add tokens up to where the text ends. Returns how many were added, and the text that can be shown."""
@@ -120,15 +136,29 @@ class TextWriter:
                 break
             self.tokens.append(token)
             added += 1
-            shown += self._scanner.feed(self._decoder.feed(token))
-            if token in self._eos_ids or self._scanner.found:
-                self.finish = "stop"
-            elif len(self.tokens) >= self._max_new_tokens:
-                self.finish = "length"
+            shown += self._append(token)
         if self.finish is not None and not self._scanner.found:
-            shown += self._scanner.feed(self._decoder.flush())
+            shown += self._scan(self._decoder.flush())
             if self._scanner.found:
                 self.finish = "stop"
             else:
                 shown += self._scanner.flush()
         return added, shown
+
+    def _append(self, token: int) -> str:
+        """Add one; the text that can be shown."""
+        ends = token in self._end_ids and self._may_end
+        shown = "" if ends and not self._request.keep_stop else self._scan(self._decoder.feed(token))
+        if ends or self._scanner.found:
+            self.finish = "stop"
+        elif len(self.tokens) >= self._request.max_new_tokens:
+            self.finish = "length"
+        return shown
+
+    def _scan(self, text: str) -> str:
+        """Text that may be shown; before the text may end, no stop string is looked for."""
+        return self._scanner.feed(text) if self._may_end else text
+
+    @property
+    def _may_end(self) -> bool:
+        return len(self.tokens) > self._request.min_new_tokens

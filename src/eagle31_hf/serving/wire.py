@@ -8,61 +8,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from .api_errors import ApiError, from_validation
+from .call_options import MAX_CHOICES, MAX_TOP_LOGPROBS, CallOptions, Constraint, Extras, Numbers, constraint_of
+from .fields import OF_CHATS, OF_COMPLETIONS, check_fields, check_stream_options
 from .prompts import Message
 
-MAX_CHOICES = 16
 MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's completions write if nothing is said; chats go on until they end."""
-
-
-class Extras(BaseModel):
-    """Fields that are not OpenAI's and that other servers know, too."""
-
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
-    ignore_eos: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class Numbers(BaseModel):
-    """Ranges of OpenAI's own fields, whose types say nothing of them."""
-
-    temperature: float | None = Field(None, ge=0.0, le=2.0)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    seed: int | None = None
-    logit_bias: dict[int, float] | None = None
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """What chats and completions have in common."""
-
-    model: str
-    stream: bool
-    include_usage: bool
-    numbers: Numbers
-    extras: Extras
-    stop: tuple[str, ...]
-
-    @property
-    def choices(self) -> int:
-        return self.numbers.n or 1
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        return self.numbers.max_completion_tokens or self.numbers.max_tokens
 
 
 @dataclass(frozen=True)
@@ -73,7 +28,7 @@ class ChatCall:
         messages: as chat templates take them.
         tools: functions the model may call; empty where `tool_choice` is `"none"`.
         forced_tools: names of which one has to be called; empty if none has to be.
-        json_schema: what the answer has to follow; `{}` for any JSON object, `None` for no constraint.
+        one_call: no more than one function may be called.
         top_logprobs: `None` for no log-probabilities.
     """
 
@@ -81,7 +36,7 @@ class ChatCall:
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
     forced_tools: list[str] = field(default_factory=list)
-    json_schema: dict[str, Any] | None = None
+    one_call: bool = False
     top_logprobs: int | None = None
 
 
@@ -101,12 +56,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
         ApiError: it holds no JSON object.
     """
     try:
-        told = json.loads(body)
+        told = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(told, dict):
         raise ApiError(f"the body is a JSON {type(told).__name__}; wanted an object", code="invalid_json")
     return told
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def parse_chat(told: dict[str, Any]) -> ChatCall:
@@ -115,20 +74,30 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
     Raises:
         ApiError: a field is missing, of the wrong type or out of range, or asks for what is not served.
     """
-    options = _call_options(told, _chat_types())
-    _refuse(told, functions="pass tools instead", function_call="pass tool_choice instead", audio="only text is served")
-    if told.get("modalities") not in (None, ["text"]):
-        raise ApiError(f"modalities is {told['modalities']}; only text is served", param="modalities")
+    check_fields(told, OF_CHATS, "chat completions")
+    constraint = constraint_of(told, _response_format(told))
+    options = _call_options(told, _chat_types(), constraint)
     messages = [_message(message, i) for i, message in enumerate(told["messages"])]
     if not messages:
         raise ApiError("messages is empty; wanted at least one", param="messages")
     tools, forced = _tools(told)
+    if forced and constraint is not None:
+        raise ApiError(
+            f"tool_choice forces a call, which has a grammar of its own, and {constraint.field} asks for another; "
+            "leave one of them out",
+            param="tool_choice",
+        )
     asks = bool(told.get("logprobs"))
     if told.get("top_logprobs") is not None and not asks:
         raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
     return ChatCall(
-        options, messages, tools, forced, _schema(told), (options.numbers.top_logprobs or 0) if asks else None
-    )  # fmt: skip
+        options,
+        messages,
+        tools,
+        forced,
+        one_call=told.get("parallel_tool_calls") is False,
+        top_logprobs=(options.numbers.top_logprobs or 0) if asks else None,
+    )
 
 
 def parse_completion(told: dict[str, Any]) -> CompletionCall:
@@ -137,14 +106,17 @@ def parse_completion(told: dict[str, Any]) -> CompletionCall:
     Raises:
         ApiError: as `parse_chat`.
     """
+    check_fields(told, OF_COMPLETIONS, "completions")
     prompts = _prompts(told.get("prompt"))
-    options = _call_options(told, _completion_types())
-    _refuse(told, suffix="only texts that go on are written", echo="the prompt is not repeated")
-    if (told.get("best_of") or 1) > options.choices:
-        raise ApiError("best_of is not served; ask for n and choose", param="best_of")
+    options = _call_options(told, _completion_types(), constraint_of(told, None))
     if len(prompts) * options.choices > MAX_CHOICES:
         raise ApiError(f"{len(prompts)} prompts of n={options.choices}; wanted {MAX_CHOICES} texts at most", param="n")
-    return CompletionCall(options, prompts, told.get("logprobs"))
+    top = told.get("logprobs")
+    if top is not None and not 0 <= int(top) <= MAX_TOP_LOGPROBS:
+        raise ApiError(
+            f"logprobs is {top}; wanted 0 to {MAX_TOP_LOGPROBS} alternatives of each token", param="logprobs"
+        )
+    return CompletionCall(options, prompts, None if top is None else int(top))
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -176,19 +148,21 @@ def _completion_types() -> TypeAdapter:
     return TypeAdapter(CompletionCreateParamsNonStreaming)
 
 
-def _call_options(told: dict[str, Any], types: TypeAdapter) -> CallOptions:
+def _call_options(told: dict[str, Any], types: TypeAdapter, constraint: Constraint | None) -> CallOptions:
     stream = told.get("stream") or False
     if not isinstance(stream, bool):
         raise ApiError(f"stream is {stream!r}; wanted true or false", param="stream", code="invalid_type")
     body = {name: value for name, value in told.items() if value is not None and name != "stream"}
     _check_messages(body)
     try:
-        read = types.validate_python(body)
+        # `Numbers` has the biases: they need not be whole, as vLLM has it.
+        read = types.validate_python({name: value for name, value in body.items() if name != "logit_bias"})
         numbers, extras = Numbers.model_validate(body), Extras.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from error
     for name in read:
         _check_all(read[name], name)
+    check_stream_options(told.get("stream_options") or {})
     return CallOptions(
         model=told["model"],
         stream=stream,
@@ -196,6 +170,7 @@ def _call_options(told: dict[str, Any], types: TypeAdapter) -> CallOptions:
         numbers=numbers,
         extras=extras,
         stop=_stop(told.get("stop")),
+        constraint=constraint,
     )
 
 
@@ -246,12 +221,6 @@ def _exhaust(value: Any) -> None:
     elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         for each in value:
             _exhaust(each)
-
-
-def _refuse(told: dict[str, Any], **unserved: str) -> None:
-    for name, advice in unserved.items():
-        if told.get(name):
-            raise ApiError(f"{name} is not served: {advice}", param=name, code="unsupported_parameter")
 
 
 def _stop(told: Any) -> tuple[str, ...]:
@@ -316,13 +285,14 @@ def _tools(told: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     return tools, [wanted]
 
 
-def _schema(told: dict[str, Any]) -> dict[str, Any] | None:
-    wanted = told.get("response_format") or {"type": "text"}
-    if wanted["type"] == "text":
+def _response_format(told: dict[str, Any]) -> Constraint | None:
+    """What `response_format` asks for; its types are checked with the rest of the body."""
+    wanted, field = told.get("response_format"), "response_format"
+    if not isinstance(wanted, dict) or wanted.get("type") not in ("json_object", "json_schema"):
         return None
     if wanted["type"] == "json_object":
-        return {"type": "object"}
-    schema = wanted["json_schema"].get("schema")
+        return Constraint("json", wanted.get("schema") or {"type": "object"}, field)
+    schema = (wanted.get("json_schema") or {}).get("schema")
     if not isinstance(schema, dict):
-        raise ApiError("response_format.json_schema has no schema", param="response_format")
-    return schema
+        raise ApiError("response_format.json_schema has no schema", param=field)
+    return Constraint("json", schema, field)

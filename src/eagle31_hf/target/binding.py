@@ -8,19 +8,22 @@ one version of transformers names it, so that it can be deleted when that versio
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..configuration_eagle31 import Eagle31Config
+from ..configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
 from ..errors import IncompatibleTargetError
-from .cache_argument import CACHE_ARGUMENT
+from .cache_argument import cache_argument
+from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
+from .rotation import rotates_alike_up_to
 from .taps import HiddenStateTaps
 
 
@@ -31,12 +34,21 @@ class TargetOutput(NamedTuple):
     aux: Tensor | None
 
 
+class VocabularySizes(NamedTuple):
+    """Tokens that a target's config states, that its embedding has rows for, and that its head scores."""
+
+    configured: int
+    embedded: int
+    logits: int
+
+
 class TargetBinding:
     """A drafter's hold on one target model.
 
     Finds the decoder layers, taps the residual stream entering the layers the drafter reads, and lends the embedding
-    and the LM head. The target's weights are never copied; nothing stays on the target but forward hooks, which
-    `close` removes. While one of our generations runs, int8 layers compute each token alone (`OneTokenArithmetic`).
+    and the LM head. The target's weights are never copied; nothing stays on the target but forward hooks and, around
+    its recurrent layers, what reads drafts token by token (`mixers`); `close` removes both. While one of our
+    generations runs, int8 layers compute each token alone (`OneTokenArithmetic`).
 
     Args:
         target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
@@ -54,10 +66,15 @@ class TargetBinding:
         self.embedding: Any = self.model.get_input_embeddings()
         self.lm_head = self.model.get_output_embeddings()
         self._require_fit(config)
+        self.vocabulary = self.vocabulary_sizes().logits
+        self.sizes_attached = self.vocabulary_sizes()
         self.aux_layers = config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
+        self.rotates_alike_up_to = rotates_alike_up_to(self.model)  # tokens; `None`: any text
+        self.batch_unsupported_reason = ""  # the same of batches
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
+        self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
         self.ahead: Any = None  # compiles graphs ahead while `decoding.kept_graphs.compiling_ahead` is open
@@ -67,7 +84,11 @@ class TargetBinding:
         warn_of_precision(self.model)
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         self._masking, self._own_attention, self._lock = 0, "", threading.Lock()
+        self.cache_argument = cache_argument(self.model)
+        self.has_states = require_mixers(self.model)
+        self.mixers = Mixers.hold(self.model) if self.has_states else None
         self.taps = HiddenStateTaps(self.model, self.layers, self.aux_layers)
+        weakref.finalize(self, self.taps.close)  # of a drafter that is dropped without `detach`
 
     def _require_fit(self, config: Eagle31Config) -> None:
         text = self.text_config
@@ -77,22 +98,42 @@ class TargetBinding:
                 f"{self.model.name_or_path or type(self.model).__name__} has {text.hidden_size}; "
                 "use a drafter made for this target"
             )
-        if text.vocab_size != config.vocab_size:
+        widths = (
+            getattr(self.embedding, "embedding_dim", text.hidden_size),
+            getattr(self.lm_head, "in_features", text.hidden_size),
+        )
+        if widths != (text.hidden_size, text.hidden_size):
             raise IncompatibleTargetError(
-                f"the drafter was made for a vocabulary of {config.vocab_size} tokens, but the target has "
-                f"{text.vocab_size}; a drafter fits only targets with its own tokenizer and vocabulary"
+                f"the target projects its embedding and head (widths {widths}) to a hidden size of {text.hidden_size}, "
+                "and a drafter reads them as they are; there is no drafter for such targets"
             )
         if self.lm_head is None:
             raise IncompatibleTargetError(
                 f"{type(self.model).__name__} has no LM head; load the target with AutoModelForCausalLM"
             )
         require_working_head(self.lm_head, self.model.name_or_path or type(self.model).__name__)
-        rows = getattr(self.embedding, "num_embeddings", config.vocab_size)
-        if rows < config.vocab_size:
+        sizes = self.vocabulary_sizes()
+        if min(sizes.embedded, sizes.logits) < sizes.configured:
             raise IncompatibleTargetError(
-                f"the target's embedding has {rows} rows, fewer than its vocabulary of {config.vocab_size}; "
-                "was it resized after loading? Call target.resize_token_embeddings to match its config"
+                f"the target's embedding has {sizes.embedded} rows and its head {sizes.logits}, fewer than its "
+                f"vocabulary of {sizes.configured}; was it resized after loading? Call target.resize_token_embeddings "
+                "to match its config"
             )
+        if not all(map(config.knows_vocabulary_of, (sizes.embedded, sizes.logits))):
+            raise IncompatibleTargetError(
+                f"the drafter was made for a vocabulary of {config.vocab_size} tokens, but the target has "
+                f"{sizes.logits}; a drafter fits only targets with its own tokenizer and vocabulary, and up to "
+                f"{MOST_ADDED_TOKENS} tokens added to them"
+            )
+
+    def vocabulary_sizes(self) -> VocabularySizes:
+        """The target's, as they are now."""
+        configured = self.text_config.vocab_size
+        return VocabularySizes(
+            configured,
+            embedded=getattr(self.embedding, "num_embeddings", configured),
+            logits=getattr(self.lm_head, "out_features", configured),
+        )
 
     # --- hidden states -------------------------------------------------------------------------------------------
 
@@ -149,8 +190,12 @@ class TargetBinding:
             use_cache=True,
             logits_to_keep=logits_to_keep,
             return_dict=True,
-            **{CACHE_ARGUMENT: cache},
+            **{self.cache_argument: cache},
         )
+
+    def plain_forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Any:
+        """One pass as plain `generate` makes it, over a stock cache and without a mask."""
+        return self._forward(input_ids, position_ids, None, cache, 0)
 
     @contextmanager
     def masked_attention(self) -> Iterator[None]:
@@ -194,6 +239,9 @@ class TargetBinding:
     def close(self) -> None:
         """Remove the hooks. The target is as it was before."""
         self.taps.close()
+        if self.mixers is not None:
+            self.mixers.let_go()
+            self.mixers = None
 
 
 def _unwrap(target: Any) -> PreTrainedModel:
@@ -221,17 +269,6 @@ def _require_decoder_only(model: PreTrainedModel) -> None:
         )
     if not model.can_generate():
         raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
-    if model._is_stateful or _recurrent_layers(model):
-        raise IncompatibleTargetError(
-            f"{name} keeps a recurrent state that cannot be rolled back when a draft is rejected; "
-            "use a target whose layers are all attention"
-        )
-
-
-def _recurrent_layers(model: PreTrainedModel) -> bool:
-    """Whether stock transformers would give this model cache layers that a draft cannot be rolled back in."""
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    return any("Linear" in type(layer).__name__ for layer in layers)
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoints.files import GGUF_SUFFIX, refuse_drafter_as_target
 from ..checkpoints.gguf_header import read_gguf_header
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError
 from .precision import SHORT_NAMES, quick_dtype
 
 logger = logging.getLogger(__name__)
 
-GGUF_SUFFIX = ".gguf"
 GGUF_STORED_DTYPE = torch.bfloat16
 """What unpacked weights are taken to be stored in: the file names no type for them."""
 SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
 """`tokenizer.ggml.pre` of files whose text is split into single digits and then as GPT-2 splits it (llama.cpp)."""
+_TOKENIZER_FILES = r"tokeni[sz]er|vocab|merges|spiece|sentencepiece|bpe|tiktoken|tekken|\.model$"
 AS_GPT2 = ("default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "trillion")
 
 
@@ -43,13 +45,16 @@ def load_target(
         CheckpointNotFoundError: it is not there, not complete, or there is no network to ask.
         CheckpointFormatError: it is a damaged GGUF file.
         ConfigurationError: it is a GGUF file, and the package that reads them is not installed.
-        IncompatibleTargetError: transformers cannot make a decoder of it.
+        IncompatibleTargetError: it is a drafter, or transformers cannot make a decoder of it.
     """
     place = pretrained_place(name)
+    refuse_drafter_as_target(name)
     splitting = _splitting(Path(name)) if is_gguf(name) else None  # reads the header, so damage is told first
     packed = {} if quantization_config is None else {"quantization_config": quantization_config}
     try:
         config = AutoConfig.from_pretrained(**place)  # small, and its absence says more than that of a tokenizer
+        refuse_drafter_as_target(name, config.architectures)
+        _require_tokenizer(name)
         tokenizer = AutoTokenizer.from_pretrained(**place)
         if splitting is not None:
             mend_splitting(tokenizer, splitting, name)
@@ -71,6 +76,15 @@ def load_target(
             "another GGUF file of this model, or its folder"
         )
     return model.eval(), tokenizer
+
+
+def _require_tokenizer(name: str) -> None:
+    """transformers would make an empty one of nothing, or list the ways to convert one."""
+    if os.path.isdir(name) and not any(re.search(_TOKENIZER_FILES, file) for file in os.listdir(name)):
+        raise CheckpointNotFoundError(
+            f"the folder {name!r} holds no tokenizer; copy tokenizer.json and tokenizer_config.json (or whatever "
+            "tokenizer files there are) from the folder of the model it was made from"
+        )
 
 
 def is_gguf(name: str) -> bool:

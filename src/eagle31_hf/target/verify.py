@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..cache import SpeculativeCache
+from ..cache.block_reading import BlockReading
 from ..trees.draft_tree import DraftTree
 from .binding import TargetBinding, TargetOutput
 
@@ -22,7 +23,7 @@ class Verification:
 
     def __call__(self, tree: DraftTree) -> TargetOutput:
         """Logits `(B, N, V)` and, while the binding captures them, hidden states `(B, N, A*Ht)` of every node."""
-        self.cache.place(tree.size)
+        self.cache.place(tree.size, reading=BlockReading.of_drafts(None if tree.is_chain else tree.parents))
         positions = self.cache.position_ids(tree.positions)
         return self.binding.forward(tree.tokens, positions, self.mask(tree), self.cache)
 

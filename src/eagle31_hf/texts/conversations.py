@@ -1,18 +1,19 @@
-"""Conversations from JSONL files, folders or the Hub.
+"""Conversations from files (JSONL, or one JSON list of rows), folders or the Hub.
 
 A row holds chat messages under `messages` or `conversations` (`role` / `content`, or ShareGPT's `from` / `value`),
 user turns alone under `turns` (Spec-Bench, MT-Bench), one prompt under `prompt`, `question` or `instruction`, or plain
-`text`. Beside messages may stand `tools` and `chat_template_kwargs`; a message may have `tool_calls`,
-`reasoning_content`, `name` and `tool_call_id`, and its content may be null or a list of text parts. All of it reaches
-the chat template in the form in which serving passes it on, so that a row's tokens are those of the request it came
-from.
+`text`. A `prompt` may be messages, which those of `completion` or `chosen` follow (TRL). Beside messages may stand
+`tools` and `chat_template_kwargs`; a message may have `tool_calls`, `reasoning_content`, `name` and `tool_call_id`, and
+its content may be null or a list of text parts. All of it reaches the chat template in the form in which serving passes
+it on, so that a row's tokens are those of the request it came from.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from ..errors import TrainingError
 
 Message = dict[str, Any]
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "user": "user",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+_SPEAKERS = {
+    "user": ("human", "prompter", "instruction", "question", "customer"),
+    "assistant": ("gpt", "chatgpt", "gpt3", "gpt4", "gpt-3.5", "gpt-4", "bot", "chatbot", "ai", "model", "llm", "bard",
+                  "bing", "claude", "gemini", "answer", "response", "output"),
+    "system": ("system_prompt", "context"),
+    "tool": ("observation", "function", "function_response", "tool_response", "ipython"),
+}  # fmt: skip
+SHAREGPT_ROLES = {name: role for role, names in _SPEAKERS.items() for name in (role, *names)}
+"""What speakers are called in ShareGPT's form, in small letters."""
+_SAME_AS_ROLES = ("human", "gpt", "chatgpt", "prompter", "bot")  # no template knows these: rows mix the two forms
+_FOLLOWING = ("completion", "chosen")
 KEPT_OF_A_MESSAGE = ("name", "tool_call_id", "reasoning_content")
 
 
@@ -60,25 +63,44 @@ class Conversation:
         return self.messages[0]["role"] == "text"
 
 
-def read_conversations(sources: Sequence[str | Path], *, limit: int | None = None) -> list[Conversation]:
-    """Read JSONL files, folders of them, or Hub data sets (`name` or `name:split`, needs `datasets`).
+def read_conversations(
+    sources: Sequence[str | Path], *, limit: int | None = None, on_empty: Callable[[str], None] = lambda where: None
+) -> list[Conversation]:
+    """Read files (JSONL, or one JSON list), folders of them, or Hub data sets (`name` or `name:split`, needs
+    `datasets`).
 
     Args:
-        sources: read in order.
+        sources: read in order. Ids that two files have in common are told apart by the second one's name.
         limit: most rows per source.
+        on_empty: told where a row without any text stands; it is left out.
 
     Raises:
         TrainingError: nothing is there, or a row cannot be understood; the message names file and line.
     """
-    found: list[Conversation] = []
+    found: dict[str, Conversation] = {}
+    origins: dict[str, str] = {}  # of each id
     for source in sources:
-        for index, conversation in enumerate(_read_source(str(source))):
+        for index, (origin, conversation) in enumerate(_read_source(str(source), on_empty)):
             if limit is not None and index >= limit:
                 break
-            found.append(conversation)
+            if origins.get(conversation.id, origin) != origin:
+                conversation = replace(conversation, id=_id_beside(found, origin, conversation.id))
+            elif conversation.id in found:
+                raise TrainingError(
+                    f"{origin}: two rows have the id {conversation.id!r}; give every row an id of its own, and name "
+                    "every file once"
+                )
+            found[conversation.id], origins[conversation.id] = conversation, origin
     if not found:
         raise TrainingError(f"no conversations in {', '.join(map(str, sources)) or 'no source'}; name a JSONL file")
-    return with_unique_ids(found)
+    return list(found.values())
+
+
+def _id_beside(taken: Collection[str], origin: str, identity: str) -> str:
+    """Another file has a row of this id, too."""
+    named = f"{Path(origin).stem}/{identity}"
+    numbers = (f"{named}-{number}" for number in itertools.count(2))
+    return named if named not in taken else next(other for other in numbers if other not in taken)
 
 
 def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
@@ -95,37 +117,85 @@ def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
     return conversations
 
 
-def _read_source(source: str) -> Iterator[Conversation]:
+_Found = Iterator[tuple[str, Conversation]]  # with the file or data set it is from
+
+
+def _read_source(source: str, on_empty: Callable[[str], None]) -> _Found:
     path = Path(source)
     if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
+        files = sorted(path.glob("*.jsonl")) or sorted(path.glob("*.json"))
         if not files:
-            raise TrainingError(f"the folder {source!r} holds no *.jsonl file; name a folder of JSONL files")
+            raise TrainingError(f"the folder {source!r} holds no *.jsonl or *.json file; name a folder of such files")
         for file in files:
-            yield from _read_jsonl(file)
+            yield from _read_file(file, on_empty)
     elif path.is_file():
-        yield from _read_jsonl(path)
+        yield from _read_file(path, on_empty)
     elif path.suffix in (".jsonl", ".json") or source.startswith((".", "/", "~")):
         raise TrainingError(f"no file or folder {source!r}; check the path")
     elif source.isdecimal():  # a number of prompts, no doubt: the Hub would be asked for minutes
         raise TrainingError(f"got {source!r} where prompts are wanted; name a JSONL file, a folder or a Hub data set")
     else:
-        yield from _read_hub(source)
+        yield from _read_hub(source, on_empty)
 
 
-def _read_jsonl(file: Path) -> Iterator[Conversation]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(_decoded(lines, file), start=1):
+def _read_file(file: Path, on_empty: Callable[[str], None]) -> _Found:
+    for number, where, row in _rows_of(file):
+        if _is_empty(row):
+            on_empty(where)
+            continue
+        fallback = f"{file.stem}-{number}"
+        yield str(file), conversation_from_row(row, where=where, fallback_id=fallback, category=file.stem)
+
+
+def _rows_of(file: Path) -> Iterator[tuple[int, str, Any]]:
+    """Number, place and content of each row: one a line, or the items of one list."""
+    with file.open(encoding="utf-8-sig") as lines:  # editors of Windows put a mark in front
+        decoded = enumerate(_decoded(lines, file), start=1)
+        is_first = True
+        for number, line in decoded:
             if not line.strip():
                 continue
-            where = f"{file}, line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TrainingError(
-                    f"{where}: not JSON ({error.msg} at column {error.colno}); mend or remove it"
-                ) from None
-            yield conversation_from_row(row, where=where, fallback_id=f"{file.stem}-{number}", category=file.stem)
+            if line.lstrip().startswith("[") and is_first:
+                rest = "".join(line for _, line in decoded)
+                yield from _items_of(line + rest, file)
+                return
+            is_first, where = False, f"{file}, line {number}"
+            yield number, where, _parsed_row(line, where)
+
+
+def _items_of(text: str, file: Path) -> Iterator[tuple[int, str, Any]]:
+    items = _parsed_row(text, f"{file}, read as one list of rows")
+    return ((number, f"{file}, row {number}", row) for number, row in enumerate(items, start=1))
+
+
+def _parsed_row(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise TrainingError(
+            f"{where}: not JSON ({error.msg} at {line}column {error.colno}); mend or remove it"
+        ) from None
+    except (RecursionError, ValueError) as error:  # nested without end, or a number of thousands of digits
+        raise TrainingError(f"{where}: not usable JSON ({str(error)[:80]}); mend or remove it") from None
+
+
+def _is_empty(row: Any) -> bool:
+    """Whether it has a place for text and nothing there."""
+    if not isinstance(row, dict):
+        return False
+    places = [row[key] for key in ("conversations", "messages", "turns", "prompt", "question", "text") if key in row]
+    return bool(places) and not any(map(_has_text, places))
+
+
+def _has_text(place: Any) -> bool:
+    """Anything but blanks, at whatever depth; what is of an unknown kind will be named when it is read."""
+    if isinstance(place, dict):
+        told = [place[key] for key in ("content", "value", "text", "tool_calls") if key in place]
+        return any(map(_has_text, told)) if told else True
+    if isinstance(place, list):
+        return any(map(_has_text, place))
+    return bool(place.strip()) if isinstance(place, str) else place is not None
 
 
 def _decoded(lines: Iterator[str], file: Path) -> Iterator[str]:
@@ -135,7 +205,7 @@ def _decoded(lines: Iterator[str], file: Path) -> Iterator[str]:
         raise TrainingError(f"{file} is not UTF-8 text ({error.reason}); convert it") from None
 
 
-def _read_hub(source: str) -> Iterator[Conversation]:
+def _read_hub(source: str, on_empty: Callable[[str], None]) -> _Found:
     try:
         import datasets  # an extra: reading files must not need it
     except ImportError:
@@ -146,10 +216,13 @@ def _read_hub(source: str) -> Iterator[Conversation]:
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TrainingError(f"no file or folder {source!r}, and the Hub did not give it: {reason}") from error
-    for number, row in enumerate(rows, start=1):
-        yield conversation_from_row(
-            dict(row), where=f"{source}, row {number}", fallback_id=f"{name}-{number}", category=name.split("/")[-1]
-        )
+    for number, row in enumerate(map(dict, rows), start=1):
+        where = f"{source}, row {number}"
+        if _is_empty(row):
+            on_empty(where)
+            continue
+        category = name.split("/")[-1]
+        yield source, conversation_from_row(row, where=where, fallback_id=f"{name}-{number}", category=category)
 
 
 def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: str) -> Conversation:
@@ -199,6 +272,8 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise TrainingError(f"{where} is text but no JSON ({error.msg}); mend it") from None
+    except (ValueError, RecursionError) as error:
+        raise TrainingError(f"{where} is JSON that nobody can read ({error}); mend it") from None
 
 
 def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:
@@ -207,6 +282,10 @@ def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:
             return tuple(_message(entry, f"{where}, {key}[{i}]") for i, entry in enumerate(row[key]))
     if isinstance(row.get("turns"), list) and row["turns"]:
         return tuple({"role": "user", "content": _text(turn, f"{where}, turns")} for turn in row["turns"])
+    if isinstance(row.get("prompt"), list) and row["prompt"]:
+        following: list[Any] = next((row[key] for key in _FOLLOWING if isinstance(row.get(key), list)), [])
+        entries = [*row["prompt"], *following]
+        return tuple(_message(entry, f"{where}, prompt[{i}]") for i, entry in enumerate(entries))
     for key in ("prompt", "question", "instruction"):
         if row.get(key):
             return ({"role": "user", "content": _text(row[key], f"{where}, {key}")},)
@@ -223,7 +302,9 @@ def _message(entry: Any, where: str) -> Message:
         raise TrainingError(f"{where} is {type(entry).__name__}; wanted an object with role and content")
     role, content = entry.get("role"), entry.get("content")
     if role is None and "from" in entry:
-        role, content = SHAREGPT_ROLES.get(str(entry["from"])), entry.get("value")
+        role, content = _speaker(entry["from"], where), entry.get("value", entry.get("content"))
+    elif isinstance(role, str) and role.lower() in _SAME_AS_ROLES:
+        role = SHAREGPT_ROLES[role.lower()]
     if not isinstance(role, str) or not role:
         raise TrainingError(f"{where} has no role (keys: {', '.join(map(str, entry))}); wanted role and content")
     message: Message = {"role": "system" if role == "developer" else role, "content": _content(content, where)}
@@ -231,6 +312,16 @@ def _message(entry: Any, where: str) -> Message:
         message["tool_calls"] = [_tool_call(call, where) for call in entry["tool_calls"]]
     message.update({name: entry[name] for name in KEPT_OF_A_MESSAGE if entry.get(name)})
     return message
+
+
+def _speaker(name: Any, where: str) -> str:
+    role = SHAREGPT_ROLES.get(str(name).strip().lower())
+    if role is None:
+        raise TrainingError(
+            f"{where} is from {str(name)[:40]!r}, a speaker nobody here knows; wanted human or gpt, or another name of "
+            f"a {', '.join(_SPEAKERS)}: rename it"
+        )
+    return role
 
 
 def _content(content: Any, where: str) -> str:

@@ -125,7 +125,7 @@ def _file_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
             where = f"{path.name}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
                 raise ConfigurationError(f"{where}: {line[:60]!r} is no JSON object; wanted one object per line")

@@ -72,7 +72,7 @@ class Preparation:
         settings = self.settings
         conversations = self._read_prompts()
         if settings.held_out:
-            held_out = read_conversations(settings.held_out, limit=settings.max_rows)
+            held_out = self._read(settings.held_out)
         else:
             held_out, conversations = _split(conversations, settings.seed)
         prompts = evaluation_prompts(held_out, self.tokenizer)
@@ -91,7 +91,9 @@ class Preparation:
             "with a context too long to answer": len(conversations) - len(written),
         }
         told = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
-        say(self.console, f"text      {len(documents.documents):,} conversations" + (f" ({told})" if told else ""))
+        further = f" and {documents.rewritten:,} turns that the template rewrites later" if documents.rewritten else ""
+        count = len(documents.documents) - documents.rewritten
+        say(self.console, f"text      {count:,} conversations{further}" + (f" ({told})" if told else ""))
         return Texts(documents, prompts)
 
     def _read_prompts(self) -> list[Conversation]:
@@ -99,8 +101,16 @@ class Preparation:
         settings = self.settings
         files = [source for source in settings.prompts if self_prompt_count(source) is None]
         count = sum(self_prompt_count(source) or 0 for source in settings.prompts)
-        found = read_conversations(files, limit=settings.max_rows) if files else []
+        found = self._read(files) if files else []
         return with_unique_ids(found + (self._self_prompts(count) if count else []))
+
+    def _read(self, sources: Sequence[str]) -> list[Conversation]:
+        """Conversations of files and the Hub; empty rows are left out, and said."""
+        empty: list[str] = []
+        found = read_conversations(sources, limit=self.settings.max_rows, on_empty=empty.append)
+        if empty:
+            say(self.console, f"rows      {len(empty):,} without any text left out, the first: {empty[0]}")
+        return found
 
     def _self_prompts(self, count: int) -> list[Conversation]:
         """Each process writes its share; what several wrote alike is kept once."""
@@ -111,7 +121,7 @@ class Preparation:
         how = SelfPromptSettings(
             share, batch_size=settings.write_rows, seed=settings.seed * processes.num_processes + rank
         )
-        with Counting(self.console, "the target writes prompts", share) as counting:
+        with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
             mine = write_prompts(self.target, self.tokenizer, path, how, on_batch=counting.advance)
         if processes.num_processes == 1:
             return mine
@@ -127,7 +137,7 @@ class Preparation:
         needed = f"{disk_bytes(conversations, how) / 1e9:.2f} GB in {settings.out / 'data'}"
         say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[self.processes.process_index :: self.processes.num_processes]
-        with Counting(self.console, "the target writes answers", len(mine)) as counting:
+        with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
             written = regenerate(
                 mine,
                 self.target,
@@ -210,7 +220,7 @@ class Preparation:
         # The others find every shard written, and write none.
         with (
             self.processes.main_process_first(),
-            Counting(self.console, "hidden states of tokens", 0) as counting,
+            Counting(self.console, "hidden states of tokens", 0, resumes=True) as counting,
         ):
             store_features(binding, documents, folder, on_tokens=counting.set)
         wanted = FeatureManifest.of(binding, documents)

@@ -38,14 +38,15 @@ class Counting:
     Args:
         title: what is done, as in "the target writes answers".
         total: how much there is to do.
+        resumes: whether the first that is told to be done is what an earlier run had done.
     """
 
-    def __init__(self, console: Console, title: str, total: int):
+    def __init__(self, console: Console, title: str, total: int, *, resumes: bool = False):
         self._console, self._title = console, title
         self._bar = progress_bar(console)
         self._task = self._bar.add_task(title, total=total, note="")
         self._started_at = self._told_at = time.monotonic()
-        self._found_done: int | None = None  # what an earlier run had done says nothing of this one's speed
+        self._found_done = None if resumes else 0  # what an earlier run had done says nothing of this one's speed
 
     def advance(self, count: int = 0) -> None:
         """So many more are done; to be called with 0, too, where the next one is long in coming."""

@@ -123,7 +123,7 @@ def fresh_drafter(target: PreTrainedModel, vocabulary: DraftVocabulary, **form: 
     """
     drafter = Eagle31Drafter.from_target(target, draft_vocab_size=len(vocabulary.ids), **form)
     drafter.float()
-    if drafter.draft_ids is not None:
+    if len(vocabulary.ids) < drafter.config.vocab_size:
         drafter.d2t.copy_(vocabulary.d2t)
         drafter._draft_ids = None
     head = target.get_output_embeddings()

@@ -23,6 +23,7 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, TrainingError
@@ -132,6 +133,8 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         raise TrainingError(f"{out} holds the checkpoints of an earlier run; resume it, or name another folder")
     if settings.resume:
         say(console, f"resuming  {describe_kept(out) or 'an empty folder'}")
+    if settings.drafter is not None:
+        inspect_checkpoint(settings.drafter)  # what cannot be read should not cost the texts that are written first
     set_seed(settings.seed)
     with telling_what_is_kept(out, console), warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.

@@ -1,67 +1,25 @@
 """A draft tree as data: tokens, parents, depths, masks, paths.
 
 Node 0 is the root, the last token the target has accepted; every other node is a drafted token whose parent has a
-smaller number. Verification reads `tokens`, `depths` and `ancestors`; acceptance reads `tokens`, `parents` and
-`proposal`. Three ways to make one:
+smaller number. Verification reads `tokens`, `depths` and `ancestors`; acceptance reads `tokens` and `parents`. Two ways
+to make one:
 
     DraftTree.chain(tokens)                               width 1
-    static.StaticTopology.from_paths(...).tree(tokens)    one shape for every round (Medusa, EAGLE-1)
     dynamic.TreeGrowth.start(...).expand(...).prune(...)  shape chosen by drafter confidence (EAGLE-2, EAGLE-3)
 
 Nothing here waits for the device except `DraftTree.paths`, so all of it can be captured in a CUDA graph. The shapes
-of chains and static topologies are cached per device: run once before capturing, as for any captured step.
+of chains are cached per device: run once before capturing, as for any captured step.
 
 `B` batch, `N` nodes with the root, `D` longest path without the root, `k` top-k, `V` / `Vd` target / draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """How sampled draft tokens were drawn; rejection sampling needs it, deterministic drafts have none.
-
-    Attributes:
-        probs: `(B, M, S)` float32; row `i` is the distribution node `i`'s children were drawn from, without
-            replacement, in node order. Nodes from `M` on have no children (a chain of `N` nodes needs `M = N - 1`).
-        choices: `(B, N)` which entry of its parent's row each node is; column 0 (the root) is not read.
-        support: target id of each of the `S` entries, none of them twice: `(S,)` for all nodes (a reduced vocabulary),
-            `(B, M, S)` for each its own (what top-k left); `None` if they are the target's whole vocabulary.
-    """
-
-    probs: Tensor
-    choices: Tensor
-    support: Tensor | None = None
-
-    @classmethod
-    def of_levels(
-        cls, choices: Sequence[Tensor], probs: Sequence[Tensor], supports: Sequence[Tensor | None]
-    ) -> Proposal:
-        """Of nodes drawn level by level.
-
-        Args:
-            choices: `(B, n)` entries of each level, the root's first.
-            probs: `(B*m, S)` of each level, what the `m` nodes above it were followed by.
-            supports: target ids of these, `(S,)`, or `(B*m, S)`, or `None`; alike for all levels.
-        """
-        batch, support = len(choices[0]), supports[0]
-        if support is not None and support.dim() == 2:
-            support = torch.cat([ids.view(batch, -1, ids.shape[1]) for ids in supports], 1)  # type: ignore[union-attr]
-        rows = [level.view(batch, -1, level.shape[1]) for level in probs]
-        return cls(torch.cat(rows, 1), torch.cat(list(choices), 1), support)
-
-    def support_of(self, nodes: Tensor) -> Tensor | None:
-        """Target ids `(B, S)` behind the probabilities of one node per row, `nodes (B,)`."""
-        if self.support is None or self.support.dim() == 3:
-            return None if self.support is None else self.support[torch.arange(len(nodes), device=nodes.device), nodes]
-        return self.support.expand(len(nodes), -1)
 
 
 def to_target_ids(choices: Tensor, support: Tensor | None) -> Tensor:
@@ -83,7 +41,6 @@ class DraftTree:
         max_depth: `D`, no accepted path is longer (known without asking the device; the longest may be shorter).
         max_children: no node has more children; at most 1 means the tree is a chain.
         scores: `(B, N)` cumulative draft log-probability of each node, root 0; `None` if the drafter kept none.
-        proposal: distribution of sampled children; `None` for children chosen deterministically.
         valid: `(B, N)` bool, the nodes that may be accepted, each with its ancestors; `None`: all of them. The others
             are verified in vain, so that forwards keep their shape.
     """
@@ -95,7 +52,6 @@ class DraftTree:
     max_depth: int
     max_children: int
     scores: Tensor | None = None
-    proposal: Proposal | None = None
     valid: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +61,7 @@ class DraftTree:
         assert self.ancestors.shape == (*shape, shape[1]), "ancestors is (B, N, N)"
 
     @classmethod
-    def chain(cls, tokens: Tensor, proposal: Proposal | None = None) -> DraftTree:
+    def chain(cls, tokens: Tensor) -> DraftTree:
         """A tree of width 1: `tokens (B, K+1)`, the last accepted token and `K` drafts in order."""
         batch, size = tokens.shape
         parents, depths = _chain_parents_and_depths(size, tokens.device)
@@ -116,7 +72,6 @@ class DraftTree:
             ancestors=chain_ancestors(size, tokens.device).expand(batch, -1, -1),
             max_depth=size - 1,
             max_children=min(1, size - 1),
-            proposal=proposal,
         )
 
     @property
@@ -162,19 +117,6 @@ class DraftTree:
     def leaves(self) -> Tensor:
         """`(B, N)` bool: nodes without children (below nobody but themselves)."""
         return self.ancestors.sum(1) == 1
-
-    def children(self) -> Tensor:
-        """`(B, N, max_children)` child nodes of each node in node order; 0 means none (the root is nobody's child)."""
-        batch, size = self.tokens.shape
-        numbers = torch.arange(size, device=self.tokens.device)
-        elder = (numbers[None, :] < numbers[:, None]) & (numbers > 0)  # (N, N) smaller number, and not the root
-        same_parent = self.parents[:, :, None] == self.parents[:, None, :]  # (B, N, N)
-        rank = (same_parent & elder).sum(2)  # (B, N) elder siblings
-        # The root is written to a spare slot past the table: as its own parent it would else be its own child.
-        spare = size * self.max_children
-        slots = torch.where(numbers == 0, spare, self.parents * self.max_children + rank)
-        table = numbers.new_zeros(batch, spare + 1).scatter_(1, slots, numbers.expand(batch, size))
-        return table[:, :-1].view(batch, size, self.max_children)
 
     def paths(self, row: int = 0) -> list[list[int]]:
         """All root-to-leaf paths of one row, in leaf order. For display and tests: it waits for the device."""

@@ -6,10 +6,6 @@ The one owner of these figures: the loop, the memory planner, the benchmark and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .static import StaticTopology
 
 RESIDENT_QUERIES = 128
 """Blocks of at most so many queries use the resident mask. Prefill chunks are larger; theirs is made and dropped,
@@ -28,21 +24,14 @@ class DraftShape:
     min_confidence: float = 0.0
     top_k: int = 1
     size: int = 0
-    static: StaticTopology | None = None
 
     @property
     def is_tree(self) -> bool:
-        return self.top_k > 1 or self.static is not None
-
-    @property
-    def is_dynamic_tree(self) -> bool:
-        return self.top_k > 1 and self.static is None
+        return self.top_k > 1
 
     @property
     def nodes(self) -> int:
         """Most nodes a verification forward has, root included."""
-        if self.static is not None:
-            return self.static.size
         if self.top_k == 1 or self.depth == 0:
             return self.depth + 1
         return min(self.size, 1 + num_candidates(self.depth, self.top_k))
@@ -75,16 +64,20 @@ class DraftShape:
         return largest if self.is_tree else self.cut_to(largest.nodes - 1)
 
     def cut_to(self, depth: int) -> DraftShape:
-        """This shape with no more than `depth` levels. A static tree keeps its nodes: see `DraftTree.cut_to`."""
+        """This shape with no more than `depth` levels."""
         if depth >= self.depth:
             return self
         return DraftShape(depth=0) if depth < 1 else replace(self, depth=depth)
 
     def reduced_to(self, depth: int, *, is_tree: bool) -> DraftShape:
-        """This shape with no more than `depth` levels; a chain of them unless it may stay a tree."""
+        """This shape with no more than `depth` levels; a chain of them unless it may stay a tree.
+
+        A chain has fewer nodes than the tree it was made of, which may have had fewer than levels.
+        """
         if is_tree and depth == self.depth:
             return self
-        return replace(self, depth=min(depth, self.depth), top_k=1, size=0, static=None)
+        most = max(1, self.nodes - 2) if self.is_tree else self.depth
+        return replace(self, depth=min(depth, self.depth, most), top_k=1, size=0)
 
 
 def default_tree_size(depth: int, top_k: int) -> int:

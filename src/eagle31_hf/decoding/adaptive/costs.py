@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 from ...errors import ConfigurationError
 
+MOST_TOKENS = 2**31
+FEWEST_S, MOST_S = 1e-9, 1e6
+"""No clock shows less, and nobody waits for more. Between them nothing that is computed of seconds overflows."""
+
 
 @dataclass(frozen=True)
 class RoundCosts:
@@ -44,10 +48,13 @@ class RoundCosts:
         widths = [width for width, _ in self.forward_s]
         seconds = [s for _, s in self.forward_s]
         others = (self.drafter_step_s, self.absorb_s, self.round_s, self.plain_round_s, self.resume_s)
-        if not widths or widths[0] != 1 or any(b <= a for a, b in pairwise(widths)):
+        if not widths or widths[0] != 1 or any(b <= a for a, b in pairwise(widths)) or widths[-1] > MOST_TOKENS:
             raise ConfigurationError(f"got forwards of widths {widths}; wanted rising widths from 1 on")
-        if not all(0 < s < float("inf") for s in seconds) or not all(0 <= s < float("inf") for s in others):
-            raise ConfigurationError(f"got seconds {[*seconds, *others]}; wanted finite, positive ones")
+        if not all(FEWEST_S <= s <= MOST_S for s in seconds) or not all(0 <= s <= MOST_S for s in others):
+            raise ConfigurationError(
+                f"got seconds {[*seconds, *others]}; wanted {FEWEST_S} to {MOST_S:,.0f} of a forward, and not more of "
+                "anything else"
+            )
 
     def target_s(self, width: int) -> float:
         """The target over `width` tokens; beyond what was measured, as steep as the last stretch."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...errors import ConfigurationError
-from ..adaptive.costs import RoundCosts
+from ..adaptive.costs import MOST_TOKENS, RoundCosts
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         lengths = [each.context for each in self.contexts]
-        if not lengths or lengths != sorted(set(lengths)):
+        if not lengths or lengths != sorted(set(lengths)) or not 0 <= lengths[0] <= lengths[-1] <= MOST_TOKENS:
             raise ConfigurationError(f"got contexts of {lengths} tokens; wanted at least one, rising")
         for each in self.contexts:
             self._costs(each)
@@ -90,7 +90,7 @@ class Calibration:
             )
             seconds = float(fields["round_s"]), float(fields["plain_round_s"])
             return cls(contexts, *seconds, in_buckets=bool(fields["in_buckets"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise ConfigurationError(
                 f"got something else than a calibration ({type(error).__name__}: {error}); wanted what "
                 "`eagle31 doctor --calibrate` writes"

@@ -97,6 +97,7 @@ def measure_by_pieces(drafter: Eagle31Drafter, *, compiled: bool = False) -> Gen
         return measure_graphs(drafter)
     binding = drafter.require_binding()
     longest = getattr(binding.text_config, "max_position_embeddings", None) or max(CONTEXTS) + max(WIDTHS)
+    longest = min(longest, binding.rotates_alike_up_to or longest)  # behind it the target would be left otherwise
     room = max(longest - max(WIDTHS), 2)
     measured: list[ContextSeconds] = []
     for length in sorted({min(length, room) for length in CONTEXTS}):

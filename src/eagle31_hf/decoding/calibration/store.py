@@ -95,7 +95,7 @@ def load(key: dict[str, Any]) -> Calibration | None:
         return Calibration.from_dict(stored["calibration"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigurationError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, ConfigurationError) as error:
         _say(f"the calibration in {path} is not used ({_first_line(error)}); `eagle31 doctor --calibrate` renews it")
         return None
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...drafter.drafter import Eagle31Drafter
@@ -18,7 +17,7 @@ from ...target.quantized import holds_packed_weights
 from .drift import DriftCurve, form_of
 from .drift_probe import drift_finding, probe_both_forms
 from .findings import Finding, Patient
-from .losslessness import GreedyComparison, SamplingComparison, compare_greedy, compare_sampling
+from .losslessness import TextComparison, compare_texts
 from .replay import replay
 from .variants import ReadingScore, layers_to_keep, other_readings, score_readings, score_vocabulary
 
@@ -37,14 +36,14 @@ class Examination:
     Attributes:
         findings: one per check, in order.
         greedy: both ways to write the same prompts; `None` if the pair cannot write.
-        sampling: openings drawn with the drafter.
+        sampling: the same of texts that were sampled.
         readings: other ways to read the configuration, best first.
         drift: curves of the drift probe, if it was asked for.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    greedy: GreedyComparison | None = None
-    sampling: SamplingComparison | None = None
+    greedy: TextComparison | None = None
+    sampling: TextComparison | None = None
     readings: list[ReadingScore] = field(default_factory=list)
     drift: list[DriftCurve] = field(default_factory=list)
 
@@ -77,7 +76,7 @@ class Examination:
             "verdict": self.verdict,
             "findings": [finding.to_dict() for finding in self.findings],
             "greedy": None if self.greedy is None else self.greedy.to_dict(),
-            "sampling": None if self.sampling is None else asdict(self.sampling),
+            "sampling": None if self.sampling is None else self.sampling.to_dict(),
             "readings": [asdict(score) for score in self.readings],
             "drift": [curve.to_dict() for curve in self.drift],
         }
@@ -96,13 +95,13 @@ def examine(
     seen = Examination()
     seen.findings += preflight(patient)
     prompts = [patient.encode(conversation) for conversation in patient.conversations]
-    seen.greedy = compare_greedy(patient.drafter, prompts, new_tokens=new_tokens)
-    seen.findings.append(_greedy_finding(seen.greedy))
-    seen.sampling = compare_sampling(patient.drafter, min(prompts, key=lambda prompt: prompt["input_ids"].shape[1]))
-    seen.findings.append(_sampling_finding(seen.sampling))
+    seen.greedy = compare_texts(patient.drafter, prompts, new_tokens=new_tokens)
+    seen.findings.append(_text_finding("same text, greedy", seen.greedy))
+    seen.sampling = compare_texts(patient.drafter, prompts, new_tokens=new_tokens, temperature=1.0)
+    seen.findings.append(_text_finding("same text, sampled", seen.sampling))
     seen.findings.append(_acceptance_finding(seen.greedy, promised_acceptance(patient.folder)))
-    drawn = draw_texts(patient.drafter, prompts, new_tokens=new_tokens)
-    texts = _long_enough(_read(patient.drafter, [*seen.greedy.texts, *drawn], prompts * 2))
+    # Greedy ones alone tell small differences too late.
+    texts = _long_enough(_read(patient.drafter, [*seen.greedy.texts, *seen.sampling.texts], prompts * 2))
     if texts:
         seen.readings, findings = reading_findings(patient.drafter, texts)
         seen.findings += findings
@@ -210,37 +209,22 @@ def _trees(patient: Patient) -> Finding:
 # --- from what was written --------------------------------------------------------------------------------------------
 
 
-def _greedy_finding(greedy: GreedyComparison) -> Finding:
-    wrong = [one for one in greedy.differences if not one.is_tie]
+def _text_finding(check: str, compared: TextComparison) -> Finding:
+    wrong = [one for one in compared.differences if not one.is_tie]
     if wrong:
         where = "; ".join(
             f"prompt {one.prompt} after {one.at} tokens, logits {one.gap:.3g} apart where a tie is {one.rounding:.3g}"
             for one in wrong[:3]
         )
         return Finding(
-            "same text, greedy",
+            check,
             "problem",
-            f"{len(wrong)} of {len(greedy.texts)} texts differ: {where}",
+            f"{len(wrong)} of {len(compared.texts)} texts differ: {where}",
             "please report it with the JSON of this run; until then set speculation_loop='plain'",
         )
-    ties = len(greedy.differences)
-    text = f"{len(greedy.texts) - ties} of {len(greedy.texts)} texts equal"
-    return Finding("same text, greedy", "ok", text + (f", {ties} part at ties within rounding" if ties else ""))
-
-
-def _sampling_finding(sampling: SamplingComparison) -> Finding:
-    text = (
-        f"{sampling.samples} openings of {sampling.outcomes} kinds: chi-square {sampling.chi_square:.1f} with "
-        f"{sampling.degrees} degrees of freedom, p = {sampling.p_value:.3f}"
-    )
-    if sampling.is_exact:
-        return Finding("same distribution, sampled", "ok", text)
-    return Finding(
-        "same distribution, sampled",
-        "problem",
-        f"{text}; {sampling.impossible} openings that the target cannot write",
-        "in 16-bit precision logits of one and several tokens differ a little; try float32, and report it if it stays",
-    )
+    ties = len(compared.differences)
+    text = f"{len(compared.texts) - ties} of {len(compared.texts)} texts equal"
+    return Finding(check, "ok", text + (f", {ties} part at ties within rounding" if ties else ""))
 
 
 def promised_acceptance(folder: Path | None) -> float | None:
@@ -256,7 +240,7 @@ def promised_acceptance(folder: Path | None) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _acceptance_finding(greedy: GreedyComparison, promised: float | None) -> Finding:
+def _acceptance_finding(greedy: TextComparison, promised: float | None) -> Finding:
     text = f"acceptance length {greedy.acceptance_length:.2f} over {len(greedy.texts)} prompts"
     if promised is None:
         return Finding("acceptance", "ok" if greedy.acceptance_length >= GOOD_LENGTH else "note", text)
@@ -270,20 +254,6 @@ def _acceptance_finding(greedy: GreedyComparison, promised: float | None) -> Fin
             "`eagle31 train --drafter` continues training on this target",
         )
     return Finding("acceptance", "ok", text)
-
-
-def draw_texts(
-    drafter: Eagle31Drafter, prompts: Sequence[dict[str, Tensor]], *, new_tokens: int, seed: int = 0
-) -> list[Tensor]:
-    """A sampled text `(T,)` of the target's after every prompt: greedy ones alone tell small differences too late."""
-    model: Any = drafter.require_binding().model
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return [
-            model.generate(**prompt, **how, max_new_tokens=new_tokens, assistant_model=drafter)[0].cpu()
-            for prompt in prompts
-        ]
 
 
 def _read(drafter: Eagle31Drafter, written: Sequence[Tensor], prompts: Sequence[dict[str, Tensor]]) -> list[TargetText]:

@@ -15,6 +15,8 @@ from ...texts.conversations import Conversation, Message
 TOO_LONG = ("truncate", "drop", "error")
 SUPERVISED = ("assistant", "all")
 MOST_OPENING_TOKENS = 256
+CLOSING_TOKENS = 2
+"""What a template may write behind a conversation's last turn alone, an end of text and a line break, say."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class Documents:
         documents: what is left to train on.
         truncated, dropped: how many were longer than the limit, by what was done.
         unsupervised: how many lost every supervised token by truncation, or had none; they are left out.
+        rewritten: how many of the documents hold a turn that the template shows otherwise later on.
     """
 
     documents: list[Document]
     truncated: int = 0
     dropped: int = 0
     unsupervised: int = 0
+    rewritten: int = 0
 
     @property
     def tokens(self) -> int:
@@ -72,6 +76,9 @@ def render_documents(
 ) -> Documents:
     """Render conversations to documents of at most `max_length` tokens.
 
+    Where the template shows an earlier turn otherwise than it was written (reasoning left out), that turn is learned
+    in a document of its own, which ends with it.
+
     Args:
         too_long: what to do with longer ones: `"truncate"` their end, `"drop"` them, or raise an `"error"`.
         supervise: `"assistant"` learns what the assistant wrote, `"all"` every token (a drafter for a small target
@@ -85,37 +92,46 @@ def render_documents(
             f"too_long={too_long!r}, supervise={supervise!r}; wanted one of {TOO_LONG} and one of {SUPERVISED}"
         )
     kept: list[Document] = []
-    truncated = dropped = unsupervised = 0
+    truncated = dropped = unsupervised = rewritten = 0
     for conversation in conversations:
-        ids, mask = render(tokenizer, conversation)
-        written_from = len(ids) - len(conversation.answer_ids) if conversation.answer_ids else None
-        if supervise == "all":
-            mask = [True] * len(ids)
-        if len(ids) > max_length:
-            if too_long == "error":
-                raise TrainingError(
-                    f"{conversation.id} has {len(ids)} tokens, the limit is {max_length}; raise the limit, or truncate "
-                    "or drop long rows"
-                )
-            if too_long == "drop":
-                dropped += 1
+        for number, (ids, mask) in enumerate(render_turns(tokenizer, conversation)):
+            is_whole = number == 0
+            written_from = len(ids) - len(conversation.answer_ids) if conversation.answer_ids and is_whole else None
+            if supervise == "all" and is_whole:
+                mask = [True] * len(ids)
+            if len(ids) > max_length:
+                if too_long == "error":
+                    raise TrainingError(
+                        f"{conversation.id} has {len(ids)} tokens, the limit is {max_length}; raise the limit, or "
+                        "truncate or drop long rows"
+                    )
+                if too_long == "drop":
+                    dropped += 1
+                    continue
+                truncated += 1
+                ids, mask = ids[:max_length], mask[:max_length]
+            if not any(mask[2:]):  # the first two tokens of a document cannot be drafted
+                unsupervised += 1
                 continue
-            truncated += 1
-            ids, mask = ids[:max_length], mask[:max_length]
-        if not any(mask[2:]):  # the first two tokens of a document cannot be drafted
-            unsupervised += 1
-            continue
-        kept.append(Document(conversation.id, ids, mask, written_from, conversation.answer_temperature))
+            rewritten += not is_whole
+            temperature = conversation.answer_temperature if is_whole else None
+            name = conversation.id if is_whole else f"{conversation.id}, rewritten turn {number}"
+            kept.append(Document(name, ids, mask, written_from, temperature))
     if not kept:
         raise TrainingError(
             f"no document is left to train on ({dropped} too long and dropped, {unsupervised} without a supervised "
             f"token within {max_length} tokens); raise the limit or regenerate the assistant turns"
         )
-    return Documents(kept, truncated, dropped, unsupervised)
+    return Documents(kept, truncated, dropped, unsupervised, rewritten)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of one conversation.
+    """Token ids and loss mask of a whole conversation: the first of `render_turns`."""
+    return render_turns(tokenizer, conversation)[0]
+
+
+def render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[tuple[list[int], list[bool]]]:
+    """Token ids and loss masks: of the whole conversation, and up to each assistant turn that it shows otherwise.
 
     The mask comes from the template's `{% generation %}` marks if it has them; else each assistant turn is what the
     rendering gains by it over the generation prompt. If the target wrote the last turn, its own ids are used, since
@@ -125,34 +141,51 @@ def render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tu
         TrainingError: the template renders no assistant turn of it, or fails.
     """
     if is_plain(tokenizer, conversation):
-        return _render_plain(tokenizer, conversation)
-    messages = list(conversation.messages)
-    if conversation.answer_ids:
-        return _render_with_answer(tokenizer, conversation, messages)
+        return [_render_plain(tokenizer, conversation)]
+    messages, answer = list(conversation.messages), list(conversation.answer_ids)
     if not any(message["role"] == "assistant" for message in messages):
         raise TrainingError(
             f"{conversation.id} has no assistant turn to learn from; let the target write it (regenerate)"
         )
-    ids, mask = _render_chat(tokenizer, conversation, messages)
-    if not any(mask):
+    if answer:
+        messages = messages[:-1]
+        ids = prompt_ids(tokenizer, conversation, messages)
+    else:
+        ids = _apply(tokenizer, conversation, messages)["input_ids"]
+    mask, rewritten = [False] * len(ids), []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        alone, learned, start = _render_turn(tokenizer, conversation, messages[: turn + 1])
+        shared = _common_prefix(ids, alone)
+        if shared < len(alone) - CLOSING_TOKENS:
+            rewritten.append((alone, learned))
+        else:
+            mask[start:shared] = learned[start:shared]
+    if not answer and not any(mask) and not rewritten:
         raise TrainingError(
             f"{conversation.id}: the target's chat template renders no assistant turn (roles: "
             f"{', '.join(message['role'] for message in messages)}); rename the roles or set another template"
         )
-    return ids, mask
+    return [(ids + answer, mask + [True] * len(answer)), *(turn for turn in rewritten if any(turn[1]))]
 
 
-def _render_with_answer(
+def _render_turn(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: list[Message]
-) -> tuple[list[int], list[bool]]:
+) -> tuple[list[int], list[bool], int]:
+    """Ids of `messages`, whose last one is an assistant's; a mask over that one, and where it begins."""
     context = messages[:-1]
-    prompt = prompt_ids(tokenizer, conversation, context)
-    mask = [False] * len(prompt)
-    if any(message["role"] == "assistant" for message in context):
-        ids, earlier = _render_chat(tokenizer, conversation, context)
-        shared = _common_prefix(ids, prompt)
-        mask[:shared] = earlier[:shared]
-    return prompt + list(conversation.answer_ids), mask + [True] * len(conversation.answer_ids)
+    prompt = prompt_ids(tokenizer, conversation, context) if context else []
+    if not has_generation_marks(tokenizer):
+        ids = _apply(tokenizer, conversation, messages)["input_ids"]
+        start = _common_prefix(ids, prompt)
+        return ids, [False] * start + [True] * (len(ids) - start), start
+    encoded = _apply(tokenizer, conversation, messages, return_assistant_tokens_mask=True)
+    ids, marked = encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
+    start = _common_prefix(ids, prompt)
+    while start and marked[start - 1]:  # marks may begin with what opens the turn
+        start -= 1
+    return ids, [False] * start + marked[start:], start
 
 
 # --- plain text -------------------------------------------------------------------------------------------------------
@@ -211,25 +244,6 @@ def prompt_ids(
     if is_plain(tokenizer, conversation):
         return _plain_opening(tokenizer, conversation)
     return _apply(tokenizer, conversation, messages, add_generation_prompt=True)["input_ids"]
-
-
-def _render_chat(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: list[Message]
-) -> tuple[list[int], list[bool]]:
-    if has_generation_marks(tokenizer):
-        encoded = _apply(tokenizer, conversation, messages, return_assistant_tokens_mask=True)
-        return encoded["input_ids"], [bool(marked) for marked in encoded["assistant_masks"]]
-    ids = _apply(tokenizer, conversation, messages)["input_ids"]
-    mask = [False] * len(ids)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        # Templates may render an earlier turn otherwise than the last one (reasoning left out): what does not appear
-        # in the whole rendering is not supervised.
-        start = _common_prefix(ids, prompt_ids(tokenizer, conversation, messages[:turn]))
-        end = _common_prefix(ids, _apply(tokenizer, conversation, messages[: turn + 1])["input_ids"])
-        mask[start:end] = [True] * max(0, end - start)
-    return ids, mask
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:

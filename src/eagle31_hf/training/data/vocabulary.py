@@ -81,7 +81,7 @@ def read_vocabulary(path: Path) -> DraftVocabulary:
         content = json.loads(path.read_text(encoding="utf-8"))
         ids = torch.tensor(content["draft_ids"], dtype=torch.long)
         vocab_size = int(content["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, RuntimeError) as error:
         raise TrainingError(
             f"{path} is no draft vocabulary ({type(error).__name__}: {error}); build it again"
         ) from error

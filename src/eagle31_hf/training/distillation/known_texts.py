@@ -1,11 +1,10 @@
 """Served acceptance on texts that are known: exact, paired, and without a pass of the target.
 
-The target writes its texts once, as it is served (temperature, top-k, top-p as its generation config has them). What a
-drafter would have got accepted along them follows from passes of the drafter alone. Chains: at temperature 0 draft by
-draft, at others in expectation over what might have been drawn (`sampling.expected_rounds`). Dynamic trees hold the
-likeliest tokens at any temperature, and the target's own draw is followed down them, so the text says what is accepted:
-they are drafted round by round. No draw is left in the figures but the texts', which are the same for every drafter, so
-that differences of two drafters are better known than either.
+The target writes its texts once, as it is served (temperature, top-k, top-p as its generation config has them), and the
+random numbers it sampled by can be made again. What a drafter would have got accepted along the texts follows from
+passes of the drafter alone: a draft is kept where it is the text's token, chosen by the same noise as `generate` does.
+No draw is left in the figures but the texts', which are the same for every drafter, so that differences of two drafters
+are better known than either.
 
 `n` written tokens `y_0, y_1, ...` behind a prompt; the target's first pass writes `y_0`, rounds the others.
 """
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor
 
 from ...drafter.drafter import Eagle31Drafter
-from ...drafter.propose import propose_dynamic_tree
+from ...drafter.propose import BARE_CHOICE, DraftChoice, propose_dynamic_tree
 from ...drafter.replay import TargetText, drafter_states, drafts_along, read_text, rows_of_ids
 from ...drafter.session import DraftSession
 from ...errors import ConfigurationError
-from ...sampling.acceptance import accept_greedy
-from ...sampling.draw import argmax
-from ...sampling.expected_rounds import chance_kept, expected_visits
+from ...sampling.acceptance import accept_chosen
+from ...sampling.draw import PositionNoise, argmax, perturbed, random_state
 from ...sampling.logits_processing import DraftWarping, ScoreProcessing
 from ...target.binding import TargetBinding
 from ...target.served_processing import processing_of
@@ -37,6 +35,27 @@ from ..data.regeneration import sampling_options
 from .evaluation import EvaluationPrompt
 
 
+@dataclass(frozen=True, eq=False)
+class SampledBatch:
+    """Texts that `generate` sampled side by side.
+
+    Attributes:
+        state: of the generator before the first token.
+        rows, vocabulary, device: of the scores.
+    """
+
+    state: Tensor
+    rows: int
+    vocabulary: int
+    device: torch.device
+
+    def noise(self, row: int, count: int) -> Tensor:
+        """`(count, V)` that the first tokens of a row were sampled by, made again."""
+        generator = torch.Generator(self.device)
+        generator.set_state(self.state)
+        return PositionNoise(self.rows, self.vocabulary, self.device, generator).window([row], [0], count)[0]
+
+
 @dataclass(frozen=True)
 class KnownText:
     """A text the target wrote, as it is served.
@@ -44,12 +63,24 @@ class KnownText:
     Attributes:
         text: with the hidden states of the layers that drafters read.
         category: of its prompt.
-        log_probs: `(n - 1,)` log-probability the target gave to `y_1, y_2, ...`; zeros at temperature 0.
+        batch, row: the texts that were sampled together, and which of them it is; `None` of a greedy one.
     """
 
     text: TargetText
     category: str
-    log_probs: Tensor
+    batch: SampledBatch | None = None
+    row: int = 0
+
+    @property
+    def num_rounds_tokens(self) -> int:
+        """Tokens written in rounds: all but the first, `n - 1`."""
+        return len(self.text.ids) - self.text.prompt_length - 1
+
+    def noise(self, device: torch.device) -> Tensor | None:
+        """Noise `(n, V)` that its tokens were sampled by; `None` of a greedy one."""
+        if self.batch is None:
+            return None
+        return self.batch.noise(self.row, self.num_rounds_tokens + 1).to(device)
 
 
 @dataclass(frozen=True)
@@ -76,15 +107,15 @@ class TextRounds:
     Attributes:
         category: of its prompt.
         tokens: written in rounds.
-        rounds: expected number.
-        drafted_at, accepted_at: per level, expected rounds that draft and accept it.
+        rounds: their number.
+        drafted_at, accepted_at: per level, rounds that draft and accept it.
     """
 
     category: str
     tokens: int
-    rounds: float
-    drafted_at: tuple[float, ...]
-    accepted_at: tuple[float, ...]
+    rounds: int
+    drafted_at: tuple[int, ...]
+    accepted_at: tuple[int, ...]
 
 
 def served_processing(model: Any, temperature: float) -> ScoreProcessing:
@@ -135,6 +166,7 @@ def write_texts(
         torch.manual_seed(seed)
         for first in range(0, len(ordered), batch_size):
             batch = ordered[first : first + batch_size]
+            state = random_state(binding.input_device)
             ids, mask = left_padded([prompt.input_ids for prompt in batch], binding.input_device)
             out = model.generate(
                 input_ids=ids,
@@ -143,12 +175,15 @@ def write_texts(
                 pad_token_id=pad_token_id(model),
                 **sampling_options(temperature),
             )
-            for prompt, answer in zip(batch, out[:, ids.shape[1] :], strict=True):
+            sampled = None
+            if temperature > 0:
+                sampled = SampledBatch(state, len(batch), binding.text_config.vocab_size, binding.input_device)
+            for row, (prompt, answer) in enumerate(zip(batch, out[:, ids.shape[1] :], strict=True)):
                 answer = _until_end(answer, model)
                 if len(answer) > 1:
                     whole = torch.cat((torch.tensor(prompt.input_ids, device=answer.device), answer))
-                    text = read_text(binding, whole, len(prompt.input_ids), kept, logits_to_keep=len(answer))
-                    found.append(_known(text, prompt.category, temperature, warping))
+                    text = _on_cpu(read_text(binding, whole, len(prompt.input_ids), kept))
+                    found.append(KnownText(text, prompt.category, sampled, row))
             on_prompts(len(batch))
     if not found:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
@@ -161,15 +196,10 @@ def _until_end(answer: Tensor, model: Any) -> Tensor:
     return answer[: int(ended.int().argmax()) + 1] if bool(ended.any()) else answer
 
 
-def _known(text: TargetText, category: str, temperature: float, warping: DraftWarping) -> KnownText:
-    assert text.logits is not None, "they were asked for"
-    written = text.ids[text.prompt_length + 1 :]  # y_1, y_2, ...
-    log_probs = torch.zeros(len(written))
-    if temperature > 0:
-        scores = warping(text.logits[:-1]).log_softmax(-1)  # the last position says what would follow the text
-        log_probs = scores.gather(1, written.to(scores.device)[:, None]).squeeze(1).cpu()
-    states = {layer: state.cpu() for layer, state in text.states.items()}  # a card's memory is for training
-    return KnownText(TargetText(text.ids.cpu(), text.prompt_length, states), category, log_probs)
+def _on_cpu(text: TargetText) -> TargetText:
+    """A card's memory is for training."""
+    states = {layer: state.cpu() for layer, state in text.states.items()}
+    return TargetText(text.ids.cpu(), text.prompt_length, states)
 
 
 @torch.no_grad()
@@ -179,19 +209,18 @@ def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, shape: DraftShape) -> 
     Args:
         shape: of the drafts: a chain of fixed length, or a dynamic tree.
     """
-    assert shape.static is None, "trees are dynamic here"
     assert not shape.min_confidence, "chains are of fixed length here"
     was_training = drafter.training
     drafter.eval()
     try:
         if shape.is_tree:
-            return [_tree_rounds(drafter, known, texts.max_new_tokens, shape) for known in texts.texts]
+            return [_tree_rounds(drafter, known, texts, shape) for known in texts.texts]
         return [_chain_rounds(drafter, known, texts, shape.depth) for known in texts.texts]
     finally:
         drafter.train(was_training)
 
 
-def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, max_new_tokens: int, shape: DraftShape) -> TextRounds:
+def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, shape: DraftShape) -> TextRounds:
     """Round by round: a tree, how far the text follows it, and what the drafter then reads of the text."""
     text, device = known.text, drafter.device
     ids, last = text.ids.to(device), len(text.ids) - 1
@@ -200,15 +229,19 @@ def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, max_new_tokens: int,
         drafter, batch_size=1, capacity=shape.drafter_capacity(len(ids)), block=shape.drafter_block(text.prompt_length)
     )
     session.absorb(ids[None, 1 : text.prompt_length + 1], aux[:, : text.prompt_length], [text.prompt_length])
-    root, rounds, longest = text.prompt_length, 0, text.prompt_length + max_new_tokens - 1
+    noise, warping = known.noise(device), texts.warping if texts.warping.key else None
+    root, rounds, longest = text.prompt_length, 0, text.prompt_length + texts.max_new_tokens - 1
     drafted, accepted = [0] * shape.depth, [0] * shape.depth
     while root < last:
         cut = shape.cut_to(longest - root - 1)  # the target adds a token of its own
         kept = 0
         if cut.depth:
-            tree = propose_dynamic_tree(session, ids[root : root + 1], cut)
+            choice = BARE_CHOICE
+            if noise is not None:
+                choice = DraftChoice(warping, _behind(noise, root - text.prompt_length + 1, cut.depth))
+            tree = propose_dynamic_tree(session, ids[root : root + 1], cut, choice)
             follows = ids[(root + 1 + tree.depths).clamp(max=last)]  # on the text's path; elsewhere it does not matter
-            kept = min(int(accept_greedy(tree, follows).length) - 1, last - root)
+            kept = min(int(accept_chosen(tree, follows).length) - 1, last - root)
         for level in range(cut.depth):
             drafted[level] += 1
             accepted[level] += level < kept
@@ -216,7 +249,13 @@ def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, max_new_tokens: int,
         count = min(kept + 1, last - root)
         session.absorb(ids[None, root + 1 : root + 1 + count], aux[:, root : root + count], [count])
         root += count
-    return TextRounds(known.category, len(known.log_probs), float(rounds), tuple(drafted), tuple(accepted))
+    return TextRounds(known.category, known.num_rounds_tokens, rounds, tuple(drafted), tuple(accepted))
+
+
+def _behind(noise: Tensor, first: int, count: int) -> Tensor:
+    """Noise `(1, count, V)` of the tokens from `y_first` on; behind the text's end, where nothing is kept, the last."""
+    places = torch.arange(first, first + count, device=noise.device).clamp(max=len(noise) - 1)
+    return noise[places][None]
 
 
 @dataclass(frozen=True)
@@ -224,56 +263,60 @@ class KnownChains:
     """Chains of `K` drafts behind each of a text's `T` tokens that may be a round's root.
 
     Attributes:
-        kept: `(T, K)` chance that a round keeps drafts up to the k-th (`sampling.expected_rounds`); 0 behind the end.
+        kept: `(T,)` drafts that a round which begins there keeps.
         inside: `(T, K)` whether the text goes on so far.
-        sure: `(T, K)` the drafter's largest probability at each level, behind the text's own tokens; what a chain that
-            ends in doubt asks for.
+        sure: `(T, K)` the largest probability at each level, behind the text's own tokens; what a chain that ends in
+            doubt asks for.
     """
 
     kept: Tensor
     inside: Tensor
     sure: Tensor
 
+    def roots(self) -> list[int]:
+        """Where rounds begin that draft whole chains, one after the other."""
+        found, place, kept = [], 0, self.kept.tolist()
+        while place < len(kept):
+            found.append(place)
+            place += kept[place] + 1
+        return found
+
 
 @torch.no_grad()
 def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> KnownChains:
     """What chains of `depth` drafts of an attached drafter in evaluation mode come to along one of `texts`."""
-    text = known.text
-    count = len(known.log_probs)  # roots y_0 .. y_{n-2}
+    text, count = known.text, known.num_rounds_tokens  # roots y_0 .. y_{n-2}
     starts = torch.arange(text.prompt_length - 1, text.prompt_length - 1 + count)
-    row_of = rows_of_ids(drafter)
-    given, sure = [], []
-    for draft in drafts_along(drafter, text, starts, depth):
+    row_of, noise = rows_of_ids(drafter), known.noise(drafter.device)
+    right, sure = [], []
+    for step, draft in enumerate(drafts_along(drafter, text, starts, depth)):
         wanted = draft.truth if row_of is None else row_of[draft.truth]
-        log_probs = texts.warping(draft.logits).log_softmax(-1)
-        given.append(_of_rows(log_probs, wanted, is_greedy=texts.temperature == 0).cpu())
-        sure.append(log_probs.amax(-1).exp().cpu())
+        scores = texts.warping(draft.logits)
+        if noise is not None:
+            own = _behind(noise, 1 + step, count)[0]
+            scores = perturbed(
+                scores, own[:, : scores.shape[-1]] if drafter.draft_ids is None else own[:, drafter.draft_ids]
+            )
+        probs = scores.softmax(-1)
+        right.append((argmax(probs) == wanted).cpu())
+        sure.append(probs.amax(-1).cpu())
     place = torch.arange(count)[:, None] + torch.arange(depth)  # which of y_1, y_2, ... each draft answers for
     inside = place < count
-    draft_log_probs = torch.stack(given, 1).masked_fill(~inside, -math.inf)
-    kept = chance_kept(draft_log_probs, known.log_probs[place.clamp(max=count - 1)])
+    kept = (torch.stack(right, 1) & inside).long().cumprod(1).sum(1)
     return KnownChains(kept, inside, torch.stack(sure, 1))
 
 
 def _chain_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
     chains = chains_along(drafter, known, texts, depth)
-    visits = expected_visits(chains.kept)
+    roots = chains.roots()
+    accepted = chains.kept[roots][:, None] > torch.arange(depth)  # (R, K)
     return TextRounds(
         category=known.category,
-        tokens=len(known.log_probs),
-        rounds=float(visits.sum()),
-        drafted_at=tuple((visits[:, None] * chains.inside).sum(0).tolist()),
-        accepted_at=tuple((visits[:, None] * chains.kept).sum(0).tolist()),
+        tokens=known.num_rounds_tokens,
+        rounds=len(roots),
+        drafted_at=tuple(chains.inside[roots].sum(0).tolist()),
+        accepted_at=tuple(accepted.sum(0).tolist()),
     )
-
-
-def _of_rows(log_probs: Tensor, wanted: Tensor, *, is_greedy: bool) -> Tensor:
-    """`(S,)` log-probability to draft these rows `(S,)` of the draft head, -1 cannot be; `log_probs` `(S, Vd)`."""
-    if is_greedy:
-        drafted = argmax(log_probs) == wanted
-        return torch.zeros(len(wanted), device=log_probs.device).masked_fill(~drafted, -math.inf)
-    found = log_probs.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
-    return found.masked_fill(wanted < 0, -math.inf)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...cache import SpeculativeCache
 from ...drafter.drafter import Eagle31Drafter
-from ...drafter.propose import propose_chain
+from ...drafter.propose import DraftChoice, propose_chain
+from ...drafter.replay import rows_of_ids
 from ...drafter.session import DraftSession
 from ...generation_config import DraftLength
 from ...target.verify import Verification
@@ -163,19 +164,19 @@ def roll_out_chains(
         prefilled.cache.select_rows(rows)
         session.select_rows(rows)
         roots = contexts.roots.to(drafter.device).repeat_interleave(samples)
-        tree = propose_chain(
-            session, roots, DraftLength(depth), sample=True, scores=lambda logits, _: logits / temperature
-        )
+        noise = torch.empty(len(roots), depth, binding.text_config.vocab_size, device=roots.device).exponential_()
+        choice = DraftChoice(lambda logits, _: logits / temperature, noise)
+        tree = propose_chain(session, roots, DraftLength(depth), choice)
         logits = _verify(drafter, tree, prefilled.cache)[:, :depth] / temperature  # (N*G, K, V)
-    assert tree.proposal is not None, "sampled drafts carry their distribution"
-    logits = logits.to(drafter.device)
-    ids = drafter.draft_ids
+    logits, tokens = logits.to(drafter.device), tree.tokens[:, 1:]
+    ids, row_of = drafter.draft_ids, rows_of_ids(drafter)
     log_probs = logits.log_softmax(-1)
+    drawn_from = chain_logits(drafter, prefilled.contexts, tokens).float() / temperature
     return ChainRollout(
         contexts=prefilled.contexts,
-        tokens=tree.tokens[:, 1:],
-        draft_ids=tree.proposal.choices[:, 1:],
-        draft_log_probs=tree.proposal.probs.log(),
+        tokens=tokens,
+        draft_ids=tokens if row_of is None else row_of[tokens],
+        draft_log_probs=drawn_from.log_softmax(-1),
         target_log_probs=log_probs if ids is None else log_probs[..., ids],
     )
 

@@ -1,17 +1,17 @@
 """Stage 2 in closed form: expected acceptance along the texts that the target wrote, as they are served.
 
-A text drawn from the target shows what a drafter would have got accepted (`sampling.expected_rounds`), so no draft need
-be drawn and no score function be estimated: the training-time test's own pass gives the objective and its gradient.
-With `p`, `q` the served distributions (temperature, top-k, top-p as the target's generation config has them),
+A text sampled from the target shows what a drafter would have got accepted, so no draft need be drawn and no score
+function be estimated: the training-time test's own pass gives the objective and its gradient. With `p`, `q` the served
+distributions (temperature, top-k, top-p as the target's generation config has them) and `x_s` the text's tokens,
 
-    temperature above 0   J = sum_j prod_{s<=j} alpha_s,  alpha_s = sum_x min(p_s(x), q_s(x))
-    temperature 0         J = sum_j prod_{s<=j} q_s(x*_s),  x*_s what the target says next
+    temperature above 0   J = sum_j prod_{s<=j} alpha_s,  alpha_s = 1 / sum_y max(p_s(y), q_s(y) p_s(x_s) / q_s(x_s))
+    temperature 0         J = sum_j prod_{s<=j} q_s(x_s)
 
-from every token the target wrote, each text by the temperature it was written at. The first is what token by token
-verification accepts along the text, its factors taken in expectation (arXiv 2606.12370 trains on such a product); that
-the draft's own tokens would lead to other distributions behind them is left out, which biases it a little and takes
-most of the noise out. The second is smooth where counting matches is not; its gradient is that of cross-entropy with
-weights that fall where the drafts before are unlikely.
+from every token the target wrote, each text by the temperature it was written at. The first is exactly the expected
+number of accepted drafts, given the text: `alpha` is the chance that `argmax q / E` is the token that `argmax p / E`
+was, where both use the same noise `E` (`sampling.draw`), and noise of different positions is independent. The second is
+smooth where counting matches is not; its gradient is that of cross-entropy with weights that fall where the drafts
+before are unlikely.
 
     loss = sum over starts of (-J / S + token_weight * sum_s decay^s * cross-entropy_s)
 """
@@ -67,6 +67,26 @@ def expected_accepted(chances: Tensor) -> Tensor:
     return chances.cumprod(1).sum(1)
 
 
+def agreement(target_probs: Tensor, draft_probs: Tensor, written: Tensor) -> Tensor:
+    """Chance `(N,)` that a draft is the token that was written, where both were chosen by the same noise.
+
+    With `p` and `q` the distributions of target and drafter, `argmax p / E` and `argmax q / E` are both `x` with
+    chance `1 / sum_y max(p(y) / p(x), q(y) / q(x))`; given that the first is `x`, which has chance `p(x)`, what is
+    left is `q(x) / sum_y max(p(y) q(x), q(y) p(x))`.
+
+    Args:
+        target_probs: `(N, Vd)` of the tokens that can be drafted; what is missing to 1 lies on others.
+        draft_probs: `(N, Vd)`.
+        written: `(N,)` row of the token that was written; -1: it cannot be drafted, the chance is 0.
+    """
+    row = written.clamp(min=0)[:, None]
+    p, q = target_probs.gather(1, row), draft_probs.gather(1, row)
+    elsewhere = (1 - target_probs.sum(1, keepdim=True)).clamp(min=0) * q
+    either = torch.maximum(target_probs * q, draft_probs * p).sum(1, keepdim=True) + elsewhere
+    chance = q / either.clamp(min=torch.finfo(either.dtype).tiny)
+    return torch.where(written >= 0, chance.squeeze(1), 0.0)
+
+
 class TextModel(DistillationModel):
     """Expected acceptance along written texts, and a little of the token loss on the same tokens.
 
@@ -110,7 +130,8 @@ class TextModel(DistillationModel):
             inside = behind >= 2 + step
             place = targets.place[(starts + 1 + step).clamp(max=len(targets.place) - 1)].clamp(min=0)
             logits = self.drafter.draft_logits(normed.flatten(0, 1)[starts]).float()  # (N, Vd)
-            chance = self._chance(logits, targets, place, temperature)
+            token = input_ids.flatten()[(starts + 2 + step).clamp(max=input_ids.numel() - 1)]
+            chance = self._chance(logits, targets, place, temperature, self._row_of(token))
             chances.append(torch.where(inside, chance, 0.0))
             best = targets.best[place]
             loss = torch.where(inside & (best >= 0), self.loss_function(logits, targets.log_probs[place]), 0.0)
@@ -149,16 +170,23 @@ class TextModel(DistillationModel):
             log_probs, served = log_probs.index_select(1, ids), served.index_select(1, ids)
         return aux, WrittenTargets(place, log_probs, served, best)
 
-    def _chance(self, logits: Tensor, targets: WrittenTargets, place: Tensor, temperature: Tensor) -> Tensor:
-        """`(N,)` chance that each draft is accepted, by drafter logits `(N, Vd)`."""
+    def _row_of(self, tokens: Tensor) -> Tensor:
+        """`(N,)` rows of the draft head of these tokens, -1 where one cannot be drafted."""
+        ids = self.drafter.draft_ids
+        return tokens if ids is None else draft_rows(tokens, ids, self.drafter.config.vocab_size)
+
+    def _chance(
+        self, logits: Tensor, targets: WrittenTargets, place: Tensor, temperature: Tensor, written: Tensor
+    ) -> Tensor:
+        """`(N,)` chance that each draft is accepted, by drafter logits `(N, Vd)` and the row of what was `written`."""
         best = targets.best[place]
         greedy = logits.log_softmax(-1).gather(1, best.clamp(min=0)[:, None]).squeeze(1).exp()
         chance = torch.where(best >= 0, greedy, 0.0)
         for each in self._temperatures(temperature):
             these = (temperature == each).nonzero().squeeze(1)
             drafted = self._warping_of(each)(logits[these]).softmax(-1)
-            overlap = torch.minimum(drafted, targets.served[place[these]]).sum(-1)
-            chance = chance.index_put((these,), overlap)
+            agree = agreement(targets.served[place[these]], drafted, written[these])
+            chance = chance.index_put((these,), agree)
         return chance
 
     def _temperatures(self, found: Tensor) -> list[float]:

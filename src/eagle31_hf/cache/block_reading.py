@@ -1,0 +1,73 @@
+"""How layers with states read a placed block. Attention needs none of this: masks hide what a token must not see.
+
+A recurrent layer has no mask. What it reads is in its state for good, so it must be told which tokens are pads, and
+after which of them a state may be wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .slot_moves import DeviceCopies
+
+
+@dataclass(frozen=True)
+class BlockReading:
+    """The default reads a chunk of a prompt: all of it, of all rows, by the model's own code for many tokens.
+
+    Attributes:
+        counts: tokens of each row, what follows in it are pads; `None`: there are none.
+        stepped: one token after the other, by the model's own code for one token.
+        keeps_nodes: a state may be wanted after every token, not only after the last: the block holds drafts.
+        parents: `(B, T)` which node each node of a tree continues; `None`: the one before it.
+    """
+
+    counts: Sequence[int] | None = None
+    stepped: bool = False
+    keeps_nodes: bool = False
+    parents: Tensor | None = None
+
+    @classmethod
+    def of_drafts(cls, parents: Tensor | None = None) -> BlockReading:
+        """A chain, or a tree of these `parents` `(B, T)`, of which some nodes will be kept."""
+        return cls(stepped=True, keeps_nodes=True, parents=parents)
+
+
+WHOLE = BlockReading()
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that a mixer reads in one call: they have as many tokens each, and all of them have a state or none has.
+
+    Attributes:
+        count: tokens of each.
+        begins: whether they have no state yet.
+        index: the rows, as one tensor on every device; `None`: all there are.
+    """
+
+    count: int
+    begins: bool
+    index: DeviceCopies | None = None
+
+    def rows_on(self, device: torch.device) -> Tensor | None:
+        """The rows `(G,)` there; `None`: all."""
+        return None if self.index is None else self.index.on(device)[0]
+
+
+def row_groups(
+    lengths: Sequence[int], num_tokens: int, counts: Sequence[int] | None, device: torch.device
+) -> list[RowGroup]:  # fmt: skip
+    """The groups of rows with `lengths` committed tokens that read a block; rows without a token are in none."""
+    tokens = [num_tokens] * len(lengths) if counts is None else counts
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for row, (count, length) in enumerate(zip(tokens, lengths, strict=True)):
+        if count:
+            groups.setdefault((count, length == 0), []).append(row)
+    if len(groups) == 1 and len(next(iter(groups.values()))) == len(lengths):
+        return [RowGroup(*key) for key in groups]
+    return [RowGroup(*key, DeviceCopies(torch.tensor(rows, device=device))) for key, rows in groups.items()]

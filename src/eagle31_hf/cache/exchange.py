@@ -1,0 +1,107 @@
+"""A cache's way in from transformers' own caches, and back out into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..errors import MemoryPlanError, UnsupportedGenerationError
+from .layers import SlotLayer
+from .placement import Placement
+from .states import StateLayer
+from .stock import HeldLayer, LayerStates, held_length, read_stock_layers, refill_stock_layers
+
+
+class ExchangingCache(Cache):
+    """What `SpeculativeCache` takes over and gives away; the rest of it is there."""
+
+    layers: list[SlotLayer | StateLayer]  # type: ignore[assignment]
+    capacity: int
+    _placement: Placement
+    _ring_end: list[int]  # one past the newest position ever written to a ring
+    _state_end: list[int]  # the token whose states each row has
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens per row."""
+        return list(self._placement.lengths)
+
+    @property
+    def batch_size(self) -> int:
+        return self._placement.batch_size
+
+    def reset(self) -> None:
+        raise NotImplementedError
+
+    def _reserve(self, num_slots: int) -> None:
+        raise NotImplementedError
+
+    def load_dynamic(self, dynamic: DynamicCache, padding: Sequence[int] | None = None) -> None:
+        """Take over what a plain `generate` left in its cache.
+
+        Args:
+            dynamic: that cache.
+            padding: pads in front of each row, which are left there; default: none.
+
+        Raises:
+            UnsupportedGenerationError: its layers are of another kind (quantised, static, recurrent), its batch is
+                another, or a layer no longer holds what is needed. This cache is then empty.
+            MemoryPlanError: it is longer than `capacity`.
+        """
+        self.reset()
+        length = held_length(dynamic)
+        if length > self.capacity:
+            raise MemoryPlanError(f"got a cache of {length} tokens; this one was made for capacity={self.capacity}")
+        held = read_stock_layers(dynamic, self.batch_size)
+        self._reserve(length)
+        lengths = [length - pads for pads in padding or [0] * self.batch_size]
+        for index, content in held.items():
+            layer = self.layers[index]
+            if content.keys is not None and content.values is not None:
+                assert isinstance(layer, SlotLayer)
+                layer.load(content.keys, content.values, lengths)
+            if content.states:
+                assert isinstance(layer, StateLayer)
+                layer.load_states(content.states)
+        self._ring_end, self._state_end = lengths.copy(), lengths.copy()
+        self._placement.set_lengths(lengths)
+
+    def to_dynamic(self, config: PreTrainedConfig) -> DynamicCache:
+        """The committed tokens as a stock cache, for a plain `generate` to go on with. Rows must be of equal length.
+
+        Raises:
+            UnsupportedGenerationError: rows differ in length.
+        """
+        dynamic = DynamicCache(config=config)
+        self.export_into(dynamic)
+        return dynamic
+
+    def export_into(self, dynamic: DynamicCache) -> None:
+        """Refill a stock cache in place; see `to_dynamic`.
+
+        Raises:
+            UnsupportedGenerationError: rows differ in length, or the stock cache keeps whole rows where only a window
+                is left (it was made without the model's config). It is then unchanged.
+        """
+        if not self._placement.rows_alike:
+            raise UnsupportedGenerationError(
+                f"rows have lengths {self.lengths}; a stock cache wants rows of equal length: export single rows"
+            )
+        length = self.lengths[0]
+        refill_stock_layers(dynamic, self._held(lambda layer: layer.held(length), None), length)
+
+    def held_row(self, row: int) -> LayerStates:
+        """What layers hold of one row, oldest token first; views where they can be."""
+        return self._held(lambda layer: layer.held_row(row, self.lengths[row]), row)
+
+    def _held(self, keys_and_values: Callable[[SlotLayer], tuple[Tensor, Tensor]], row: int | None) -> LayerStates:
+        held = {}
+        for index, layer in enumerate(self.layers):
+            keys = values = None
+            if isinstance(layer, SlotLayer) and layer.is_initialized:
+                keys, values = keys_and_values(layer)
+            held[index] = HeldLayer(keys, values, layer.held_states(row) if isinstance(layer, StateLayer) else {})
+        return {index: layer for index, layer in held.items() if not layer.is_empty}

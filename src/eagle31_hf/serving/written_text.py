@@ -1,0 +1,57 @@
+"""A text while it is written in the batch, and what each round brings it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .choosing import TokenChooser
+from .requests import TextRequest, TextUsage, TokenLogprob
+from .text import TextWriter
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """What a round brought for one text; see `TextEvent`."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str | None
+    error: str = ""
+
+
+NO_TOKEN = (
+    "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
+    "grammar together forbid every token, or the grammar is too large to be followed"
+)
+
+
+@dataclass(eq=False)
+class WrittenText:
+    """A text being written in the batch.
+
+    Attributes:
+        request: what was asked for.
+        writer: tokens so far, and where they end.
+        chooser: how the next one is chosen.
+        usage: counts so far.
+        even_tokens: of the prompt, how many first ones were read in whole pieces from its beginning on.
+    """
+
+    request: TextRequest
+    writer: TextWriter
+    chooser: TokenChooser
+    usage: TextUsage = field(init=False)
+    even_tokens: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.usage = TextUsage(prompt_tokens=len(self.request.prompt))
+
+    @property
+    def last_token(self) -> int:
+        return self.writer.tokens[-1] if self.writer.tokens else self.request.prompt[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and text."""
+        return [*self.request.prompt, *self.writer.tokens]

@@ -1,0 +1,110 @@
+"""Does what rotates a position depend on the longest position of a forward? Asked of the rotary modules, by trying.
+
+So it is with rope types "longrope" (Phi-3 with 128k) and "dynamic": up to some length all positions are rotated one
+way, behind it another. A text is then another one if it is read in other pieces than plain `generate` reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LONGEST_TRIED = 2**24
+"""Tokens. What changes beyond nobody reaches."""
+
+ALIKE_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
+"""Rope types whose frequencies are fixed: asked where a module cannot be tried."""
+
+
+@torch.no_grad()
+def rotates_alike_up_to(model: nn.Module) -> int | None:
+    """Tokens of a text up to which its length makes no difference to any position; `None`: however long it is.
+
+    0: what rotates could not be found out. The modules are left as they are.
+    """
+    limits = [_limit(module) for module in _rotary_modules(model)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _rotary_modules(model: nn.Module) -> list[nn.Module]:
+    """Those that make angles of positions; of many that are alike, one."""
+    found: dict[Any, nn.Module] = {}
+    for module in model.modules():
+        if any(name.endswith("inv_freq") for name in module._buffers):
+            found.setdefault((type(module), id(getattr(module, "config", module)), str(_types(module))), module)
+    return list(found.values())
+
+
+def _limit(module: nn.Module) -> int | None:
+    for ask in _ways_to_ask(module):
+        try:
+            return _first_longer(module, ask)
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError):
+            continue  # it wants to be called in another way
+    return None if set(_types(module)) <= ALIKE_AT_ANY_LENGTH else 0
+
+
+def _first_longer(module: nn.Module, ask: Mapping[str, Any]) -> int | None:
+    """By doubling, then by halving: from which length on position 1 is rotated otherwise, in tokens that may be had."""
+    several = ask["layer_types"] or [None]
+    limits = []
+    for layer_type in several:
+        short = _angles(module, 1, layer_type, axes=ask["axes"])
+        fine, longer = 1, 2
+        while _same(short, _angles(module, longer, layer_type, axes=ask["axes"])):
+            fine, longer = longer, longer * 2
+            if longer > LONGEST_TRIED:
+                break
+        else:
+            while longer - fine > 1:
+                between = (fine + longer) // 2
+                if _same(short, _angles(module, between, layer_type, axes=ask["axes"])):
+                    fine = between
+                else:
+                    longer = between
+            limits.append(longer)  # positions 0 to `fine`
+    return min(limits, default=None)
+
+
+def _ways_to_ask(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Positions go in along one axis or three; some modules are asked by layer type."""
+    by_type = getattr(module, "rope_type", None)
+    layer_types = list(by_type) if isinstance(by_type, Mapping) else []
+    for axes in (1, 3):
+        yield {"layer_types": layer_types, "axes": axes}
+        if layer_types:
+            yield {"layer_types": [], "axes": axes}
+
+
+def _angles(module: nn.Module, longest: int, layer_type: str | None, *, axes: int) -> list[Tensor]:
+    """What position 1 is rotated by in a forward whose longest position is `longest`."""
+    twin = _twin(module)
+    device = next(buffer.device for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq"))
+    positions = torch.tensor([[1, longest]], device=device)
+    if axes > 1:
+        positions = positions.expand(axes, 1, 2)
+    states = torch.zeros(1, 2, 2, device=device)  # says dtype and device
+    out = twin(states, positions) if layer_type is None else twin(states, positions, layer_type)
+    parts = out if isinstance(out, tuple) else (out,)
+    return [part[..., 0, :] for part in parts]
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy that may change its frequencies."""
+    twin = copy.copy(module)
+    twin.__dict__ = dict(module.__dict__)
+    twin._buffers = {name: None if held is None else held.clone() for name, held in module._buffers.items()}
+    return twin
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _types(module: nn.Module) -> list[str]:
+    told = getattr(module, "rope_type", "default")
+    return [str(each) for each in told.values()] if isinstance(told, Mapping) else [str(told)]

@@ -1,0 +1,138 @@
+"""Can drafts be taken back on a target whose layers keep states? Asked by trying, beside the tree self-test.
+
+Two rows of unlike length read a prompt, verify a tree, a chain and a single token, and keep unlike parts of them. After
+that not only the logits must be those of plain decoding, a token at a time over a stock cache, but the states, too: a
+layer that forgets fast would hide a state that was left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..cache import SpeculativeCache
+from ..cache.block_reading import BlockReading
+from ..cache.states import StateKey
+from ..cache.stock import read_stock_layers
+from ..trees.draft_tree import DraftTree, ancestors_from_parents
+from .binding import TargetBinding
+from .verify import Verification
+
+PREFIX, SHORTER = 9, 5  # tokens of the two prompts: more than convolutions look back
+PARENTS = (0, 0, 0, 1)  # a root, its children 1 and 2, a node below 1
+KEPT = ((0, 1, 3), (0, 2))
+ALL_STATES = Mapping[int, Mapping[StateKey, Tensor]]
+
+
+def state_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tensor) -> float:
+    """Largest difference between our rounds and plain decoding, as a share of the range of what is compared.
+
+    Args:
+        tokens: `(1, n)` ids to read, `n >= PREFIX + 7`.
+    """
+    ids = tokens[0]
+    prompts = [ids[:PREFIX], ids[1 : SHORTER + 1]]
+    nodes, more = ids[PREFIX : PREFIX + 4], ids[PREFIX + 4 : PREFIX + 7]
+    texts = [nodes[list(path)] for path in KEPT]
+    # The first row keeps one token of the chain and goes on with `more[2]`, the second one stands still.
+    plain = [
+        PlainText(binding, prompts[0], torch.cat((texts[0], more[[0, 2]]))),
+        PlainText(binding, prompts[1], torch.cat((texts[1], more[2:]))),
+    ]
+    cache = _read_prompts(binding, masks_by_type, prompts)
+    verify = Verification(binding, cache)
+    errors = []
+
+    found = verify(_tree(nodes)).logits
+    cache.keep([list(path) for path in KEPT], [len(path) for path in KEPT])
+    errors += [_error(found[row, list(path)], plain[row].logits[: len(path)]) for row, path in enumerate(KEPT)]
+    errors += [_states_error(cache, row, plain[row].states[len(path)]) for row, path in enumerate(KEPT)]
+
+    found = verify(DraftTree.chain(more[:2].expand(2, -1))).logits
+    cache.keep(None, [1, 0])
+    errors.append(_error(found[0, :1], plain[0].logits[3:4]))
+    errors += [_states_error(cache, row, plain[row].states[count]) for row, count in enumerate((4, 2))]
+
+    found = verify(DraftTree.chain(more[2:].expand(2, -1))).logits
+    errors += [_error(found[row], text.logits[-1:]) for row, text in enumerate(plain)]
+    return max(errors)
+
+
+def reading_on_error(binding: TargetBinding, tokens: Tensor) -> float:
+    """How far a prompt in two chunks is from the same at once, by the model's own code for many tokens."""
+    ids = tokens[:, :PREFIX]
+    at_once = PlainText(binding, ids[0], ids[0, :0])
+    cache = _cache(binding, binding.masks_by_type, rows=1)
+    for chunk in (ids[:, :SHORTER], ids[:, SHORTER:]):
+        logits = _read(binding, cache, chunk, None)
+    return max(_error(logits[0], at_once.prompt_logits), _states_error(cache, 0, at_once.states[0]))
+
+
+class PlainText:
+    """A text as plain decoding reads it: the prompt `(n,)` at once, then `tokens` `(m,)` one by one.
+
+    Attributes:
+        prompt_logits: `(1, V)` after the prompt.
+        logits: `(m, V)` after each of the tokens.
+        states: all states after so many of the tokens.
+    """
+
+    def __init__(self, binding: TargetBinding, prompt: Tensor, tokens: Tensor):
+        cache = DynamicCache(config=binding.text_config)
+        steps = [prompt, *(token[None] for token in tokens)]
+        logits, end = [], 0
+        self.states: list[ALL_STATES] = []
+        for step in steps:
+            positions = torch.arange(end, end + len(step), device=step.device)[None]
+            end += len(step)
+            logits.append(binding.plain_forward(step[None], positions, cache).logits[0, -1:])
+            held = read_stock_layers(cache, 1)
+            self.states.append({i: {k: s.clone() for k, s in layer.states.items()} for i, layer in held.items()})
+        self.prompt_logits, self.logits = logits[0], torch.cat(logits)[1:]
+
+
+def _cache(binding: TargetBinding, masks_by_type: bool | None, *, rows: int) -> SpeculativeCache:
+    return SpeculativeCache.from_config(
+        binding.text_config, batch_size=rows, capacity=PREFIX + 8, block=PREFIX, masks_by_type=masks_by_type,
+        device=binding.input_device,
+    )  # fmt: skip
+
+
+def _read_prompts(binding: TargetBinding, masks_by_type: bool | None, prompts: list[Tensor]) -> SpeculativeCache:
+    cache = _cache(binding, masks_by_type, rows=len(prompts))
+    counts = [len(prompt) for prompt in prompts]
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    _read(binding, cache, padded, counts)
+    return cache
+
+
+def _read(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, counts: list[int] | None) -> Tensor:
+    cache.place(tokens.shape[1], reading=BlockReading(counts=counts))
+    mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
+    logits = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1).logits
+    cache.commit(tokens.shape[1] if counts is None else counts)
+    return logits
+
+
+def _tree(nodes: Tensor) -> DraftTree:
+    parents = torch.tensor([PARENTS, PARENTS], device=nodes.device)
+    ancestors = ancestors_from_parents(parents, max_depth=2)
+    return DraftTree(nodes.expand(2, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
+
+
+def _states_error(cache: SpeculativeCache, row: int, wanted: ALL_STATES) -> float:
+    found = {layer.index: layer.held_states(row) for layer in cache.with_states}
+    pairs = [(found[index][key], state) for index, states in wanted.items() for key, state in states.items()]
+    return max(((ours.float() - state.float()).abs().max() / _scale(state)).item() for ours, state in pairs)
+
+
+def _scale(state: Tensor) -> float:
+    return max(state.abs().max().item(), torch.finfo(torch.float32).tiny)
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.float(), wanted.float()
+    return ((found - wanted).abs().max() / (wanted.max() - wanted.min())).item()

@@ -1,0 +1,228 @@
+"""Recurrent and convolution states in the cache: what is committed, handed out, taken back, moved and exchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.block_reading import BlockReading
+from eagle31_hf.cache.row_pool import RowPool, resume_row
+from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, MixerCall, StateLayer
+from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
+from families import recurrent_config
+
+SIZES: dict[str, Any] = {"capacity": 32, "block": 8}
+CONV, REC = (CONVOLUTION, 0), (RECURRENT, 0)
+
+
+def cache_of(rows: int, kind: type[SpeculativeCache] = SpeculativeCache) -> Any:
+    """Of two layers: states alone, and attention."""
+    kinds = {"num_states": (1, 0), "attends": (False, True), "layer_types": ["linear_attention", "full_attention"]}
+    return kind([None, None], batch_size=rows, **SIZES, **kinds)
+
+
+def forward(cache: SpeculativeCache, tokens: Tensor) -> None:
+    """A layer whose recurrent state is the sum of `tokens` `(B, T)` so far, and whose convolution keeps the last two;
+    both are written in place, as kernels do."""
+    layer, placement = cache.with_states[0], cache.placement
+    for group in placement.groups:
+        rows = group.rows_on(tokens.device)
+        read = tokens if rows is None else tokens[rows]
+        steps = range(group.count) if placement.reading.keeps_nodes else [slice(0, group.count)]
+        for node, step in enumerate(steps):
+            parents: Any = node - 1 if placement.reading.parents is None else placement.state_parents[node]
+            layer.begin(MixerCall("mixer", group, node, parents if node else None, group.begins and node == 0))
+            columns = read[:, step].reshape(len(read), 1, -1)
+            cache.update_conv_state(columns, 0, conv_kernel_size=2)
+            held = cache.get_recurrent_state(0)
+            if held is None:
+                cache.update_recurrent_state(columns.sum(-1), 0)
+            else:
+                held.add_(columns.sum(-1))
+            layer.end()
+    keys = tokens[:, None, :, None].float()
+    cache.update(keys, keys, 1)
+
+
+def read(cache: SpeculativeCache, tokens: list[list[float]], reading: BlockReading | None = None) -> None:
+    given = torch.tensor(tokens)
+    cache.place(given.shape[1], reading=reading or BlockReading())
+    forward(cache, given)
+
+
+def states(cache: SpeculativeCache) -> tuple[list[float], list[list[float]]]:
+    held = cache.with_states[0].held_states()
+    return held[REC].flatten().tolist(), held[CONV][:, 0].tolist()
+
+
+def test_each_row_keeps_the_state_of_its_last_kept_node() -> None:
+    cache = cache_of(3)
+    read(cache, [[1.0, 2, 0], [3, 0, 0], [4, 5, 6]], BlockReading(counts=[2, 1, 3]))
+    cache.commit([2, 1, 3])
+    assert states(cache) == ([3, 3, 15], [[1, 2], [0, 3], [5, 6]])
+    read(cache, [[10.0, 20, 40]] * 3, BlockReading.of_drafts())
+    assert states(cache) == ([3, 3, 15], [[1, 2], [0, 3], [5, 6]]), "nothing is committed by a forward"
+    cache.keep(None, [0, 1, 3])
+    assert states(cache) == ([3, 13, 85], [[1, 2], [3, 10], [20, 40]])
+    assert cache.lengths == [2, 2, 6]
+
+
+def test_a_node_of_a_tree_continues_its_parent() -> None:
+    cache = cache_of(2)
+    read(cache, [[1.0], [2]])
+    cache.commit(1)
+    parents = torch.tensor([[0, 0, 0, 1, 2], [0, 0, 1, 2, 0]])
+    read(cache, [[10.0, 20, 30, 40, 50]] * 2, BlockReading.of_drafts(parents))
+    cache.keep([[0, 2, 4], [0, 1, 2]], [3, 3])
+    assert states(cache) == ([1 + 10 + 30 + 50, 2 + 10 + 20 + 30], [[30, 50], [20, 30]])
+    assert cache.layers[1].held(4)[0][:, 0, :, 0].tolist() == [[1, 10, 30, 50], [2, 10, 20, 30]]
+
+
+def test_rows_that_begin_beside_others() -> None:
+    """One has no token yet: its first state is nothing, not what another text has left there."""
+    cache = cache_of(2)
+    read(cache, [[5.0, 6], [7, 8]])
+    cache.commit(2)
+    cache.rollback([0, 2])
+    read(cache, [[1.0, 2], [1, 2]], BlockReading.of_drafts())
+    cache.keep(None, [1, 2])
+    assert states(cache) == ([1, 18], [[0, 1], [1, 2]])
+
+
+def test_a_forward_that_fails_leaves_nothing() -> None:
+    cache = cache_of(1)
+    read(cache, [[1.0, 2]])
+    cache.commit(2)
+    before = states(cache)
+    read(cache, [[3.0, 4]], BlockReading.of_drafts())
+    cache.rollback([2])
+    assert states(cache) == before
+    cache.place(1, reading=BlockReading.of_drafts())
+    layer = cache.with_states[0]
+    layer.begin(MixerCall("mixer", cache.placement.groups[0]))
+    layer.handed_out(REC).fill_(99)  # and then it fails
+    cache.rollback(cache.lengths)
+    assert states(cache) == before
+
+
+def test_a_row_goes_back_to_nothing_only() -> None:
+    cache = cache_of(2)
+    read(cache, [[1.0, 2], [3, 4]])
+    cache.commit(2)
+    with pytest.raises(UnsupportedGenerationError, match="layers with states"):
+        cache.rollback([1, 2])
+    with pytest.raises(UnsupportedGenerationError, match="layers with states"):
+        cache.crop(-1)
+    assert cache.lengths == [2, 2]
+    cache.reset()
+    read(cache, [[5.0], [6]])
+    cache.commit(1)
+    assert states(cache) == ([5, 6], [[0, 5], [0, 6]])
+
+
+def test_a_commit_that_fails_half_way_is_no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(1)
+    read(cache, [[1.0, 2]])
+    cache.commit(2)
+    read(cache, [[3.0]])
+    with monkeypatch.context() as broken:
+        broken.setattr(StateLayer, "settle", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            cache.commit(1)
+    with pytest.raises(UnsupportedGenerationError, match="layers with states"):
+        cache.rollback([2])
+
+
+def test_a_part_of_a_block_read_as_a_whole_is_not_kept() -> None:
+    cache = cache_of(2)
+    read(cache, [[1.0, 2], [3, 4]])
+    with pytest.raises(UnsupportedGenerationError, match="of_drafts"):
+        cache.commit([1, 2])
+
+
+def test_blocks_are_not_continued_before_they_are_kept() -> None:
+    cache = cache_of(1)
+    read(cache, [[1.0, 2]])
+    with pytest.raises(UnsupportedGenerationError, match="at once"):
+        cache.place(1, after=2)
+
+
+def test_a_state_of_two_mixers_and_one_of_none_are_errors() -> None:
+    cache = cache_of(1)
+    read(cache, [[1.0, 2]])
+    cache.commit(2)
+    cache.place(1, reading=BlockReading.of_drafts())
+    [layer], [group] = cache.with_states, cache.placement.groups
+    with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* wrote its state \(conv_states 0\) 0 times"):
+        cache.commit(1)
+    layer.begin(MixerCall("mixer", group))
+    layer.handed_out(REC)
+    layer.end()
+    layer.begin(MixerCall("another", group))
+    with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* mixer and another write the same state"):
+        layer.handed_out(REC)
+    cache.place(1)
+    with pytest.raises(IncompatibleTargetError, match=r"layer 0 .* replaced after the drafter was attached"):
+        cache.get_recurrent_state(0)
+
+
+def test_rows_are_selected_and_counted() -> None:
+    cache = cache_of(3)
+    read(cache, [[1.0, 2], [3, 4], [5, 6]])
+    cache.commit(2)
+    held = cache.num_bytes
+    assert cache.with_states[0].state_bytes == 2 * 3 * (1 + 2) * 4, "committed, and what the block left"
+    cache.release()
+    assert cache.num_bytes == held - 3 * (1 + 2) * 4
+    cache.select_rows([2, 0])
+    assert states(cache) == ([11, 3], [[5, 6], [1, 2]])
+    cache.move_to(torch.device("cpu"))
+    read(cache, [[1.0], [1]])
+    cache.commit(1)
+    assert states(cache) == ([12, 4], [[6, 1], [2, 1]])
+
+
+def test_rows_of_a_pool_join_leave_and_are_resumed() -> None:
+    pool = cache_of(3, RowPool)
+    for first in (1.0, 10, 100):
+        one = cache_of(1)
+        read(one, [[first, 2]])
+        one.commit(2)
+        pool.join(one)
+    assert pool.leave(0) == 2
+    assert states(pool) == ([102, 12], [[100, 2], [10, 2]])
+    read(pool, [[1.0], [2]])
+    pool.commit(1)
+    assert states(pool) == ([103, 14], [[2, 1], [2, 2]])
+    assert pool.can_resume(2, 2)
+    assert not pool.can_resume(2, 1), "the state is that of the last token"
+    one = cache_of(1)
+    resume_row(one, pool, 2, 2)
+    read(one, [[4.0]])
+    one.commit(1)
+    assert states(one) == ([7], [[2, 4]])
+
+
+def test_states_travel_through_stock_caches() -> None:
+    config = recurrent_config("qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    cache = cache_of(2)
+    read(cache, [[1.0, 2, 3], [4, 5, 6]])
+    cache.commit(3)
+    stock = cache.to_dynamic(config)
+    assert stock.get_seq_length() == 3
+    assert stock.has_previous_state(0)
+    other = cache_of(2)
+    other.load_dynamic(stock)
+    stock.update_recurrent_state(torch.zeros(2, 1), 0)
+    assert states(other) == states(cache)
+    assert other.lengths == [3, 3]
+    read(other, [[7.0], [8]])
+    other.commit(1)
+    assert states(other) == ([13, 23], [[3, 7], [6, 8]])
+    with pytest.raises(UnsupportedGenerationError, match=r"config=model\.config"):
+        cache.export_into(DynamicCache())

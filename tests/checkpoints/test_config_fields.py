@@ -1,0 +1,248 @@
+"""Every field of published `config.json` files: read, refused by name, or without effect on what a drafter computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import PLAIN, layout, save, speculators_config
+
+from eagle31_hf.checkpoints import inspect_checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints.config_fields import read_places
+from eagle31_hf.checkpoints.formats import FORMATS, find_format
+from eagle31_hf.checkpoints.unread_fields import CHANGES_THE_DRAFTER, WITHOUT_EFFECT
+from eagle31_hf.errors import CheckpointFormatError
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+# Of each field that would change the drafter: values that leave it as it is, and one that does not.
+VALUES: dict[str, tuple[list[Any], Any]] = {
+    "logit_scale": ([1, 1.0], 0.0625), "logits_scaling": ([1.0], 8.0), "embedding_multiplier": ([1], 12.0),
+    "residual_multiplier": ([1.0], 0.22), "attention_multiplier": ([6**-0.5], 0.0078125),
+    "softmax_scale": ([6**-0.5], 1.0), "query_pre_attn_scalar": ([6, 6.0], 256),
+    "final_logit_softcapping": ([], 30.0), "attn_logit_softcapping": ([], 50.0), "clip_qkv": ([], 8.0),
+    "rotary_dim": ([6], 3), "rotary_pct": ([1.0], 0.25), "rope_ratio": ([1], 500), "rope_alpha": ([1.0], 1000.0),
+    "rope_base": ([10000], 5e5), "rotary_base": ([10000.0], 25000), "rotary_emb_base": ([10000], 25000),
+    "rope_local_base_freq": ([10000.0, 50000.0], ...), "rope_interleave": ([False], True),
+    "rope_interleaved": ([False], True), "use_rope": ([True], False), "use_rotary_pos_emb": ([True], False),
+    "position_embedding_type": (["rope"], "alibi"), "no_rope_layers": ([[], [1, 0]], [0, 1]),
+    "mla_use_nope": ([False], True),
+    "attention_chunk_size": ([0], 8192), "attn_temperature_tuning": ([False, 0], 4),
+    "llama_4_scaling": ([], {"beta": 0.1}), "is_causal": ([True], False),
+    "use_bidirectional_attention": ([False], True),
+    "use_cla": ([False], True), "norm_type": (["rms"], "layer"), "parallel_attn": ([False], True),
+    "use_parallel_residual": ([False], True), "eagle_config.use_input_layernorm_in_first_layer": ([True], False),
+    "eagle_config.use_last_layernorm": ([True], False), "eagle_config.use_mtp_layernorm": ([False], True),
+    "eagle_config.parallel_draft_step": ([0, 1], 2),
+}  # fmt: skip
+# All fields of the draft configurations in SpecForge's, AngelSlim's and TorchSpec's repositories, of DeepSpec's Qwen3
+# heads, and those that reports name for heads on the Hub.
+PUBLISHED = """
+add_classification_head architectures attention_bias attention_dropout attention_head_dim auto_map bos_token_id
+cla_share_factor class_num decoder_sparse_step dense_list draft_num_hidden_layers draft_vocab_size dtype
+eagle_aux_hidden_state_layer_ids eagle_config.eagle_aux_hidden_state_layer_ids eagle_config.next_layer_regular
+eagle_config.norm_before_fc eagle_config.use_aux_hidden_state eagle_config.use_input_layernorm_in_first_layer
+eagle_config.use_last_layernorm eagle_config.use_mtp_layernorm eod_token_id eos_token_id fc_norm head_dim hidden_act
+hidden_activation hidden_size im_end_id im_newline_id im_start_id image_end_token_id image_newline_token_id
+image_start_token_id image_token_id initializer_range intermediate_size kv_lora_rank layer_types mask_init_id
+max_position_embeddings max_window_layers mlp_bias modal_type model_type norm_before_fc norm_before_residual norm_output
+norm_type num_attention_heads num_hidden_layers num_key_value_heads num_target_layers org_vocab_size
+original_max_position_embeddings output_router_logits pad_id pad_token_id partial_rotary_factor pool_type pretraining_tp
+q_lora_rank qk_nope_head_dim qk_rope_head_dim rms_norm_eps rope_alpha rope_parameters rope_scaling rope_theta
+router_aux_loss_coef sep_token_id sliding_window step_loss_decay swiglu_limit target_hidden_size target_layer_ids
+target_model_name_or_path target_model_type text_end_id text_start_id tie_word_embeddings torch_dtype
+transformers_version truncated_vocab_size ttt_length use_aux_norm use_cache use_cla use_mrope use_qk_norm
+use_rotary_pos_emb use_sliding_window v_head_dim video_token_id vision_end_token_id vision_start_token_id
+vision_token_id vocab_size
+""".split()  # noqa: SIM905
+# Where another value changes neither tensors nor formulas: tokens, what the tensors tell, what was for training.
+NOT_BELIEVED = {"num_hidden_layers", "initializer_range", "attention_dropout", "bos_token_id", "eos_token_id",
+                "pad_token_id", "bias", "target_model", "speculators_config.verifier"}  # fmt: skip
+OF_OTHER_ATTENTION = {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "kv_lora_rank",
+                      "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}  # fmt: skip
+SIZES_STATED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                "vocab_size", "draft_vocab_size", "model_type"}  # fmt: skip
+FLAGS = {"attention_bias", "mlp_bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output",
+         "norm_before_residual", "eagle_config.norm_before_fc",
+         "eagle_config.return_hidden_post_norm"}  # fmt: skip
+# What has no effect alone comes with what it has one beside.
+OTHERS: dict[str, dict[str, Any]] = {
+    **{name: {name: "gelu"} for name in ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")},
+    **{name: {name: 1e-3} for name in (
+        "rms_norm_eps", "norm_eps", "norm_epsilon", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps"
+    )},
+    "rope_theta": {"rope_theta": 2e4},
+    "rope_scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "rope_parameters": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "original_max_position_embeddings": {
+        "original_max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+    },
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "sliding_window": {"sliding_window": 7},
+    "layer_types": {"layer_types": ["sliding_attention"], "sliding_window": 7},
+    "use_sliding_window": {"use_sliding_window": True, "sliding_window": 7},
+    "max_window_layers": {"max_window_layers": 0, "use_sliding_window": True, "sliding_window": 7},
+    **{name: {name: [1, 2, 4]} for name in (
+        IDS, f"eagle_config.{IDS}", "target_layer_ids", "target_hidden_layer_ids",
+        "eagle_config.target_hidden_layer_ids",
+    )},
+}  # fmt: skip
+
+
+def with_field(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(config))
+    *sections, name = path.split(".")
+    place = config
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[name] = value
+    return config
+
+
+def read(folder: Path, config: dict[str, Any], first: str = "midlayer", prefix: str = "") -> dict[str, Any]:
+    return read_checkpoint(save(folder, config, layout(first, prefix))).config.to_dict()
+
+
+@pytest.mark.parametrize("name", CHANGES_THE_DRAFTER)
+def test_a_field_that_would_change_the_drafter_is_refused_by_name(name: str, tmp_path) -> None:
+    same, other = VALUES[name]
+    config = PLAIN | {"sliding_window": None}
+    base = read(tmp_path / "base", config)
+    for value in [None, *same]:
+        assert read(tmp_path / "same", with_field(config, name, value)) == base
+    if other is ...:  # only of layers with a window
+        config, other = PLAIN | {"sliding_window": 7}, 50000.0
+    with pytest.raises(CheckpointFormatError, match=rf"(?s)config\.json: {name} is .*can(not)? be read"):
+        read(tmp_path / "other", with_field(config, name, other))
+    if "." not in name:
+        nested = with_field(speculators_config(), f"transformer_layer_config.{name}", other)
+        nested["transformer_layer_config"] |= {"sliding_window": config.get("sliding_window")}
+        with pytest.raises(CheckpointFormatError, match=name):
+            read(tmp_path / "nested", nested, "layers.0")
+
+
+def test_every_such_field_has_values_here() -> None:
+    assert VALUES.keys() == CHANGES_THE_DRAFTER.keys()
+
+
+def config_of(format: str) -> dict[str, Any]:
+    """A config of that format, sizes and marks only: what has a default is not stated."""
+    if format == "speculators":
+        config = speculators_config()
+        config["transformer_layer_config"] = {
+            key: value for key, value in config["transformer_layer_config"].items() if key in SIZES_STATED
+        }
+        return config
+    config = {key: value for key, value in PLAIN.items() if key in SIZES_STATED}
+    marks: dict[str, dict[str, Any]] = {
+        "plain": {"architectures": ["LlamaForCausalLM"]}, "specforge": {"architectures": ["LlamaForCausalLMEagle3"]},
+        "torchspec": {"_torchspec_version": "1"}, "nemo": {"architectures": ["LlamaEagle3DraftModel"]},
+        "modelopt": {"eagle_config": {"use_last_layernorm": True}},
+    }  # fmt: skip
+    return config | marks[format]
+
+
+# Its sizes: tests/drafter/test_latent.py. The rest of its table is the others'.
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "mla"])
+def test_what_a_format_reads_is_read(format: str, tmp_path) -> None:
+    """Another value anywhere is another drafter or a refusal, never the same one."""
+    table, config = find_format(format), config_of(format)
+    names = ("layers.0", "model.") if format == "nemo" else ("layers.0", "")
+    base = read(tmp_path / "base", config, *names)
+    passed_over = []
+    for place in read_places(table):
+        name = place.removeprefix(table.layer_config)
+        if name in NOT_BELIEVED or (table.ignores_the_rest and name in OF_OTHER_ATTENTION):
+            continue
+        changed = config
+        for path, value in OTHERS.get(name, {name: not base.get(name) if name in FLAGS else 13}).items():
+            path = path if path.startswith("eagle_config.") else place.removesuffix(name) + path
+            changed = with_field(changed, path, value)
+        try:
+            same = read(tmp_path / "other", changed, *names) == base
+        except CheckpointFormatError:
+            continue
+        passed_over += [place] if same else []
+    assert not passed_over
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+def test_what_is_said_to_have_no_effect_has_none(name: str, tmp_path) -> None:
+    marks = {"architectures", "auto_map", "model_type", "quantization_config", "speculators_config", "torch_dtype",
+             "speculators_model_type", "_torchspec_version", "tie_word_embeddings", "dtype", "kept_for_formats",
+             "eagle_config.use_aux_hidden_state", "eagle_config.next_layer_regular"}  # fmt: skip
+    if name in marks:  # what tells formats and methods apart has tests of its own
+        return
+    base = read(tmp_path / "base", PLAIN | {"eagle_config": {}})
+    fields = {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "max_window_layers"}
+    for value in (1, 0.5) if name not in fields else (1,):
+        got = read(tmp_path / "other", with_field(PLAIN | {"eagle_config": {}}, name, value))
+        assert {key: got[key] for key in got if key not in fields} == {
+            key: base[key] for key in got if key not in fields
+        }
+
+
+def test_every_published_field_is_known(tmp_path) -> None:
+    plain = find_format("plain")
+    known = {*read_places(plain), *CHANGES_THE_DRAFTER, *WITHOUT_EFFECT}
+    latent = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+    assert set(PUBLISHED) - known == latent, "beside latent attention, which has a format of its own"
+    assert latent <= set(read_places(find_format("mla")))
+
+
+def test_inspect_names_what_nobody_knows(tmp_path) -> None:
+    folder = save(tmp_path, PLAIN | {"warp_factor": 9, "eagle_config": {"tilt": 1}}, layout("midlayer"))
+    (note,) = inspect_checkpoint(folder).notes
+    assert "'eagle_config.tilt', 'warp_factor'" in note
+    assert not inspect_checkpoint(save(tmp_path / "b", PLAIN, layout("midlayer"))).notes
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "x": {"rope_theta": 1e4}}, "sliding_window": 9},
+         "rope settings for 'full_attention', 'x', but none for sliding_attention"),
+        ({"rope_parameters": {"main": {"rope_theta": 1e6}, "other": {"rope_theta": 1e4}}}, "none for full_attention"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+         "rope_parameters is of type 'default', rope_scaling of type 'linear'"),
+        ({"rope_scaling": {"type": "longrope", "short_mscale": 1.2}}, "'short_mscale', which nothing here computes"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+          "original_max_position_embeddings": 128}, "original_max_position_embeddings is 128, and 64"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; only drafters whose heads are turned whole"),
+        ({"fc_norm": False, "use_aux_norm": True}, "contradicts itself: fc_norm False, use_aux_norm True"),
+        ({"eagle_config": {"norm_output": True}}, "eagle_config.norm_output True, where norm_output is read"),
+        ({"eagle_config": {"head_dim": 12}}, "head_dim 6, eagle_config.head_dim 12"),
+        ({"target_layer_ids": [-1, 4, 8]}, "wanted a list of layer ids, none negative"),
+        ({"target_layer_ids": [1, 4, 8], IDS: [1, 4, 8]}, "different target layers in two places"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_named(fields: dict[str, Any], message: str, tmp_path) -> None:
+    with pytest.raises(CheckpointFormatError, match=message):
+        read(tmp_path, PLAIN | fields)
+
+
+def test_settings_of_one_value_may_stand_in_any_place(tmp_path) -> None:
+    same = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": None}
+    assert read(tmp_path, PLAIN | {"rope_parameters": same})["rope_parameters"]["rope_theta"] == 1e6
+    rope = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    twice = {"original_max_position_embeddings": 64, "rope_scaling": rope, "eagle_config": {"head_dim": 6}}
+    assert read(tmp_path, PLAIN | twice)["rope_parameters"]["original_max_position_embeddings"] == 64
+
+
+def test_what_a_target_left_in_a_config_is_not_written_again(tmp_path) -> None:
+    """A format whose classes ignore it may hold it; the format it is written to would obey it."""
+    left = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "final_logit_softcapping": 30.0,
+    }
+    config = PLAIN | {"architectures": ["LlamaEagle3DraftModel"], "run": "kept"} | left
+    tensors = layout("layers.0", "model.") | {"model.embed_tokens.weight": torch.randn(20, 8)}
+    once = read_checkpoint(save(tmp_path / "a", config, tensors))
+    write_checkpoint(once, tmp_path / "b")
+    stored = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert not left.keys() & stored.keys()
+    assert stored["run"] == "kept"
+    assert read_checkpoint(tmp_path / "b").config.to_dict() == once.config.to_dict()

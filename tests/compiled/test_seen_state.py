@@ -1,0 +1,210 @@
+"""Whatever changes what a target's forward does is noticed, in this process and by the name of its folder on disk."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from eagle31_hf.compiled.seen_state import ModelState
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from helpers import CONFIGS, random_target
+
+peft = pytest.importorskip("peft")
+
+LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, target_modules=["q_proj", "o_proj"])
+
+
+def adapted(config: Any = LORA) -> Any:
+    model = peft.get_peft_model(random_target(CONFIGS["llama"]()), config, adapter_name="A")
+    model.add_adapter("B", config)
+    model.set_adapter("A")
+    return model.eval()
+
+
+def lora_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)]
+
+
+def disable(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def choose_the_other(model: Any) -> None:
+    model.set_adapter("B")
+
+
+def choose_both(model: Any) -> None:
+    model.base_model.set_adapter(["A", "B"])
+
+
+def scale(model: Any) -> None:
+    lora_layers(model)[3].scale_layer(2.0)
+
+
+def set_scale(model: Any) -> None:
+    lora_layers(model)[0].set_scale("A", 3.0)
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter(["A"])
+
+
+def delete(model: Any) -> None:
+    model.delete_adapter("A")
+
+
+def train(model: Any) -> None:
+    model.train()
+
+
+@pytest.mark.parametrize("change", [disable, choose_the_other, choose_both, scale, set_scale, merge, delete, train])
+def test_what_becomes_of_adapters_is_seen(change: Callable[[Any], None]) -> None:
+    model = adapted()
+    before = ModelState(model.get_base_model())
+    assert before == ModelState(model.get_base_model())
+    change(model)
+    after = ModelState(model.get_base_model())
+    assert before != after
+    assert before.told != after.told, "or graphs on disk would be taken for its own"
+
+
+def test_an_adapter_that_is_put_back_is_no_change() -> None:
+    model = adapted()
+    before = ModelState(model.get_base_model())
+    with model.disable_adapter():
+        assert ModelState(model.get_base_model()) != before
+    model.set_adapter("B")
+    model.set_adapter("A")
+    assert ModelState(model.get_base_model().eval()) == before
+
+
+class Negated(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: Any) -> Any:
+        return -self.inner(states)
+
+
+def replace_a_forward(model: Any) -> None:
+    mlp = model.model.layers[2].mlp
+    mlp.forward = functools.partial(lambda forward, states: -forward(states), mlp.forward)
+
+
+def replace_a_method(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = MethodType(lambda self, states: -self.down_proj(states), mlp)
+
+
+def wrap_a_module(model: Any) -> None:
+    model.model.layers[1].mlp = Negated(model.model.layers[1].mlp)
+
+
+def change_a_class(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Other", (type(mlp),), {})
+
+
+def change_a_scalar(model: Any) -> None:
+    model.model.layers[3].self_attn.scaling *= 2
+
+
+def change_an_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 0.5
+
+
+def hang_a_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def hang_a_pre_hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_a_forward,
+        replace_a_method,
+        wrap_a_module,
+        change_a_class,
+        change_a_scalar,
+        change_an_epsilon,
+        hang_a_hook,
+        hang_a_pre_hook,
+    ],
+)
+def test_what_becomes_of_modules_is_seen(change: Callable[[Any], None]) -> None:
+    model = random_target(CONFIGS["llama"]())
+    before = ModelState(model)
+    change(model)
+    after = ModelState(model)
+    assert before != after
+    assert before.told != after.told
+
+
+def change_the_config(model: Any) -> None:
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 7.0}
+
+
+def change_the_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def replace_a_tensor(model: Any) -> None:
+    model.model.norm.shift = torch.ones(2)
+
+
+def write_a_tensor(model: Any) -> None:
+    model.model.norm.shift += 1.0
+
+
+@pytest.mark.parametrize("change", [change_the_config, change_the_attention, replace_a_tensor, write_a_tensor])
+def test_what_has_another_name_on_disk_is_seen(change: Callable[[Any], None]) -> None:
+    """Configuration and tensors are in the folder's name beside the state."""
+    model = random_target(CONFIGS["llama"]())
+    model.model.norm.shift = torch.zeros(2)  # neither a parameter nor a buffer
+    before = ModelState(model)
+    change(model)
+    assert ModelState(model) != before
+
+
+def test_a_class_whose_forward_is_exchanged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_target(CONFIGS["llama"]())
+    before = ModelState(model)
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, states: states)
+    after = ModelState(model)
+    assert before != after
+    assert after.replaced
+
+
+def test_code_of_others_is_told_from_that_of_libraries() -> None:
+    model = random_target(CONFIGS["llama"]())
+    drafter = Eagle31Drafter.from_target(model)  # hangs hooks of its own on it
+    model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    state = ModelState(model)
+    assert (state.hooks, state.replaced) == ([], [])
+    replace_a_forward(model)
+    hang_a_hook(model)
+    state = ModelState(model)
+    assert (len(state.hooks), len(state.replaced)) == (1, 1)
+    drafter.detach()
+
+
+def test_where_a_model_comes_from_and_what_is_generated_are_no_difference() -> None:
+    model = random_target(CONFIGS["llama"]())
+    before = ModelState(model)
+    model.name_or_path = model.config._name_or_path = "elsewhere"
+    model.generation_config = hf.GenerationConfig(do_sample=True)
+    assert ModelState(model) == before
+    other = copy.deepcopy(model)
+    assert ModelState(other).told == before.told, "another process would find the same folder"

@@ -1,0 +1,195 @@
+"""The contract for targets whose layers keep states, recurrent or of convolutions: plain's text.
+
+Targets are tiny and random, and remember long (`recurrent_target`), so that a state that is not rolled back shows in
+the text: the two controls at the end break rollback and must be seen.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache.states import CONVOLUTION, LastNodes, StateLayer
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT, cache_argument
+from families import RECURRENT_FAMILIES, recurrent_target
+from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded, switching_policies
+
+pytestmark = pytest.mark.contract
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_assistant_tokens": 4},
+    "tree": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9},
+}
+CHUNK = 16
+SOME = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba", "zaya", "falcon_h1")
+
+
+@cache
+def pair(family: str) -> tuple[Any, Eagle31Drafter]:
+    model = recurrent_target(family)
+    return model, random_drafter(model, aux_layers=[1, 2, 3])
+
+
+def prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
+
+
+def greedy(model: Any, inputs: dict[str, Any], new_tokens: int = 16, **kwargs: Any) -> Any:
+    return model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **kwargs)
+
+
+def assert_plain(family: str, inputs: dict[str, Tensor], settings: dict[str, Any], **kwargs: Any) -> Eagle31Drafter:
+    model, drafter = pair(family)
+    plain = greedy(model, inputs, **kwargs)
+    with configured(drafter, **settings), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=len(plain)):
+        ours = greedy(model, inputs, assistant_model=drafter, **kwargs)
+    assert torch.equal(ours, plain)
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "own", drafter.stats.reason
+    return drafter
+
+
+@pytest.mark.parametrize(("family", "shape"), product(RECURRENT_FAMILIES, SHAPES))
+def test_text_is_plains(family: str, shape: str) -> None:
+    """Alone and in a batch of four of which one prompt is a single token and one shorter than convolutions look."""
+    for lengths in ([23], [1, 3, 30, 12]):
+        drafter = assert_plain(family, prompts(lengths), SHAPES[shape])
+        assert drafter.stats is not None
+        assert drafter.stats.accepted > 0, "nothing was tried"
+        assert drafter.stats.fallbacks == []
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_rounds_of_changing_length(family: str) -> None:
+    """Drafts of every length and none, in turn."""
+    model, drafter = pair(family)
+    inputs = prompts([9, 1, 17, 4])
+    plain = greedy(model, inputs, 40)
+    oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
+    with configured(drafter, **SHAPES["tree"]), switching_policies() as policies, oracle:
+        assert torch.equal(greedy(model, inputs, 40, assistant_model=drafter), plain)
+    assert policies[0].kinds > {"none", "cut"}
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_rows_that_have_ended(family: str) -> None:
+    """A stop token inside an accepted block leaves keys and states alike, and rows that go on as they were."""
+    model, _ = pair(family)
+    inputs = prompts([5, 11, 2, 20])
+    free = greedy(model, inputs, 20)
+    length = inputs["input_ids"].shape[1]
+    ends = sorted({int(free[row, length + 3 * row + 2]) for row in range(3)})
+    assert_plain(family, inputs, SHAPES["chain"], new_tokens=20, eos_token_id=ends)
+
+
+@pytest.mark.parametrize("family", [*SOME, "zamba2", "kimi_linear"])
+def test_prompts_across_chunks(family: str) -> None:
+    """A chunk of the drafter's own: the prompt's text is that of a prompt read at once, with a token left over, too."""
+    settings = {**SHAPES["chain"], "prefill_chunk_size": CHUNK}
+    for lengths in ([CHUNK + 1], [CHUNK + 1, 2 * CHUNK + 1, 3, 40]):
+        assert_plain(family, prompts(lengths), settings, new_tokens=8)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
+def test_a_clamp_that_only_prompts_see(family: str) -> None:
+    """The code for many tokens bounds the time step from below, that for one does not: where it acts, plain decoding
+    has it in the prompt alone."""
+    model = recurrent_target(family)
+    for name, weight in model.named_parameters():
+        if name.endswith("dt_bias"):
+            weight.data.fill_(-9.0)
+    drafter = random_drafter(model, aux_layers=[1, 2, 3])
+    inputs = prompts([CHUNK + 1, 6, 33])
+    plain = greedy(model, inputs, 24)
+    oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
+    with configured(drafter, **SHAPES["chain"], prefill_chunk_size=CHUNK), oracle:
+        assert torch.equal(greedy(model, inputs, 24, assistant_model=drafter), plain)
+
+
+@pytest.mark.parametrize("family", [*SOME, "mamba2"])
+def test_the_cache_of_the_last_turn(family: str) -> None:
+    """An appended turn goes on where the last one ended; a changed one is read again, and says so."""
+    model, drafter = pair(family)
+    if cache_argument(model) != CACHE_ARGUMENT:
+        pytest.skip(f"transformers {transformers.__version__} has another name for such a cache")
+    inputs = prompts([14])
+    with configured(drafter, **SHAPES["chain"]):
+        past = DynamicCache(config=model.config.get_text_config())
+        first = greedy(model, inputs, 10, assistant_model=drafter, **{CACHE_ARGUMENT: past})
+        appended = torch.cat((first, torch.tensor([[7, 8, 9]])), 1)
+        second = {"input_ids": appended, "attention_mask": torch.ones_like(appended)}
+        ours = greedy(model, second, 10, assistant_model=drafter, **{CACHE_ARGUMENT: past})
+        assert torch.equal(ours, greedy(model, second, 10))
+        assert drafter.stats is not None
+        assert drafter.stats.prefilled_tokens == 4, "three new tokens, and the one no forward has read"
+        changed = ours.clone()
+        changed[0, -6] = (changed[0, -6] + 1) % 90 + 3
+        third = {"input_ids": changed, "attention_mask": torch.ones_like(changed)}
+        again = greedy(model, third, 10, assistant_model=drafter, **{CACHE_ARGUMENT: past})
+        assert torch.equal(again, greedy(model, third, 10))
+        assert drafter.stats.prefilled_tokens == changed.shape[1]
+        assert "do not hold for this prompt" in drafter.stats.fallbacks[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", SOME)
+def test_sampled_text_is_plains(family: str, shape: str) -> None:
+    """Under the same seed, by drafts that follow it for a while."""
+    model, drafter = pair(family)
+    how = {"do_sample": True, "temperature": 0.9, "top_k": 30, "max_new_tokens": 16, "pad_token_id": 0}
+    for lengths in ([9], [8, 3, 20]):
+        inputs = prompts(lengths)
+        with seeded(3):
+            plain = model.generate(**inputs, **how)
+        with (
+            configured(drafter, **SHAPES[shape]),
+            oracle_drafts(plain, inputs["input_ids"].shape[1]),
+            seeded(3),
+        ):
+            assert torch.equal(model.generate(**inputs, **how, assistant_model=drafter), plain)
+        assert drafter.stats is not None
+        assert drafter.stats.loop == "own", drafter.stats.reason
+
+
+# --- controls ---------------------------------------------------------------------------------------------------------
+
+
+def keep_everything(layer: StateLayer, last: LastNodes) -> None:
+    """Rollback that is none: the states after the whole block."""
+    settle(layer, LastNodes([layer.placement.num_state_nodes - 1] * len(last.nodes), last.device))
+
+
+def keep_recurrent(layer: StateLayer, last: LastNodes) -> None:
+    """Convolutions go back, recurrent states do not."""
+    settle(layer, last)
+    for key, state in layer._committed.items():
+        if key[0] != CONVOLUTION:
+            state.copy_(layer._nodes[key][layer.placement.num_state_nodes - 1])
+
+
+settle = StateLayer.settle
+
+
+@pytest.mark.parametrize("broken", [keep_everything, keep_recurrent])
+def test_a_state_that_is_not_rolled_back_shows(broken: Any) -> None:
+    for family in ("qwen3_5_text", "bamba", "jamba"):
+        model, drafter = pair(family)
+        texts = []
+        for seed in range(2):
+            inputs = prompts([12], seed)
+            plain = greedy(model, inputs, 32)
+            oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
+            breaking = mock.patch.object(StateLayer, "settle", broken)
+            with configured(drafter, **SHAPES["chain"]), oracle, breaking:
+                texts.append(torch.equal(greedy(model, inputs, 32, assistant_model=drafter), plain))
+        assert not any(texts), family

@@ -1,0 +1,61 @@
+"""Memory runs out on targets whose layers keep states: what cannot go back is read again, as it was decoded."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from memory_faults import Fault
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache.states import StateLayer
+from eagle31_hf.drafter.session import DraftSession
+from families import recurrent_target
+from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts
+
+NEW_TOKENS = 14
+
+
+@cache
+def pair(family: str) -> tuple[Any, Eagle31Drafter]:
+    """Whose time steps are so small that the bound acts which prompts alone are read with (Nemotron-H)."""
+    model = recurrent_target(family)
+    for name, weight in model.named_parameters():
+        if name.endswith("dt_bias") and family == "nemotron_h":
+            weight.data.fill_(-9.0)
+    return model, random_drafter(model, aux_layers=[1, 2, 3])
+
+
+def written(family: str, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor:
+    model, _ = pair(family)
+    return model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, **kwargs)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "jamba"])
+def test_text_is_what_it_would_have_been(family: str, batch: int) -> None:
+    model, drafter = pair(family)
+    inputs = left_padded(random_prompts(batch, seed=batch, longest=20))
+    plain = written(family, inputs)
+    layer = model.get_decoder().layers[-1]
+    faults = {
+        "a layer, in the prompt": Fault(1).in_module(layer),
+        "a layer, in a round": Fault(3).in_module(layer),
+        "states are kept": Fault(3 * 2).before(StateLayer, "settle"),
+        "some states are kept": Fault(3 * 3 + 1).before(StateLayer, "settle"),
+        "the drafter reads on": Fault(2).before(DraftSession, "put_off"),
+    }
+    for where, failing in faults.items():
+        settings = {"num_assistant_tokens": 3, "prefill_chunk_size": 8}
+        oracle = oracle_drafts(plain, inputs["input_ids"].shape[1], seed=batch)
+        with configured(drafter, **settings), oracle, failing as fault:
+            ours = written(family, inputs, assistant_model=drafter)
+        assert torch.equal(ours, plain), where
+        assert drafter.stats is not None
+        if fault.raised:
+            assert drafter.stats.memory_steps, where
+        assert drafter.stats.loop == "own"
+        assert fault.raised or where == "the drafter reads on", where

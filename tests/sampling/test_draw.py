@@ -1,0 +1,175 @@
+"""Sampling as arg-max: the noise is plain `generate`'s, and drafts chosen by it agree as often as the formula says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle31_hf.sampling.acceptance import accept_chosen
+from eagle31_hf.sampling.draw import PositionNoise, argmax, choose, perturbed, random_state, why_noise_is_unknown
+from eagle31_hf.training.policy.text_model import agreement
+from eagle31_hf.trees.draft_tree import DraftTree
+from eagle31_hf.trees.dynamic import TreeGrowth
+from helpers import seeded
+
+CPU = torch.device("cpu")
+
+
+def taken_by_generate(rows: int, vocabulary: int, count: int, seed: int) -> list[Tensor]:
+    """What plain `generate` takes: a tensor for each position."""
+    with seeded(seed):
+        return [torch.empty(rows, vocabulary).exponential_() for _ in range(count)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("vocabulary", [7, 8192])
+def test_multinomial_is_the_choice_by_noise(rows: int, vocabulary: int) -> None:
+    scores = 3 * torch.randn(40, rows, vocabulary, generator=torch.Generator().manual_seed(1))
+    with seeded(2):
+        drawn = torch.stack([torch.multinomial(each.softmax(-1), 1).squeeze(1) for each in scores])
+        left = torch.get_rng_state()
+    with seeded(2):
+        noise = PositionNoise(rows, vocabulary, CPU)
+        window = torch.cat([noise.window(range(rows), [at] * rows, 8) for at in range(0, 40, 8)], 1)
+        assert torch.equal(choose(scores, window.transpose(0, 1)), drawn)
+        assert torch.equal(torch.get_rng_state(), left)
+    assert why_noise_is_unknown(CPU) is None
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_out_of_step_get_the_noise_of_their_own_positions(rows: int, seed: int) -> None:
+    """Rows advance by lot, some are left out for a while, and now and then one looks back."""
+    expected = taken_by_generate(rows, 11, 300, seed)
+    with seeded(seed):
+        noise, dice, places = PositionNoise(rows, 11, CPU), random.Random(seed), [0] * rows
+        for _ in range(60):
+            count, asked = dice.randint(1, 9), [row for row in range(rows) if dice.random() < 0.8]
+            starts = [max(places[row] - dice.choice((0, 0, 0, 12)), 0) for row in asked]
+            if not asked:
+                continue
+            window = noise.window(asked, starts, count)
+            for place, (row, start) in enumerate(zip(asked, starts, strict=True)):
+                for offset in range(count):
+                    assert torch.equal(window[place, offset], expected[start + offset][row])
+            for row in asked:
+                places[row] = min(places[row] + dice.randint(0, 4 if row else 1), 200)
+        assert max(places) > 2 * min(places) or rows == 1, "nobody was out of step"
+        assert noise.settle(max(places))
+        left = torch.get_rng_state()
+    with seeded(seed):
+        for _ in range(max(places)):
+            torch.empty(rows, 11).exponential_()
+        assert torch.equal(torch.get_rng_state(), left)
+
+
+def test_noise_of_a_long_text_is_bounded() -> None:
+    with seeded(0):
+        noise = PositionNoise(1, 8, CPU)
+        sizes = set()
+        for position in range(2000):
+            noise.window([0], [position], 6)
+            sizes.add((noise.num_bytes, min(len(noise._states), 400)))
+    assert max(size for size, _ in sizes) == 2 * (16 + 6) * 8 * 4
+    assert max(states for _, states in sizes) < 300
+
+
+def test_who_else_takes_random_numbers_is_noticed() -> None:
+    with seeded(0):
+        noise = PositionNoise(1, 8, CPU)
+        noise.window([0], [0], 4)
+        torch.rand(1)
+        left = random_state(CPU)
+        assert not noise.settle(2)
+        assert torch.equal(random_state(CPU), left), "somebody else's numbers are left alone"
+
+
+def test_a_generator_of_ones_own_leaves_torchs_alone() -> None:
+    before, generator = torch.get_rng_state(), torch.Generator().manual_seed(5)
+    own = PositionNoise(1, 9, CPU, generator).window([0], [0], 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(own[0], torch.cat(taken_by_generate(1, 9, 3, 5)))
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("-inf")])
+def test_a_row_nothing_can_be_chosen_from_yields_no_token(score: float) -> None:
+    scores = torch.stack((torch.full((5,), score), torch.zeros(5)))
+    chosen = choose(scores, torch.ones(2, 5))
+    assert chosen.tolist() == [5, 0]
+
+
+def test_forbidden_tokens_are_never_chosen() -> None:
+    scores = torch.tensor([float("-inf"), 0.0, float("-inf"), -30.0]).expand(5000, 4)
+    with seeded(0):
+        chosen = choose(scores, torch.empty(5000, 4).exponential_())
+    assert set(chosen.tolist()) == {1}
+
+
+def test_chosen_tokens_follow_their_distribution() -> None:
+    """The noise itself: one chi-square test, and one that a wrong noise fails."""
+    probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
+    with seeded(7):
+        noise = torch.empty(20_000, 5).exponential_()
+    for wrong, power in ((False, 1.0), (True, 1.3)):
+        counts = choose(probs.log().float().expand(20_000, 5), noise**power).bincount(minlength=5)
+        p_value = stats.chisquare(counts.numpy(), 20_000 * probs.numpy()).pvalue
+        assert (p_value < 1e-6) if wrong else (p_value > 0.01)
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.5])
+def test_drafts_by_the_same_noise_agree_as_the_formula_says(spread: float) -> None:
+    """`agreement` given the target's token, on average over what it is; and how often that is at least."""
+    with seeded(3):
+        z = 2 * torch.randn(24)
+        draft = z + spread * torch.randn(24)
+        noise = torch.empty(40_000, 24).exponential_()
+    p, q = z.softmax(-1), draft.softmax(-1)
+    target, drafted = choose(z.expand_as(noise), noise), argmax(perturbed(draft.expand_as(noise), noise))
+    chances = agreement(p.expand(24, -1), q.expand(24, -1), torch.arange(24))
+    found, expected = float((target == drafted).float().mean()), float((p * chances).sum())
+    assert found == pytest.approx(expected, abs=0.01)
+    distance = float((p - q).abs().sum() / 2)
+    assert expected >= (1 - distance) / (1 + distance) - 1e-6
+    for token in p.topk(3).indices.tolist():
+        share = float((drafted[target == token] == token).float().mean())
+        assert share == pytest.approx(float(chances[token]), abs=0.03)
+
+
+class HostSyncs(TorchDispatchMode):
+    """Collects operators that make the host wait for values on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(i, Tensor) and i.dtype == torch.bool
+            for arg in args
+            if isinstance(arg, list | tuple)
+            for i in arg
+        )
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    growth = TreeGrowth.start(torch.randn(3, 9).log_softmax(-1), 3)
+    tree = growth.expand(growth.frontier(), torch.randn(3, 3, 9).log_softmax(-1)).prune(torch.zeros(3).long(), 8)
+    noise = PositionNoise(3, 9, CPU)
+    with HostSyncs() as syncs, seeded(0):
+        for drafts in (tree, DraftTree.chain(torch.zeros(3, 5, dtype=torch.long))):
+            window = noise.window(range(3), [0, 2, 1], drafts.max_depth + 1)
+            rows = torch.arange(3)[:, None]
+            accept_chosen(drafts, choose(torch.randn(3, drafts.size, 9), window[rows, drafts.depths]))
+    assert syncs.found == []
+    with HostSyncs() as syncs:
+        torch.ones(2)[torch.tensor([True, False])]
+    assert syncs.found, "the detector can fail"

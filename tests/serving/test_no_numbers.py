@@ -1,0 +1,119 @@
+"""A row whose scores are no numbers ends alone; the others, and who comes after it, notice nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from eagle31_hf.serving.engine import Engine
+from eagle31_hf.serving.prompts import encode_chat
+from eagle31_hf.serving.requests import Sampling, TextRequest
+from loopback import MESSAGES, SIZES
+
+LENGTH = 64
+POISON = 7000
+"""A token whose embedding is no number while `poisoned` holds."""
+
+
+class Listener:
+    def __init__(self):
+        self.text, self.tokens, self.finish, self.error = "", [], None, ""
+        self.began, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self, event):
+        self.text += event.text
+        self.tokens += event.tokens
+        self.began.set()
+        if event.finish is not None:
+            self.finish, self.error = event.finish, event.error
+            self.ended.set()
+
+
+@pytest.fixture
+def engine(pair):
+    made = Engine(pair.drafter, pair.tokenizer, SIZES)
+    yield made
+    made.close(0)
+
+
+@pytest.fixture
+def poisoned(pair):
+    def spoil(module, inputs, output):
+        return output.masked_fill((inputs[0] == POISON)[..., None], float("nan"))
+
+    handle = pair.target.get_input_embeddings().register_forward_hook(spoil)
+    yield
+    handle.remove()
+
+
+def ask(engine, prompt, sampling, most=60, **more):
+    listener = Listener()
+    engine.submit(TextRequest(tuple(prompt), most, sampling, ignore_eos=True, **more), listener)
+    return listener
+
+
+def victims_of(engine, prompt):
+    """Two texts that are being written, one greedy and one drawn."""
+    victims = [ask(engine, prompt, Sampling(temperature=t, seed=3), most=LENGTH) for t in (0.0, 1.0)]
+    assert all(victim.began.wait(30) for victim in victims)
+    return victims
+
+
+@pytest.fixture(scope="module")
+def wanted(pair):
+    """What the two write where nothing is amiss."""
+    engine = Engine(pair.drafter, pair.tokenizer, SIZES)
+    victims = victims_of(engine, encode_chat(pair.tokenizer, MESSAGES))
+    assert all(victim.ended.wait(60) for victim in victims)
+    engine.close(0)
+    return [victim.tokens for victim in victims]
+
+
+HARMFUL = {
+    "drawn": {"sampling": Sampling(temperature=1e-38, seed=1)},
+    "drawn by prefix": {"sampling": Sampling(temperature=1.0, seed=1, repetition_penalty=1e-40)},
+    "greedy": {"sampling": Sampling(temperature=0.0, logit_bias={5: float("nan")})},
+    "all forbidden": {
+        "sampling": Sampling(temperature=1.0, seed=1, logit_bias=dict.fromkeys(range(8192), -float("inf")))
+    },
+    "all forbidden, greedy": {"sampling": Sampling(0.0, logit_bias=dict.fromkeys(range(8192), -float("inf")))},
+    "in the prompt": {"prompt": [5, POISON, 6, 7]},
+    "as the prompt's last token": {"prompt": [5, 6, 7, POISON]},
+    "as the only token": {"prompt": [POISON]},
+    "in the text": {"sampling": Sampling(0.0, logit_bias={POISON: 100.0})},
+}
+
+
+@pytest.mark.parametrize("how", list(HARMFUL))
+def test_a_row_whose_scores_are_no_numbers_ends_alone(pair, engine, wanted, poisoned, how):
+    prompt = encode_chat(pair.tokenizer, MESSAGES)
+    victims = victims_of(engine, prompt)
+    harmful = {"prompt": prompt, "sampling": Sampling(0.0), **HARMFUL[how]}
+    attacker = ask(engine, **harmful)
+    assert attacker.ended.wait(60)
+    assert attacker.finish == "error"
+    assert "no numbers" in attacker.error
+    after = [
+        ask(engine, prompt, Sampling(0.0), most=LENGTH) for _ in range(SIZES.max_rows)
+    ]  # also in the attacker's place
+    again = ask(engine, harmful["prompt"], Sampling(0.0), most=4) if POISON not in harmful["prompt"] else None
+    assert all(listener.ended.wait(60) for listener in (*victims, *after))
+    assert [victim.tokens for victim in victims] == wanted
+    assert all(listener.tokens == wanted[0] for listener in after)
+    assert [victim.finish for victim in victims] == ["length"] * 2
+    if again is not None:
+        assert again.ended.wait(60)
+        assert again.tokens == wanted[0][:4]
+
+
+def test_nothing_of_a_row_that_failed_is_left(pair, engine, poisoned):
+    prompt = encode_chat(pair.tokenizer, MESSAGES)
+    ask(engine, prompt, Sampling(0.0, logit_bias={POISON: 100.0})).ended.wait(60)
+    ask(engine, [5, POISON, 6, 7], Sampling(0.0)).ended.wait(60)
+    engine.close(0)
+    caches = (engine.batch.cache, engine.batch.session.cache, engine.batch._reader.cache)
+    storages = [storage for cache in caches for layer in cache.layers for storage in layer.storages]
+    assert storages
+    assert not any(torch.isnan(storage).any() for storage in storages)

@@ -1,0 +1,103 @@
+"""A request's seed writes the text that plain `generate` writes after `torch.manual_seed` of it, with as few passes as
+`generate` with the drafter takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eagle31_hf.demo import CONVERSATIONS
+from eagle31_hf.serving.batch import TextBatch
+from eagle31_hf.serving.choosing import TokenChooser
+from eagle31_hf.serving.prompts import encode_chat
+from eagle31_hf.serving.requests import Sampling, TextRequest
+from eagle31_hf.serving.text import TextWriter
+from eagle31_hf.serving.written_text import WrittenText
+from helpers import configured, seeded
+
+LENGTH = 5
+CHAINS = {"num_assistant_tokens": LENGTH, "num_assistant_tokens_schedule": "constant", "acceleration": "eager"}
+NEW_TOKENS = 40
+
+
+def prompt_of(pair, number: int) -> list[int]:
+    return encode_chat(pair.tokenizer, CONVERSATIONS[number % len(CONVERSATIONS)][:1])
+
+
+def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[WrittenText], TextBatch]:
+    """One text for each, in a batch of so many rows that others join as there is room."""
+    batch, texts = TextBatch(pair.drafter, max_rows=rows, context=512, prefill_chunk=32), []
+    for number, sampling in enumerate(samplings):
+        while len(batch.texts) == rows:
+            batch.round()
+        prompt = prompt_of(pair, number)
+        request = TextRequest(tuple(prompt), NEW_TOKENS, sampling, ignore_eos=True)
+        writer = TextWriter(pair.tokenizer, max_new_tokens=NEW_TOKENS, eos_ids=frozenset(), stops=())
+        texts.append(WrittenText(request, writer, TokenChooser(sampling, len(prompt))))
+        batch.read(batch.begin(texts[-1]))
+        batch.join()
+        batch.round()
+    while batch.texts:
+        batch.round()
+    return texts, batch
+
+
+def generated(pair, number: int, sampling: Sampling, **kwargs: Any) -> list[int]:
+    """The new tokens by `generate`, without a drafter unless there is one among `kwargs`."""
+    ids = torch.tensor([prompt_of(pair, number)])
+    how: dict[str, Any] = {"do_sample": sampling.draws, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    if sampling.draws:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        how |= {name: getattr(sampling, name) for name in names}
+    how["repetition_penalty"] = sampling.repetition_penalty
+    with seeded(sampling.seed or 0):
+        out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **how, **kwargs)
+    return out[0, ids.shape[1] :].tolist()
+
+
+MIXED = [
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.7, seed=2, top_p=0.9),
+    Sampling(temperature=1.3, seed=3, top_k=30, min_p=0.01),
+    Sampling(temperature=0.9, seed=4, repetition_penalty=1.2),
+    Sampling(temperature=1.0, seed=5),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@torch.inference_mode()
+def test_texts_in_a_crowd_are_those_of_generate(pair, rows: int) -> None:
+    with configured(pair.drafter, **CHAINS):
+        texts, batch = write(pair, MIXED, rows=rows)
+    assert batch.stats.acceptance_length > 1.5, "drafts were accepted"
+    for number, (text, sampling) in enumerate(zip(texts, MIXED, strict=True)):
+        assert text.writer.tokens == generated(pair, number, sampling), sampling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@torch.inference_mode()
+def test_a_text_takes_as_few_rounds_as_by_generate(pair, temperature: float) -> None:
+    """36 texts, counted: alone and with three others, by chains of the same length."""
+    samplings = [Sampling(temperature=temperature, seed=100 + number) for number in range(36)]
+    rounds = tokens = 0
+    with configured(pair.drafter, **CHAINS, speculation_loop="own"):
+        for number, sampling in enumerate(samplings):
+            generated(pair, number, sampling, assistant_model=pair.drafter)
+            rounds, tokens = rounds + pair.drafter.stats.rounds, tokens + pair.drafter.stats.new_tokens - 1
+        for rows in (1, 4):
+            texts, _ = write(pair, samplings, rows=rows)
+            served = sum(text.usage.completion_tokens for text in texts) / sum(text.usage.rounds for text in texts)
+            assert served >= 0.97 * tokens / rounds, rows
+
+
+@torch.inference_mode()
+def test_requests_without_a_seed_differ_and_are_drafted_alike(pair) -> None:
+    with configured(pair.drafter, **CHAINS):
+        texts, batch = write(pair, [Sampling(temperature=1.0)] * 2 * len(CONVERSATIONS), rows=4)
+    assert batch.stats.acceptance_length > 1.5
+    first, again = texts[: len(CONVERSATIONS)], texts[len(CONVERSATIONS) :]
+    assert all(one.writer.tokens != other.writer.tokens for one, other in zip(first, again, strict=True))

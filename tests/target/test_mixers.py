@@ -1,0 +1,194 @@
+"""Mixers of a target while drafts are read, and the target as others see it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.block_reading import BlockReading
+from eagle31_hf.errors import IncompatibleTargetError
+from eagle31_hf.target.binding import TargetBinding
+from eagle31_hf.target.mixers import find_mixers
+from families import recurrent_target
+from helpers import configured, oracle_drafts, random_drafter
+
+FAMILIES = ("qwen3_5_text", "bamba", "lfm2", "zaya", "falcon_h1")
+
+
+@pytest.fixture(params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> Any:
+    return recurrent_target(request.param)
+
+
+def attached(target: Any) -> Eagle31Drafter:
+    return random_drafter(target, aux_layers=[1, 2, 3])
+
+
+def own_forwards(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def greedy(model: Any, ids: Tensor, new_tokens: int = 12, **kwargs: Any) -> Tensor:
+    mask = torch.ones_like(ids)
+    return model.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **kwargs
+    )
+
+
+IDS = torch.tensor([[5, 17, 23, 8, 41, 9]])
+
+
+def test_detaching_leaves_the_target_as_it_was(target: Any) -> None:
+    plain = greedy(target, IDS)
+    first, second = attached(target), attached(target)
+    assert own_forwards(target)
+    first.detach()
+    assert own_forwards(target), "another drafter still needs them"
+    assert torch.equal(greedy(target, IDS, assistant_model=second), plain)
+    second.detach()
+    assert own_forwards(target) == []
+    assert torch.equal(greedy(target, IDS), plain)
+
+
+def test_a_copy_is_a_target_of_its_own(target: Any) -> None:
+    drafter = attached(target)
+    plain = greedy(target, IDS)
+    for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.zero_()
+        assert torch.equal(greedy(target, IDS), plain)
+        assert not torch.equal(greedy(other, IDS), plain), "its mixers compute with its own weights"
+    assert torch.equal(greedy(target, IDS, assistant_model=drafter), plain)
+
+
+def test_projections_run_once_for_all_tokens() -> None:
+    target = recurrent_target("qwen3_5_text")
+    binding = attached(target).require_binding()
+    calls: dict[str, int] = {}
+    [(name, mixer), *_] = find_mixers(target)
+    for child_name, child in mixer.named_children():
+        own = child.forward
+        vars(child)["forward"] = lambda *args, own=own, child_name=child_name: (
+            calls.update({child_name: calls.get(child_name, 0) + 1}),
+            own(*args),
+        )[1]
+    binding.mixers.let_go()  # type: ignore[union-attr]
+    binding.mixers = type(binding.mixers).hold(target)  # type: ignore[union-attr]
+    cache = read_prompt(binding)
+    verify(binding, cache, 5)
+    calls.clear()
+    verify(binding, cache, 5)
+    assert {child: count for child, count in calls.items() if "proj" in child} == {
+        "in_proj_qkv": 1, "in_proj_z": 1, "in_proj_b": 1, "in_proj_a": 1, "out_proj": 1,
+    }, name  # fmt: skip
+    assert calls["norm"] == 5
+
+
+def read_prompt(binding: TargetBinding) -> SpeculativeCache:
+    cache = SpeculativeCache.from_config(
+        binding.text_config, batch_size=1, capacity=64, block=16, masks_by_type=binding.masks_by_type
+    )
+    with torch.no_grad():
+        cache.place(IDS.shape[1])
+        binding.forward(IDS, cache.position_ids(), cache.attention_mask(dtype=binding.compute_dtype), cache)
+    cache.commit(IDS.shape[1])
+    return cache
+
+
+def verify(binding: TargetBinding, cache: SpeculativeCache, count: int) -> Tensor:
+    tokens = torch.arange(3, 3 + count)[None]
+    with torch.no_grad():
+        cache.place(count, reading=BlockReading.of_drafts())
+        mask = cache.attention_mask(dtype=binding.compute_dtype)
+        return binding.forward(tokens, cache.position_ids(), mask, cache).logits
+
+
+def test_a_forward_that_fails_half_way_leaves_states_as_they_were(target: Any) -> None:
+    binding = attached(target).require_binding()
+    cache = read_prompt(binding)
+    before = [layer.held_states() for layer in cache.with_states]
+    failing = mock.patch.object(binding.layers[-1], "forward", side_effect=RuntimeError("out of memory"))
+    with failing, pytest.raises(RuntimeError):
+        verify(binding, cache, 4)
+    cache.rollback(cache.lengths)
+    first = verify(binding, cache, 4)
+    after = [layer.held_states() for layer in cache.with_states]
+    assert all(torch.equal(old[key], new[key]) for old, new in zip(before, after, strict=True) for key in old)
+    assert torch.equal(first, verify(binding, cache, 4)), "nothing of the first reading is left"
+
+
+def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
+    target = recurrent_target("qwen3_5_text")
+    drafter = attached(target)
+    [(_, mixer), *_] = find_mixers(target)
+    wrapped = vars(mixer).pop("forward")
+    with pytest.raises(IncompatibleTargetError, match=r"layer 0 of the target .* attach the drafter again"):
+        greedy(target, IDS, assistant_model=drafter)
+    vars(mixer)["forward"] = wrapped
+    vars(mixer)["forward"] = lambda hidden_states, **_: hidden_states  # whole layers, as some hubs' kernels do
+    cache = SpeculativeCache.from_config(drafter.require_binding().text_config, batch_size=1, capacity=9, block=9)
+    cache.load_dynamic(read_prompt_of_another())
+    verify(drafter.require_binding(), cache, 2)
+    with pytest.raises(IncompatibleTargetError, match="layer 0 of the target"):
+        cache.keep(None, [1])
+
+
+def read_prompt_of_another() -> Any:
+    binding = attached(recurrent_target("qwen3_5_text")).require_binding()
+    return read_prompt(binding).to_dynamic(binding.text_config)
+
+
+def test_plain_generation_in_another_thread_is_plain(target: Any) -> None:
+    drafter = attached(target)
+    plain = greedy(target, IDS, 24)
+    beside: list[Tensor] = []
+    thread = threading.Thread(target=lambda: beside.extend(greedy(target, IDS, 24) for _ in range(3)))
+    thread.start()
+    with configured(drafter, num_assistant_tokens=4), oracle_drafts(plain, IDS.shape[1]):
+        ours = [greedy(target, IDS, 24, assistant_model=drafter) for _ in range(3)]
+    thread.join()
+    assert all(torch.equal(text, plain) for text in ours + beside)
+
+
+def test_a_target_that_fails_the_self_test_is_decoded_plainly() -> None:
+    """Here because its code for one token computes something else than that over which its prompts are read."""
+    target = recurrent_target("bamba")
+    module = __import__(type(target).__module__, fromlist=["mamba2_selective_state_update"])
+    update = module.mamba2_selective_state_update
+    calls = iter(range(10**9))
+
+    def forgetful(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return update(state.mul_(1 + 0.5 * (next(calls) % 3)), *args, **kwargs)
+
+    with mock.patch.object(module, "mamba2_selective_state_update", forgetful):
+        drafter = attached(target)
+    assert "self-test" in drafter.require_binding().tree_unsupported_reason
+    text = greedy(target, IDS, assistant_model=drafter)
+    assert torch.equal(text, greedy(target, IDS))
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "plain"
+    assert "self-test" in drafter.stats.reason
+
+
+def test_what_the_self_test_finds_out() -> None:
+    assert attached(recurrent_target("qwen3_5_text")).require_binding().reads_on
+    assert not attached(recurrent_target("jamba")).require_binding().reads_on, "it begins anew with every chunk"
+
+
+def test_graphs_that_cannot_step_make_way(target: Any) -> None:
+    drafter = attached(target)
+    with configured(drafter, acceleration="compile", num_assistant_tokens=3):
+        assert torch.equal(greedy(target, IDS, assistant_model=drafter), greedy(target, IDS))
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "own"
+    assert any("recurrent states" in why for why in drafter.stats.fallbacks)
