@@ -42,11 +42,11 @@ gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then what to 
 	@$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
 	{ echo "no CUDA device here: nothing to measure"; exit 0; }; \
 	set -e; mkdir -p $(RECORDS); \
-	$(BIN)/eagle31 bench memory --device cuda --out $(RECORDS)/memory.md --json $(RECORDS)/memory.json; \
+	$(BIN)/python examples/studies/memory_peaks.py --device cuda --out $(RECORDS)/memory.md --json $(RECORDS)/memory.json; \
 	$(BIN)/eagle31 bench loop --device cuda --dtype bf16 --compile --json $(RECORDS)/loop.json; \
 	$(BIN)/eagle31 bench loop --device cuda --synthetic llama-8b --four-bit --compile --limit 8 --repeats 3 --batch 1,4 \
 	  --json $(RECORDS)/loop_8b_nf4.json; \
-	$(BIN)/eagle31 bench growth --device cuda --json $(RECORDS)/growth.json
+	$(BIN)/python examples/studies/growth.py --device cuda --json $(RECORDS)/growth.json
 
 engines: $(ENGINES)/.installed $(VENV)/.installed-dev  ## vLLM and speculators in an environment of their own (4 GB), and the tests that need them
 	$(BIN)/python -m pytest -m engines

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from memory_peaks import RUNS, AllocatorMeter, PeakRun, StorageMeter, measure_peak
+from storages import StorageCounter
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled.captured import CapturedCode
 from eagle31_hf.decoding import kept_graphs
-from eagle31_hf.evidence.memory_peaks import RUNS, AllocatorMeter, PeakRun, StorageMeter, measure_peak
-from eagle31_hf.evidence.storages import StorageCounter
 from eagle31_hf.memory.cards import measure_card
 from helpers import (
     CONFIGS,

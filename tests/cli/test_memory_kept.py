@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from memory_peaks import StorageMeter
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app, generate
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
-from eagle31_hf.evidence.memory_peaks import StorageMeter
 from eagle31_hf.target import loading
 
 REPEATED = "What is the weather going to be like in Portland this weekend? " * 150

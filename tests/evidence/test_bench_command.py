@@ -1,4 +1,4 @@
-"""`eagle31 bench loop` and `bench growth` on the command line."""
+"""`eagle31 bench loop` on the command line."""
 
 import json
 
@@ -40,13 +40,6 @@ def test_bench_loop_on_a_random_target():
     assert {r["acceptance_length"] for r in records} == {1.0, 7.0}
 
 
-def test_bench_growth():
-    out = run("growth", "--contexts", "6,9", "--rounds", 1, "--tree-width", 2, "--tree-size", 8).stdout
-    last = json.loads(out.splitlines()[-1])
-    assert [r["context"] for r in last["records"]] == [6, 9]
-    assert last["records"][0]["growth"] == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -57,7 +50,6 @@ def test_bench_growth():
         (["loop", "--acceptance", "0.5"], "pass --synthetic"),
         (["loop", "--four-bit"], "for random targets"),
         (["loop", "--synthetic", SPEC, "--device", "mps"], "no mps"),
-        (["growth", "--contexts", "1"], "wanted 2 tokens"),
     ],
 )
 def test_bad_input_is_one_line_before_any_work(arguments, message):

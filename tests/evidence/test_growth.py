@@ -1,14 +1,18 @@
 """How a round grows with its context: time, attention, storages."""
 
+import json
+
+import growth
 import pytest
 import torch
+import typer
+from growth import AttentionClock, GrowthRecord, measure_growth
 from small_loops import CHAIN, TREE, tensors
+from storages import count_storages
+from typer.testing import CliRunner
 
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence import tables
-from eagle31_hf.evidence.growth import AttentionClock, GrowthRecord, measure_growth
 from eagle31_hf.evidence.prompt_batches import batches_of
-from eagle31_hf.evidence.storages import count_storages
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from helpers import drafter_of, random_prompts
 
@@ -59,7 +63,26 @@ def test_rounds_can_be_taken_without_attention(drafter, monkeypatch):
 
 def test_growth_is_against_the_first_context():
     first, later = GrowthRecord(8, 0.010, 0.002, 0.008, 1, 0), GrowthRecord(80, 0.020, 0.010, 0.010, 1, 2)
-    assert tables.growth(first, later) == pytest.approx(0.25)
+    assert growth.growth(first, later) == pytest.approx(0.25)
     assert (first.allocates_steadily, later.allocates_steadily) == (True, False)
     with pytest.raises(ConfigurationError):
         measure_growth(drafter_of("llama"), CHAIN, ())
+
+
+def command(*arguments):
+    study = typer.Typer()
+    study.command()(growth.main)
+    return CliRunner().invoke(study, arguments, env={"COLUMNS": "100"})
+
+
+def test_the_study_ends_with_its_figures():
+    out = command("--contexts", "6,9", "--rounds", "1", "--tree-width", "2", "--tree-size", "8").stdout
+    last = json.loads(out.splitlines()[-1])
+    assert [r["context"] for r in last["records"]] == [6, 9]
+    assert last["records"][0]["growth"] == 0
+
+
+def test_a_context_too_short_is_one_line():
+    told = command("--contexts", "1")
+    assert told.exit_code == 1
+    assert "wanted 2 tokens" in told.stderr

@@ -1,4 +1,4 @@
-"""Planned against measured memory on small targets: the whole way of `eagle31 bench memory`, with storages counted."""
+"""Planned against measured memory on small targets: the study `memory_peaks`, with storages counted."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import memory_peaks
 import pytest
 import torch
-from torch import Tensor
-from typer.testing import CliRunner
-
-from eagle31_hf.cli import app
-from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence import memory_peaks, tables
-from eagle31_hf.evidence.bare import requested_shape
-from eagle31_hf.evidence.memory_peaks import (
+import typer
+from memory_peaks import (
     ACCEPTANCE,
     NEW_TOKENS,
     RUNS,
@@ -32,13 +26,21 @@ from eagle31_hf.evidence.memory_peaks import (
     ragged_prompts,
     runs_on,
 )
-from eagle31_hf.evidence.storages import StorageCounter
+from storages import StorageCounter
+from torch import Tensor
+from typer.testing import CliRunner
+
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.bare import requested_shape
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.memory import MemoryPlan
 from eagle31_hf.memory.cards import GIB, MIB, Card
 from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.weight_bytes import storage_bytes
 
+COMMAND = typer.Typer()
+COMMAND.command()(memory_peaks.main)
 SPEC = "hidden=256,layers=4,heads=4,kv=2,intermediate=512,vocab=1024"
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 ROOMY = Card("main memory", "cpu", 64 * GIB, 64 * GIB, measured=True)
@@ -110,7 +112,7 @@ def test_runs_that_do_not_fit_or_run_out_are_left_out(monkeypatch: pytest.Monkey
     for found, reason in ((failed, "ran out of memory, planned were"), (refused, "needs 0.0 GiB")):
         assert not found.records
         assert reason in found.left_out[0][1]
-        assert reason in tables.memory_notes(found)[0]
+        assert reason in memory_peaks.memory_notes(found)[0]
 
 
 def test_other_errors_are_not_left_out() -> None:
@@ -146,7 +148,7 @@ def test_the_allocator_is_asked_for_what_a_run_added() -> None:
 def test_a_plan_is_kept_within_its_bounds(planned: int, is_kept: bool) -> None:
     record = PeakRecord(RUNS[0], planned, "verify", 1000, 500, 498)
     assert record.is_kept is is_kept
-    notes = tables.memory_notes(PeakReport((record,), ()))
+    notes = memory_peaks.memory_notes(PeakReport((record,), ()))
     assert notes == [
         "Planned weights are off by 2 bytes at most.",
         f"{int(is_kept)} of 1 ratios lie within 0.99 to 1.03.",
@@ -215,7 +217,7 @@ def _bytes_of(plan: MemoryPlan, *beginnings: str, moment: str | None = None) -> 
 
 
 def _run(*arguments: Any, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["bench", "memory", *map(str, arguments)], env={"COLUMNS": "100"})
+    result = CliRunner().invoke(COMMAND, [*map(str, arguments)], env={"COLUMNS": "100"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -226,7 +228,7 @@ def test_bench_memory_prints_a_table_and_json_and_writes_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("eagle31_hf.cli.bench.runs_on", lambda spec, context: runs_on(spec, context)[4:6])
+    monkeypatch.setattr(memory_peaks, "runs_on", lambda spec, context: runs_on(spec, context)[4:6])
     page, figures = tmp_path / "page.md", tmp_path / "figures.json"
     out = _run("--synthetic", SPEC, "--context", 64, "--device", "cpu", "--out", page, "--json", figures).stdout
     assert "1×64/all" in out

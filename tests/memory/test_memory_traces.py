@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from storages import StorageCounter
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -24,7 +25,6 @@ from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
-from eagle31_hf.evidence.storages import StorageCounter
 from eagle31_hf.memory.activation_bytes import (
     Block,
     absorb_bytes,

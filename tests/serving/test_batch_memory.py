@@ -1,11 +1,11 @@
 """What a running batch takes stays within the plan that `serve` makes for it: all rows full, one prompt being read."""
 
 import torch
+from memory_peaks import StorageMeter
+from storages import StorageCounter
 
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
-from eagle31_hf.evidence.memory_peaks import StorageMeter
-from eagle31_hf.evidence.storages import StorageCounter
 from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.requests import Sampling, TextRequest

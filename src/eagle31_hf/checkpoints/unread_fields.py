@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .formats import LATENT_SIZES, Format
 from .json_files import get_path, shown
 
-Harmless = Callable[[Any, Eagle31Config], bool]
+if TYPE_CHECKING:
+    from ..configuration_eagle31 import Eagle31Config
+
+Harmless = Callable[[Any, "Eagle31Config"], bool]
 
 
 def _one_of(*values: Any) -> Harmless:

@@ -12,25 +12,19 @@ from torch import Tensor
 
 from ..demo import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.packed_linear import bitsandbytes
 from ..errors import ConfigurationError
-from ..evidence import tables
-from ..evidence.bare import describe_device, describe_machine
-from ..evidence.growth import CONTEXTS, check_growth, measure_growth, small_drafter
+from ..evidence.bare import describe_machine
 from ..evidence.loop_report import loop_parts
-from ..evidence.memory_peaks import RUNS, measure_peaks, runs_on
 from ..evidence.pair import measure_loops
 from ..evidence.run_settings import RunSettings
 from ..evidence.synthetic import random_target, target_config
-from ..generation_config import FIXED_DEPTH
 from ..target.precision import quick_dtype
 from ..texts.prompts import read_prompts
-from ..trees.shape import DraftShape
 from .bench_acceptance import acceptance as acceptance_command
 from .bench_run import run
-from .measuring import DeviceOption, DTypeOption, finish, progress_bar
+from .measuring import finish, progress_bar
 from .option_groups import expand_options
-from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json
+from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import Drafting, PairSource, device_named, encode, load_pair
 from .plan import print_decision
 
@@ -176,92 +170,12 @@ def _run_loop(subject: Subject, settings: RunSettings, json_path: Path | None) -
     record = {"bench": "loop", "target": subject.name, **machine}
     record |= {"settings": {**told, "temperature": settings.temperatures[0], "warping": {}}}
     record |= {"prompts": len(subject.prompts), "records": [each.to_dict() for each in records]}
-    out.print(_conditions(subject.name, machine))
+    out.print(conditions_text(subject.name, machine))
     for part in loop_parts(summary, records, synthetic=settings.acceptance is not None):
         out.print(part)
     finish(json_path, record | {"left_out": summary.left_out})
 
 
-@app.command()
-@readable_errors
-def growth(
-    *,
-    contexts: Annotated[str, typer.Option(callback=_whole_numbers, help="Lengths of context.")] = ",".join(
-        map(str, CONTEXTS)
-    ),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds timed after each context.")] = 30,
-    tree_width: Annotated[int, typer.Option(min=1, help="Children per draft token; 1 drafts a chain.")] = 1,
-    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with a tree.")] = 24,
-    dtype: DTypeOption = "fp32",
-    device: DeviceOption = "auto",
-    json_path: JsonOption = None,
-    traceback: TracebackOption = False,
-) -> None:
-    """What of a round grows with the context, and what it allocates, on a small random target."""
-    lengths = [int(part) for part in contexts.split(",")]
-    check_growth(lengths, rounds)
-    drafter = small_drafter(torch.float32 if dtype == "auto" else getattr(torch, dtype), device_named(device))
-    size = tree_size if tree_width > 1 else 0
-    shape = DraftShape(depth=FIXED_DEPTH, top_k=tree_width, size=size)
-    out = make_console()
-    with progress_bar(out) as (progress, task):
-
-        def show() -> None:
-            progress.advance(task, 1 / len(lengths))
-            progress.refresh()
-
-        records = measure_growth(drafter, shape, lengths, rounds=rounds, on_context=show)
-    machine = describe_machine(drafter.require_binding())
-    out.print(_conditions("small random target", machine))
-    out.print(tables.growth_table(records))
-    rows = [{**each.to_dict(), "growth": tables.growth(records[0], each)} for each in records]
-    finish(json_path, {"bench": "growth", **machine, "tree_width": tree_width, "records": rows})
-
-
-@app.command()
-@readable_errors
-def memory(
-    *,
-    synthetic: Annotated[
-        str | None,
-        typer.Option(help="Another random target in every run: a known name, a config.json, or hidden=512,layers=4,…"),
-    ] = None,
-    context: Annotated[int, typer.Option(min=1, help="With --synthetic: tokens of the longest row.")] = 2048,
-    out_path: Annotated[
-        Path | None,
-        typer.Option("--out", dir_okay=False, callback=writable_json, help="Also write the table as a Markdown page."),
-    ] = None,
-    dtype: DTypeOption = "bf16",
-    device: DeviceOption = "auto",
-    json_path: JsonOption = None,
-    traceback: TracebackOption = False,
-) -> None:
-    """What plans say of runs against what the runs take, on random targets of 8 and 70 billion parameters."""
-    place = torch.device(device_named(device))
-    if synthetic is None and place.type != "cuda":
-        raise ConfigurationError(
-            f"targets of 8 and 70 billion parameters are for a CUDA card, and this is a {place.type}; pass --synthetic "
-            "with a small target, e.g. hidden=512,layers=4"
-        )
-    precision = torch.bfloat16 if dtype in ("auto", "stored") else getattr(torch, dtype)
-    runs = RUNS if synthetic is None else runs_on(synthetic, context)
-    out = make_console()
-    with progress_bar(out) as (progress, task):
-
-        def show() -> None:
-            progress.advance(task, 1 / len(runs))
-            progress.refresh()
-
-        measured = measure_peaks(runs, dtype=precision, device=place, on_run=show)
-    machine = {**describe_device(place, precision), "bitsandbytes": bitsandbytes().__version__}
-    out.print(_conditions("random weights" if synthetic is None else f"random weights, {synthetic}", machine))
-    out.print(tables.memory_table(measured))
-    for note in tables.memory_notes(measured):
-        out.print(Text(note, style="dim"))
-    if out_path is not None:
-        out_path.write_text(tables.memory_markdown(measured, machine), encoding="utf-8")
-    finish(json_path, {"bench": "memory", **machine, **measured.to_dict()})
-
-
-def _conditions(name: str, machine: dict[str, Any]) -> Text:
+def conditions_text(name: str, machine: dict[str, Any]) -> Text:
+    """What was measured where."""
     return Text(f"{name}, {machine['device']}, {machine['threads']} CPU threads, {machine['dtype']}", style="dim")

@@ -65,7 +65,8 @@ def read_drafter(drafter: Any, target: TargetFacts) -> DrafterFacts:
     """
     config = _drafter_config(drafter, target)
     shape = target.shape
-    if config.target_hidden_size != shape.hidden_size or not config.knows_vocabulary_of(shape.vocab_size):
+    same_tokens = config.vocab_size == shape.vocab_size or config.knows_vocabulary_of(shape.vocab_size)
+    if config.target_hidden_size != shape.hidden_size or not same_tokens:
         raise MemoryPlanError(
             f"the drafter was made for hidden size {config.target_hidden_size} and {config.vocab_size} tokens, target "
             f"{target.name} has {shape.hidden_size} and {shape.vocab_size}; plan with a drafter made for it"

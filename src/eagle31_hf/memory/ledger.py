@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..sampling.draw import noise_bytes
+from ..sampling.noise_size import noise_bytes
 from ..trees.shape import RESIDENT_QUERIES, DraftShape, default_tree_size
 from .activation_bytes import (
     Block,

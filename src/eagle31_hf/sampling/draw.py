@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KEPT_BEHIND = 16
-"""Positions behind each row's present one whose noise is kept: a drafter that paused is judged by so many."""
+from .noise_size import KEPT_BEHIND, ring_length
 
 KEPT_STATES = 256
 """Positions behind the slowest row whose generator state is kept (5 kB each on a CPU, 16 bytes on CUDA)."""
@@ -125,7 +124,7 @@ class PositionNoise:
     def _make_room(self, count: int) -> None:
         """A ring that holds a window and what lies behind it; of a single row twice that, so that few windows wrap."""
         if len(self._ring) < KEPT_BEHIND + count:
-            length = _ring_length(self.rows, count)
+            length = ring_length(self.rows, count)
             self._ring = torch.empty(length, self.rows, self.vocabulary, device=self.device)
             self._begin, self._end = [0] * self.rows, [0] * self.rows
 
@@ -178,15 +177,6 @@ class PositionNoise:
             _set_state(self.device, state)
         else:
             self._generator.set_state(state)
-
-
-def _ring_length(rows: int, count: int) -> int:
-    return (KEPT_BEHIND + count) * (2 if rows == 1 else 1)
-
-
-def noise_bytes(rows: int, vocabulary: int, count: int) -> int:
-    """Bytes that `PositionNoise` holds for windows of so many positions."""
-    return _ring_length(rows, count) * rows * vocabulary * 4
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -1,4 +1,6 @@
-"""`eagle31 bench growth`: what of a round grows with the context, and what a round allocates.
+"""What of a round grows with the context, and what a round allocates.
+
+    python growth.py --contexts 512,2048 --json growth.json
 
 A round's attention must grow with the context; nothing else should. The target is a small random one, so that what is
 not attention is not hidden behind it; drafts are accepted by lot.
@@ -14,22 +16,34 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+from storages import count_storages
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..decoding.decoder import SpeculativeDecoder
-from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError
-from ..target.device_clock import now
-from ..trees.shape import DraftShape
-from .prompt_batches import PromptBatch
-from .storages import count_storages
-from .synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
+from eagle31_hf.cli.bench import conditions_text
+from eagle31_hf.cli.bench_run import list_of
+from eagle31_hf.cli.measuring import DeviceOption, DTypeOption, finish, progress_bar
+from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors
+from eagle31_hf.cli.pairs import device_named
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.bare import describe_machine
+from eagle31_hf.evidence.prompt_batches import PromptBatch
+from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
+from eagle31_hf.evidence.tables import make_table
+from eagle31_hf.generation_config import FIXED_DEPTH
+from eagle31_hf.target.device_clock import now
+from eagle31_hf.trees.shape import DraftShape
 
 CONTEXTS = (512, 2048, 8192, 32768)
+WHOLE = "positive whole numbers, e.g. 512,2048"
 # As many key/value heads as query heads: copies for grouped heads are attention's, but lie outside its kernel.
 SMALL_TARGET = "hidden=256,layers=4,heads=4,kv=4,intermediate=512,vocab=2048"
 ACCEPTANCE = (0.8,)
@@ -202,3 +216,76 @@ class AttentionClock:
             yield
         finally:
             F.scaled_dot_product_attention = kernel
+
+
+# --- telling ---
+
+
+def growth_table(records: Sequence[GrowthRecord]) -> Table:
+    """Rounds after longer and longer contexts; growth is against the first."""
+    headings = ("round", "attention", "other", "growth", "allocates, MB", "keeps, MB")
+    table = make_table("A round after longer and longer contexts, in ms", ("context",), headings)
+    for record in records:
+        kept = Text(_mb(record.kept_bytes), style="" if record.allocates_steadily else "bold red")
+        table.add_row(
+            f"{record.context:,}",
+            _ms(record.round_s),
+            _ms(record.attention_s),
+            _ms(record.other_s),
+            f"{growth(records[0], record):+.0%}",
+            _mb(record.round_bytes),
+            kept,
+        )
+    return table
+
+
+def growth(first: GrowthRecord, record: GrowthRecord) -> float:
+    """By which share the part of a round that is not attention is longer than after the first context."""
+    return record.other_s / first.other_s - 1
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f}"
+
+
+@readable_errors
+def main(
+    *,
+    contexts: Annotated[str, typer.Option(callback=list_of(int, WHOLE, at_least=1), help="Lengths of context.")] = (
+        ",".join(map(str, CONTEXTS))
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds timed after each context.")] = 30,
+    tree_width: Annotated[int, typer.Option(min=1, help="Children per draft token; 1 drafts a chain.")] = 1,
+    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with a tree.")] = 24,
+    dtype: DTypeOption = "fp32",
+    device: DeviceOption = "auto",
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """What of a round grows with the context, and what it allocates, on a small random target."""
+    lengths = [int(part) for part in contexts.split(",")]
+    check_growth(lengths, rounds)
+    drafter = small_drafter(torch.float32 if dtype == "auto" else getattr(torch, dtype), device_named(device))
+    size = tree_size if tree_width > 1 else 0
+    shape = DraftShape(depth=FIXED_DEPTH, top_k=tree_width, size=size)
+    out = make_console()
+    with progress_bar(out) as (progress, task):
+
+        def show() -> None:
+            progress.advance(task, 1 / len(lengths))
+            progress.refresh()
+
+        records = measure_growth(drafter, shape, lengths, rounds=rounds, on_context=show)
+    machine = describe_machine(drafter.require_binding())
+    out.print(conditions_text("small random target", machine))
+    out.print(growth_table(records))
+    rows = [{**each.to_dict(), "growth": growth(records[0], each)} for each in records]
+    finish(json_path, {"bench": "growth", **machine, "tree_width": tree_width, "records": rows})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,7 @@
-"""`eagle31 bench memory`: what a plan says of a run, against what the run takes.
+"""What a plan says of a run, against what the run takes.
+
+    python memory_peaks.py --out memory.md                                  # 8B and 70B targets, on a CUDA card
+    python memory_peaks.py --synthetic hidden=512,layers=4 --context 2048   # the same way on a CPU
 
 Each run is planned from the target's configuration alone. Then target and drafter are made with random weights, the
 drafter is loaded under that very plan, a prompt is read and a few rounds are written, and the peak is measured: on CUDA
@@ -9,28 +12,38 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
 import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+from storages import StorageCounter
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..decoding.memory_ladder import is_out_of_memory
-from ..drafter.default_config import default_config
-from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError
-from ..memory import MemoryPlan, plan_memory
-from ..memory.cards import GIB, Card, measure_card
-from ..memory.drafter_facts import USUAL_DRAFT_VOCABULARY
-from ..memory.ledger import RUNNING
-from ..memory.quantization_schemes import SCHEMES
-from ..memory.weight_bytes import storage_bytes
-from .bare import requested_shape
-from .prompt_batches import PromptBatch, batches_of
-from .storages import StorageCounter
-from .synthetic import SyntheticRequest, random_target, target_config, write_synthetic
+from eagle31_hf.cli.bench import conditions_text
+from eagle31_hf.cli.measuring import DeviceOption, DTypeOption, finish, progress_bar
+from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors, writable_json
+from eagle31_hf.cli.pairs import device_named
+from eagle31_hf.decoding.memory_ladder import is_out_of_memory
+from eagle31_hf.drafter.default_config import default_config
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.drafter.packed_linear import bitsandbytes
+from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.evidence.bare import describe_device, requested_shape
+from eagle31_hf.evidence.prompt_batches import PromptBatch, batches_of
+from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, target_config, write_synthetic
+from eagle31_hf.evidence.tables import make_table
+from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory.cards import GIB, Card, measure_card
+from eagle31_hf.memory.drafter_facts import USUAL_DRAFT_VOCABULARY
+from eagle31_hf.memory.ledger import RUNNING
+from eagle31_hf.memory.quantization_schemes import SCHEMES
+from eagle31_hf.memory.weight_bytes import storage_bytes
 
 NEW_TOKENS, SHORTEST_PROMPT = 32, 4
 ACCEPTANCE = (0.8,)
@@ -282,3 +295,106 @@ class StorageMeter:
         with StorageCounter() as counter:
             call()
         return self.weights + counter.peak_bytes
+
+
+# --- telling ---
+
+RUN_COLUMNS = ("target", "draft", "size/chunk", "stored")
+
+
+def memory_table(measured: PeakReport) -> Table:
+    """Planned and measured peak of every run; a ratio outside the promise is red."""
+    table = make_table("Peaks in GB, and planned over measured", RUN_COLUMNS, ("planned", "taken", "ratio"))
+    for record in measured.records:
+        ratio = Text(f"{record.ratio:.3f}", style="bold" if record.is_kept else "bold red")
+        table.add_row(*_run_cells(record.run), _gb(record.planned_bytes), _gb(record.measured_bytes), ratio)
+    return table
+
+
+def memory_notes(measured: PeakReport) -> list[str]:
+    """What was left out and why, how far planned weights are off, and how many plans were kept."""
+    notes = [f"Left out: {', '.join(_run_cells(run))}: {reason}." for run, reason in measured.left_out]
+    if measured.records:
+        off = max(abs(record.planned_weights - record.measured_weights) for record in measured.records)
+        kept = sum(record.is_kept for record in measured.records)
+        notes.append(f"Planned weights are off by {off:,} bytes at most.")
+        notes.append(f"{kept} of {len(measured.records)} ratios lie within {LOWEST_RATIO} to {HIGHEST_RATIO}.")
+    return notes
+
+
+def memory_markdown(measured: PeakReport, machine: Mapping[str, Any]) -> str:
+    """The same as a page, with the weights."""
+    columns = (*RUN_COLUMNS, "weights planned", "measured", "peak planned", "measured", "ratio")
+    conditions = ", ".join(f"{name} {value}" for name, value in machine.items())
+    lines = [
+        "# Planned against measured memory",
+        "",
+        f"Output by `examples/studies/memory_peaks.py`: {conditions}. In GB.",
+        "",
+    ]
+    lines += ["| " + " | ".join(columns) + " |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
+    for record in measured.records:
+        sizes = (record.planned_weights, record.measured_weights, record.planned_bytes, record.measured_bytes)
+        cells = (*_run_cells(record.run), *map(_gb, sizes), f"{record.ratio:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"- {note}" for note in memory_notes(measured)), ""])
+
+
+def _run_cells(run: PeakRun) -> tuple[str, ...]:
+    """As `RUN_COLUMNS`: size is rows × tokens, stored are the cache and the drafter's matrices."""
+    name = "sizes given" if "=" in run.target else run.target
+    draft = f"chain {run.draft_tokens}" if run.tree_size is None else f"tree {run.tree_size}"
+    size = f"{run.batch}×{run.context}/{run.prefill_chunk or 'all'}"
+    return f"{name}{' nf4' if run.four_bit else ''}", draft, size, f"{run.cache_type}, {run.drafter_precision}"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3f}"
+
+
+@readable_errors
+def main(
+    *,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(help="Another random target in every run: a known name, a config.json, or hidden=512,layers=4,…"),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="With --synthetic: tokens of the longest row.")] = 2048,
+    out_path: Annotated[
+        Path | None,
+        typer.Option("--out", dir_okay=False, callback=writable_json, help="Also write the table as a Markdown page."),
+    ] = None,
+    dtype: DTypeOption = "bf16",
+    device: DeviceOption = "auto",
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
+    """What plans say of runs against what the runs take, on random targets of 8 and 70 billion parameters."""
+    place = torch.device(device_named(device))
+    if synthetic is None and place.type != "cuda":
+        raise ConfigurationError(
+            f"targets of 8 and 70 billion parameters are for a CUDA card, and this is a {place.type}; pass --synthetic "
+            "with a small target, e.g. hidden=512,layers=4"
+        )
+    precision = torch.bfloat16 if dtype in ("auto", "stored") else getattr(torch, dtype)
+    runs = RUNS if synthetic is None else runs_on(synthetic, context)
+    out = make_console()
+    with progress_bar(out) as (progress, task):
+
+        def show() -> None:
+            progress.advance(task, 1 / len(runs))
+            progress.refresh()
+
+        measured = measure_peaks(runs, dtype=precision, device=place, on_run=show)
+    machine = {**describe_device(place, precision), "bitsandbytes": bitsandbytes().__version__}
+    out.print(conditions_text("random weights" if synthetic is None else f"random weights, {synthetic}", machine))
+    out.print(memory_table(measured))
+    for note in memory_notes(measured):
+        out.print(Text(note, style="dim"))
+    if out_path is not None:
+        out_path.write_text(memory_markdown(measured, machine), encoding="utf-8")
+    finish(json_path, {"bench": "memory", **machine, **measured.to_dict()})
+
+
+if __name__ == "__main__":
+    typer.run(main)
