@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf.sampling.acceptance import accept_chosen
 from eagle31_hf.sampling.draw import PositionNoise, argmax, choose, perturbed, random_state, why_noise_is_unknown
+from eagle31_hf.sampling.noise_size import noise_bytes
 from eagle31_hf.training.policy.text_model import agreement
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.dynamic import TreeGrowth
@@ -75,7 +76,10 @@ def test_noise_of_a_long_text_is_bounded() -> None:
         for position in range(2000):
             noise.window([0], [position], 6)
             sizes.add((noise.num_bytes, min(len(noise._states), 400)))
-    assert max(size for size, _ in sizes) == 2 * (16 + 6) * 8 * 4
+    assert max(size for size, _ in sizes) == noise_bytes(1, 8, 6) == 2 * (16 + 6) * 8 * 4
+    batch = PositionNoise(3, 8, CPU)
+    batch.window(range(3), [0, 4, 1], 6)
+    assert batch.num_bytes == noise_bytes(3, 8, 6)
     assert max(states for _, states in sizes) < 300
 
 
