@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.states import CONVOLUTION, LastNodes, StateLayer
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT, cache_argument
-from families import RECURRENT_FAMILIES, recurrent_target
+from families import RECURRENT_FAMILIES, clamped_target, recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, switching_policies
 
 pytestmark = pytest.mark.contract
@@ -107,13 +107,12 @@ def test_prompts_across_chunks(family: str) -> None:
 def test_a_clamp_that_only_prompts_see(family: str) -> None:
     """The code for many tokens bounds the time step from below, that for one does not: where it acts, plain decoding
     has it in the prompt alone."""
-    model = recurrent_target(family)
-    for name, weight in model.named_parameters():
-        if name.endswith("dt_bias"):
-            weight.data.fill_(-9.0)
+    model = clamped_target(family)
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
     inputs = prompts([CHUNK + 1, 6, 33])
     plain = greedy(model, inputs, 24)
+    at_once = model(plain[2:]).logits[0, -25:-1].argmax(-1)
+    assert not torch.equal(at_once, plain[2, -24:]), "the bound acts"
     oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
     with configured(drafter, **SHAPES["chain"], prefill_chunk_size=CHUNK), oracle:
         assert torch.equal(greedy(model, inputs, 24, assistant_model=drafter), plain)
