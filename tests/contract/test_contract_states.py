@@ -6,6 +6,7 @@ the text: the two controls at the end break rollback and must be seen.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cache
 from itertools import product
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache import states
+from eagle31_hf.cache.placement import Placement
 from eagle31_hf.cache.states import CONVOLUTION, LastNodes, StateLayer
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT, cache_argument
 from families import RECURRENT_FAMILIES, clamped_target, recurrent_target
@@ -158,24 +161,33 @@ def test_a_sampled_text_is_written() -> None:
 # --- controls ---------------------------------------------------------------------------------------------------------
 
 
-def keep_everything(layer: StateLayer, last: LastNodes) -> None:
+def keep_everything(placement: Placement, kept: Any) -> list[int]:
     """Rollback that is none: the states after the whole block."""
-    settle(layer, LastNodes([layer.placement.num_state_nodes - 1] * len(last.nodes), last.device))
+    return [placement.num_state_nodes - 1] * len(kept)
 
 
 def keep_recurrent(layer: StateLayer, last: LastNodes) -> None:
     """Convolutions go back, recurrent states do not."""
     settle(layer, last)
     for key, state in layer._committed.items():
-        if key[0] != CONVOLUTION:
+        if key[0] != CONVOLUTION and key not in layer._records:
             state.copy_(layer._nodes[key][layer.placement.num_state_nodes - 1])
 
 
-settle = StateLayer.settle
+def rebuild_too_far(taped: Any, last: Any) -> None:
+    """The same of states that are rebuilt."""
+    rebuild_states(taped, [taped[0][1].inputs[0].shape[1] - 1] * len(last))
 
 
-@pytest.mark.parametrize("broken", [keep_everything, keep_recurrent])
-def test_a_state_that_is_not_rolled_back_shows(broken: Any) -> None:
+settle, rebuild_states = StateLayer.settle, states.rebuild_states
+CONTROLS = {
+    "everything": [(Placement, "last_state_nodes", keep_everything)],
+    "recurrent": [(StateLayer, "settle", keep_recurrent), (states, "rebuild_states", rebuild_too_far)],
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_state_that_is_not_rolled_back_shows(control: str) -> None:
     for family in ("qwen3_5_text", "bamba", "jamba"):
         model, drafter = pair(family)
         texts = []
@@ -183,7 +195,8 @@ def test_a_state_that_is_not_rolled_back_shows(broken: Any) -> None:
             inputs = prompts([12], seed)
             plain = greedy(model, inputs, 32)
             oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
-            breaking = mock.patch.object(StateLayer, "settle", broken)
-            with configured(drafter, **SHAPES["chain"]), oracle, breaking:
+            with configured(drafter, **SHAPES["chain"]), oracle, ExitStack() as stack:
+                for broken in CONTROLS[control]:
+                    stack.enter_context(mock.patch.object(*broken))
                 texts.append(torch.equal(greedy(model, inputs, 32, assistant_model=drafter), plain))
         assert not any(texts), family
