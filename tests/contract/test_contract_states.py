@@ -6,6 +6,7 @@ the text: the two controls at the end break rollback and must be seen.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cache
 from itertools import product
 from typing import Any
@@ -18,9 +19,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache import states
+from eagle31_hf.cache.placement import Placement
 from eagle31_hf.cache.states import CONVOLUTION, LastNodes, StateLayer
+from eagle31_hf.decoding.carried_cache import BEFORE_THE_ANSWER
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT, cache_argument
-from families import RECURRENT_FAMILIES, recurrent_target
+from families import RECURRENT_FAMILIES, clamped_target, recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded, switching_policies
 
 pytestmark = pytest.mark.contract
@@ -104,13 +108,12 @@ def test_prompts_across_chunks(family: str) -> None:
 def test_a_clamp_that_only_prompts_see(family: str) -> None:
     """The code for many tokens bounds the time step from below, that for one does not: where it acts, plain decoding
     has it in the prompt alone."""
-    model = recurrent_target(family)
-    for name, weight in model.named_parameters():
-        if name.endswith("dt_bias"):
-            weight.data.fill_(-9.0)
+    model = clamped_target(family)
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
     inputs = prompts([CHUNK + 1, 6, 33])
     plain = greedy(model, inputs, 24)
+    at_once = model(plain[2:]).logits[0, -25:-1].argmax(-1)
+    assert not torch.equal(at_once, plain[2, -24:]), "the bound acts"
     oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
     with configured(drafter, **SHAPES["chain"], prefill_chunk_size=CHUNK), oracle:
         assert torch.equal(greedy(model, inputs, 24, assistant_model=drafter), plain)
@@ -118,7 +121,8 @@ def test_a_clamp_that_only_prompts_see(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*SOME, "mamba2"])
 def test_the_cache_of_the_last_turn(family: str) -> None:
-    """An appended turn goes on where the last one ended; a changed one is read again, and says so."""
+    """An appended turn goes on where the last one ended; of a rewritten answer a little more than that is read again,
+    of another history all; and the figures say so."""
     model, drafter = pair(family)
     if cache_argument(model) != CACHE_ARGUMENT:
         pytest.skip(f"transformers {transformers.__version__} has another name for such a cache")
@@ -132,13 +136,17 @@ def test_the_cache_of_the_last_turn(family: str) -> None:
         assert torch.equal(ours, greedy(model, second, 10))
         assert drafter.stats is not None
         assert drafter.stats.prefilled_tokens == 4, "three new tokens, and the one no forward has read"
-        changed = ours.clone()
-        changed[0, -6] = (changed[0, -6] + 1) % 90 + 3
-        third = {"input_ids": changed, "attention_mask": torch.ones_like(changed)}
-        again = greedy(model, third, 10, assistant_model=drafter, **{CACHE_ARGUMENT: past})
-        assert torch.equal(again, greedy(model, third, 10))
-        assert drafter.stats.prefilled_tokens == changed.shape[1]
-        assert "do not hold for this prompt" in drafter.stats.fallbacks[0]
+        changed = again = ours.clone()
+        for at, read_again in ((3, 40), (-6, BEFORE_THE_ANSWER + 10)):
+            changed = again.clone()
+            changed[0, at] = (changed[0, at] + 1) % 90 + 3
+            third = {"input_ids": changed, "attention_mask": torch.ones_like(changed)}
+            again = greedy(model, third, 10, assistant_model=drafter, **{CACHE_ARGUMENT: past})
+            assert torch.equal(again, greedy(model, third, 10))
+            read = drafter.stats.prefilled_tokens
+            is_whole = family in ("jamba", "mamba2") or at > 0
+            assert read == changed.shape[1] if is_whole else read <= read_again, (at, read)
+            assert "do not hold for this prompt" in drafter.stats.fallbacks[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -164,24 +172,33 @@ def test_sampled_text_is_plains(family: str, shape: str) -> None:
 # --- controls ---------------------------------------------------------------------------------------------------------
 
 
-def keep_everything(layer: StateLayer, last: LastNodes) -> None:
+def keep_everything(placement: Placement, kept: Any) -> list[int]:
     """Rollback that is none: the states after the whole block."""
-    settle(layer, LastNodes([layer.placement.num_state_nodes - 1] * len(last.nodes), last.device))
+    return [placement.num_state_nodes - 1] * len(kept)
 
 
 def keep_recurrent(layer: StateLayer, last: LastNodes) -> None:
     """Convolutions go back, recurrent states do not."""
     settle(layer, last)
     for key, state in layer._committed.items():
-        if key[0] != CONVOLUTION:
+        if key[0] != CONVOLUTION and key not in layer._records:
             state.copy_(layer._nodes[key][layer.placement.num_state_nodes - 1])
 
 
-settle = StateLayer.settle
+def rebuild_too_far(taped: Any, last: Any) -> None:
+    """The same of states that are rebuilt."""
+    rebuild_states(taped, [taped[0][1].inputs[0].shape[1] - 1] * len(last))
 
 
-@pytest.mark.parametrize("broken", [keep_everything, keep_recurrent])
-def test_a_state_that_is_not_rolled_back_shows(broken: Any) -> None:
+settle, rebuild_states = StateLayer.settle, states.rebuild_states
+CONTROLS = {
+    "everything": [(Placement, "last_state_nodes", keep_everything)],
+    "recurrent": [(StateLayer, "settle", keep_recurrent), (states, "rebuild_states", rebuild_too_far)],
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_state_that_is_not_rolled_back_shows(control: str) -> None:
     for family in ("qwen3_5_text", "bamba", "jamba"):
         model, drafter = pair(family)
         texts = []
@@ -189,7 +206,8 @@ def test_a_state_that_is_not_rolled_back_shows(broken: Any) -> None:
             inputs = prompts([12], seed)
             plain = greedy(model, inputs, 32)
             oracle = oracle_drafts(plain, inputs["input_ids"].shape[1])
-            breaking = mock.patch.object(StateLayer, "settle", broken)
-            with configured(drafter, **SHAPES["chain"]), oracle, breaking:
+            with configured(drafter, **SHAPES["chain"]), oracle, ExitStack() as stack:
+                for broken in CONTROLS[control]:
+                    stack.enter_context(mock.patch.object(*broken))
                 texts.append(torch.equal(greedy(model, inputs, 32, assistant_model=drafter), plain))
         assert not any(texts), family

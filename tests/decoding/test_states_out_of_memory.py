@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.drafter.session import DraftSession
-from families import recurrent_target
+from families import clamped_target, recurrent_target
 from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts
 
 NEW_TOKENS = 14
@@ -21,11 +21,7 @@ NEW_TOKENS = 14
 
 @cache
 def pair(family: str) -> tuple[Any, Eagle31Drafter]:
-    """Whose time steps are so small that the bound acts which prompts alone are read with (Nemotron-H)."""
-    model = recurrent_target(family)
-    for name, weight in model.named_parameters():
-        if name.endswith("dt_bias") and family == "nemotron_h":
-            weight.data.fill_(-9.0)
+    model = clamped_target(family) if family == "nemotron_h" else recurrent_target(family)
     return model, random_drafter(model, aux_layers=[1, 2, 3])
 
 

@@ -84,6 +84,7 @@ def test_projections_run_once_for_all_tokens() -> None:
         )[1]
     binding.mixers.let_go()  # type: ignore[union-attr]
     binding.mixers = type(binding.mixers).hold(target)  # type: ignore[union-attr]
+    binding.mixers.use_tape(False)
     cache = read_prompt(binding)
     verify(binding, cache, 5)
     calls.clear()

@@ -12,7 +12,7 @@ from ..errors import MemoryPlanError, UnsupportedGenerationError
 from .layers import SlotLayer
 from .placement import Placement
 from .states import StateLayer
-from .stock import HeldLayer, LayerStates, held_length, read_stock_layers, refill_stock_layers
+from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers, refill_stock_layers
 
 
 class ExchangingCache(Cache):
@@ -92,6 +92,12 @@ class ExchangingCache(Cache):
             )
         length = self.lengths[0]
         refill_stock_layers(dynamic, self._held(lambda layer: layer.held(length), None), length)
+
+    def held_states(self) -> StateSnapshot:
+        """The states of all rows, which are of equal length, as copies."""
+        layers = enumerate(self.layers)
+        held = {index: layer.held_states() for index, layer in layers if isinstance(layer, StateLayer)}
+        return StateSnapshot(self.lengths[0], held)
 
     def held_row(self, row: int) -> LayerStates:
         """What layers hold of one row, oldest token first; views where they can be."""

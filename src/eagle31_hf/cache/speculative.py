@@ -33,7 +33,7 @@ from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import DeviceCopies, full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
-from .states import LastNodes, StateLayer
+from .states import LastNodes, StateLayer, settle_tapes
 
 SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
@@ -316,6 +316,7 @@ class SpeculativeCache(ExchangingCache):
             self._state_end = lengths.copy()  # first, as above
             for layer in self.with_states:
                 layer.settle(last)
+            settle_tapes(self.with_states, last)
 
     def commit(self, num_tokens: int | Sequence[int]) -> None:
         """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""

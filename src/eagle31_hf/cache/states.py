@@ -28,6 +28,7 @@ from .block_reading import RowGroup
 from .layers import SlotLayer
 from .placement import Placement
 from .slot_moves import DeviceCopies
+from .state_tape import Recorded, cut_windows, rebuild_states
 
 CONVOLUTION, RECURRENT = "conv_states", "recurrent_states"
 StateKey = tuple[str, int]
@@ -44,6 +45,7 @@ class MixerCall:
         node: where its states go.
         parents: the node each row continues, or one for all rows; `None`: what is committed.
         begins: whether nothing is to be continued.
+        taped: the mixer reads a whole chain at once, and its states are rebuilt from what is recorded (`state_tape`).
     """
 
     mixer: str
@@ -51,6 +53,7 @@ class MixerCall:
     node: int = 0
     parents: int | DeviceCopies | None = None
     begins: bool = False
+    taped: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class StateLayer(LinearAttentionLayer):
         self._written: Counter[StateKey] = Counter()
         self._call: MixerCall | None = None
         self._open: dict[StateKey, Tensor] = {}
+        self._windows: dict[StateKey, Tensor] = {}  # (B, C, K + T): convolutions' windows and the chain behind them
+        self._records: dict[StateKey, Recorded] = {}
 
     # One block ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class StateLayer(LinearAttentionLayer):
         """A new block is placed: what the last one left was committed, or is not wanted."""
         self._written.clear()
         self._call = None
-        self._open = {}
+        self._open, self._windows, self._records = {}, {}, {}
 
     def begin(self, call: MixerCall) -> None:
         """States handed out from now on are this call's."""
@@ -119,6 +124,14 @@ class StateLayer(LinearAttentionLayer):
             if rows is not None:
                 self._nodes[key][call.node].index_copy_(0, rows, state)
             self._written[key] += 1
+        self._call, self._open = None, {}
+
+    def end_taped(self, recorded: Recorded) -> None:
+        """The call has read a chain, of which this is left."""
+        assert self._call is not None, "begin() comes before end_taped()"
+        self._records[RECURRENT, 0] = recorded
+        for key in (*self._records, *self._windows):
+            self._written[key] = self.placement.num_state_writes
         self._call, self._open = None, {}
 
     def handed_out(self, key: StateKey) -> Tensor | None:
@@ -141,7 +154,7 @@ class StateLayer(LinearAttentionLayer):
                 f"layer {self.index} of the target: {owner} and {call.mixer} write the same state ({key[0]} {key[1]}), "
                 "so that it cannot be told what a draft leaves in it; generate without a drafter"
             )
-        node = self._room(key)[call.node]
+        node = self._room(key, 1 if call.taped else self.placement.num_state_nodes)[call.node]
         rows = call.rows.rows_on(node.device)
         if call.begins:
             state = node if rows is None else node[rows]
@@ -164,9 +177,9 @@ class StateLayer(LinearAttentionLayer):
     def _live(self, key: StateKey) -> Tensor:
         return self._committed[key][: self.placement.batch_size]
 
-    def _room(self, key: StateKey) -> Tensor:
+    def _room(self, key: StateKey, num_nodes: int) -> Tensor:
         """Where the block's states go, `(N, B, ...)`."""
-        rows, num_nodes = self.placement.batch_size, self.placement.num_state_nodes
+        rows = self.placement.batch_size
         nodes = self._nodes.get(key)
         if nodes is None or nodes.shape[0] < num_nodes or nodes.shape[1] < rows:
             self._nodes.pop(key, None)
@@ -189,7 +202,7 @@ class StateLayer(LinearAttentionLayer):
                     f"in a block that wants {wanted}: a module was replaced after the drafter was attached; attach it "
                     "again, or generate without a drafter"
                 )
-        for key in self._committed:
+        for key in self._committed.keys() - self._windows.keys() - self._records.keys():
             live, nodes = self._live(key), self._nodes[key]
             if last.common is not None:
                 live.copy_(nodes[last.common][: len(live)])
@@ -197,7 +210,31 @@ class StateLayer(LinearAttentionLayer):
                 rows, kept = last.moving.on(live.device)
                 live.index_copy_(0, rows, nodes[kept, rows])
 
+    @property
+    def taped_windows(self) -> list[tuple[Tensor, Tensor]]:
+        """Committed windows, each with what it was part of."""
+        return [(self._live(key), columns) for key, columns in self._windows.items()]
+
+    @property
+    def taped_states(self) -> list[tuple[Tensor, Recorded]]:
+        """Committed states, each with what goes on from it."""
+        return [(self._live(key), recorded) for key, recorded in self._records.items()]
+
     # Called by transformers' own code --------------------------------------------------------------------------------
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """The window before, and what is new, `(B, C, K + T)`."""
+        if self._call is None or not self._call.taped:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        key = (CONVOLUTION, state_idx)
+        self._windows[key] = columns = torch.cat((self._live(key), conv_states), dim=-1)
+        return columns
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """The state as it was written; a chain's end is not kept."""
+        if self._call is not None and self._call.taped:
+            return recurrent_states
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def lazy_initialization(
         self,
@@ -266,6 +303,16 @@ class StateLayer(LinearAttentionLayer):
         """Let two rows change places."""
         for state in self._committed.values():
             state[[one, other]] = state[[other, one]]
+
+
+def settle_tapes(layers: Sequence[StateLayer], last: LastNodes) -> None:
+    """Commit what was recorded of a chain, of all layers at once."""
+    windows = [pair for layer in layers for pair in layer.taped_windows]
+    states = [pair for layer in layers for pair in layer.taped_states]
+    if windows:
+        cut_windows(windows, last.nodes)
+    if states:
+        rebuild_states(states, last.nodes)
 
 
 class _HandedOut(MutableMapping[int, "Tensor | None"]):

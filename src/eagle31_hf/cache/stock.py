@@ -69,6 +69,14 @@ class HeldLayer:
         return cls(keys, torch.cat([row.values for row in rows if row.values is not None]), states)
 
 
+@dataclass(frozen=True)
+class StateSnapshot:
+    """States of all rows after their first `length` tokens, by layer. Plain tensors: it can be copied and pickled."""
+
+    length: int
+    states: Mapping[int, Mapping[StateKey, Tensor]]
+
+
 LayerStates = dict[int, HeldLayer]
 """What layers hold, by layer index; layers that hold nothing are absent."""
 

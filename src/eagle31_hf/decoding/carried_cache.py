@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from ..cache import SpeculativeCache
-from ..cache.stock import HeldLayer, LayerStates, held_length, read_stock_layers, refill_stock_layers
+from ..cache.stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers, refill_stock_layers
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import packed_tensors
 from ..drafter.session import DraftSession
@@ -40,6 +40,10 @@ UNKNOWN_TOKEN = -1
 """Stands in a record for history that was never shown to us; no prompt agrees with it."""
 
 CHECKSUM_VALUES = 4
+
+BEFORE_THE_ANSWER = 8
+"""Tokens before a prompt's end at which states are kept: what begins an answer (a role's name, an opening thought) may
+look otherwise in the next turn's prompt."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Eagle31CacheState:
             rows.
         drafter_cache: the drafter's keys and values of the newest positions before the last token.
         target_fingerprint, drafter_fingerprint: of the weights that computed them.
+        snapshot: of a target that keeps states, those shortly before the answer: a next turn may rewrite it.
     """
 
     token_ids: Tensor
@@ -60,6 +65,7 @@ class Eagle31CacheState:
     drafter_cache: DynamicCache
     target_fingerprint: str
     drafter_fingerprint: str
+    snapshot: StateSnapshot | None = None
 
     @property
     def length(self) -> int:
@@ -139,6 +145,7 @@ class CarriedCache:
         self.drafter_fingerprint = fingerprint(drafter)
         self.start = CacheResume()
         self.end = CacheExport()
+        self._older: StateSnapshot | None = None  # of the turn before, while it holds
 
     def open(self, prompts: Tensor, total_length: int) -> CacheResume:
         """Decide what of the cache holds.
@@ -153,9 +160,10 @@ class CarriedCache:
         """
         length = held_length(self.cache)
         held = read_stock_layers(self.cache, len(prompts)).values()
-        can_cut_back = all(layer.num_tokens == length and not layer.states for layer in held)
+        can_cut_back = all(layer.num_tokens in (None, length) for layer in held)
         if total_length == prompts.shape[1]:
-            self.start = self._resume_full_prompt(prompts, length, can_cut_back=can_cut_back)
+            has_states = any(layer.states for layer in held)
+            self.start = self._resume_full_prompt(prompts, length, can_cut_back=can_cut_back, has_states=has_states)
         elif total_length == length + prompts.shape[1]:
             self.start = self._resume_new_tokens(prompts, length)
         else:
@@ -166,20 +174,25 @@ class CarriedCache:
             )
         return self.start
 
-    def _resume_full_prompt(self, prompts: Tensor, length: int, *, can_cut_back: bool) -> CacheResume:
-        """`can_cut_back`: no window has slid, and there are no states: neither holds what an earlier point needs."""
+    def _resume_full_prompt(self, prompts: Tensor, length: int, *, can_cut_back: bool, has_states: bool) -> CacheResume:
+        """`can_cut_back`: no window has slid; one that has no longer holds what an earlier point would need."""
         state = self._recorded_state(len(prompts))
         if state is None:
             return CacheResume()
         # One token short of the agreement: the drafter joined its last position with the token after it. The prompt's
         # last token is read in any case, its logits are not kept.
         resumed = min(length, state.agreement(prompts) - 1, prompts.shape[1] - 1)
+        if has_states and resumed < length:  # only where a snapshot is
+            resumed = 0 if state.snapshot is None or state.snapshot.length > resumed else state.snapshot.length
         reachable = resumed == length or can_cut_back
         if resumed < 1 or not reachable or not state.vouches_for(self.cache, resumed):
             return CacheResume()
+        self._older = state.snapshot
         behind = state.length - resumed  # positions of the drafter that do not hold any more
         return CacheResume(
-            target=_first_tokens(self.cache, resumed), drafter=self._drafter_part(state, behind), skip=resumed
+            target=_first_tokens(self.cache, resumed, state.snapshot),
+            drafter=self._drafter_part(state, behind),
+            skip=resumed,
         )
 
     def _resume_new_tokens(self, prompts: Tensor, length: int) -> CacheResume:
@@ -242,6 +255,7 @@ class CarriedCache:
             drafter_cache=state_of_drafter,
             target_fingerprint=self.target_fingerprint,
             drafter_fingerprint=self.drafter_fingerprint,
+            snapshot=self.end.snapshot or self._older,
         )
         return self.cache
 
@@ -257,9 +271,10 @@ class EndedRow:
 
 @dataclass
 class CacheExport:
-    """Rows as they leave the batch, by their number in it."""
+    """Rows as they leave the batch, by their number in it, and the states of all shortly before their answers."""
 
     rows: dict[int, EndedRow] = field(default_factory=dict)
+    snapshot: StateSnapshot | None = None
 
     def take(
         self, places: Sequence[int], live_rows: Sequence[int], cache: SpeculativeCache, drafter: SpeculativeCache | None
@@ -297,10 +312,12 @@ def _row_states(cache: SpeculativeCache, row: int, *, copied: bool) -> LayerStat
 # --- stock caches -----------------------------------------------------------------------------------------------------
 
 
-def _first_tokens(cache: DynamicCache, length: int) -> DynamicCache:
-    """The first tokens of a stock cache as one of its own; nothing is copied."""
+def _first_tokens(cache: DynamicCache, length: int, snapshot: StateSnapshot | None = None) -> DynamicCache:
+    """The first tokens of a stock cache as one of its own; nothing is copied but what `snapshot` has of them."""
     if held_length(cache) == length:
         return cache
+    if snapshot is not None:
+        return _at_snapshot(cache, snapshot)
     first = copy.copy(cache)
     first.layers = [copy.copy(layer) for layer in cache.layers]
     layers: list[Any] = first.layers
@@ -309,6 +326,22 @@ def _first_tokens(cache: DynamicCache, length: int) -> DynamicCache:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
+    return first
+
+
+def _at_snapshot(cache: DynamicCache, snapshot: StateSnapshot) -> DynamicCache:
+    """What it was when these states were taken."""
+    first, length = copy.copy(cache), snapshot.length
+    first.layers = [copy.copy(layer) for layer in cache.layers]
+    layers: list[Any] = first.layers
+    for index, layer in enumerate(layers):
+        if getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+        for kind in {kind for kind, _ in snapshot.states.get(index, ())}:
+            states = {number: state for (of, number), state in snapshot.states[index].items() if of == kind}
+            setattr(layer, kind, getattr(layer, kind) | states)
     return first
 
 

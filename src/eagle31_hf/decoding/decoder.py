@@ -22,7 +22,7 @@ from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
-from .carried_cache import CacheExport
+from .carried_cache import BEFORE_THE_ANSWER, CacheExport
 from .compiled_round import CompiledRound
 from .draft_policy import DraftPlan, RoundState, RoundStats
 from .eager_round import EagerRound
@@ -174,8 +174,20 @@ class SpeculativeDecoder:
             texts = self._read_prompts_apart(prefill, texts, written)
             prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, stepped=True)
         self.reading = PrefillState(texts, unread=unread, device=device)
-        prefill.read(self.reading, self.chunk)
+        prefill.read(self.reading, self.chunk, pause=self._snapshot_column(texts), at_pause=self._take_snapshot)
         return self.reading
+
+    def _snapshot_column(self, texts: Sequence[Sequence[int]]) -> int:
+        """Where states are kept for a next turn that rewrites this one's answer; 0: nowhere."""
+        end, width = self.request.end, len(texts[0])
+        is_first = end is not None and end.snapshot is None and len(self.rows) == self.sequences.batch_size
+        alike = all(len(text) == width for text in texts) and not any(self.sequences.new)
+        wanted = is_first and alike and self.caches.target.has_states and self.binding.reads_on
+        return max(width - BEFORE_THE_ANSWER, 0) if wanted else 0
+
+    def _take_snapshot(self) -> None:
+        assert self.request.end is not None, "somebody wants the cache"
+        self.request.end.snapshot = self.caches.target.held_states()
 
     def _read_prompts_apart(
         self, prefill: ChunkedPrefill, texts: Sequence[Sequence[int]], written: Sequence[int]

@@ -8,7 +8,7 @@ reads its hidden states as always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -92,13 +92,22 @@ class ChunkedPrefill:
         self.binding, self.cache, self.session = binding, cache, session
         self.stepped = stepped or not binding.reads_on
 
-    def read(self, reading: PrefillState, chunk: int) -> None:
-        """Read to the end, `chunk` columns per forward. A failure leaves both caches with whole tokens of the text."""
+    def read(
+        self, reading: PrefillState, chunk: int, *, pause: int = 0, at_pause: Callable[[], None] | None = None
+    ) -> None:
+        """Read to the end, `chunk` columns per forward. A failure leaves both caches with whole tokens of the text.
+
+        Args:
+            pause: a column to end a chunk before.
+            at_pause: called there.
+        """
         start, end = 0, max(reading.to_read)
         while start < end:
-            stop = self._end_of_chunk(reading, start, min(start + chunk, end))
+            stop = self._end_of_chunk(reading, start, min(start + chunk, pause if start < pause else end))
             self.read_columns(reading, start, stop)
             start = stop
+            if start == pause and at_pause is not None:
+                at_pause()
         # A last chunk may be small enough for the masks of rounds, and wider than any round.
         self.cache.forget_mask()
         if self.session is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ from ..cache.placement import Placement
 from ..cache.spans import kinds_from_config
 from ..cache.states import MixerCall, StateLayer
 from ..errors import IncompatibleTargetError
+from .kernel_tape import KernelTape, recording
+
+logger = logging.getLogger(__name__)
 
 STATE_CALLS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
 
@@ -87,6 +91,17 @@ class Mixers:
     def __init__(self, model: nn.Module):
         self._mixers = [_Mixer(name, module) for name, module in find_mixers(model)]
         self._holders = 0
+        self.tape_is_right: bool | None = None  # the self-test's verdict, once for all drafters
+
+    @property
+    def taped(self) -> bool:
+        """Whether some of them read chains at once and are recorded, instead of token by token."""
+        return any(mixer.taped for mixer in self._mixers)
+
+    def use_tape(self, wanted: bool) -> None:
+        """Read chains at once where kernels can be recorded, or step through them all."""
+        for mixer in self._mixers:
+            mixer.taped = wanted and mixer.tape is not None
 
     @classmethod
     def hold(cls, model: nn.Module) -> Mixers:
@@ -129,11 +144,15 @@ class _Mixer:
         self._input_name = parameters[1] if len(parameters) > 1 else ""
         self._own: Callable[..., Any] = module.forward
         self._output_child = ""
+        self.tape = KernelTape.of(module)
+        self.taped = False  # until the self-test has seen that it is right
         self._not_apart: set[str] = set()  # children that are given the mixer's input and do not treat tokens apart
         self._replaced: list[_Replaced] = []
         self._running = threading.local()
 
     def install(self) -> None:
+        if self.tape is not None:
+            self.tape.hold()
         self._own = self.module.forward
         self._replaced = [_Replaced(self.module, self._forward)]
         for name, child in self.module.named_children():
@@ -143,6 +162,8 @@ class _Mixer:
         for replaced in self._replaced:
             replaced.undo()
         self._replaced = []
+        if self.tape is not None:
+            self.tape.let_go()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, SpeculativeCache)), None)
@@ -171,6 +192,11 @@ class _Mixer:
         self, layer: StateLayer, placement: Placement, group: RowGroup, hidden: Tensor, run: Callable[[Tensor], Any]
     ) -> Any:
         reading = placement.reading
+        is_chain = reading.keeps_nodes and reading.parents is None and group.count > 1
+        if self.taped and is_chain and group.index is None and not group.begins:
+            out, is_recorded = self._read_taped(layer, group, hidden, run)
+            if is_recorded:
+                return out
         if reading.keeps_nodes:
             calls = [
                 MixerCall(self.name, group, node, _parents(placement, node), begins=group.begins and node == 0)
@@ -201,6 +227,22 @@ class _Mixer:
         if steps.last[1] is outs[-1]:
             self._output_child = steps.last[0]
         return _in_order(outs)
+
+    def _read_taped(
+        self, layer: StateLayer, group: RowGroup, hidden: Tensor, run: Callable[[Tensor], Any]
+    ) -> tuple[Any, bool]:
+        """All tokens in one call. A kernel that goes past the tape leaves no record: then the mixer is stepped from now
+        on, this time, too."""
+        layer.begin(MixerCall(self.name, group, taped=True))
+        with recording() as records:
+            out = run(hidden)
+        if len(records) != 1:
+            layer.forget_block()
+            self.taped = False
+            logger.warning("eagle31: %s calls a kernel that cannot be recorded; it reads token by token", self.name)
+            return None, False
+        layer.end_taped(records[0])
+        return out, True
 
     def _project(self, states: Tensor) -> Any:
         return self.module.get_submodule(self._output_child)(states)

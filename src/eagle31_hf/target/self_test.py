@@ -39,6 +39,7 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                 continue
             if error <= tolerance(binding):
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
+                _choose_tape(binding)
                 binding.batch_unsupported_reason = _why_not_in_batches(binding)
                 binding.reads_on = not binding.has_states or _reads_on(binding)
                 return
@@ -85,6 +86,19 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int
 
 def _state_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
     return state_error(binding, masks_by_type, probe_tokens(binding, 16))
+
+
+def _choose_tape(binding: TargetBinding) -> None:
+    """Read chains by recorded kernels where that is right, too; else they are stepped, which is."""
+    mixers = binding.mixers
+    if mixers is None or mixers.tape_is_right is not None:
+        return
+    mixers.use_tape(True)
+    try:
+        mixers.tape_is_right = _state_error(binding, binding.masks_by_type) <= tolerance(binding)
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error):
+        mixers.tape_is_right = False
+    mixers.use_tape(mixers.tape_is_right)
 
 
 def _reads_on(binding: TargetBinding) -> bool:

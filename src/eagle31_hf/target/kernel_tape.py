@@ -1,0 +1,135 @@
+"""The recurrence kernels of mixers, answered over a chain by the model's own kernel for one token, and recorded.
+
+A mixer calls one kernel for many tokens and another one for a single token, both as globals of its modeling file. While
+this thread reads a chain, the first is answered by the second over all tokens, so that the arithmetic is that of plain
+decoding, and what it was given is kept for `cache.state_tape`. At any other time, in any other thread, the call goes on
+to where it would have gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..cache.state_tape import GatedDelta, Recorded, SelectiveScan
+
+_running = threading.local()
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+@contextmanager
+def recording() -> Iterator[list[Recorded]]:
+    """While open, kernels of this thread are answered token by token and leave here what they were given."""
+    records: list[Recorded] = []
+    _running.records = records
+    try:
+        yield records
+    finally:
+        _running.records = None
+
+
+def _gated_delta(single: Callable[..., Any], records: list[Recorded], args: tuple, kwargs: dict[str, Any]) -> Any:
+    given = dict(kwargs)
+    given.pop("chunk_size", None)
+    state, final = given.pop("initial_state", None), given.pop("output_final_state", True)
+    decay, beta = given.pop("g", None), given.pop("beta", None)
+    is_known = len(args) == 3 and not any(each is None for each in (state, decay, beta))
+    if not is_known or not all(isinstance(value, _SETTINGS) for value in given.values()):
+        return NotImplemented
+    records.append(Recorded(GatedDelta(single, tuple(sorted(given.items()))), (*args, decay, beta)))
+    return single(*args, g=decay, beta=beta, initial_state=state, output_final_state=final, **given)
+
+
+def _selective_scan(single: Callable[..., Any], records: list[Recorded], args: tuple, kwargs: dict[str, Any]) -> Any:
+    names = ("D", "dt_bias", "initial_states")
+    others = [kwargs.get(name) for name in names]
+    if len(args) != 5 or any(each is None for each in others) or kwargs.get("z") is not None:
+        return NotImplemented
+    x, dt, a, b, c = args
+    d, dt_bias, state = others
+    recurrence = SelectiveScan(single, bool(kwargs.get("dt_softplus")))
+    inputs = (x, dt, b, c, a, d, dt_bias)
+    records.append(Recorded(recurrence, inputs))  # type: ignore[arg-type]
+    outputs = recurrence.scan(inputs, state)  # type: ignore[arg-type]
+    return (outputs, state) if kwargs.get("return_final_states") else outputs
+
+
+@dataclass(frozen=True)
+class KernelPair:
+    """Names, in modeling files, of a kernel for many tokens and of that for one, and how the second does the first."""
+
+    many: str
+    one: str
+    answer: Callable[..., Any]
+
+
+PAIRS = (
+    KernelPair("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _gated_delta),
+    KernelPair("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _gated_delta),
+    KernelPair("mamba2_chunk_scan", "mamba2_selective_state_update", _selective_scan),
+)
+
+
+class KernelTape:
+    """The kernels of one mixer's modeling file, intercepted while anybody holds them.
+
+    Args:
+        module: the file's.
+        pair: what its mixers call.
+    """
+
+    _held: ClassVar[dict[tuple[str, str], int]] = {}
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self, module: Any, pair: KernelPair):
+        self._module, self._pair = module, pair
+
+    @classmethod
+    def of(cls, mixer: nn.Module) -> KernelTape | None:
+        """`None` where the mixer calls none of the pairs."""
+        names = set(inspect.unwrap(type(mixer).forward).__code__.co_names)
+        module = sys.modules.get(type(mixer).__module__)
+        for pair in PAIRS:
+            if {pair.many, pair.one} <= names and hasattr(module, pair.many) and hasattr(module, pair.one):
+                return cls(module, pair)
+        return None
+
+    def hold(self) -> None:
+        """Intercept, until as many have let go."""
+        key = (self._module.__name__, self._pair.many)
+        with self._lock:
+            if not self._held.get(key):
+                setattr(self._module, self._pair.many, self._intercepting(getattr(self._module, self._pair.many)))
+            self._held[key] = self._held.get(key, 0) + 1
+
+    def let_go(self) -> None:
+        """The last one leaves the file as it was."""
+        key = (self._module.__name__, self._pair.many)
+        with self._lock:
+            self._held[key] -= 1
+            if not self._held[key]:
+                setattr(self._module, self._pair.many, getattr(self._module, self._pair.many)._own)
+
+    def _intercepting(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        module, pair = self._module, self._pair
+
+        @functools.wraps(own)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            records = None if torch.compiler.is_compiling() else getattr(_running, "records", None)
+            if records is not None:
+                answered = pair.answer(getattr(module, pair.one), records, args, kwargs)
+                if answered is not NotImplemented:
+                    return answered
+            return own(*args, **kwargs)
+
+        kernel._own = own  # type: ignore[attr-defined]
+        return kernel
