@@ -63,7 +63,7 @@ def assert_plain(family: str, inputs: dict[str, Tensor], settings: dict[str, Any
     return drafter
 
 
-@pytest.mark.parametrize(("family", "shape"), product(RECURRENT_FAMILIES, SHAPES))
+@pytest.mark.parametrize(("family", "shape"), [*product(RECURRENT_FAMILIES, SHAPES)])
 def test_text_is_plains(family: str, shape: str) -> None:
     """Alone and in a batch of four of which one prompt is a single token and one shorter than convolutions look."""
     for lengths in ([23], [1, 3, 30, 12]):
