@@ -71,7 +71,7 @@ class TargetBinding:
         self.aux_layers = config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
-        self.rotates_alike_up_to = rotates_alike_up_to(self.model)  # tokens; `None`: any text
+        self.rotates_alike_up_to = rotates_alike_up_to(_decoder_of(self.model))  # tokens; `None`: any text
         self.batch_unsupported_reason = ""  # the same of batches
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
         self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
@@ -271,8 +271,13 @@ def _require_decoder_only(model: PreTrainedModel) -> None:
         raise IncompatibleTargetError(f"{name} cannot generate text; load the target with AutoModelForCausalLM")
 
 
+def _decoder_of(model: PreTrainedModel) -> nn.Module:
+    """What reads text; a tower beside it that reads pictures has positions of its own."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
 def _decoder_layers(model: PreTrainedModel, count: int) -> nn.ModuleList:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = _decoder_of(model)
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module

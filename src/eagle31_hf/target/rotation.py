@@ -21,19 +21,22 @@ ALIKE_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "mrope", "propor
 
 
 @torch.no_grad()
-def rotates_alike_up_to(model: nn.Module) -> int | None:
+def rotates_alike_up_to(decoder: nn.Module) -> int | None:
     """Tokens of a text up to which its length makes no difference to any position; `None`: however long it is.
+
+    Args:
+        decoder: the part of a model that reads text.
 
     0: what rotates could not be found out. The modules are left as they are.
     """
-    limits = [_limit(module) for module in _rotary_modules(model)]
+    limits = [_limit(module) for module in _rotary_modules(decoder)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _rotary_modules(model: nn.Module) -> list[nn.Module]:
+def _rotary_modules(decoder: nn.Module) -> list[nn.Module]:
     """Those that make angles of positions; of many that are alike, one."""
     found: dict[Any, nn.Module] = {}
-    for module in model.modules():
+    for module in decoder.modules():
         if any(name.endswith("inv_freq") for name in module._buffers):
             found.setdefault((type(module), id(getattr(module, "config", module)), str(_types(module))), module)
     return list(found.values())
