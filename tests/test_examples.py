@@ -18,6 +18,7 @@ import typer
 from eagle31_hf import plan_memory
 from eagle31_hf.cli import app
 from eagle31_hf.cli.serve import READING_ROWS
+from eagle31_hf.memory.cards import one_card
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.training.settings import TrainingSettings
 from helpers import seeded
@@ -117,7 +118,7 @@ def test_home_lab_plans_fit_and_are_what_is_served(script: Path) -> None:
     plan = plan_memory(
         known_targets()[name].config,
         quantization=planned["quantization"],
-        card=planned["card"],
+        card=one_card(planned["card"]),
         context=planned["context"],
         batch=planned["batch"],
     )

@@ -157,7 +157,7 @@ def test_large_weights_are_not_packed() -> None:
 
 
 def test_graphs_are_not_copied_with_their_target() -> None:
-    steps = Graphs(())
+    steps = Graphs.of(pair_of("llama"))
     assert copy.deepcopy(steps) is None
     assert pickle.loads(pickle.dumps(steps)) is None
 

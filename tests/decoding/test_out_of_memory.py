@@ -200,7 +200,7 @@ def test_a_long_prompt_is_read_in_smaller_chunks() -> None:
     truth = target.generate(ids, **arguments)
     widths: list[int] = []
 
-    def too_wide(_reader: Any, columns: Tensor, _keep: Any) -> bool:
+    def too_wide(_reader: Any, columns: Tensor, *_: Any) -> bool:
         widths.append(columns.shape[1])
         return columns.shape[1] > 40
 
@@ -212,7 +212,7 @@ def test_a_long_prompt_is_read_in_smaller_chunks() -> None:
 
 def test_what_was_read_before_a_failure_is_not_read_again() -> None:
     reads: list[int] = []
-    fault = Fault(3, holds=lambda _reader, columns, _keep: reads.append(columns.shape[1]) or True)  # type: ignore[func-returns-value]
+    fault = Fault(3, holds=lambda _reader, columns, *_: reads.append(columns.shape[1]) or True)  # type: ignore[func-returns-value]
     assert_survives("llama", "chain", 1, fault.before(ChunkedPrefill, "_forward"))
     assert reads[:4] == [5, 5, 3, 3]
 

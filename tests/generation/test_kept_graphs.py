@@ -151,13 +151,12 @@ def test_what_is_kept_later_waits_for_the_next_text(warmed: Eagle31Drafter, monk
     assert "verify" in kinds(warmed)
 
 
-def test_a_seed_writes_one_text_in_a_process_whatever_another_one_keeps(pair: Eagle31Drafter, kept: Path) -> None:
+def test_a_seed_writes_one_text_whatever_is_kept(pair: Eagle31Drafter, kept: Path) -> None:
+    """Graphs that another process has kept meanwhile serve the next text, and it is the same."""
     before = write(pair, **SAMPLING)
     shutil.copytree(kept, store.cache_folder())
     assert torch.equal(write(pair, **SAMPLING), before)
-    assert not kinds(pair), "drawn by eager code as the first"
-    write(pair)
-    assert kinds(pair), "where nothing is drawn the text is the same"
+    assert kinds(pair)
 
 
 @pytest.mark.parametrize(

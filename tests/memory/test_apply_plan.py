@@ -72,9 +72,9 @@ def test_a_plan_is_kept_by_the_loop(roomy: Card, monkeypatch: pytest.MonkeyPatch
     eagle, widths, forward = load(memory=plan), [], ChunkedPrefill._forward
     assert eagle.memory_plan == plan
 
-    def measured(self: ChunkedPrefill, columns: Tensor, keep: list[int]) -> Any:
+    def measured(self: ChunkedPrefill, columns: Tensor, *told: Any) -> Any:
         widths.append(columns.shape[1])
-        return forward(self, columns, keep)
+        return forward(self, columns, *told)
 
     monkeypatch.setattr(ChunkedPrefill, "_forward", measured)
     target = target_of("demo-target")

@@ -34,7 +34,7 @@ def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[WrittenTe
             batch.round()
         prompt = prompt_of(pair, number)
         request = TextRequest(tuple(prompt), NEW_TOKENS, sampling, ignore_eos=True)
-        writer = TextWriter(pair.tokenizer, max_new_tokens=NEW_TOKENS, eos_ids=frozenset(), stops=())
+        writer = TextWriter(pair.tokenizer, request, frozenset())
         texts.append(WrittenText(request, writer, TokenChooser(sampling, len(prompt))))
         batch.read(batch.begin(texts[-1]))
         batch.join()

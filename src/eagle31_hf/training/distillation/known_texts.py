@@ -301,7 +301,7 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
         right.append((argmax(probs) == wanted).cpu())
         sure.append(probs.amax(-1).cpu())
     place = torch.arange(count)[:, None] + torch.arange(depth)  # which of y_1, y_2, ... each draft answers for
-    inside = place < count
+    inside = place < min(count, texts.max_new_tokens - 2)  # the last token of a text cut short is the target's own
     kept = (torch.stack(right, 1) & inside).long().cumprod(1).sum(1)
     return KnownChains(kept, inside, torch.stack(sure, 1))
 
