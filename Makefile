@@ -33,7 +33,7 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 docs: $(VENV)/.installed-dev  ## the pages as a site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.py)
+figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.toml says which)
 	$(BIN)/python docs/figures.py
 
 # One process after the other: what is measured must have the card to itself.
