@@ -8,9 +8,9 @@ docs/figures.toml says for each page which of its numbers stands in which record
 
 `line` is a row of a table or a piece of a line of the page, `{}` a number in it; one that stands on a page more than
 once has an entry for each time, in their order. `python docs/figures.py` (`make figures`) writes the records' values
-into the pages, with as many digits as stand there; the tests only look. A figure from before records stands, digit by
-digit and with its unit, in a page of docs/history or in a model card that its line or section links to. What stands in
-`code` is a setting or a definition.
+into the pages, with as many digits as stand there; the tests only look. A figure from before records is dated: its
+line or section names the day, `2026-11-23`, and `[days]` in figures.toml holds what was measured on it; or it links to
+a model card that holds it. What stands in `code` is a setting or a definition.
 """
 
 from __future__ import annotations
@@ -97,10 +97,13 @@ class Figure:
             raise FigureError(f"{self.shown} is not at {place} of {name}") from error
 
 
+def _said() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "docs" / "figures.toml").read_text(encoding="utf-8"))
+
+
 def entries_of(page: Path) -> list[Entry]:
     """What docs/figures.toml says of a page."""
-    said = tomllib.loads((ROOT / "docs" / "figures.toml").read_text(encoding="utf-8"))
-    rows = said.get(page.relative_to(ROOT).as_posix(), [])
+    rows = _said().get(page.relative_to(ROOT).as_posix(), [])
     return [Entry(row["line"], tuple(row["from"])) for row in rows]
 
 
@@ -162,11 +165,14 @@ def unmarked_in_tables(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Unmarked:
-    """A figure without a record: its number, its unit (empty in a table's cells), and the pages that may hold it."""
+    """A figure without a record: its number, its unit (empty in a table's cells), and by name what may hold it."""
 
     figure: str
     unit: str
-    sources: list[Path]
+    sources: dict[str, str]
+
+    def has_source(self) -> bool:
+        return any(self.stands_in(text) for text in self.sources.values())
 
     def stands_in(self, text: str) -> bool:
         """The same number with the same unit, or in a cell of a table, whose head may tell the unit."""
@@ -179,21 +185,24 @@ class Unmarked:
 
 
 def unmarked_figures(page: Path, text: str) -> Iterator[Unmarked]:
-    """Each figure of a text `without_figures`, with the pages its line links to, or if to none, its section."""
+    """Each figure of a text `without_figures`, with the days and cards that its line names, or if none, its section."""
+    days = _said()["days"]
     for section in re.split(r"(?m)^(?=#)", text):
         for line in section.splitlines():
             bare = _bare(line)
             pattern = IN_TABLES if line.startswith("|") else IN_PROSE
-            sources = _linked(page, line) or _linked(page, section)
+            sources = _named(page, line, days) or _named(page, section, days)
             for found in pattern.finditer(bare):
                 unit = re.match(UNIT, bare[found.end() :])
                 yield Unmarked(found[0], unit[0].strip() if unit else "", sources)
 
 
-def _linked(page: Path, text: str) -> list[Path]:
-    """Records in prose that a text links to: days of docs/history and model cards."""
-    paths = [(page.parent / target.partition("#")[0]).resolve() for target in LINK.findall(text)]
-    return [path for path in paths if path.parent.name in ("history", "model_cards") and path.suffix == ".md"]
+def _named(page: Path, text: str, days: dict[str, list[str]]) -> dict[str, str]:
+    """What was measured on the days, and the text of the model cards, that a text names."""
+    found = {day: "\n".join(days[day]) for day in re.findall(r"\b\d{4}-\d\d-\d\d\b", text) if day in days}
+    cards = [(page.parent / target.partition("#")[0]).resolve() for target in LINK.findall(text)]
+    cards = [card for card in cards if card.parent.name == "model_cards" and card.suffix == ".md"]
+    return found | {card.name: card.read_text(encoding="utf-8") for card in cards}
 
 
 def main() -> None:
