@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?( \"[^\"]*\")?\)")
+LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?( \"[^\"]*\")?\)")
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.S)
 
 
@@ -36,11 +36,11 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     )
 
     def turned(found: re.Match[str]) -> str:
-        text, target, anchor, title = found.groups(default="")
+        is_image, text, target, anchor, title = found.groups(default="")
         path = normpath(PurePosixPath(in_repository).parent / target)
         inside = "index.md" if path == "README.md" else path.removeprefix("docs/")
         if files.get_file_from_path(inside) is None or inside.endswith(".py"):
             return text if path.rstrip("/") in text else f"{text} (`{path}`)"
-        return f"[{text}]({relpath(inside, str(PurePosixPath(place).parent))}{anchor}{title})"
+        return f"{is_image}[{text}]({relpath(inside, str(PurePosixPath(place).parent))}{anchor}{title})"
 
     return LINK.sub(turned, markdown)

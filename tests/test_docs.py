@@ -17,7 +17,7 @@ import eagle31_hf
 from eagle31_hf.cli.app import LazyCommand, app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
                 *(ROOT / "examples").rglob("*.md")])  # fmt: skip
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(eagle31 [^`\n]+)`")
@@ -62,6 +62,27 @@ def test_commands_take_the_options_they_are_shown_with(page: Path) -> None:
 )
 def test_what_is_looked_for(line: str, unknown: list[str]) -> None:
     assert unknown_options(line) == unknown
+
+
+# --- what a reader is asked to read ----------------------------------------------------------------------------------
+
+WITHOUT_COMMANDS = {"LOG.md", "api.md"}
+"""Pages to look things up in."""
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert len(text.encode()) <= 9_000
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts[:-1]], ids=lambda page: page.name)
+def test_pages_are_short_and_begin_with_what_to_type(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    opening = re.split(r"^## |^\|", text, maxsplit=1, flags=re.M)[0]
+    if page.name not in WITHOUT_COMMANDS and page.parent.name == "docs":
+        assert "```" in opening, "a page begins with the command or the line of code it is about"
 
 
 # --- the API page -----------------------------------------------------------------------------------------------------

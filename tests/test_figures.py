@@ -179,12 +179,12 @@ def test_sources_are_those_of_the_line_before_those_of_the_section(tmp_path):
 
 @pytest.mark.slow
 def test_the_table_of_what_fits_is_what_the_planner_says():
-    """The README's table of contexts, its head and remarks in brackets aside."""
+    """docs/memory.md's table of contexts, its head and remarks in brackets aside."""
     from eagle31_hf.memory.report import home_lab_markdown, home_lab_table
 
     def rows(text):
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
         return [[re.sub(r" \(.*\)", "", cell) for cell in row] for row in cells[2:]]
 
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What fits on one card")[2]
+    section = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").partition("## What fits on one card")[2]
     assert rows(section.partition("\n## ")[0]) == rows(home_lab_markdown(home_lab_table()))
