@@ -7,7 +7,7 @@ RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test oldest lint docs figures gpu engines
+.PHONY: help demo quick test oldest lint docs figures gpu engines
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -15,6 +15,9 @@ help:  ## this list
 
 demo: $(VENV)/.installed  ## set up, then watch the embedded pair write: plain generate against EAGLE
 	@$(BIN)/eagle31 demo
+
+quick: lint  ## lint, and every sixth test of each file that is neither slow nor a contract's, of model families one
+	$(TEST) --slice 6 -m "not slow and not contract and not gpu and not engines"
 
 # Mypy and mkdocs use one core each: the contract tests run beside them.
 test:  ## every check: lint, docs, all tests, the contract tests on the oldest transformers

@@ -1,4 +1,4 @@
-"""The rooms of docs/developing/architecture.md: a folder or a file at the top is a room, and imports between rooms go one way."""
+"""The rooms of docs/developing/architecture.md: a folder or a file at the top is a room; imports go one way."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import eagle31_hf
 from eagle31_hf.cli.app import LazyCommand, app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
                 *(ROOT / "examples").rglob("*.md")])  # fmt: skip
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(eagle31 [^`\n]+)`")
