@@ -7,7 +7,7 @@ RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test oldest lint docs figures gpu engines
+.PHONY: help demo quick test oldest lint docs figures gpu engines
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -15,6 +15,9 @@ help:  ## this list
 
 demo: $(VENV)/.installed  ## set up, then watch the embedded pair write: plain generate against EAGLE
 	@$(BIN)/eagle31 demo
+
+quick: lint  ## lint, and every sixth test of each file that is neither slow nor a contract's, of model families one
+	$(TEST) --slice 6 -m "not slow and not contract and not gpu and not engines"
 
 # Mypy and mkdocs use one core each: the contract tests run beside them.
 test:  ## every check: lint, docs, all tests, the contract tests on the oldest transformers
@@ -33,7 +36,7 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 docs: $(VENV)/.installed-dev  ## the pages as a site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.py)
+figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.toml says which)
 	$(BIN)/python docs/figures.py
 
 # One process after the other: what is measured must have the card to itself.

@@ -1,27 +1,43 @@
 """Figures in README and docs, held against the records they come from.
 
-A figure is written as a link to its record with the place in it as the title:
+docs/figures.toml says for each page which of its numbers stands in which record:
 
-    [5.72×](docs/records/run.json "methods[method=chain compiled,temperature=0].speedup.median")
+    [["README.md"]]
+    line = "| prompt lookup | {}× | {}× |"
+    from = ["run-t0.json methods[method=prompt lookup].speedup.median", "run-t1.json methods[…].speedup.median"]
 
-`python docs/figures.py` (`make figures`) puts the records' values in, with as many digits as stand there; the tests
-only look. A figure from before records stands, digit by digit and with its unit, in a page of docs/history or in a
-model card that its line or section links to. What stands in `code` is a setting or a definition.
+`line` is a row of a table or a piece of a line of the page, `{}` a number in it; one that stands on a page more than
+once has an entry for each time, in their order. `python docs/figures.py` (`make figures`) writes the records' values
+into the pages, with as many digits as stand there; the tests only look. A figure from before records is dated: its
+line or section names the day, `2026-11-23`, and `[days]` in figures.toml holds what was measured on it; or it links to
+a model card that holds it. What stands in `code` is a setting or a definition.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with pytest there
 
-MARKED = re.compile(r"\[([^\]]+)\]\(([^)\s]*records/[^)\s]+\.json) \"([^\"]+)\"\)")
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "docs" / "records"
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "developing").glob("*.md")),
+]
+
+TITLED = re.compile(r"\]\([^)\s]*records/[^)\s]+ +[\"'(]")
 LINK = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
 STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
 CODE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
@@ -42,42 +58,76 @@ class FigureError(ValueError):
 
 
 @dataclass(frozen=True)
-class Marked:
-    """A figure with its record: what stands on the page, where its record lies, and where in it."""
+class Entry:
+    """A piece of a page's line with `{}` for numbers, and for each number `RECORD PLACE`."""
 
-    page: Path
+    line: str
+    sources: tuple[str, ...]
+
+    def found_in(self, text: str) -> list[re.Match[str]]:
+        pattern = f"({NUMBER})".join(map(re.escape, self.line.split("{}")))
+        is_row = self.line.startswith("| ") and self.line.endswith(" |")
+        return list(re.finditer(f"^{pattern}$" if is_row else pattern, text, re.M))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number on a page with its record: where it stands, what follows it there, and `RECORD PLACE`."""
+
     shown: str
-    record: Path
-    place: str
+    span: tuple[int, int]
+    followed_by: str
+    source: str
+    records: Path = RECORDS
+
+    def as_recorded(self) -> str:
+        """The record's value in the unit that is shown, rounded to the digits that stand on the page."""
+        digits = len(self.shown.partition(".")[2])
+        sign = "+" if self.shown[0] in "+−" else ""
+        return f"{self.value():{sign},.{digits}f}".replace("-", "−")
 
     def value(self) -> float:
         """What the record says, in the unit that is shown."""
-        scale = next((by for unit, by in SCALES.items() if self.shown.endswith(unit)), 1.0)
+        name, _, place = self.source.partition(" ")
+        unit = self.followed_by.lstrip()
+        scale = next((by for short, by in SCALES.items() if re.match(rf"{short}(?!\w)", unit)), 1.0)
         try:
-            return float(self._found()) * scale
-        except (TypeError, ValueError) as error:
-            raise self._error() from error
-
-    def _found(self) -> Any:
-        try:
-            return look_up(json.loads(self.record.read_text(encoding="utf-8")), self.place)
+            return float(look_up(json.loads((self.records / name).read_text(encoding="utf-8")), place)) * scale
         except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise self._error() from error
+            raise FigureError(f"{self.shown} is not at {place} of {name}") from error
 
-    def _error(self) -> FigureError:
-        return FigureError(f"{self.page.name}: {self.shown} is not at {self.place} of {self.record.name}")
 
-    def as_recorded(self) -> str:
-        """The text on the page with the record's value in it, rounded to the digits that stand there; words as is."""
-        words = self._found()
-        if isinstance(words, str):
-            return words
-        number = re.search(NUMBER, self.shown)
-        if number is None:
-            raise FigureError(f"{self.page.name}: {self.shown!r} holds no number")
-        digits = len(number[0].partition(".")[2])
-        value = f"{self.value():{'+' if number[0][0] in '+−' else ''},.{digits}f}".replace("-", "−")
-        return self.shown[: number.start()] + value + self.shown[number.end() :]
+def _said() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "docs" / "figures.toml").read_text(encoding="utf-8"))
+
+
+def entries_of(page: Path) -> list[Entry]:
+    """What docs/figures.toml says of a page."""
+    rows = _said().get(page.relative_to(ROOT).as_posix(), [])
+    return [Entry(row["line"], tuple(row["from"])) for row in rows]
+
+
+def figures_of(text: str, entries: Sequence[Entry], records: Path = RECORDS) -> list[Figure]:
+    """The numbers of a page that come from records.
+
+    Raises:
+        FigureError: an entry's line does not stand on the page, or not as often as it has entries; or it has not one
+            source for each number.
+    """
+    figures, seen = [], Counter[str]()
+    wanted = Counter(entry.line for entry in entries)
+    for entry in entries:
+        found = entry.found_in(text)
+        if len(found) != wanted[entry.line]:
+            raise FigureError(f"got {len(found)} of {entry.line!r}; wanted {wanted[entry.line]}: change figures.toml")
+        match = found[seen[entry.line]]
+        seen[entry.line] += 1
+        if len(match.groups()) != len(entry.sources):
+            raise FigureError(f"got {len(entry.sources)} sources of {entry.line!r}; wanted one for each {{}}")
+        for group, source in enumerate(entry.sources, start=1):
+            after = text[match.end(group) : match.end(group) + 4]
+            figures.append(Figure(match[group], match.span(group), after, source, records))
+    return figures
 
 
 def look_up(record: Any, place: str) -> Any:
@@ -97,27 +147,32 @@ def _same(value: Any, text: str) -> bool:
     return value == float(text) if isinstance(value, (int, float)) else str(value) == text
 
 
-def marked_figures(page: Path) -> list[Marked]:
-    return [
-        Marked(page, shown, (page.parent / record).resolve(), place)
-        for shown, record, place in MARKED.findall(page.read_text(encoding="utf-8"))
-    ]
+def without_figures(text: str, figures: Sequence[Figure]) -> str:
+    """The text with a dot where a figure with a record stands, and without blocks of code."""
+    for start, end in sorted((figure.span for figure in figures), reverse=True):
+        text = text[:start] + "·" + text[end:]
+    return CODE.sub("", text)
 
 
-def unmarked_in_tables(page: Path) -> list[str]:
-    """Figures in a page's tables that are not marked, whatever their lines link to."""
-    lines = CODE.sub("", page.read_text(encoding="utf-8")).splitlines()
-    bare = [NOT_MEASURED.sub("", LINK.sub("]", MARKED.sub("", line))) for line in lines if line.startswith("|")]
-    return [figure for line in bare for figure in IN_TABLES.findall(line)]
+def _bare(line: str) -> str:
+    return NOT_MEASURED.sub("", LINK.sub("]", line))
+
+
+def unmarked_in_tables(text: str) -> list[str]:
+    """Figures in the tables of such a text, whatever their lines link to."""
+    return [figure for line in text.splitlines() if line[:1] == "|" for figure in IN_TABLES.findall(_bare(line))]
 
 
 @dataclass(frozen=True)
 class Unmarked:
-    """A figure without a record: its number, its unit (empty in a table's cells), and the pages that may hold it."""
+    """A figure without a record: its number, its unit (empty in a table's cells), and by name what may hold it."""
 
     figure: str
     unit: str
-    sources: list[Path]
+    sources: dict[str, str]
+
+    def has_source(self) -> bool:
+        return any(self.stands_in(text) for text in self.sources.values())
 
     def stands_in(self, text: str) -> bool:
         """The same number with the same unit, or in a cell of a table, whose head may tell the unit."""
@@ -129,36 +184,34 @@ class Unmarked:
         return re.search(rf"{with_unit}|^\|.*{number}.*\|$", text, re.M) is not None
 
 
-def unmarked_figures(page: Path) -> Iterator[Unmarked]:
-    """Each other figure, with the pages its line links to; if it links to none, those that its section does."""
-    for section in re.split(r"(?m)^(?=#)", CODE.sub("", page.read_text(encoding="utf-8"))):
+def unmarked_figures(page: Path, text: str) -> Iterator[Unmarked]:
+    """Each figure of a text `without_figures`, with the days and cards that its line names, or if none, its section."""
+    days = _said()["days"]
+    for section in re.split(r"(?m)^(?=#)", text):
         for line in section.splitlines():
-            bare = NOT_MEASURED.sub("", LINK.sub("]", MARKED.sub("", line)))
+            bare = _bare(line)
             pattern = IN_TABLES if line.startswith("|") else IN_PROSE
-            sources = _linked(page, line) or _linked(page, section)
+            sources = _named(page, line, days) or _named(page, section, days)
             for found in pattern.finditer(bare):
                 unit = re.match(UNIT, bare[found.end() :])
                 yield Unmarked(found[0], unit[0].strip() if unit else "", sources)
 
 
-def _linked(page: Path, text: str) -> list[Path]:
-    """Records in prose that a text links to: days of docs/history and model cards."""
-    paths = [(page.parent / target.partition("#")[0]).resolve() for target in LINK.findall(text)]
-    return [path for path in paths if path.parent.name in ("history", "model_cards") and path.suffix == ".md"]
+def _named(page: Path, text: str, days: dict[str, list[str]]) -> dict[str, str]:
+    """What was measured on the days, and the text of the model cards, that a text names."""
+    found = {day: "\n".join(days[day]) for day in re.findall(r"\b\d{4}-\d\d-\d\d\b", text) if day in days}
+    cards = [(page.parent / target.partition("#")[0]).resolve() for target in LINK.findall(text)]
+    cards = [card for card in cards if card.parent.name == "model_cards" and card.suffix == ".md"]
+    return found | {card.name: card.read_text(encoding="utf-8") for card in cards}
 
 
 def main() -> None:
     """Write the records' values into all pages."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for figure in marked_figures(page):
-            before, after = f"[{figure.shown}](", f"[{figure.as_recorded()}]("
-            link = f'records/{figure.record.name} "{figure.place}")'
-            text = re.sub(
-                rf"{re.escape(before)}([^)\s]*){re.escape(link)}",
-                lambda found, after=after, link=link: f"{after}{found[1]}{link}",
-                text,
-            )
+        for figure in sorted(figures_of(text, entries_of(page)), key=lambda figure: figure.span, reverse=True):
+            start, end = figure.span
+            text = text[:start] + figure.as_recorded() + text[end:]
         page.write_text(text, encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.target.binding import TargetBinding
 from helpers import SHARED
 from hub_stand_in import hub
+from slices import sliced
 
 __all__ = ["hub"]  # a fixture of all
 
@@ -44,6 +45,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=500,
         help="runs of each sampling test that writes one or four rows at a time; docs tell of 20000",
     )
+
+    parser.addoption(
+        "--slice",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every N-th test of each file, the first among them, and of model families one (`make quick`)",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests out that `--slice` leaves out, of those that marks and names have left."""
+    every = config.getoption("slice")
+    if every < 1:
+        raise pytest.UsageError(f"got --slice {every}; wanted 1 (all tests) or more")
+    if every > 1:
+        kept = set(sliced([(item.nodeid, _family(item)) for item in items], every))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
+
+
+def _family(item: pytest.Item) -> str:
+    parameters = getattr(item, "callspec", None)
+    return str(parameters.params.get("family", "")) if parameters else ""
 
 
 @pytest.fixture(autouse=True, scope="session")

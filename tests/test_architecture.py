@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md: a folder or a file at the top is a room, and imports between rooms go one way."""
+"""The rooms of docs/developing/architecture.md: a folder or a file at the top is a room; imports go one way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "eagle31_hf"
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[1] / "docs" / "developing" / "architecture.md"
 LEVELS = [  # a room may import from itself and from rooms of the levels above it
     {"errors", "demo"},
     {"stats", "configuration_eagle31", "generation_config", "trees", "texts"},
@@ -43,7 +43,7 @@ def level_of(module: str) -> int:
     for number, level in enumerate(LEVELS):
         if room_of(module) in level:
             return number
-    pytest.fail(f"{module} has no room yet; give it one in LEVELS and in docs/architecture.md")
+    pytest.fail(f"{module} has no room yet; give it one in LEVELS and in docs/developing/architecture.md")
 
 
 def imports_of(source: str, folder: tuple[str, ...] = ()) -> set[str]:

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import typer.main
 
-import eagle31_hf
 from eagle31_hf.cli.app import LazyCommand, app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
                 *(ROOT / "examples").rglob("*.md")])  # fmt: skip
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(eagle31 [^`\n]+)`")
@@ -64,6 +63,27 @@ def test_what_is_looked_for(line: str, unknown: list[str]) -> None:
     assert unknown_options(line) == unknown
 
 
+# --- what a reader is asked to read ----------------------------------------------------------------------------------
+
+WITHOUT_COMMANDS = {"LOG.md", "api.md"}
+"""Pages to look things up in."""
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert len(text.encode()) <= 9_000
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts[:-1]], ids=lambda page: page.name)
+def test_pages_are_short_and_begin_with_what_to_type(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    opening = re.split(r"^## |^\|", text, maxsplit=1, flags=re.M)[0]
+    if page.name not in WITHOUT_COMMANDS and page.parent.name == "docs":
+        assert "```" in opening, "a page begins with the command or the line of code it is about"
+
+
 # --- the API page -----------------------------------------------------------------------------------------------------
 
 
@@ -83,13 +103,19 @@ def named(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
-def test_the_page_holds_every_public_name() -> None:
+PUBLIC = ("eagle31_hf", "eagle31_hf.serving.session", "eagle31_hf.generation.warm_up", "eagle31_hf.training.train")
+"""Modules whose `__all__` is promised; so are the errors."""
+
+
+def test_the_page_holds_every_public_name_and_no_other() -> None:
     from eagle31_hf import errors
 
-    shown = [named(path) for path in documented()]
-    assert errors in shown, "errors are shown as a module"
-    lacking = [name for name in eagle31_hf.__all__ if getattr(eagle31_hf, name) not in (*shown, errors.Eagle31Error)]
-    assert not lacking
+    shown = {path: named(path) for path in documented()}
+    assert errors in shown.values(), "errors are shown as a module"
+    modules = [importlib.import_module(name) for name in PUBLIC]
+    public = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
+    assert not [name for name, thing in public.items() if thing not in (*shown.values(), errors.Eagle31Error)]
+    assert not [path for path, thing in shown.items() if thing not in (*public.values(), errors)]
 
 
 def test_whatever_is_shown_is_explained() -> None:

@@ -1,9 +1,11 @@
 """The command line: what `demo`, `generate` and `plan` print and write down."""
 
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -44,6 +46,21 @@ def test_demo_writes_first_and_then_measures_four_methods_in_one_run(tmp_path, m
         assert methods[name]["acceptance_length"] > 3
         assert methods[name]["ceiling"] > 1
         assert methods[name]["new_tokens"] == methods["plain generate"]["new_tokens"] > 100
+
+
+def test_the_demos_answers_are_drawn_with_their_colours(tmp_path):
+    path = tmp_path / "demo.svg"
+    out = run("demo", "--no-compare", "--svg", path).stdout
+    assert "ceiling" not in out
+    drawn = path.read_text()
+    colours = dict(re.findall(r"\.([\w-]+) { fill: (#\w+)", drawn))
+    texts = [text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text") if text.text]
+    (legend,) = [text for text in texts if "drafted" in text.text]
+    accepted = [text for text in texts if colours.get(text.get("class")) == colours[legend.get("class")]]
+    assert len(texts) > len(accepted) > 10, "accepted drafts have a colour of their own"
+    assert "url(" not in drawn.replace("url(#", ""), "it loads nothing"
+    error = run("demo", "--svg", tmp_path / "no" / "demo.svg", code=2).output
+    assert "there is no folder" in " ".join(error.split())
 
 
 def test_generate_compares_any_pair(tmp_path):

@@ -23,7 +23,7 @@ from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .measuring import progress_bar
 from .option_groups import expand_options
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json, write_svg
 from .pairs import AnswerSettings, Drafting, Pair, PairSource, encode, load_pair, write
 from .plan import print_decision
 
@@ -33,10 +33,23 @@ FEWEST_MEASURED_TOKENS = 3
 """Of an answer that is measured: speculation begins with the third token."""
 
 
+CompareOption = Annotated[
+    bool, typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for or kept.")
+]
+
+
 @readable_errors
-def demo(json_path: JsonOption = None, traceback: TracebackOption = False) -> None:
+def demo(
+    compare: CompareOption = True,
+    svg: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, callback=writable_json, help="Also draw the coloured answers into this SVG file."),
+    ] = None,
+    json_path: JsonOption = None,
+    traceback: TracebackOption = False,
+) -> None:
     """Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no network."""
-    shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compiled=True)
+    shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compare=compare, compiled=True, svg=svg)
     _show(load_pair(PairSource()), shown, AnswerSettings(), json_path)
 
 
@@ -59,10 +72,7 @@ def generate(
             help="Of the random numbers; the same seed writes the same text, in half precision up to rounding."
         ),
     ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for or kept."),
-    ] = True,
+    compare: CompareOption = True,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -108,6 +118,7 @@ class Shown:
         names: folder or Hub id of target and drafter; `None`: the embedded ones.
         compare: measure plain decoding against EAGLE, too; `compiled`: by graphs as well, which is done anyway where
             the answer was written by graphs that were kept.
+        svg: file to draw the answers into.
     """
 
     prompts: Sequence[Prompt]
@@ -115,11 +126,12 @@ class Shown:
     names: tuple[str | None, str | None] = (None, None)
     compare: bool = True
     compiled: bool = False
+    svg: Path | None = None
 
 
 def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | None) -> None:
     """Streamed answers, then the table; what `demo` and `generate` share."""
-    console = make_console()
+    console = make_console(record=shown.svg is not None)
     tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
     record: dict[str, Any] = {**origin(), "target": pair.name}
     if pair.plan is not None:
@@ -128,6 +140,7 @@ def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | No
         _stream(console, pair, task, answer)
     console.print()
     console.print(terminal.legend())
+    write_svg(shown.svg, console, "eagle31 demo")
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if shown.compare:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,21 +59,31 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """A console no wider than our tables are made for."""
-    made = Console(stderr=stderr, highlight=False)
+def make_console(*, stderr: bool = False, record: bool = False) -> Console:
+    """A console no wider than our tables are made for; one that records can be drawn (`write_svg`)."""
+    made = Console(stderr=stderr, highlight=False, record=record)
     made.width = min(made.width, WIDTH)
     return made
 
 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:
     """Write the figures if a path was given."""
-    if path is None:
-        return
+    if path is not None:
+        _write(path, "--json", json.dumps(record, indent=2, default=str) + "\n")
+
+
+def write_svg(path: Path | None, console: Console, title: str) -> None:
+    """Draw what a recording console has shown, if a path was given. The picture loads no font from elsewhere."""
+    if path is not None:
+        drawn = console.export_svg(title=title, clear=False, unique_id=title.replace(" ", "-"))
+        _write(path, "--svg", re.sub(r" *@font-face {.*?}\n", "", drawn, flags=re.S))
+
+
+def _write(path: Path, option: str, text: str) -> None:
     try:
-        path.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(
-            f"got --json {str(path)!r}, which cannot be written ({error.strerror}); wanted a file in a folder that is "
-            "there"
+            f"got {option} {str(path)!r}, which cannot be written ({error.strerror}); wanted a file in a folder that "
+            "is there"
         ) from error

@@ -1,9 +1,9 @@
 """Our decoding loop: rounds over a batch of texts, any batch, any prompt.
 
 The decoder keeps rows and text; what a round computes is the `Round`'s business. One step (`SpeculativeDecoder.step`)
-is the figure in docs/architecture.md. Each row accepts its own number of tokens; the host waits for the device once a
-round, to read what was accepted. Rows that have ended leave the batch, unless graphs were made for its size: then they
-stand still in it until few are left.
+is the figure in docs/developing/architecture.md. Each row accepts its own number of tokens; the host waits for the
+device once a round, to read what was accepted. Rows that have ended leave the batch, unless graphs were made for its
+size: then they stand still in it until few are left.
 """
 
 from __future__ import annotations

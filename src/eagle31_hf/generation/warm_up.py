@@ -23,6 +23,8 @@ from ..target.served_processing import processing_of
 NEW_TOKENS = 24
 """Written after each prompt: a few rounds, so that each kind of graph is met."""
 
+__all__ = ["warm_up"]
+
 
 def warm_up(
     drafter: Eagle31Drafter, *, tokens: int, on_compile: Callable[[GraphKey], None] = lambda key: None, **how: Any

@@ -32,6 +32,8 @@ from .answer_parts import OPEN_THOUGHT, AnswerParser, AnswerPart
 from .prompts import Message, encode_chat
 from .text import IncrementalDecoder
 
+__all__ = ["Answer", "ChatSession", "Piece"]
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -64,6 +66,7 @@ class Answer:
 
     @property
     def tok_per_s(self) -> float:
+        """Tokens written per second of the whole answer, reading the prompt included."""
         return self.stats.new_tokens / self.seconds if self.seconds else 0.0
 
 
