@@ -244,13 +244,13 @@ def test_ensemble_weight_is_refused() -> None:
 
 
 @pytest.mark.contract
-def test_pads_on_the_right_are_refused() -> None:
+def test_pads_on_the_right_are_decoded_plainly() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
     for mask in ([[1, 1, 1, 1], [1, 1, 0, 0]], [[1, 1, 1, 1], [1, 0, 1, 1]], [[1, 1, 1, 1], [0, 0, 0, 0]]):
-        with pytest.raises(UnsupportedGenerationError, match="left"):
-            greedy(
-                "llama", {"input_ids": ids, "attention_mask": torch.tensor(mask)}, assistant_model=drafter_of("llama")
-            )
+        inputs = {"input_ids": ids, "attention_mask": torch.tensor(mask)}
+        assert torch.equal(greedy("llama", inputs, assistant_model=drafter_of("llama")), greedy("llama", inputs))
+        assert stats_of().loop == "plain"
+        assert "left" in stats_of().reason
 
 
 @pytest.mark.contract

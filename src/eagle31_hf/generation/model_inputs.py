@@ -110,7 +110,12 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
 
 
 def _why_not_padded_left(call: Call) -> str | None:
-    """Pads where only the model's own forwards, token by token, treat them as plain `generate` does."""
+    """Pads where only the model's own forwards, token by token, treat them as plain `generate` does.
+
+    A mask that is too short no loop can read: our own says so.
+    """
+    if call.text_length < call.input_ids.shape[1]:
+        return None
     try:
         left_padding(call.input_ids, call.attention_mask)
     except UnsupportedGenerationError as error:
