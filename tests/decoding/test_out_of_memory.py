@@ -245,7 +245,7 @@ def test_a_layer_is_kept_where_it_was_moved() -> None:
 @pytest.mark.parametrize(("first", "written"), [(1, 0), (5, 1)])
 def test_at_last_it_says_what_took_the_memory(first: int, written: int) -> None:
     head = target_of("llama").lm_head
-    truth_of("llama", 3)  # before memory is short
+    truth_of("llama", 3, False)  # before memory is short
     with (
         configured(drafter_of("llama"), **SHAPES["tree"]),
         Fault(first, times=10**6).in_module(head),

@@ -20,7 +20,7 @@ ROWS, PIECE = 3, 8
 
 def text_of(prompt: list[int], new_tokens: int) -> WrittenText:
     request = TextRequest(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
-    writer = TextWriter(demo_tokenizer(), max_new_tokens=new_tokens, eos_ids=frozenset(), stops=())
+    writer = TextWriter(demo_tokenizer(), request, frozenset())
     return WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
 
 

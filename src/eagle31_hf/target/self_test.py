@@ -48,7 +48,9 @@ def probe_tree_verification(binding: TargetBinding) -> None:
 
 
 def _why_not_in_batches(binding: TargetBinding) -> str:
-    """Some models want a mask for each row of a batch."""
+    """Some models want a mask for each row of a batch. Where layers keep states, two rows were tried already."""
+    if binding.has_states:
+        return ""
     try:
         error = _tree_error(binding, binding.masks_by_type, rows=2)
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
