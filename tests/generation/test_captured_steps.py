@@ -170,6 +170,19 @@ def test_a_device_that_cannot_record(
     assert caplog.text.count("capturing failed") == 1, "said once"
 
 
+def test_a_text_goes_on_where_recording_anew_fails(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second text has caches of its own, and what was recorded for the first cannot be recorded for it."""
+    assert torch.equal(write(pair), write(None))
+    assert recorder.recorded
+    monkeypatch.setattr(Recorder, "__call__", failing(RuntimeError("operation not permitted when capturing")))
+    assert torch.equal(write(pair, 1), write(None, 1))
+    assert pair.stats is not None
+    assert "operation not permitted" in pair.stats.fallbacks[0]
+    assert torch.equal(write(pair, 2), write(None, 2))
+
+
 def test_a_recording_that_is_wrong_is_given_up(
     pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from .. import __version__
+
 COMMANDS = {
     "demo": "Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no "
     "network.",
@@ -82,7 +84,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version  # a tenth of what `--help` takes
 
-        typer.echo(f"eagle31-hf {version('eagle31-hf')} (transformers {version('transformers')})")
+        typer.echo(f"eagle31-hf {__version__} (transformers {version('transformers')})")
         raise typer.Exit
 
 

@@ -18,33 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .cuda_capture import Recording, capture_on_cuda
 from .fixed_cache import FixedShapeCache, RunningBlock
 from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
-from .graph_makers import GraphKey, Step
-
-
-class Recording(NamedTuple):
-    """What was captured: `replay` computes `outputs` again, in place."""
-
-    replay: Callable[[], None]
-    outputs: Sequence[Tensor]
-
+from .graph_makers import GraphKey, RecordingFailedError, Step
 
 Capture = Callable[[Callable[[], Sequence[Tensor]]], Recording]
 """Records what a function without arguments launches."""
-
-
-def capture_on_cuda(run: Callable[[], Sequence[Tensor]]) -> Recording:
-    """By a CUDA graph. Other threads may go on using the device."""
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        run()  # libraries set themselves up, which must not be recorded
-    here.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = run()
-    return Recording(graph.replay, outputs)
 
 
 CAPTURES: dict[str, Capture] = {"cuda": capture_on_cuda}
@@ -113,6 +93,8 @@ class CapturedCode:
         tensors = [*own[:start], *lent, *own[start:]]
         try:
             return _Recorded(own, self._capture(lambda: self._flat(*tensors)))
+        except Exception as failure:  # whatever a step does that cannot be recorded, the text must go on
+            raise RecordingFailedError("a step could not be recorded") from failure
         finally:
             lend(self._flat.cache, [torch.empty(0)] * (len(tensors) - start))  # keys and values go with their text
 

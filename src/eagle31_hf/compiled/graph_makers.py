@@ -24,6 +24,10 @@ class OtherInputsError(Exception):
     """A graph was called with inputs that it was not made for; eager code serves them."""
 
 
+class RecordingFailedError(Exception):
+    """A step could not be recorded, for the first time or again; eager code serves what it was to compute."""
+
+
 class GraphKey(NamedTuple):
     """What tells graphs of one pair of models apart.
 

@@ -17,7 +17,16 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding
-from .graph_makers import CompilesAtOnce, GraphKey, GraphMaker, OtherInputsError, Step, compiling, freezing
+from .graph_makers import (
+    CompilesAtOnce,
+    GraphKey,
+    GraphMaker,
+    OtherInputsError,
+    RecordingFailedError,
+    Step,
+    compiling,
+    freezing,
+)
 from .packed_weights import PackedWeights
 from .repeated_layers import LayerCompiler
 from .seen_state import ModelState
@@ -189,7 +198,8 @@ class Graphs:
             return None
         try:
             return self._call(key, inputs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as failure:  # a hook that counts its calls, say
+        # A hook that counts its calls, say, or a recording for the caches of another text.
+        except (TorchDynamoException, FailOnRecompileLimitHit, RecordingFailedError) as failure:
             self.give_up(failure, self.maker.failure)
             return None
         except OtherInputsError:

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import __version__
 from ..demo import drafter_path, target_path
 from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding
@@ -42,7 +42,7 @@ def software() -> dict[str, Any]:
     """Versions, and the commit of the package's source where that is a checkout, with what has changed since."""
     commit, changes = checkout_of(Path(__file__).parent)
     return {
-        "eagle31_hf": version("eagle31-hf"),
+        "eagle31_hf": __version__,
         "commit": commit,
         **({"changes": changes} if changes else {}),
         "torch": torch.__version__,

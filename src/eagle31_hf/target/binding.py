@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
 from ..errors import IncompatibleTargetError
+from .attention_kernels import WITHOUT_CUDNN
 from .cache_argument import cache_argument
 from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
@@ -199,7 +200,15 @@ class TargetBinding:
 
     @contextmanager
     def masked_attention(self) -> Iterator[None]:
-        """While open in any thread, the target's attention takes additive masks: flash and flex make way for SDPA."""
+        """While open in any thread, the target's attention takes additive masks: flash and flex make way for SDPA.
+
+        Of SDPA's kernels cuDNN's makes way, too (`WITHOUT_CUDNN`).
+        """
+        with WITHOUT_CUDNN, self._masking_attention():
+            yield
+
+    @contextmanager
+    def _masking_attention(self) -> Iterator[None]:
         with self._lock:
             if self._masking == 0:
                 self._own_attention = self.model.config._attn_implementation

@@ -9,10 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from .distillation.trainer import last_checkpoint
 from .settings import ResolvedSettings, TrainingSettings
 
-PACKAGES = ("eagle31-hf", "torch", "transformers")
+PACKAGES = ("torch", "transformers")
 _OF_ONE_MACHINE = ("resume", "device", "push", "report_to")
 _TOLD_ELSEWHERE = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
 
@@ -34,7 +35,7 @@ def make_record(settings: ResolvedSettings, told: TrainingSettings, *, prompts: 
             f"{prompts} held-out prompts, greedy, chain of {settings.draft_tokens} draft tokens, at most "
             f"{settings.eval_new_tokens} new tokens; prefill not counted."
         ),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {"eagle31-hf": __version__, **{name: version(name) for name in PACKAGES}},
     }
 
 

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from ... import __version__
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import ConfigurationError
 from .calibration import Calibration
@@ -63,7 +63,7 @@ def calibration_key(drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = 
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "eagle31_hf": version("eagle31-hf"),
+            "eagle31_hf": __version__,
         },
     }
 
