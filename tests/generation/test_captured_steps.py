@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,43 @@ def test_threads_share_recordings(pair: Eagle31Drafter, recorder: Recorder) -> N
         texts = list(pool.map(lambda seed: write(pair, seed), range(4)))
     assert all(map(torch.equal, texts, plain))
     assert recorder.replayed
+
+
+class SharesMemory(Recorder):
+    """As the recordings of a card's pool: a replay spoils what other recordings computed and nobody has copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: object = None
+
+    def __call__(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+        made, me = super().__call__(run), object()
+
+        def replay() -> None:
+            self.last = me
+            made.replay()
+            time.sleep(0.001)  # another thread's chance
+
+        def copied() -> Iterator[Tensor]:
+            assert self.last is me, "another recording was replayed before this one's outputs were copied"
+            yield from made.outputs
+
+        class Outputs(list):
+            def __iter__(self) -> Iterator[Tensor]:
+                return copied()
+
+        return Recording(replay, Outputs(made.outputs))
+
+
+def test_threads_take_turns_with_all_recordings(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharesMemory()
+    monkeypatch.setitem(captured.CAPTURES, "cpu", shared)
+    pairs, plain = [make_pair(), make_pair()], [write(None, seed) for seed in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda seed: write(pairs[seed], seed), range(2)))
+    assert all(map(torch.equal, texts, plain))
+    assert shared.replayed
+    assert not any(pair.stats is None or pair.stats.fallbacks for pair in pairs)
 
 
 def test_keys_and_values_of_a_text_that_has_ended_are_let_go(

@@ -55,6 +55,10 @@ MOST_RECORDINGS = 4
 """Of one step, each for one cache: so many threads may write by it without recording it over and over."""
 
 
+_ONE_THREAD_AT_A_TIME = threading.Lock()
+"""From the inputs of a recording to the copy of its outputs: they share memory with the next one's."""
+
+
 class CapturedCode:
     """A step as `Code`, recorded for each cache it is called with.
 
@@ -71,13 +75,12 @@ class CapturedCode:
         self._flat.parts.tensors.clear()  # they are nobody's to keep
         self._capture = capture
         self._recorded: dict[tuple[int, ...], _Recorded] = {}  # by where keys and values lie
-        self._lock = threading.Lock()
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         lent = tensors[self._lent]
         small = tensors[: self._lent.start] + tensors[self._lent.stop :]
         place = tuple(tensor.data_ptr() for tensor in lent)
-        with self._lock:
+        with _ONE_THREAD_AT_A_TIME:
             if place not in self._recorded:
                 if len(self._recorded) == MOST_RECORDINGS:
                     del self._recorded[next(iter(self._recorded))]  # the oldest

@@ -9,7 +9,6 @@ what a capture begins is ended here, whatever happens in it.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,8 +72,8 @@ def _crosses_devices(args: tuple, kwargs: dict) -> bool:
 class CapturesOnCuda:
     """Captures on one device, by one stream and into one memory pool.
 
-    Recordings share the pool's memory, except for their outputs. So replays take turns, and whoever replays copies the
-    outputs before it is anybody else's turn on that stream.
+    Recordings share the pool's memory, outputs included. So one thread at a time captures or replays, and copies the
+    outputs before it is another's turn (`CapturedCode`); replays on several streams wait for each other.
 
     Args:
         device: with an index.
@@ -83,7 +82,6 @@ class CapturesOnCuda:
     def __init__(self, device: torch.device):
         self._device = device
         self._aside, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self._lock = threading.Lock()
         self._replayed_on: torch.cuda.Stream | None = None
 
     def __call__(self, run: Run) -> Recording:
@@ -93,16 +91,15 @@ class CapturesOnCuda:
             HostWaitError: it waits for the device; nothing was captured.
             RuntimeError: it does something else that cannot be captured. Stream and allocator are as before.
         """
-        with self._lock:
-            here = torch.cuda.current_stream(self._device)
-            self._aside.wait_stream(here)
-            try:
-                with torch.cuda.stream(self._aside):
-                    with ForbidsHostWaits():
-                        run()  # libraries set themselves up, too, which must not be recorded
-                    graph, outputs = self._capture(run)
-            finally:
-                here.wait_stream(self._aside)
+        here = torch.cuda.current_stream(self._device)
+        self._aside.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._aside):
+                with ForbidsHostWaits():
+                    run()  # libraries set themselves up, too, which must not be recorded
+                graph, outputs = self._capture(run)
+        finally:
+            here.wait_stream(self._aside)
         return Recording(lambda: self._replay(graph), outputs)
 
     def _capture(self, run: Run) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
@@ -134,12 +131,11 @@ class CapturesOnCuda:
             return
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        with self._lock:
-            here = torch.cuda.current_stream(self._device)
-            if self._replayed_on is not None and self._replayed_on != here:
-                here.wait_stream(self._replayed_on)  # what lies in the shared pool is still being read there
-            graph.replay()
-            self._replayed_on = here
+        here = torch.cuda.current_stream(self._device)
+        if self._replayed_on is not None and self._replayed_on != here:
+            here.wait_stream(self._replayed_on)  # what lies in the shared pool is still being read there
+        graph.replay()
+        self._replayed_on = here
 
 
 @functools.cache
