@@ -7,7 +7,6 @@ outputs where the recorded ones were: what a card does, without the card.
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +20,13 @@ from kept_pairs import GREEDY, SAMPLING, failing, forgotten, kinds, make_pair, s
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eagle31_hf.cache.layers import SlotLayer
 from eagle31_hf.compiled import captured, graph_makers, shapes
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from helpers import CONFIGS, configured, random_drafter, random_target
+from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
 
 
 class Recorder:
@@ -90,7 +88,7 @@ def test_rounds_are_measured_as_they_are_captured(
         assert torch.equal(write(pair), write(None))
         measured = history.calibration(pair, compiled=True)
         assert measured is not None
-        assert [width for width, _ in measured.contexts[0].forward_s] == [1, 8]
+        assert [width for width, _ in measured.contexts[0].forward_s] == [1, 4], "blocks are not padded"
         assert history.calibration(pair, compiled=False) is None, "nobody would go by it"
         assert torch.equal(write(pair, 1), write(None, 1))
 
@@ -114,13 +112,68 @@ def test_trees(pair: Eagle31Drafter, recorder: Recorder) -> None:
     assert recorder.replayed
 
 
-def test_a_step_is_recorded_once_in_a_generation(pair: Eagle31Drafter, recorder: Recorder) -> None:
-    write(pair, 0)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step_is_recorded_once(rows: int, pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """The next text's keys and values lie where the last one's lay, so its steps are there already."""
+    write(pair, 0, rows)
     first = recorder.recorded
-    assert first <= 2 * len(kinds(pair))
-    write(pair, 1)
-    assert recorder.recorded <= 2 * first, "for the other cache, and no more"
-    assert recorder.replayed >= 5 * recorder.recorded
+    assert 0 < first <= 2 * len(kinds(pair))
+    for seed in range(1, 4):
+        assert torch.equal(write(pair, seed, rows), write(None, seed, rows))
+    assert recorder.recorded == first
+    assert recorder.replayed >= 10 * recorder.recorded
+
+
+def test_a_longer_text_takes_more_memory_and_a_shorter_one_none_of_its_own(
+    pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    kept, recorded = [], []
+    for new_tokens in (40, 200, 40, 200, 40):
+        assert torch.equal(write(pair, max_new_tokens=new_tokens), write(None, max_new_tokens=new_tokens))
+        kept.append(pair.require_binding().compiled.kept.num_bytes)
+        recorded.append(recorder.recorded)
+    assert kept[0] < kept[1] == kept[2] == kept[4]
+    assert recorded[0] < recorded[1] < recorded[2] == recorded[4], "over the larger buffers once, for either length"
+
+
+def test_as_many_slots_are_kept_as_a_text_may_need(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """Rows are as long as prompt, new tokens and a block, in steps of 128 here; not twice that."""
+    write(pair, max_new_tokens=300)
+    kept = pair.require_binding().compiled.kept
+    assert {storage.shape[2] for storages in kept._storages.values() for storage in storages} == {384}
+
+
+def test_a_text_that_no_buffer_is_left_for_writes_in_its_own(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    somebody = Borrower()
+    write(pair)
+    kept = pair.require_binding().compiled.kept
+    assert kept.lend(somebody)
+    assert torch.equal(write(pair, 1), write(None, 1))
+    assert kept._borrower() is somebody
+    del somebody
+    assert kept.lend(Borrower()), "who is gone needs none"
+
+
+class Borrower:
+    """Whom buffers are lent."""
+
+
+def test_a_cache_that_was_handed_over_is_not_written_over(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    target = pair.require_binding().model
+    prompt = torch.tensor(random_prompts(1))
+    first = target.generate(prompt, assistant_model=pair, max_new_tokens=60, return_dict_in_generate=True, **GREEDY)
+    before = [layer.keys.clone() for layer in first.past_key_values.layers]
+    write(pair, 5)
+    assert all(map(torch.equal, before, [layer.keys for layer in first.past_key_values.layers]))
+    assert recorder.replayed
+
+
+def test_an_overflow_of_the_last_text_is_not_read(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    write(pair)
+    for storages in pair.require_binding().compiled.kept._storages.values():
+        for storage in storages:
+            storage.fill_(float("nan"))
+    assert torch.equal(write(pair, 1), write(None, 1))
 
 
 def test_threads_share_recordings(pair: Eagle31Drafter, recorder: Recorder) -> None:
@@ -168,7 +221,7 @@ def test_threads_take_turns_with_all_recordings(recorder: Recorder, monkeypatch:
     assert not any(pair.stats is None or pair.stats.fallbacks for pair in pairs)
 
 
-def test_keys_and_values_of_a_text_that_has_ended_are_let_go(
+def test_keys_and_values_of_the_last_text_go_with_the_graphs(
     pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[weakref.ref[Tensor]] = []
@@ -189,6 +242,8 @@ def test_keys_and_values_of_a_text_that_has_ended_are_let_go(
     write(pair, max_new_tokens=20)
     gc.collect()
     assert seen
+    pair.require_binding().compiled.drop("memory is wanted elsewhere")
+    gc.collect()
     assert not any(tensor() is not None for tensor in seen)
 
 
@@ -211,11 +266,11 @@ def test_a_device_that_cannot_record(
 def test_a_text_goes_on_where_recording_anew_fails(
     pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second text has caches of its own, and what was recorded for the first cannot be recorded for it."""
-    assert torch.equal(write(pair), write(None))
+    """A longer text needs larger caches, and what was recorded for the first cannot be recorded for them."""
+    assert torch.equal(write(pair, max_new_tokens=40), write(None, max_new_tokens=40))
     assert recorder.recorded
     monkeypatch.setattr(Recorder, "__call__", failing(RuntimeError("operation not permitted when capturing")))
-    assert torch.equal(write(pair, 1), write(None, 1))
+    assert torch.equal(write(pair, 1, max_new_tokens=200), write(None, 1, max_new_tokens=200))
     assert pair.stats is not None
     assert "operation not permitted" in pair.stats.fallbacks[0]
     assert torch.equal(write(pair, 2), write(None, 2))
@@ -255,28 +310,11 @@ def record_operations(run: Callable[[], Sequence[Tensor]]) -> Recording:
     return Recording(replay, outputs)
 
 
-def hand_out_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Buffers of a text that has ended go to the next one of the same sizes, as a card's allocator gives them out.
-
-    Returns:
-        To be called before each text.
-    """
-    allocate, pool, turn = SlotLayer._zeros_like, {}, itertools.count()  # type: ignore[var-annotated]
-    state = {"turn": turn}
-
-    def allocate_again(self: SlotLayer, states: Tensor) -> Tensor:
-        made = allocate(self, states)
-        return pool.setdefault((next(state["turn"]), tuple(made.shape)), made).zero_()
-
-    monkeypatch.setattr(SlotLayer, "_zeros_like", allocate_again)
-    return lambda: state.update(turn=itertools.count())
-
-
 def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Though all texts write their keys and values in the same memory."""
     monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
-    next_text = hand_out_again(monkeypatch)
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
@@ -290,7 +328,6 @@ def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
     texts = set()
 
     def is_plain() -> None:
-        next_text()
         text = write(pair, target=model)
         assert torch.equal(text, write(None, target=model))
         assert "advance" in kinds(pair)
@@ -312,7 +349,6 @@ def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
     is_plain()
     assert len(texts) == 6, "or a stale graph would not be noticed"
     base.model.layers[0].register_forward_hook(lambda *_: None)
-    next_text()
     assert torch.equal(write(pair, target=model), write(None, target=model))
     assert pair.stats is not None
     assert pair.stats.loop == "own"

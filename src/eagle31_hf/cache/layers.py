@@ -15,13 +15,14 @@ Keys are stored after their rotation, so the order of slots means nothing to att
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedGenerationError
+from .kept_buffers import new_storages
 from .placement import Placement
 from .slot_moves import SlotMoves, ring_slots_of_last
 
@@ -39,12 +40,13 @@ class SlotLayer(CacheLayerMixin):
     is_croppable = True
     buffer_names: tuple[str, ...] = ("keys", "values")
     kept_on: torch.device | None = None
+    allocate: Callable[[Sequence[Tensor], int], list[Tensor]]  # as `new_storages`, of at least so many slots
     keys: Tensor
     values: Tensor
 
     def __init__(self, placement: Placement):
         super().__init__()
-        self.placement = placement
+        self.placement, self.allocate = placement, new_storages
 
     # What is stored ------------------------------------------------------------------------------------------------
 
@@ -77,20 +79,23 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, self.kept_on or key_states.device
-        # Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
-        one_token = self.pack(key_states[:, :, :1], value_states[:, :, :1])
-        self._replace_buffers(self._zeros_like(part) for part in one_token)
+        self._replace_buffers(self._zeros_like(self.pack(key_states[:, :, :1], value_states[:, :, :1])))
         self.is_initialized = True
 
     def adopt_layout(self, other: SlotLayer) -> None:
         """Own empty buffers such as another layer of the same kind has."""
         self.dtype, self.device = other.dtype, other.device
-        self._replace_buffers(self._zeros_like(storage[:1]) for storage in other.storages)
+        self._replace_buffers(self._zeros_like([storage[:1] for storage in other.storages]))
         self.is_initialized = True
 
-    def _zeros_like(self, states: Tensor) -> Tensor:
-        rows = self.placement.reserved_rows or states.shape[0]
-        return states.new_zeros(rows, states.shape[1], self.num_slots, states.shape[3], device=self.device)
+    def _zeros_like(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What parts like these `(B, heads, n, width)` are stored in.
+
+        Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
+        """
+        rows = self.placement.reserved_rows
+        like = [(part if rows is None else part[:1].expand(rows, -1, -1, -1)).to(self.device) for part in parts]
+        return self.allocate(like, self.num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -135,6 +140,7 @@ class SlotLayer(CacheLayerMixin):
     def select_rows(self, rows: Sequence[int]) -> None:
         if self.is_initialized:
             index = torch.tensor(rows, device=self.device)
+            self.allocate = new_storages
             self._replace_buffers(buffer.index_select(0, index) for buffer in self.buffers)
 
     def load(self, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
@@ -174,7 +180,7 @@ class SlotLayer(CacheLayerMixin):
 
     def move_to(self, device: torch.device) -> None:
         """Keep everything there from now on. All buffers are copied before one is replaced."""
-        self.kept_on = device
+        self.kept_on, self.allocate = device, new_storages
         if self.is_initialized:
             self._replace_buffers(storage.to(device) for storage in self.storages)
             self.device = device
@@ -188,7 +194,7 @@ class SlotLayer(CacheLayerMixin):
         """Move to larger buffers."""
         owned = self.keys.shape[2]
         keep = owned if self.placement.reserved_rows else self.placement.longest + self.placement.after
-        grown = [self._zeros_like(storage) for storage in self.storages]
+        grown = self._zeros_like(self.storages)
         for new, old in zip(grown, self.storages, strict=True):
             new[:, :, :keep].copy_(old[:, :, :keep])
         self._replace_buffers(grown)

@@ -19,6 +19,7 @@ Use under `torch.no_grad()`: the buffers are written in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from transformers import PreTrainedConfig
 from ..errors import ConfigurationError, UnsupportedGenerationError
 from .block_reading import WHOLE, BlockReading
 from .exchange import ExchangingCache
+from .kept_buffers import KeptBuffers
 from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
 from .placement import Placement
@@ -54,6 +56,9 @@ class SpeculativeCache(ExchangingCache):
         num_states: recurrent and convolution states of each layer; default: none anywhere.
         attends: whether each layer keeps keys and values; default: all do.
 
+    Attributes:
+        outlived: the next text will be written over this one's keys and values (`write_in`).
+
     Raises:
         ConfigurationError: a size is not positive, layers that share a mask differ in window, unknown `cache_type`.
     """
@@ -77,6 +82,7 @@ class SpeculativeCache(ExchangingCache):
         if wrong or not layer_windows:
             raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
+        self.outlived = False
         self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity, attends)
         self._placement = Placement(batch_size, min(block, capacity), self.device)
         self._masks, self._workspace = BlockMasks(self._spans, self._placement), Workspace()
@@ -120,6 +126,15 @@ class SpeculativeCache(ExchangingCache):
             num_states=kinds.num_states,
             attends=kinds.attends,
         )
+
+    def write_in(self, kept: KeptBuffers, name: str) -> None:
+        """Store keys and values in memory that outlives this cache, the next one of this name will have it.
+
+        Before anything is written.
+        """
+        self.outlived = True
+        for index, layer in enumerate(self.attending):
+            layer.allocate = partial(kept.storages, (name, index))
 
     # Lengths -------------------------------------------------------------------------------------------------------
 

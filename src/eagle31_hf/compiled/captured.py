@@ -1,8 +1,8 @@
 """Graphs without a compiler: what a step launches is recorded once, in the time of two eager runs, and replayed.
 
 A recording reads and writes the very memory it was made with. So small inputs are copied into tensors of its own before
-each replay, keys and values are those of the running generation, and a generation that brings other ones is recorded
-anew, which a few replays win back. What is computed is what eager code computes.
+each replay, and keys and values lie where the last text's lay (`cache.kept_buffers`); a text that brings other ones is
+recorded anew, which a few replays win back. What is computed is what eager code computes.
 
 Only a CUDA device records launches. The tests let a CPU run the step again where a card would replay it.
 """
@@ -41,14 +41,17 @@ class CapturesSteps:
 
     capture: Capture
     traces, failure = False, "capturing failed"
-    serves_rests = True
+    serves_rests = exact_sizes = True
     weights_seen = True  # to know whether it may
 
     def can_make(self, key: GraphKey) -> bool:
         return True
 
     def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        return ReshapedStep(CapturedCode(step, inputs, self.capture), step, StepInputs.of(inputs).signature)
+        code, parts = CapturedCode(step, inputs, self.capture), StepInputs.of(inputs)
+        looks = parts.looks
+        looks[code.lent] = [look._replace(stride=None) for look in looks[code.lent]]  # of buffers of any length
+        return ReshapedStep(code, step, looks)
 
 
 MOST_RECORDINGS = 4
@@ -65,21 +68,24 @@ class CapturedCode:
     Args:
         step: to be recorded.
         inputs: what it takes; say how tensors are put together to inputs.
+
+    Attributes:
+        lent: where keys and values are among the tensors.
     """
 
     def __init__(self, step: Step, inputs: tuple, capture: Capture):
         parts = StepInputs.of(inputs)
         held = sum(2 for layer in inputs[-1].layers if layer.is_initialized)
-        self._lent = slice(parts.num_own, parts.num_own + held)  # keys and values among the tensors
+        self.lent = slice(parts.num_own, parts.num_own + held)
         self._flat = FlatStep(step, (*inputs[:-1], _stand_in(inputs[-1])), nn.ModuleList())
         self._flat.parts.tensors.clear()  # they are nobody's to keep
         self._capture = capture
-        self._recorded: dict[tuple[int, ...], _Recorded] = {}  # by where keys and values lie
+        self._recorded: dict[tuple[tuple, ...], _Recorded] = {}  # by where keys and values lie
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        lent = tensors[self._lent]
-        small = tensors[: self._lent.start] + tensors[self._lent.stop :]
-        place = tuple(tensor.data_ptr() for tensor in lent)
+        lent = tensors[self.lent]
+        small = tensors[: self.lent.start] + tensors[self.lent.stop :]
+        place = tuple([(tensor.data_ptr(), tensor.stride()) for tensor in lent])
         with _ONE_THREAD_AT_A_TIME:
             if place not in self._recorded:
                 if len(self._recorded) == MOST_RECORDINGS:
@@ -92,7 +98,7 @@ class CapturedCode:
             return [output.clone() for output in recording.outputs]
 
     def _record(self, small: Sequence[Tensor], lent: Sequence[Tensor]) -> _Recorded:
-        own, start = [tensor.clone() for tensor in small], self._lent.start
+        own, start = [tensor.clone() for tensor in small], self.lent.start
         tensors = [*own[:start], *lent, *own[start:]]
         try:
             return _Recorded(own, self._capture(lambda: self._flat(*tensors)))

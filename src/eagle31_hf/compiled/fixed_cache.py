@@ -6,7 +6,7 @@ not its own. Where a block is written is a tensor, not a number, so that a graph
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ class RunningBlock:
     slots: Tensor
 
 
+class _Views(NamedTuple):
+    of: Tensor  # the keys' whole buffer
+    keys: Tensor
+    values: Tensor
+
+
 class FixedLayer(CacheLayerMixin):
     """The buffers of one `SlotLayer`; `ring` is where the block begins in a windowed one, `None` in a full one."""
 
@@ -31,10 +37,19 @@ class FixedLayer(CacheLayerMixin):
     is_croppable = True
     keys: Tensor
     values: Tensor
+    _views: _Views | None = None
 
     def __init__(self, block: RunningBlock, ring: int | None):
         super().__init__()
         self.block, self.ring = block, ring
+
+    def take(self, layer: SlotLayer) -> None:
+        """Stand for this layer; kept buffers may have more slots than it has reserved."""
+        views, slots = self._views, layer.num_slots
+        if views is None or views.of is not layer.keys or views.keys.shape[2] != slots:  # making views takes its time
+            of, keys, values = layer.keys, layer.keys.narrow(2, 0, slots), layer.values.narrow(2, 0, slots)
+            views = self._views = _Views(of, keys, values)
+        self.keys, self.values, self.is_initialized = views.keys, views.values, True
 
     def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Write the block `(B, heads, T, D)` to `slots (B, T)`; return all slots `(B, heads, slots, D)`."""
@@ -83,11 +98,10 @@ class FixedShapeCache(Cache):
         super().__init__(layers=layers)  # type: ignore[arg-type]
 
     def follow(self, source: SpeculativeCache) -> None:
-        """Take the buffers `source` has now: growing and dropping rows replace them."""
+        """Take the slots `source` has reserved of its buffers: growing and dropping rows replace them."""
         for fixed, layer in zip(self.layers, source.attending, strict=True):
             if layer.is_initialized:  # a layer that shares another's keys and values has none
-                fixed.keys, fixed.values = layer.keys, layer.values
-                fixed.is_initialized = True
+                fixed.take(layer)
 
     def at(self, slots: Tensor) -> BlockWriter:
         """These buffers, written to at `slots (B, T)`."""

@@ -14,10 +14,18 @@ from .graph_makers import OtherInputsError, Step
 
 Code = Callable[[list[Tensor]], list[Tensor]]
 
-Signature = list[tuple[tuple[int, ...], tuple[int, ...], str]]
-"""Shape, strides and dtype of each tensor a graph reads."""
 
-DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+class Look(NamedTuple):
+    """What code asks of a tensor that it reads; `stride` `None`: any."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Look:
+        """Of a tensor such as this one."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class StepInputs(NamedTuple):
@@ -49,9 +57,9 @@ class StepInputs(NamedTuple):
         return len(self.places)
 
     @property
-    def signature(self) -> Signature:
+    def looks(self) -> list[Look]:
         """What code for these is made for."""
-        return [(tuple(t.shape), t.stride(), str(t.dtype)) for t in self.tensors]
+        return [Look.of(tensor) for tensor in self.tensors]
 
 
 def buffers_of(cache: FixedShapeCache) -> list[Tensor]:
@@ -101,12 +109,11 @@ class ReshapedStep:
     Args:
         code: takes and gives lists of tensors.
         step: what it was made of; serves the first call, by which the outputs' form is known.
-        signature: what the code was made for.
+        looks: of the tensors that the code was made for.
     """
 
-    def __init__(self, code: Code, step: Step, signature: Signature):
-        self.code, self.step = code, step
-        self._looks = [(shape, stride, DTYPES[dtype]) for shape, stride, dtype in signature]
+    def __init__(self, code: Code, step: Step, looks: list[Look]):
+        self.code, self.step, self._looks = code, step, looks
         self._form: Any = None  # of the outputs
 
     def __call__(self, *inputs: Any) -> Any:
@@ -138,9 +145,9 @@ def _tensors_in(inputs: Any) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def _looks_like(tensor: Tensor, look: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]) -> bool:
+def _looks_like(tensor: Tensor, look: Look) -> bool:
     shape, stride, dtype = look
-    return tensor.shape == shape and tensor.stride() == stride and tensor.dtype is dtype
+    return tensor.shape == shape and (stride is None or tensor.stride() == stride) and tensor.dtype is dtype
 
 
 def _emptied(outputs: Any) -> Any:

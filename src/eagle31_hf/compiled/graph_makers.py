@@ -52,6 +52,7 @@ class GraphMaker(Protocol):
     Attributes:
         traces: its graphs have guards, and are made and run under inductor's settings.
         serves_rests: it makes a graph for single tokens, where many are written without drafts.
+        exact_sizes: making one takes so little that blocks are not padded to sizes that many rounds share.
         weights_seen: for this generation, the pair's weights were compared with those of its graphs already.
         failure: what is said where it could not make one.
     """
@@ -61,6 +62,9 @@ class GraphMaker(Protocol):
 
     @property
     def serves_rests(self) -> bool: ...
+
+    @property
+    def exact_sizes(self) -> bool: ...
 
     @property
     def weights_seen(self) -> bool: ...
@@ -80,7 +84,7 @@ class CompilesAtOnce:
 
     traces, failure = True, "compiling failed"
     serves_rests = False  # what drafts in vain cost is less than to compile for a minute
-    weights_seen = False
+    exact_sizes = weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         return True

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from ..cache.kept_buffers import KeptBuffers
 from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding
 from .graph_makers import (
@@ -55,6 +56,7 @@ class Graphs:
         settings: of inductor, if every graph has a packed copy of its weights built in; else empty.
         compiler: compiles layers one for all; `None`: inductor alone compiles graphs whole.
         maker: makes those that are not there yet; see `made_by`.
+        kept: keys and values over which steps were captured, for the next text.
         digest: of all weights, once somebody has computed it.
         state: of the target that they were made for.
     """
@@ -69,6 +71,7 @@ class Graphs:
     ):
         self.weights, self.state, self.settings, self.compiler = weights, state, settings or {}, compiler
         self.maker: GraphMaker = CompilesAtOnce()
+        self.kept = KeptBuffers()
         self.digest = ""
         self._reasons: list[str] = []
         self._steps: dict[GraphKey, Step] = {}
@@ -130,6 +133,11 @@ class Graphs:
             binding.compiled.forget(binding.compiled._steps.keys() - binding.compiled._traced)
         binding.compiled._guards_checked.clear()
         return binding.compiled
+
+    @classmethod
+    def now(cls, drafter: Eagle31Drafter) -> Graphs:
+        """Those that were last asked for, without another look at the weights."""
+        return drafter.require_binding().compiled or cls.of(drafter)
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copied binding has a target of its own, which these graphs know nothing about."""
@@ -227,9 +235,10 @@ class Graphs:
         return outputs
 
     def drop(self, reason: str) -> None:
-        """Let all graphs go; whoever holds these is served by eager code from now on."""
+        """Let all graphs go, and the memory they write in; whoever holds these is served by eager code from now on."""
         self.disabled_reason = reason
         self._steps.clear()
+        self.kept.clear()
 
     def forget(self, keys: Iterable[GraphKey]) -> None:
         """Let some go, to be made again where they are wanted."""

@@ -77,9 +77,9 @@ class GraphInputs(InputBuffers):
     def make_room(self, block_end: int) -> bool:
         """Whether the placed block, padded to `block_end`, fits; if so, the buffers have a bucket's length."""
         slots = max(self.cache.lengths) + block_end
-        if block_end > self.cache.block or slot_bucket(slots) > self.cache.capacity:
+        if block_end > self.cache.block or slots > self.cache.capacity:
             return False
-        self.cache.make_room(slot_bucket(slots))
+        self.cache.make_room(min(slot_bucket(slots), self.cache.capacity))
         return True
 
     @property

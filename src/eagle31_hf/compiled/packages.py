@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .compiler_processes import CompilerProcesses
-from .flat_steps import Code, FlatStep, ReshapedStep, StepInputs, lend
+from .flat_steps import Code, FlatStep, Look, ReshapedStep, StepInputs, lend
 from .graph_makers import TRIED_PRODUCTS, GraphKey, Step
 from .own_files import make_own_folder, why_not_ours
 from .piece_program import PieceProgram, bound
@@ -84,8 +84,8 @@ class GraphPackages:
         else:
             packed = None if self.compiler is None else self.compiler.weights
             code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), packed)
-        signature = [(tuple(shape), tuple(stride), dtype) for shape, stride, dtype in told["signature"]]
-        return ReshapedStep(code, step, signature)
+        looks = [Look(tuple(shape), tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]]
+        return ReshapedStep(code, step, looks)
 
     def _load_whole(self, name: str, size: int) -> Code:
         package = _own(self.folder / Path(name).name)
@@ -105,7 +105,8 @@ class GraphPackages:
         """
         make_own_folder(self.folder)
         exported = _export(FlatStep(step, inputs, self.models), inputs)
-        told: dict[str, Any] = {"key": repr(key), "signature": StepInputs.of(inputs).signature, "calls": None}
+        looks = [(*look[:2], str(look.dtype)) for look in StepInputs.of(inputs).looks]
+        told: dict[str, Any] = {"key": repr(key), "signature": looks, "calls": None}
         if self.compiler is None:
             begun = [self._begin(f"{name_of(key)}.pt2", exported, processes)]
         else:
@@ -140,6 +141,8 @@ class GraphPackages:
     def _unfinished(self, name: str) -> Path:
         return self.folder / f"{os.getpid()}.{name}"
 
+
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 OWN = 0o600
 """Mode of packages, whatever the umask: they are code."""

@@ -56,12 +56,12 @@ class CompiledVerification:
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         self.cache.place(size)
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
-        if unmasked or not self.inputs.make_room(node_bucket(size, self.most_nodes)):
+        if unmasked or not self.inputs.make_room(self._width(size)):
             return self.eager(tree)
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
         nodes = key.size
         # A batch that loses rows is not worth a graph for each number.
-        pays = rows == self.first_rows and (size > 1 or nodes == 1)
+        pays = rows == self.first_rows and (size > 1 or (nodes == 1 and rests))
         output = self.graphs.run_or_eager(
             key,
             partial(_verify_step, self.binding) if pays else None,
@@ -77,7 +77,10 @@ class CompiledVerification:
             makes = rests and self.graphs.maker.serves_rests
             if alone in self.graphs or (makes and self.graphs.can_compile(alone)):
                 return alone
-        return self._key(rows, node_bucket(size, self.most_nodes), masks_trees=masks_trees)
+        return self._key(rows, self._width(size), masks_trees=masks_trees)
+
+    def _width(self, size: int) -> int:
+        return node_bucket(size, self.most_nodes, exact=self.graphs.maker.exact_sizes)
 
     def _key(self, rows: int, nodes: int, *, masks_trees: bool) -> GraphKey:
         offsets = self.cache.position_offsets

@@ -286,12 +286,12 @@ class CacheExport:
             live_rows: the number of each live row.
             cache, drafter: the target's and, if there is one, the drafter's, both up to the last token.
         """
-        others_go_on = len(places) < len(live_rows)
+        copied = len(places) < len(live_rows) or cache.outlived
         for place in places:
             self.rows[live_rows[place]] = EndedRow(
                 length=cache.lengths[place],
-                target=_row_states(cache, place, copied=others_go_on),
-                drafter=_states_of_drafter(drafter, place, copied=others_go_on),
+                target=_row_states(cache, place, copied=copied),
+                drafter=_states_of_drafter(drafter, place, copied=copied),
             )
 
 
@@ -305,7 +305,8 @@ def _states_of_drafter(drafter: SpeculativeCache | None, row: int, *, copied: bo
 
 
 def _row_states(cache: SpeculativeCache, row: int, *, copied: bool) -> LayerStates:
-    """What a cache holds of one row, oldest first. Copies where a view would keep the whole batch alive."""
+    """What a cache holds of one row, oldest first. Copies where a view would keep the whole batch alive, or would be
+    written over."""
     return {index: layer.copied() if copied else layer for index, layer in cache.held_row(row).items()}
 
 

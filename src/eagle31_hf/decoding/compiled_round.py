@@ -43,8 +43,7 @@ class CompiledRound:
         self.eager = EagerRound(drafter, caches, request, clock)
         self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
         maker = request.graph_maker
-        seen = drafter.require_binding().compiled if maker.weights_seen else None
-        self.graphs = (Graphs.of(drafter) if seen is None else seen).made_by(maker)
+        self.graphs = (Graphs.now(drafter) if maker.weights_seen else Graphs.of(drafter)).made_by(maker)
         self.drafting = CompiledDrafting(caches.drafter, self.graphs)
         self.verification: CompiledVerification | None = None
         if request.stats.cache_type == "full":

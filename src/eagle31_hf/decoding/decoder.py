@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..compiled.graphs import Graphs
 from ..drafter.drafter import Eagle31Drafter
 from ..sampling.acceptance import Acceptance
 from ..sampling.draw import NOT_PLAIN, choose
@@ -115,16 +116,21 @@ class SpeculativeDecoder:
 
     def _new_caches(self, batch_size: int) -> PairCaches:
         cache_type = self.request.stats.cache_type = self.drafter.generation_config.stored_cache_type
-        return PairCaches.make(
+        captures = self.compiles and self.request.graph_maker.exact_sizes
+        caches = PairCaches.make(
             self.drafter,
             self.largest,
             batch_size=batch_size,
             length=self.request.start.before_prompts + self.sequences.rules.max_length,
             chunk=self.chunk,
             for_graphs=self.compiles,
+            exact_sizes=captures,
             cache_type=cache_type,
             device=self.sequences.prompts.device,
         )
+        if captures:
+            caches.write_in(Graphs.now(self.drafter).kept)
+        return caches
 
     def run(self) -> Tensor:
         """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
@@ -139,6 +145,8 @@ class SpeculativeDecoder:
         """Close the figures and return the text, `(B, L + n)` ids."""
         self.clock.stop()
         self._settle_noise()
+        if self.caches.target.outlived:
+            Graphs.now(self.drafter).kept.give_back(self.caches)
         self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
         return self.sequences.assemble()
 

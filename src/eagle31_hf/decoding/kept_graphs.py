@@ -54,7 +54,7 @@ class LoadsKept:
     packages: GraphPackages
     names: frozenset[str]
     traces, failure = False, "a kept graph cannot be used (`eagle31 warmup` renews it)"
-    serves_rests = True
+    serves_rests, exact_sizes = True, False
     weights_seen = True  # to find the packages
 
     def can_make(self, key: GraphKey) -> bool:
@@ -85,7 +85,7 @@ class CompilesAhead:
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
     traces, failure = False, "compiling failed"
     serves_rests = True
-    weights_seen = False
+    exact_sizes = weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         return True
@@ -145,7 +145,7 @@ def _one_thread() -> Iterator[None]:
 
 
 FEWEST_CAPTURED_TOKENS = 48
-"""New tokens from which on a generation's steps are captured, which takes about as long as half a dozen rounds."""
+"""New tokens from which on the first text's steps are captured, which takes about as long as half a dozen rounds."""
 
 
 def graph_maker(
@@ -167,9 +167,11 @@ def graph_maker(
         return None
     capture = CAPTURES.get(binding.head_device.type)
     if capture is not None:
-        pays = new_tokens >= FEWEST_CAPTURED_TOKENS and drafter.generation_config.stored_cache_type == "full"
-        graphs = Graphs.of(drafter) if pays else None
-        if graphs is None or graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
+        if drafter.generation_config.stored_cache_type != "full":
+            return None
+        graphs = Graphs.of(drafter)
+        pays = new_tokens >= FEWEST_CAPTURED_TOKENS or graphs.keys
+        if not pays or graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
             return None
         return CapturesSteps(capture)
     packages = kept_packages(drafter)

@@ -135,9 +135,9 @@ class RecoveringDecoder:
         decoder = self.decoder
         if decoder.compiles:
             decoder.use_rounds(compiled=False)
-            if decoder.binding.compiled is not None:
-                decoder.binding.compiled.drop("memory ran out, steps stay eager")
-                decoder.binding.compiled = None
+        if decoder.binding.compiled is not None:
+            decoder.binding.compiled.drop("memory ran out, steps stay eager")
+            decoder.binding.compiled = None
         decoder.caches.release()
         give_back_memory(self.sequences.prompts.device)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ..cache import SpeculativeCache
+from ..cache.kept_buffers import KeptBuffers
 from ..compiled import shapes
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import SLAB, DraftSession, positions_read_at_once
@@ -36,6 +38,7 @@ class PairCaches:
         length: int,
         chunk: int,
         for_graphs: bool = False,
+        exact_sizes: bool = False,
         cache_type: str = "full",
         device: torch.device | None = None,
     ) -> PairCaches:
@@ -47,11 +50,12 @@ class PairCaches:
             length: longest text of a row.
             chunk: prompt tokens per forward.
             for_graphs: of sizes that compiled steps can write in, too. Eager steps can write in either.
+            exact_sizes: as in `shapes.cache_size`.
             cache_type: as in `SpeculativeCache`; the target's.
             device: where token ids live; default: where the target takes them.
         """
         binding = drafter.require_binding()
-        sizes = shapes.cache_size if for_graphs else eager_size
+        sizes = partial(shapes.cache_size, exact=exact_sizes) if for_graphs else eager_size
         target = sizes(shape.target_capacity(length), shape.block(chunk))
         read_at_once = positions_read_at_once(drafter, chunk)
         own = sizes(shape.drafter_capacity(length), shape.drafter_block(read_at_once))
@@ -64,6 +68,13 @@ class PairCaches:
             device=device or binding.input_device,
         )
         return cls(cache, DraftSession(drafter, batch_size=batch_size, **own._asdict()))
+
+    def write_in(self, kept: KeptBuffers) -> None:
+        """Store keys and values in memory that outlives these caches, unless another text is writing there."""
+        if kept.lend(self):
+            self.target.write_in(kept, "target")
+            if self.drafter is not None:
+                self.drafter.cache.write_in(kept, "drafter")
 
     @property
     def batch_size(self) -> int:

@@ -128,17 +128,17 @@ def measure_graphs(
         contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
     """
     kinds, measured = _graph_rounds(drafter, sampled=sampled), []
-    shape = kinds[0].plans[0].shape
+    shape, exact = kinds[0].plans[0].shape, _maker(drafter.require_binding()).exact_sizes
     for context in contexts:
         with _undisturbed():
             seconds = _rounds_s(drafter, context, kinds, processing, sampled=sampled, compiled=True)
         chain_s, rest_s, looked_up_s, resumed_s = seconds
         plain_s, lookup_s, chain_s = _rising((rest_s, looked_up_s, chain_s))
         step_s = (chain_s - lookup_s) / shape.depth
-        width = node_bucket(shape.nodes, shape.nodes)  # of the graph, which takes as long over fewer tokens
+        width = node_bucket(shape.nodes, shape.nodes, exact=exact)  # of the graph
         forward_s, resume_s = ((1, plain_s), (width, lookup_s)), max(resumed_s - chain_s, 0.0)
         measured.append(ContextSeconds(context, forward_s, step_s, step_s, resume_s))
-    return Calibration(tuple(measured), 0.0, 0.0, in_buckets=True)
+    return Calibration(tuple(measured), 0.0, 0.0, in_buckets=not exact)
 
 
 def meet_graphs(
