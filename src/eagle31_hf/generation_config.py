@@ -40,7 +40,8 @@ class Eagle31GenerationConfig(GenerationConfig):
     Args:
         num_assistant_tokens: draft depth, tokens drafted one after the other in a round. `None` (default) decides by
             `draft_length`: where asking the device costs nothing (CPU, one row, chain) up to 12 tokens, ended early
-            by the drafter's own doubt; compiled chains 7 (sampled ones 5); elsewhere 6.
+            by the drafter's own doubt; compiled chains 7 (sampled ones 5), captured ones as many as pay by the bytes
+            of weights that a step and the target read; elsewhere 6.
         draft_min_confidence: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
@@ -109,6 +110,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         sampled: bool = False,
         asked: int | None = None,
         compiled: bool | None = None,
+        captured_depth: int | None = None,
     ) -> DraftLength:
         """How long this round's drafts may get.
 
@@ -121,6 +123,7 @@ class Eagle31GenerationConfig(GenerationConfig):
             sampled: whether drafts are drawn.
             asked: depth the `generate` call itself asks for.
             compiled: whether rounds are computed by graphs; default: if `acceleration` is `"compile"`.
+            captured_depth: of chains whose steps are captured on a device.
         """
         depth = asked or self.num_assistant_tokens
         steered = self.num_assistant_tokens_schedule in ("pid", "heuristic") or self.draft_length_bounds is not None
@@ -130,7 +133,8 @@ class Eagle31GenerationConfig(GenerationConfig):
             return DraftLength(depth, least or 0.0)
         compiled = self.acceleration == "compile" if compiled is None else compiled
         if compiled and self.draft_top_k == 1:
-            return DraftLength(COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH, least or 0.0)
+            usual = COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH
+            return DraftLength(captured_depth or usual, least or 0.0)
         if free_to_ask:
             return DraftLength(LONGEST_CHAIN, MIN_CONFIDENCE if least is None else least)
         return DraftLength(FIXED_DEPTH, least or 0.0)

@@ -403,6 +403,12 @@ class Eagle31Drafter(Eagle31Network):
         logits = head(normed.to(self.require_binding().compute_dtype))
         return logits if self._knows_all else logits[..., : self.config.vocab_size]
 
+    @property
+    def head_weights(self) -> list[Tensor]:
+        """Of the head behind `draft_logits`, whosever it is."""
+        head: Tensor | nn.Module = self.lm_head or [*self._head_rows, self.require_binding().lm_head][0]
+        return [head] if isinstance(head, Tensor) else list(head.parameters())
+
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:
         super().load_canonical(tensors)
         self._draft_ids = None

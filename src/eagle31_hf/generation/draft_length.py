@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import GenerationConfig
 
+from ..decoding.default_length import default_length
 from ..drafter.drafter import Eagle31Drafter
 from ..generation_config import DraftLength
 
@@ -19,8 +20,8 @@ def draft_length(
     asked = getattr(generation_config, "num_assistant_tokens", None)
     if asked == GenerationConfig._get_default_generation_params()["num_assistant_tokens"]:
         asked = None
-    return drafter.generation_config.draft_length(
-        device_type=drafter.device.type,
+    return default_length(
+        drafter,
         batch_size=batch_size,
         sampled=bool(generation_config.do_sample),
         asked=asked,

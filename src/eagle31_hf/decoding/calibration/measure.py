@@ -24,6 +24,7 @@ from ...target.binding import TargetBinding
 from ...target.device_clock import now
 from ...trees.shape import DraftShape
 from ..decoder import SpeculativeDecoder
+from ..default_length import default_length
 from ..draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ..request import DecodingRequest
 from ..text import Sequences, StopRules
@@ -156,9 +157,7 @@ def _graph_rounds(drafter: Eagle31Drafter, *, sampled: bool) -> tuple[TimedRound
 
     As they come in a text: chains follow one another, rests are long, between chains one draft is looked up.
     """
-    length = drafter.generation_config.draft_length(
-        device_type=drafter.device.type, batch_size=1, sampled=sampled, compiled=True
-    )
+    length = default_length(drafter, batch_size=1, sampled=sampled, compiled=True)
     shape = DraftShape(length.depth)
     chain, rest, looked_up = DraftPlan(shape), DraftPlan.skip(), DraftPlan(shape, tokens=((0,) * shape.depth,))
     return (
