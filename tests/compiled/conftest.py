@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle31_hf.compiled import graph_makers, graphs
+from eagle31_hf.compiled.draft_graphs import ChosenBy
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen
@@ -55,8 +56,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Acceptance, Acceptance
     kept: list[tuple[Acceptance, Acceptance]] = []
     in_a_graph = RoundGraph.__call__
 
-    def accept_twice(self: RoundGraph, tree: DraftTree, logits: Tensor, aux: Tensor, noise: Tensor | None) -> Any:
-        made = in_a_graph(self, tree, logits, aux, noise)
+    def accept_twice(self: RoundGraph, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy) -> Any:
+        made, noise = in_a_graph(self, tree, logits, aux, by), by.noise
         if made is not None:
             scores = self.step.warping.of_nodes(logits)
             rows = torch.arange(len(logits))[:, None]

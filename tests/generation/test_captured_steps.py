@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from eagle31_hf.compiled import captured, graph_makers, shapes
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
+from eagle31_hf.decoding.accept import Acceptor
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
@@ -103,6 +104,43 @@ def test_drawn_texts_are_those_of_graphs_made_at_once(
     with configured(forgotten(pair), acceleration="compile"):
         assert all(torch.equal(write(pair, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
     assert len(set(map(str, drawn))) == 4
+
+
+PENALTY: dict[str, Any] = {"repetition_penalty": 1.3}
+
+
+@pytest.mark.parametrize("how", [GREEDY | PENALTY, SAMPLING | PENALTY], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [{}, {"draft_top_k": 2, "draft_tree_size": 6}], ids=["chain", "tree"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_repetition_penalty(
+    rows: int, tree: dict[str, int], how: dict[str, Any], pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    """Instruct models of Qwen2.5 set one by default."""
+    with configured(pair, **tree):
+        for seed in range(2):
+            assert torch.equal(write(pair, seed, rows, **how), write(None, seed, rows, **how))
+    assert "advance" in kinds(pair)
+    assert recorder.replayed > 10
+    assert pair.stats is not None
+    assert pair.stats.fallbacks == []
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("how", [GREEDY | PENALTY, SAMPLING | PENALTY], ids=["greedy", "sampled"])
+def test_a_repetition_penalty_where_asking_the_device_takes_time(
+    how: dict[str, Any], rows: int, pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager rounds on a card judge all nodes by masks, as graphs do."""
+    made = Acceptor.__init__
+
+    def on_a_card(self: Acceptor, *request: Any) -> None:
+        made(self, *request)
+        self.host_sync_is_free = False
+
+    monkeypatch.setattr(Acceptor, "__init__", on_a_card)
+    monkeypatch.setattr(Acceptor, "_accept_by_level", failing(AssertionError("waits for every level")))
+    with configured(pair, acceleration="eager"):
+        assert torch.equal(write(pair, 3, rows, **how), write(None, 3, rows, **how))
 
 
 def test_trees(pair: Eagle31Drafter, recorder: Recorder) -> None:

@@ -5,6 +5,7 @@ They take a `FixedShapeCache` and the slots they write in it, and give NamedTupl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -97,12 +98,29 @@ def absorb_step(drafter: Eagle31Drafter) -> Step:
     return absorb
 
 
+class ChosenBy(NamedTuple):
+    """What of the text decides, beside scores, which tokens are chosen.
+
+    Attributes:
+        noise: `(B, n, V)` of the next positions; `None`: the text is greedy.
+        seen: `(B, V)` which tokens it has; `None`: no processor asks.
+    """
+
+    noise: Tensor | None = None
+    seen: Tensor | None = None
+
+    def through(self, fill: Callable[[str, Tensor], Tensor]) -> ChosenBy:
+        """The same in memory that graphs read, by `GraphInputs.fill`."""
+        noise = None if self.noise is None else fill("noise", self.noise)
+        return ChosenBy(noise, None if self.seen is None else fill("seen", self.seen))
+
+
 class GraphSampling(NamedTuple):
     """How a graph chooses tokens.
 
     Attributes:
         sample: by noise; else the likeliest one.
-        warping: the target's processors, if tokens are sampled; `None` leaves scores as they are.
+        warping: the target's processors, if they change which token is chosen; `None` leaves scores as they are.
     """
 
     sample: bool
@@ -111,15 +129,16 @@ class GraphSampling(NamedTuple):
     @classmethod
     def of(cls, *, sample: bool, warping: DraftWarping | None) -> GraphSampling:
         """Of a greedy draft processors that look at scores alone change nothing."""
-        return cls(sample, warping if sample and warping is not None and warping.key else None)
+        decides = warping is not None and warping.key and (sample or warping.needs_seen)
+        return cls(sample, warping if decides else None)
 
     @property
     def key(self) -> tuple:
         return self.sample, () if self.warping is None else self.warping.key
 
-    def choice(self, noise: Tensor | None) -> DraftChoice:
-        """With noise `(B, K, V)` of the next positions; `None` of a greedy draft."""
-        return DraftChoice(self.warping, noise) if self.sample else BARE_CHOICE
+    def choice(self, by: ChosenBy) -> DraftChoice:
+        """Of draft tokens."""
+        return DraftChoice(self.warping, *by) if self.sample or self.warping is not None else BARE_CHOICE
 
 
 def chain_step(drafter: Eagle31Drafter, depth: int, sampling: GraphSampling) -> Step:
@@ -127,9 +146,9 @@ def chain_step(drafter: Eagle31Drafter, depth: int, sampling: GraphSampling) -> 
     ids, draft = drafter.draft_ids, draft_step(drafter)
 
     def chain(
-        root: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: FixedShapeCache
+        root: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: FixedShapeCache
     ) -> DraftedChain:
-        choice, logits, tokens, first = sampling.choice(noise), root, [], root  # tokens: (B, 1) each
+        choice, logits, tokens, first = sampling.choice(by), root, [], root  # tokens: (B, 1) each
         for k in range(depth):
             scores, support = choice.rank(logits[:, -1], (), ids, depth=k)
             first = scores[:, None].softmax(-1, dtype=torch.float32) if k == 0 else first
@@ -153,7 +172,7 @@ def tree_step(drafter: Eagle31Drafter, shape: DraftShape, sampling: GraphSamplin
         slots: Tensor,
         roots: Tensor,
         rotary: Rotary,
-        noise: Tensor | None,
+        by: ChosenBy,
         cache: FixedShapeCache,
     ) -> GrownTree:
         levels: list[Tensor] = []
@@ -166,7 +185,7 @@ def tree_step(drafter: Eagle31Drafter, shape: DraftShape, sampling: GraphSamplin
             levels.append(drafter.draft_logits(out.normed))
             return DraftState(levels[-1], out.feedback)
 
-        grown = grow_tree(DraftState(root, feedback), step, ids, roots, shape, sampling.choice(noise))
+        grown = grow_tree(DraftState(root, feedback), step, ids, roots, shape, sampling.choice(by))
         assert grown.scores is not None, "a dynamic tree has them"
         return GrownTree(levels[0], grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores)
 

@@ -16,6 +16,7 @@ from ..drafter.session import DraftSession, DraftState
 from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.shape import DraftShape
 from .draft_graphs import (
+    ChosenBy,
     DraftedChain,
     GraphSampling,
     GrownTree,
@@ -125,12 +126,12 @@ class CompiledDrafting:
 
     # --- whole drafts --------------------------------------------------------------------------------------------
 
-    def chain(self, depth: int, sampling: GraphSampling, noise: Tensor | None) -> DraftedChain | None:
+    def chain(self, depth: int, sampling: GraphSampling, by: ChosenBy) -> DraftedChain | None:
         """A chain of `depth` tokens in one graph; `None` where there is none.
 
         Args:
             sampling: how tokens are chosen.
-            noise: `(B, depth, V)` of the next positions, if they are sampled.
+            by: what they are chosen by, of the next `depth` positions.
         """
         rows, root = self.session.cache.batch_size, self.root
         self.session.cache.place(1)
@@ -144,12 +145,12 @@ class CompiledDrafting:
                 fill("feedback", root.feedback),
                 self.inputs.slots(depth),
                 self.inputs.fill_rotary(self.session.rotary_depths(depth), depth),
-                None if noise is None else fill("noise", noise),
+                by.through(fill),
                 self.inputs.fixed,
             )
 
         def first_probs() -> Tensor:
-            scores, _ = sampling.choice(noise).rank(root.logits[:, 0], (), self.draft_ids, depth=0)
+            scores, _ = sampling.choice(by).rank(root.logits[:, 0], (), self.draft_ids, depth=0)
             return scores[:, None].softmax(-1, dtype=torch.float32)
 
         return self.graphs.run_or_eager(
@@ -161,7 +162,7 @@ class CompiledDrafting:
         )
 
     def tree(
-        self, roots: Tensor, shape: DraftShape, depth: int, sampling: GraphSampling, noise: Tensor | None
+        self, roots: Tensor, shape: DraftShape, depth: int, sampling: GraphSampling, by: ChosenBy
     ) -> DraftTree | None:
         """A dynamic tree of `depth` levels in one graph; `None` where there is none.
 
@@ -169,13 +170,13 @@ class CompiledDrafting:
             roots: `(B,)` the last token of each row.
             shape: of the tree, where a text's end does not cut it.
             depth: levels.
-            sampling, noise: as in `chain`.
+            sampling, by: as in `chain`.
         """
         rows, nodes = self.session.cache.batch_size, shape.top_k * (depth - 1)  # that are stepped over
         if self.graphs.disabled_reason or not nodes:
             return None
         if depth < shape.depth:  # the last of a text, not worth a graph
-            choice = sampling.choice(noise)
+            choice = sampling.choice(by)
             return grow_tree(self.root, self.session.step, self.draft_ids, roots, shape.cut_to(depth), choice)
         self.session.cache.place(1)
         if not self.inputs.make_room(nodes):
@@ -190,11 +191,11 @@ class CompiledDrafting:
                 self.inputs.slots(nodes),
                 fill("roots", roots),
                 self.inputs.fill_rotary(self.session.rotary_depths(depth - 1), depth - 1),
-                None if noise is None else fill("noise", noise),
+                by.through(fill),
                 self.inputs.fixed,
             ),
             lambda: None,
-            reference=partial(_logits_of_first_level, self.session, shape.top_k, sampling.choice(noise)),
+            reference=partial(_logits_of_first_level, self.session, shape.top_k, sampling.choice(by)),
         )
         return None if grown is None else grown.to_tree(shape)
 

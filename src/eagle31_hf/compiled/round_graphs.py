@@ -2,7 +2,7 @@
 
 The three depend on each other and not on the host, which looks once, after them. So a compiled round is two graphs, the
 target's verification and this one. It is for drafts of fixed size, chains and dynamic trees, and for processors that
-look at scores alone; any other end of a round is several calls.
+look at scores alone or at which tokens the text has; any other end of a round is several calls.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ from ..drafter.session import DraftState
 from ..sampling.acceptance import Acceptance, accept_chosen, match_prefix
 from ..sampling.draw import argmax, choose
 from ..sampling.logits_processing import DraftWarping
+from ..sampling.seen_tokens import seen_after, seen_at_nodes
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .draft_graphs import DraftedChain, GraphSampling, GrownTree, Rotary, absorb_step, chain_step, tree_step
+from .draft_graphs import (
+    ChosenBy,
+    DraftedChain,
+    GraphSampling,
+    GrownTree,
+    Rotary,
+    absorb_step,
+    chain_step,
+    tree_step,
+)
 from .draft_session import CompiledDrafting
 from .fixed_cache import FixedShapeCache
 from .graph_makers import GraphKey, Step
@@ -122,12 +132,12 @@ class AcceptAndDraft(ABC):
         """What tells its graph from others of as many nodes."""
 
     @abstractmethod
-    def accept(self, logits: Tensor, drafts: Any, noise: Tensor | None) -> GraphAcceptance:
+    def accept(self, logits: Tensor, drafts: Any, by: ChosenBy) -> GraphAcceptance:
         """By the target's logits `(B, N, V)`; `drafts` as `inputs` gives them, noise of the next positions."""
 
     @abstractmethod
     def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: Any
+        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: Any
     ) -> DraftedChain | GrownTree:
         """Draft behind the bonus `(B,)`, from the drafter's state after it, by noise of the positions behind it."""
 
@@ -149,10 +159,10 @@ class AcceptAndDraft(ABC):
             aux: Tensor,
             slots: Tensor,
             rotary: Rotary,
-            noise: Tensor | None,
+            by: ChosenBy,
             cache: FixedShapeCache,
         ) -> RoundOutput:
-            accepted = self.accept(logits, drafts, noise)
+            accepted = self.accept(logits, drafts, by)
             last, bonus = accepted.last, accepted.acceptance.bonus
             cos, sin = (table[:, :width] for table in rotary)
             read = absorb(accepted.following(), accepted.along(aux), slots[:, :width], (cos, sin), last, cache)
@@ -160,20 +170,29 @@ class AcceptAndDraft(ABC):
             behind = last[:, None] + torch.arange(1, 1 + self.draft_slots, device=last.device)
             cos, sin = (table[rows, behind[:, : self.levels]] for table in rotary)
             root = DraftState(read.logits, read.feedback)
-            following = None
-            if noise is not None:  # the first token behind the bonus is as many positions on as were accepted
-                ahead = last[:, None] + torch.arange(1, 1 + self.shape.depth, device=last.device)
-                following = noise[rows, ahead]
+            following = self.chosen_behind(by, accepted)
             draft = self.draft(root, bonus, slots[rows, behind], (cos, sin), following, cache)
             return RoundOutput(read.logits, read.feedback, accepted.acceptance, draft)
 
         return advance
 
-    def target_choice(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """The target's token after each node, `(B, N)`, by noise `(B, N, V)` of its position if it is sampled."""
+    def chosen_behind(self, by: ChosenBy, accepted: GraphAcceptance) -> ChosenBy:
+        """What the next draft is chosen by, behind the bonus."""
+        last, (noise, seen) = accepted.last, by
+        if noise is not None:  # the first token behind the bonus is as many positions on as were accepted
+            ahead = last[:, None] + torch.arange(1, 1 + self.shape.depth, device=last.device)
+            noise = noise[torch.arange(len(last), device=last.device)[:, None], ahead]
+        if seen is not None:
+            seen = seen_after(seen, accepted.tokens, accepted.acceptance.length, accepted.acceptance.bonus)
+        return ChosenBy(noise, seen)
+
+    def target_choice(self, logits: Tensor, at_nodes: ChosenBy) -> Tensor:
+        """The target's token after each node, `(B, N)`, by noise `(B, N, V)` of its position if it is sampled, and by
+        the tokens of the text through it `(B, N, V)`."""
+        noise, seen = at_nodes
         if not self.warping.key and noise is None:
             return argmax(logits)
-        scores = self.warping.of_nodes(logits)
+        scores = self.warping.of_nodes(logits, seen)
         return argmax(scores) if noise is None else choose(scores, noise)
 
 
@@ -189,16 +208,20 @@ class ChainAcceptAndDraft(AcceptAndDraft):
     def key_shape(self) -> tuple[int, ...]:
         return ()
 
-    def accept(self, logits: Tensor, drafts: Tensor, noise: Tensor | None) -> GraphAcceptance:
-        own = None if noise is None else noise[:, : self.width]  # in a chain, node = depth
-        best, bonus = match_prefix(drafts, self.target_choice(logits, own))
+    def accept(self, logits: Tensor, drafts: Tensor, by: ChosenBy) -> GraphAcceptance:
         nodes = torch.arange(drafts.shape[1], device=drafts.device).expand(len(drafts), -1)
+        noise, seen = by
+        if noise is not None:
+            noise = noise[:, : self.width]  # in a chain, node = depth
+        if seen is not None:
+            seen = seen_at_nodes(seen, drafts, nodes[:, None] <= nodes[:, :, None])
+        best, bonus = match_prefix(drafts, self.target_choice(logits, ChosenBy(noise, seen)))
         return GraphAcceptance(Acceptance(nodes, best + 1, bonus, best), drafts, is_chain=True)
 
     def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: Any
+        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: Any
     ) -> DraftedChain:
-        return self._chain(root.logits, root.feedback, slots, rotary, noise, cache)
+        return self._chain(root.logits, root.feedback, slots, rotary, by, cache)
 
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Tensor:
         """Tokens `(B, K+1)`, root first."""
@@ -228,18 +251,21 @@ class TreeAcceptAndDraft(AcceptAndDraft):
     def key_shape(self) -> tuple[int, ...]:
         return self.shape.depth, self.shape.top_k
 
-    def accept(self, logits: Tensor, drafts: TreeDrafts, noise: Tensor | None) -> GraphAcceptance:
+    def accept(self, logits: Tensor, drafts: TreeDrafts, by: ChosenBy) -> GraphAcceptance:
         tokens, parents, depths, ancestors = drafts
+        noise, seen = by
         tree = DraftTree(tokens, parents, depths, ancestors, max_depth=self.longest, max_children=self.children)
         if noise is not None:
             noise = noise[torch.arange(len(tokens), device=tokens.device)[:, None], depths]  # (B, N, V)
-        acceptance = accept_chosen(tree, self.target_choice(logits, noise))
+        if seen is not None:
+            seen = seen_at_nodes(seen, tokens, ancestors)
+        acceptance = accept_chosen(tree, self.target_choice(logits, ChosenBy(noise, seen)))
         return GraphAcceptance(acceptance, tokens.gather(1, acceptance.path), is_chain=False)
 
     def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, noise: Tensor | None, cache: Any
+        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: Any
     ) -> GrownTree:
-        return self._tree(root.logits, root.feedback, slots, bonus, rotary, noise, cache)
+        return self._tree(root.logits, root.feedback, slots, bonus, rotary, by, cache)
 
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> TreeDrafts:
         return TreeDrafts(
@@ -260,7 +286,7 @@ class RoundGraph:
         drafting: the drafter's compiled steps.
         shape: of the drafts it accepts and makes; a chain without doubt, or a dynamic tree.
         sample: whether tokens are drawn.
-        warping: the target's processors, which look at scores alone.
+        warping: the target's processors.
     """
 
     def __init__(self, drafting: CompiledDrafting, shape: DraftShape, *, sample: bool, warping: DraftWarping):
@@ -282,7 +308,7 @@ class RoundGraph:
         return shape.min_confidence == 0 and shape.depth > 0
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, aux: Tensor, noise: Tensor | None
+        self, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy
     ) -> tuple[Acceptance, NextDraft] | None:
         """What the target accepts of a round's drafts, and what was drafted after it; `None` where no graph can say.
 
@@ -290,7 +316,7 @@ class RoundGraph:
             tree: the drafts.
             logits: the target's `(B, N, V)`.
             aux: its hidden states `(B, N, A*Ht)`.
-            noise: `(B, looks_ahead, V)` of the next positions, if tokens are sampled.
+            by: what tokens are chosen by, of the next `looks_ahead` positions.
         """
         step, drafting = self.step, self.drafting
         session, graph_inputs, rows = drafting.session, drafting.inputs, len(tree.tokens)
@@ -301,8 +327,7 @@ class RoundGraph:
             return None
         rotary = session.rotary_ahead(step.width + step.levels)
         aux = aux.to(device=session.device, dtype=session.dtype)
-        if noise is not None:
-            noise = noise.to(session.device)
+        by = by.through(lambda _name, tensor: tensor.to(session.device))
 
         def inputs() -> tuple:
             return (
@@ -311,7 +336,7 @@ class RoundGraph:
                 graph_inputs.fill("aux", aux),
                 graph_inputs.slots(step.width + step.draft_slots),
                 graph_inputs.fill_rotary(rotary, step.width + step.levels),
-                None if noise is None else graph_inputs.fill("noise", noise),
+                by.through(graph_inputs.fill),
                 graph_inputs.fixed,
             )
 
@@ -320,19 +345,17 @@ class RoundGraph:
             drafting.if_first_rows(step.make),
             inputs,
             lambda: None,
-            reference=lambda: self._logits_after_bonus(tree, logits, aux, rotary, noise),
+            reference=lambda: self._logits_after_bonus(tree, logits, aux, rotary, by),
         )
         if output is None:
             return None
         state = DraftState(output.logits, output.feedback)
         return output.acceptance, NextDraft(state, rotary, step.width, self.shape, output.draft)
 
-    def _logits_after_bonus(
-        self, tree: DraftTree, logits: Tensor, aux: Tensor, rotary: Rotary, noise: Tensor | None
-    ) -> Tensor:
+    def _logits_after_bonus(self, tree: DraftTree, logits: Tensor, aux: Tensor, rotary: Rotary, by: ChosenBy) -> Tensor:
         """The drafter's logits after the bonus as eager code has them, by which the graph is checked."""
         drafts: Any = self.step.inputs(tree, lambda _name, tensor: tensor)
-        accepted = self.step.accept(logits, drafts, noise)
+        accepted = self.step.accept(logits, drafts, by)
         cos, sin = (table[:, : self.step.width] for table in rotary)
         counts = accepted.acceptance.length.tolist()
         read = self.drafting.session.read(accepted.following(), accepted.along(aux), (cos, sin), counts)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..sampling.acceptance import Acceptance, accept_chosen
 from ..sampling.draw import argmax, choose
+from ..sampling.seen_tokens import seen_at_nodes
 from ..sampling.tree_walk import accept_tree_walk
 from ..trees.draft_tree import DraftTree
 from .request import DecodingRequest
@@ -34,9 +35,9 @@ class Acceptor:
             logits: the target's `(B, N, V)`.
             batch: the rows.
         """
-        if not self.processing.scores_only:
-            return self._accept_by_level(tree, logits, batch)
         scores = self._score_all_nodes(tree, logits, batch)
+        if scores is None:
+            return self._accept_by_level(tree, logits, batch)
         return Accepted(tree, self._accept_chosen(tree, self._choose_all(tree, scores, batch), batch.live), scores)
 
     def _accept_by_level(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Accepted:
@@ -68,9 +69,18 @@ class Acceptor:
         acceptance = accept_tree_walk(tree, choose_after, batch.live, ends if self.processing.in_order else None)
         return Accepted(tree, acceptance, decided)
 
-    def _score_all_nodes(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Tensor:
-        """What the target decides by, `(B, N, V)`: processed scores, or the raw logits where arg-max needs no more."""
+    def _score_all_nodes(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Tensor | None:
+        """What the target decides by, `(B, N, V)`: processed scores, or the raw logits where arg-max needs no more.
+
+        `None` where processors want to see each prefix. On a CPU a repetition penalty does, too: to penalize the few
+        tokens that are asked about takes less there than a mask over all.
+        """
         request = self.request
+        if not self.processing.scores_only:
+            seen = None if self.host_sync_is_free else request.seen_before(batch)
+            if seen is None:
+                return None
+            return self.processing.draft_warping.of_nodes(logits, seen_at_nodes(seen, tree.tokens, tree.ancestors))
         if self.processing.is_empty and not request.do_sample and not request.keep_scores:
             return logits
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..compiled.draft_graphs import GraphSampling
+from ..compiled.draft_graphs import ChosenBy, GraphSampling
 from ..compiled.draft_session import CompiledDrafting
 from ..compiled.graphs import Graphs
 from ..compiled.round_graphs import NextDraft, RoundGraph
@@ -77,17 +77,19 @@ class CompiledRound:
         """A draft by one graph; `None` where there is none."""
         request = self.request
         processing = request.processing
-        warping = processing.draft_warping if processing.fits_draft_vocabulary else None
+        warping = processing.draft_warping if processing.warps_drafts else None
         sampling = GraphSampling.of(sample=request.do_sample, warping=warping)
-        noise = request.noise_ahead(batch, shape.depth)
+        by = self._chosen_by(batch, shape.depth)
         if shape.is_tree:
-            return self.drafting.tree(batch.roots, shape, depth, sampling, noise)
+            return self.drafting.tree(batch.roots, shape, depth, sampling, by)
         is_never_asked = processing.in_order and not processing.can_fork
-        scores_alone = processing.fits_draft_vocabulary or is_never_asked
-        if shape.min_confidence or not scores_alone:
+        if shape.min_confidence or not (processing.warps_drafts or is_never_asked):
             return None
-        chain = self.drafting.chain(shape.depth, sampling, noise)
+        chain = self.drafting.chain(shape.depth, sampling, by)
         return None if chain is None else chain.to_tree(batch.roots, depth)
+
+    def _chosen_by(self, batch: RoundBatch, ahead: int) -> ChosenBy:
+        return ChosenBy(self.request.noise_ahead(batch, ahead), self.request.seen_before(batch))
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         if self.verification is None:
@@ -103,19 +105,18 @@ class CompiledRound:
         graph = self._round_graph(batch)
         if graph is not None and verified.aux is not None:
             with self.clock.phase("draft"):
-                noise = self.request.noise_ahead(batch, graph.looks_ahead)
-                made = graph(tree, verified.logits, verified.aux, noise)
+                made = graph(tree, verified.logits, verified.aux, self._chosen_by(batch, graph.looks_ahead))
             if made is not None:
                 acceptance, self._next = made
                 return Accepted(tree, acceptance, {})
         return self.eager.accept(tree, verified, batch)
 
     def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:
-        """What accepts drafts of the planned shape and makes the next ones, by scores that nobody else asks for."""
+        """What accepts drafts of the planned shape and makes the next ones, where nobody else asks for scores."""
         request, plan = self.request, batch.plan
         if plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
             return None
-        if request.keep_scores or request.keep_logits or not request.processing.fits_draft_vocabulary:
+        if request.keep_scores or request.keep_logits or not request.processing.warps_drafts:
             return None
         if plan.shape not in self._round_graphs:
             self._round_graphs[plan.shape] = RoundGraph(

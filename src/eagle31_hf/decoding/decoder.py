@@ -221,7 +221,7 @@ class SpeculativeDecoder:
         """First token of each row from `(B, V)`."""
         request, rows = self.request, self.rows
         scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.asked)
-        request.begin_sampling(scores.shape[-1])
+        request.begin(scores.shape[-1])
         noise = request.noise_ahead(batch, 1)
         choice = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
         chosen = request.keep_choice(rows, [self.sequences.length(row) for row in rows], choice.tolist())

@@ -122,18 +122,21 @@ def propose(session: DraftStepper, batch: RoundBatch, request: DecodingRequest, 
     assert batch.plan is not None, "somebody wants drafts"
     shape, depth, roots = batch.plan.shape, batch.draft_depth, batch.roots
     processing = request.processing
-    noise = request.noise_ahead(batch, depth)
+    noise, seen = request.noise_ahead(batch, depth), request.seen_before(batch)
+    warps = processing.warps_drafts and not processing.is_empty and (noise is not None or seen is not None)
+    choice = DraftChoice(processing.draft_warping if warps else None, noise, seen)
     if shape.is_tree:
-        warped = noise is not None and processing.fits_draft_vocabulary and not processing.is_empty
-        choice = DraftChoice(processing.draft_warping if warped else None, noise)
         return propose_dynamic_tree(session, roots, shape.cut_to(depth), choice)
+    length = DraftLength(depth, shape.min_confidence)
+    if processing.warps_drafts:
+        return propose_chain(session, roots, length, choice)
 
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
 
     grammar = GrammarDrafts(batch.live, batch.sequences.rules.eos_ids, request.stats.fall_back)
     scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample, grammar=grammar)
-    return propose_chain(session, roots, DraftLength(depth, shape.min_confidence), DraftChoice(scores, noise))
+    return propose_chain(session, roots, length, DraftChoice(scores, noise))
 
 
 def given_chain(batch: RoundBatch, tokens: Sequence[Sequence[int]], depth: int) -> DraftTree:

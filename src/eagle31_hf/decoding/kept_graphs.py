@@ -188,7 +188,7 @@ def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: Score
     if drafter.require_binding().has_states:
         return False
     steers = drafter.generation_config.num_assistant_tokens_schedule in ("pid", "heuristic")
-    return RoundGraph.serves(requested.shape) and processing.fits_draft_vocabulary and not steers
+    return RoundGraph.serves(requested.shape) and processing.warps_drafts and not steers
 
 
 def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:

@@ -11,6 +11,7 @@ from ..compiled.graph_makers import CompilesAtOnce, GraphMaker
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
+from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
 from ..target.prompt_forward import PromptForward
 from ..trees.shape import DraftShape
@@ -40,6 +41,7 @@ class DecodingRequest:
         graph_maker: where graphs come from that are not there yet, if rounds are computed by graphs.
         asked: what was said of prefixes, in case that a round is repeated.
         noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
+        seen: which tokens the texts have, if that is all that processors ask beside scores; `None`: they do not.
     """
 
     sequences: Sequences
@@ -58,9 +60,15 @@ class DecodingRequest:
     graph_maker: GraphMaker = field(default_factory=CompilesAtOnce)
     asked: AskedOnce = field(default_factory=AskedOnce)
     noise: PositionNoise | None = None
+    seen: SeenTokens | None = None
 
-    def begin_sampling(self, vocabulary: int) -> None:
-        """Follow torch's generator from here on, for scores of so many tokens, if the text is sampled."""
+    def begin(self, vocabulary: int) -> None:
+        """Before the first token, for scores of so many: follow torch's generator if the text is sampled, and the
+        text if processors ask which tokens it has."""
+        processing = self.processing
+        if self.seen is None and processing.warps_drafts and processing.draft_warping.needs_seen:
+            ignored = processing.uncounted_tokens(self.sequences.batch_size)
+            self.seen = SeenTokens(self.sequences.prompts, vocabulary, ignored)
         if self.do_sample and self.noise is None:
             device = self.sequences.prompts.device
             self.noise = PositionNoise(self.sequences.batch_size, vocabulary, device)
@@ -68,6 +76,10 @@ class DecodingRequest:
     def noise_ahead(self, batch: RoundBatch, count: int) -> Tensor | None:
         """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""
         return None if self.noise is None else self.noise.window(batch.rows, batch.written, count)
+
+    def seen_before(self, batch: RoundBatch) -> Tensor | None:
+        """Which tokens each row has, `(B, V)`; `None` where nobody asks."""
+        return None if self.seen is None else self.seen.of(batch.rows, self.sequences.new)
 
     def noise_behind(self, batch: RoundBatch, count: int) -> Tensor:
         """Noise `(B, count, V)` of each row's last tokens."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import is_callers
-from ..sampling.logits_processing import ScoreProcessing
+from ..sampling.logits_processing import DraftWarping, ScoreProcessing
 from .drafter import Eagle31Drafter
 from .propose import DraftScores
 
@@ -30,7 +30,7 @@ def draft_scores(
     *,
     do_sample: bool,
     grammar: GrammarDrafts | None = None,
-) -> DraftScores | None:
+) -> DraftScores | DraftWarping | None:
     """Draft logits to processed scores, step by step; `None` where logits decide as they are.
 
     Args:

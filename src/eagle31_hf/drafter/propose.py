@@ -50,10 +50,13 @@ class DraftChoice:
     Attributes:
         scores: the target's processors on draft logits; `None` leaves them as they are.
         noise: `(B, K, V)` exponential noise of the next `K` positions; `None`: the text is greedy.
+        seen: `(B, V)` which tokens the text has through the root, where `scores` ask. That a draft adds some is left
+            out: it changes what is drafted and never what is written.
     """
 
-    scores: DraftScores | None = None
+    scores: DraftScores | DraftWarping | None = None
     noise: Tensor | None = None
+    seen: Tensor | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -80,10 +83,8 @@ class DraftChoice:
         ranked, support = self._processed(logits, drafted, draft_ids, at_least)
         if self.noise is None:
             return ranked, support
-        noise = self.noise[:, depth].to(logits.device)  # (B, V)
-        if len(noise) != len(ranked):  # nodes of a tree: those of a row share their depth's noise
-            noise = noise.repeat_interleave(len(ranked) // len(noise), dim=0)
-        return perturbed(ranked, _noise_of(noise, support, ranked.shape[-1])), support
+        noise = _of_each(self.noise[:, depth].to(logits.device), ranked)  # those of a row share their depth's
+        return perturbed(ranked, _of_tokens(noise, support, ranked.shape[-1])), support
 
     def _processed(
         self, logits: Tensor, drafted: Sequence[Tensor], draft_ids: Tensor | None, at_least: int
@@ -91,7 +92,10 @@ class DraftChoice:
         if self.scores is None:
             return logits, draft_ids
         if isinstance(self.scores, DraftWarping):
-            ranked, candidates = self.scores.candidates(logits, at_least)
+            seen = self.seen
+            if seen is not None:
+                seen = _of_tokens(_of_each(seen.to(logits.device), logits), draft_ids, logits.shape[-1])
+            ranked, candidates = self.scores.candidates(logits, at_least, seen)
             return ranked, draft_ids if candidates is None else to_target_ids(candidates, draft_ids)
         ranked = self.scores(logits, drafted)
         return ranked, draft_ids if ranked.shape[-1] == logits.shape[-1] else None
@@ -100,15 +104,21 @@ class DraftChoice:
 BARE_CHOICE = DraftChoice()
 
 
-def _noise_of(noise: Tensor, support: Tensor | None, width: int) -> Tensor:
-    """Noise `(B, V)` of the tokens of a support `(S,)` or `(B, S)`, or of the first `width` ones.
+def _of_each(of_rows: Tensor, nodes: Tensor) -> Tensor:
+    """What each row `(B, V)` has, for each of its nodes: `nodes` is `(B, ...)`, or `(B * n, ...)` of a tree."""
+    each = len(nodes) // len(of_rows)
+    return of_rows if each == 1 else of_rows.repeat_interleave(each, dim=0)
+
+
+def _of_tokens(of_vocabulary: Tensor, support: Tensor | None, width: int) -> Tensor:
+    """Columns of `(B, V)` for the tokens of a support `(S,)` or `(B, S)`, or for the first `width` ones.
 
     A target may know a few tokens more than its drafter does.
     """
     if support is None:
-        return noise[:, :width]
-    ids = support.expand(len(noise), -1) if support.dim() == 1 else support
-    return noise.gather(1, ids)  # `index_select` takes ten times as long on a CPU
+        return of_vocabulary[:, :width]
+    ids = support.expand(len(of_vocabulary), -1) if support.dim() == 1 else support
+    return of_vocabulary.gather(1, ids)  # `index_select` takes ten times as long on a CPU
 
 
 def propose_chain(

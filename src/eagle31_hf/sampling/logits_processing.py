@@ -1,9 +1,10 @@
 """The target's logits processors, applied to the nodes of a draft tree and to the drafter's own scores.
 
-Processors fall into four kinds (tried out of order, repeated and row by row; transformers 5.17 and 5.23):
+Processors fall into five kinds (tried out of order, repeated and row by row; transformers 5.17 and 5.23):
 
     scores only   temperature, top-k, top-p, ...    one call for all nodes of all rows
-    prefix        repetition penalty, n-grams, ...  a call per row and depth, on that node's own prefix
+    seen tokens   repetition penalty                the same, with a mask of the text's tokens (`seen_tokens`)
+    prefix        n-grams, shortest lengths, ...    a call per row and depth, on that node's own prefix
     row-bound     the encoder pair, ...             the same, through a view that knows the true row
     in order      grammars, SynthID, guidance, any  shown each prefix of the text once, one after the other, as plain
                   that transformers does not ship,  decoding does; never a draft. Of several rows only prefix
@@ -25,6 +26,7 @@ from transformers.generation import logits_process as stock
 from ..errors import blame_caller
 from .asked_once import AskedOnce
 from .processor_forks import can_fork, fork_all
+from .seen_tokens import penalize
 
 SCORES_ONLY = (
     stock.TemperatureLogitsWarper,
@@ -50,32 +52,48 @@ CALLS_THE_USERS_CODE = (stock.PrefixConstrainedLogitsProcessor,)
 
 
 class DraftWarping:
-    """Processors that look at scores alone, for the drafter's logits over its own vocabulary.
+    """Processors that look at scores, and at which tokens the text has, for logits over any part of the vocabulary.
 
     Attributes:
         key: equal for processors that do the same.
+        needs_seen: some ask which tokens the text has.
     """
 
     def __init__(self, processors: Sequence[Any]):
         self._processors = list(processors)
-        self.key = tuple((type(p).__name__, *sorted(vars(p).items())) for p in self._processors)
+        self.key = tuple(
+            (type(p).__name__, p.penalty) if _asks_what_was_seen(p) else (type(p).__name__, *sorted(vars(p).items()))
+            for p in self._processors
+        )
+        self.needs_seen = any(_asks_what_was_seen(p) for p in self._processors)
         first = _top_k_that_compares_first(self._processors)
         self._top_k: int | None = None if first is None else first.top_k
         self._after_top_k = [processor for processor in self._processors if processor is not first]
 
-    def __call__(self, logits: Tensor, _drafted: Sequence[Tensor] = ()) -> Tensor:
-        """Float32 scores of logits `(B, Vd)`."""
-        return ScoreProcessing._run(self._processors, torch.empty(0), logits.float())
+    def __call__(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Float32 scores of logits `(B, Vd)`; `seen (B, Vd)` says which tokens each text has, where that is asked."""
+        return self._run(self._processors, logits, seen)
 
-    def of_nodes(self, logits: Tensor) -> Tensor:
-        """Float32 scores of logits `(B, N, V)`."""
-        return self(logits.flatten(0, 1)).view(logits.shape)
+    def of_nodes(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Float32 scores of logits `(B, N, V)`; `seen (B, N, V)`."""
+        return self(logits.flatten(0, 1), None if seen is None else seen.flatten(0, 1)).view(logits.shape)
+
+    @staticmethod
+    def _run(processors: Sequence[Any], logits: Tensor, seen: Tensor | None) -> Tensor:
+        scores = logits.float()
+        for processor in processors:
+            if _asks_what_was_seen(processor):
+                assert seen is not None, "see `needs_seen`"
+                scores = penalize(scores, seen, processor.penalty)
+            else:
+                scores = processor(torch.empty(0), scores)
+        return scores
 
     def width(self, vocabulary: int, at_least: int = 1) -> int | None:
         """How many `candidates` there are, if that is less than the vocabulary."""
         return self._top_k if self._top_k is not None and at_least <= self._top_k < vocabulary else None
 
-    def candidates(self, logits: Tensor, at_least: int = 1) -> tuple[Tensor, Tensor | None]:
+    def candidates(self, logits: Tensor, at_least: int = 1, seen: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores `(B, S)` of the tokens that may be drawn, and which these are, `(B, S)`; `None`: all of them.
 
         Where top-k comes before all that depends on other scores, nothing else is looked at. Of tokens that tie for the
@@ -83,22 +101,31 @@ class DraftWarping:
 
         Args:
             at_least: fewer candidates than this are filled up by all of the vocabulary.
+            seen: as in a call.
         """
         width = self.width(logits.shape[-1], at_least)
         if width is None:
-            return self(logits), None
+            return self(logits, seen), None
         likeliest, ids = logits.topk(width)
-        return ScoreProcessing._run(self._after_top_k, torch.empty(0), likeliest.float()), ids
+        return self._run(self._after_top_k, likeliest, None), ids
 
 
 def _top_k_that_compares_first(processors: Sequence[Any]) -> stock.TopKLogitsWarper | None:
-    """Top-k, if nothing before it looks at more than each score alone."""
+    """Top-k, if nothing before it looks at more than each score alone, and nothing at all at the text."""
+    if any(_asks_what_was_seen(processor) for processor in processors):
+        return None
     for processor in processors:
         if isinstance(processor, stock.TopKLogitsWarper):
             return processor
         if not isinstance(processor, stock.TemperatureLogitsWarper):
             return None
     return None
+
+
+def _asks_what_was_seen(processor: Any) -> bool:
+    """Whether which tokens the text has is all of the text that it looks at."""
+    is_penalty = type(processor) is stock.RepetitionPenaltyLogitsProcessor
+    return is_penalty and getattr(processor, "logits_indices", None) is None
 
 
 class ScoreProcessing:
@@ -108,6 +135,9 @@ class ScoreProcessing:
         processors: as `generate` prepared them.
 
     Attributes:
+        scores_only: no processor looks at the text.
+        fits_draft_vocabulary: nor at more than ranks and masses of scores, so that drafts may be warped alike.
+        warps_drafts: the same but for a repetition penalty, which asks which tokens the text has.
         forks_no_more: set where copying has failed.
     """
 
@@ -117,6 +147,9 @@ class ScoreProcessing:
         self.forks_no_more = False
         self.scores_only = all(type(p) in SCORES_ONLY for p in self.processors)
         self.fits_draft_vocabulary = all(type(p) in RANKED_BY_SCORE for p in self.processors)
+        self._penalties = [p for p in self.processors if _asks_what_was_seen(p)]
+        others = all(type(p) in RANKED_BY_SCORE or p in self._penalties for p in self.processors)
+        self.warps_drafts = others and len(self._penalties) <= 1
 
     @cached_property
     def _moving(self) -> list[Any]:
@@ -184,9 +217,16 @@ class ScoreProcessing:
 
     @cached_property
     def draft_warping(self) -> DraftWarping:
-        """What warps the drafter's scores as the target's are; only if `fits_draft_vocabulary`."""
-        assert self.fits_draft_vocabulary, "these processors need the full vocabulary"
+        """What warps the drafter's scores as the target's are; only if `warps_drafts`."""
+        assert self.warps_drafts, "these processors need the full vocabulary or the text"
         return DraftWarping(self.processors)
+
+    def uncounted_tokens(self, batch_size: int) -> list[int]:
+        """How many tokens of each row, from its first pad on, a repetition penalty leaves out."""
+        ignored = self._penalties[0].prompt_ignore_length if self._penalties else None
+        if isinstance(ignored, Tensor):  # one length per row since transformers 5.23
+            return ignored.flatten().expand(batch_size).tolist()
+        return [ignored or 0] * batch_size
 
     def row_scores(
         self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], asked: AskedOnce | None = None
