@@ -146,7 +146,7 @@ def configured(drafter: Eagle31Drafter, **fields: Any) -> Iterator[Eagle31Drafte
 
 def use_fixed_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that compiling needs (buckets, padding, fixed buffers), without the compiler and with buckets that fill."""
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
     monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
     nothing_is_kept = mock.Mock(side_effect=ConfigurationError("what is kept would be compiled"))
     monkeypatch.setattr(kept_graphs, "compiling_ahead", nothing_is_kept)

@@ -134,7 +134,7 @@ def test_a_conversation_goes_on_as_if_it_had_never_stopped(name: str, kind: str)
 
 
 def test_verification_over_such_a_cache_stays_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
     options = {"max_new_tokens": 10, "do_sample": False}
     prompt = torch.tensor([prompts_for("llama", 1)[0]])
     found = {}

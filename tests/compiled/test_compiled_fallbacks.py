@@ -53,7 +53,7 @@ def test_a_failing_compiler_leaves_the_text_as_it_is(
 
 
 def test_a_graph_that_computes_something_else_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(step: Callable, device: torch.device) -> Callable:
+    def wrong(step: Callable) -> Callable:
         return lambda *inputs: tree_map_only(Tensor, lambda output: output.flip(-1), step(*inputs))
 
     monkeypatch.setattr(graph_makers, "compile_step", wrong)
@@ -126,7 +126,7 @@ def test_an_interrupt_while_compiling_is_not_swallowed(monkeypatch: pytest.Monke
         patch.setattr(torch, "compile", failing(KeyboardInterrupt()))  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             write(drafter, random_prompts(1), **CHAIN)
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
     plain, ours = write(drafter, random_prompts(1), **CHAIN)
     assert torch.equal(plain, ours)
     assert drafter.stats.fallbacks == []
@@ -160,16 +160,3 @@ def test_graphs_are_not_copied_with_their_target() -> None:
     steps = Graphs.of(pair_of("llama"))
     assert copy.deepcopy(steps) is None
     assert pickle.loads(pickle.dumps(steps)) is None
-
-
-def test_outputs_survive_the_next_replay() -> None:
-    pool = torch.zeros(3)
-
-    def step(value: int) -> tuple[Tensor, Tensor]:
-        pool.fill_(value)
-        return pool, pool
-
-    replayed = graph_makers._replayed(step)
-    first, _ = replayed(1)
-    replayed(2)
-    assert first.tolist() == [1, 1, 1]

@@ -44,7 +44,7 @@ def write(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> tuple[Ten
     """What the target writes plainly and with its verification compiled; all else stays eager."""
     compile_, target = graph_makers.compile_step, drafter.require_binding().model
     monkeypatch.setattr(
-        graph_makers, "compile_step", lambda step, device: compile_(step, device) if step.__name__ == "verify" else step
+        graph_makers, "compile_step", lambda step: compile_(step) if step.__name__ == "verify" else step
     )
     kwargs = {**left_padded(random_prompts(1)), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     plain = target.generate(**kwargs)

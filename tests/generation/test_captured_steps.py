@@ -27,6 +27,10 @@ from eagle31_hf.decoding.accept import Acceptor
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.evidence.plain_compiled import write_plain_compiled
+from eagle31_hf.evidence.prompt_batches import PromptBatch
+from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
+from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
 
 
@@ -100,10 +104,32 @@ def test_drawn_texts_are_those_of_graphs_made_at_once(
     """Which have the target's distribution (tests/contract): the same numbers draw the same tokens."""
     drawn = [write(pair, seed, **SAMPLING) for seed in range(4)]
     assert recorder.replayed
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
+    monkeypatch.delitem(captured.CAPTURES, "cpu")
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
     with configured(forgotten(pair), acceleration="compile"):
         assert all(torch.equal(write(pair, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
     assert len(set(map(str, drawn))) == 4
+
+
+def test_what_is_to_be_compiled_is_captured_too(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """Where launches can be recorded there is no other way to a graph, however short the text."""
+    with configured(pair, acceleration="compile"):
+        assert torch.equal(write(pair, max_new_tokens=9), write(None, max_new_tokens=9))
+    assert recorder.replayed
+
+
+def test_benchmarks_run_by_what_texts_run_by(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """Plain decoding by graphs and drafts that are accepted by lot write through no `generate` call."""
+    ids = torch.tensor(random_prompts(1))
+    prompts = PromptBatch(ids, torch.ones_like(ids))
+    tokens, stats = write_plain_compiled(pair, prompts, None, max_new_tokens=12, **GREEDY)
+    assert recorder.replayed >= 9
+    assert not stats.fallbacks
+    before = recorder.replayed
+    with configured(pair, acceleration="compile"):
+        write_synthetic(pair, prompts, SyntheticRequest(12, DraftShape(3), (0.8, 0.7, 0.6), seed=0))
+    assert recorder.replayed > before
+    assert tokens.shape == (1, 12)
 
 
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3}
@@ -363,11 +389,12 @@ def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
     model.set_adapter("A")
     model.eval()
     pair = settle(random_drafter(base, aux_layers=[1, 2, 4]))
+    pair.generation_config.num_assistant_tokens = 1  # to record an operation takes a second
     texts = set()
 
     def is_plain() -> None:
-        text = write(pair, target=model)
-        assert torch.equal(text, write(None, target=model))
+        text = write(pair, target=model, max_new_tokens=14)
+        assert torch.equal(text, write(None, target=model, max_new_tokens=14))
         assert "advance" in kinds(pair)
         texts.add(str(text))
 
@@ -387,6 +414,6 @@ def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
     is_plain()
     assert len(texts) == 6, "or a stale graph would not be noticed"
     base.model.layers[0].register_forward_hook(lambda *_: None)
-    assert torch.equal(write(pair, target=model), write(None, target=model))
+    assert torch.equal(write(pair, target=model, max_new_tokens=14), write(None, target=model, max_new_tokens=14))
     assert pair.stats is not None
     assert pair.stats.loop == "own"

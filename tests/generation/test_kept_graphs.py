@@ -97,7 +97,7 @@ def test_drawn_texts_are_those_of_graphs_made_at_once(warmed: Eagle31Drafter, mo
     """Which have the target's distribution (tests/contract): the same numbers draw the same tokens."""
     kept = [write(warmed, seed, **SAMPLING) for seed in range(4)]
     assert "advance" in kinds(warmed)
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
     with configured(forgotten(warmed), acceleration="compile"):
         assert all(torch.equal(write(warmed, seed, **SAMPLING), text) for seed, text in enumerate(kept))
     assert len(set(map(str, kept))) == 4
@@ -244,7 +244,7 @@ def test_the_command_measures_graphs_where_its_answer_was_written_by_them(warmed
 def test_what_cannot_be_kept_is_compiled_for_this_process(
     pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
     monkeypatch.setattr(graphs, "PACKED_BYTES", 10)
     with configured(pair, acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
         assert torch.equal(write(pair), write(None))

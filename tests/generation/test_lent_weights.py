@@ -56,7 +56,7 @@ def test_pieces_write_the_same_texts(lent: Eagle31Drafter, monkeypatch: pytest.M
     assert lent.stats is not None
     assert lent.stats.fallbacks == []
     drawn = [write(lent, seed, **SAMPLING) for seed in range(3)]
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step, device: step)
+    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
     with configured(forgotten(lent), acceleration="compile"):
         assert all(torch.equal(write(lent, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
 

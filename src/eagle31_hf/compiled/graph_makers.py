@@ -10,9 +10,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 from torch._inductor import config as inductor
-from torch.utils._pytree import tree_map_only
 
 from .repeated_layers import LayerCompiler, compile_whole
 
@@ -90,7 +88,7 @@ class CompilesAtOnce:
         return True
 
     def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        return compile_step(step, inputs[0].device)
+        return compile_step(step)
 
 
 def freezing(dtype: torch.dtype) -> dict[str, Any]:
@@ -132,11 +130,9 @@ def compiling(settings: Mapping[str, Any], compiler: LayerCompiler | None) -> It
         _compiler.reset(before)
 
 
-def compile_step(step: Any, device: torch.device) -> Step:
+def compile_step(step: Any) -> Step:
     # Graphs are kept per code object, with one limit and one list of guards for all of them: each shape gets its own.
     own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
-    if device.type == "cuda":
-        return _replayed(torch.compile(own, fullgraph=True, dynamic=False, mode="reduce-overhead"))
     return torch.compile(own, fullgraph=True, dynamic=False, backend=_inductor)
 
 
@@ -148,13 +144,3 @@ def _inductor(captured: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Backend of `torch.compile`."""
     compiler = _compiler.get()
     return compile_whole(captured, inputs) if compiler is None else compiler(captured, inputs)
-
-
-def _replayed(step: Step) -> Step:
-    """A step whose outputs survive the next replay of its CUDA graph, which overwrites them in place."""
-
-    def call(*inputs: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return tree_map_only(Tensor, Tensor.clone, step(*inputs))
-
-    return call

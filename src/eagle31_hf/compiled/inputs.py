@@ -92,11 +92,4 @@ class GraphInputs(InputBuffers):
         """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""
         slots = self.cache.lengths_tensor[:, None] + self._numbers[after : after + num_tokens]
         self.fixed.follow(self.cache)
-        if slots.device.type == "cuda":
-            # CUDA graphs write in place only where they are told the memory stays; unguarded, since the next
-            # generation brings buffers of its own and may use the same graph.
-            for layer in self.fixed.layers:
-                if layer.is_initialized:
-                    torch._dynamo.mark_static_address(layer.keys, guard=False)
-                    torch._dynamo.mark_static_address(layer.values, guard=False)
         return self.fill("slots", slots)

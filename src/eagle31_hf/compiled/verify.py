@@ -6,8 +6,6 @@ or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefil
 a graph of their own where many come in a row, since what is padded can cost as much again (two cores of a Zen 4, bf16,
 the embedded pair: a round of 2.3 ms instead of 3.5 to 5.4). Graphs make their masks themselves, unless layers see only
 a window.
-
-On CUDA the graphs are replayed as CUDA graphs (`mode="reduce-overhead"`) and their outputs copied out of the pool.
 """
 
 from __future__ import annotations

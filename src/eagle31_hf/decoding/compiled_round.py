@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..compiled.captured import makes_at_once
 from ..compiled.draft_graphs import ChosenBy, GraphSampling
 from ..compiled.draft_session import CompiledDrafting
 from ..compiled.graphs import Graphs
@@ -42,8 +43,9 @@ class CompiledRound:
         assert caches.drafter is not None, "without a drafter there is nothing to compile for"
         self.eager = EagerRound(drafter, caches, request, clock)
         self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
-        maker = request.graph_maker
-        self.graphs = (Graphs.now(drafter) if maker.weights_seen else Graphs.of(drafter)).made_by(maker)
+        maker = request.graph_maker or makes_at_once(self.eager.binding)
+        were_seen = request.graph_maker is not None and maker.weights_seen
+        self.graphs = (Graphs.now(drafter) if were_seen else Graphs.of(drafter)).made_by(maker)
         self.drafting = CompiledDrafting(caches.drafter, self.graphs)
         self.verification: CompiledVerification | None = None
         if request.stats.cache_type == "full":

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..compiled.captured import CAPTURES, CapturesSteps
+from ..compiled.captured import CAPTURES, CapturesSteps, makes_at_once
 from ..compiled.compiler_processes import CompilerProcesses
 from ..compiled.flat_steps import StepInputs
-from ..compiled.graph_makers import CompilesAtOnce, GraphKey, GraphMaker, Step
+from ..compiled.graph_makers import GraphKey, GraphMaker, Step
 from ..compiled.graphs import PACKED_BYTES, Graphs
 from ..compiled.own_files import make_own_folder, why_not_ours
 from ..compiled.packages import GraphPackages, name_of, prefix_of, tensors_by_name
@@ -159,10 +159,8 @@ def graph_maker(
         new_tokens: that a row may get.
     """
     asked, binding = drafter.generation_config.acceleration, drafter.require_binding()
-    if asked != "eager" and binding.ahead is not None:
-        return binding.ahead
-    if asked == "compile":
-        return CompilesAtOnce()
+    if asked == "compile" or (asked == "auto" and binding.ahead is not None):
+        return makes_at_once(binding)
     if asked != "auto" or not _suits(drafter, requested, processing):
         return None
     capture = CAPTURES.get(binding.head_device.type)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..compiled.graph_makers import CompilesAtOnce, GraphMaker
+from ..compiled.graph_makers import GraphMaker
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
@@ -38,7 +38,8 @@ class DecodingRequest:
         keep_scores, keep_logits: collect processed / raw scores of every written token.
         start: what the caches hold already.
         end: takes the caches of rows that have ended; `None` if nobody wants them.
-        graph_maker: where graphs come from that are not there yet, if rounds are computed by graphs.
+        graph_maker: where graphs come from that are not there yet, if rounds are computed by graphs; `None`: they are
+            captured or compiled at once.
         asked: what was said of prefixes, in case that a round is repeated.
         noise: what tokens are sampled by, from the first one on; `None`: the text is greedy.
         seen: which tokens the texts have, if that is all that processors ask beside scores; `None`: they do not.
@@ -57,7 +58,7 @@ class DecodingRequest:
     start: CacheResume = field(default_factory=CacheResume)
     end: CacheExport | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    graph_maker: GraphMaker = field(default_factory=CompilesAtOnce)
+    graph_maker: GraphMaker | None = None
     asked: AskedOnce = field(default_factory=AskedOnce)
     noise: PositionNoise | None = None
     seen: SeenTokens | None = None

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..compiled.captured import makes_at_once
 from ..compiled.fixed_cache import FixedShapeCache
-from ..compiled.graph_makers import CompilesAtOnce, GraphKey, Step
+from ..compiled.graph_makers import GraphKey, Step
 from ..compiled.graphs import Graphs
 from ..compiled.inputs import GraphInputs
 from ..decoding.decoder import SpeculativeDecoder
@@ -93,7 +94,7 @@ class PlainCompiledRound(RoundWrapper):
     def __init__(self, drafter: Eagle31Drafter, inner: EagerRound):
         super().__init__(inner)
         self.binding, self.clock, self.stats = drafter.require_binding(), inner.clock, inner.request.stats
-        self.graphs = Graphs.of(drafter).made_by(drafter.require_binding().ahead or CompilesAtOnce())
+        self.graphs = Graphs.of(drafter).made_by(makes_at_once(self.binding))
         self.inputs = GraphInputs(inner.caches.target)
         self.first_rows = inner.caches.batch_size
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...compiled.captured import makes_at_once
 from ...compiled.draft_session import CompiledDrafting
-from ...compiled.graph_makers import CompilesAtOnce
 from ...compiled.graphs import Graphs
 from ...compiled.verify import CompiledVerification
 from ...drafter.drafter import Eagle31Drafter
@@ -138,7 +138,7 @@ class BareMeter:
         self._verification: CompiledVerification | None = None
         self._drafting: CompiledDrafting | None = None
         if compiled:
-            graphs = Graphs.of(drafter).made_by(self.binding.ahead or CompilesAtOnce())
+            graphs = Graphs.of(drafter).made_by(makes_at_once(self.binding))
             self._verification = CompiledVerification(self.binding, self.cache, graphs, most_nodes=shape.nodes)
             self._drafting = CompiledDrafting(self.session, graphs)
         with torch.no_grad(), self.binding.masked_attention():

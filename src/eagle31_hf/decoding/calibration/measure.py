@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from ...compiled.captured import CAPTURES, CapturesSteps
-from ...compiled.graph_makers import CompilesAtOnce, GraphMaker
+from ...compiled.captured import CAPTURES, makes_at_once
 from ...compiled.shapes import node_bucket
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
@@ -129,7 +128,7 @@ def measure_graphs(
         contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
     """
     kinds, measured = _graph_rounds(drafter, sampled=sampled), []
-    shape, exact = kinds[0].plans[0].shape, _maker(drafter.require_binding()).exact_sizes
+    shape, exact = kinds[0].plans[0].shape, makes_at_once(drafter.require_binding()).exact_sizes
     for context in contexts:
         with _undisturbed():
             seconds = _rounds_s(drafter, context, kinds, processing, sampled=sampled, compiled=True)
@@ -263,7 +262,6 @@ def _begin(
             shape=largest,
             policy=InTurn(*kind.plans),
             do_sample=sampled,
-            graph_maker=_maker(binding),
         )
         decoders.append(SpeculativeDecoder(drafter, request, compiled=compiled))
     with binding.masked_attention():
@@ -272,11 +270,6 @@ def _begin(
             for _ in range(len(kind.plans) + 1):
                 decoder.step()
     return decoders
-
-
-def _maker(binding: TargetBinding) -> GraphMaker:
-    capture = CAPTURES.get(binding.head_device.type)
-    return binding.ahead or (CompilesAtOnce() if capture is None else CapturesSteps(capture))
 
 
 def _timed_step(decoder: SpeculativeDecoder) -> float:
