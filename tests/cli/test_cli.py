@@ -44,7 +44,7 @@ def test_demo_writes_first_and_then_measures_four_methods_in_one_run(tmp_path, m
     assert all(f"{name} compiled, greedy, batch 1" in record["warm_up_s"] for name in ("plain", "chain"))
     for name in ("chain", "chain compiled"):
         assert methods[name]["acceptance_length"] > 3
-        assert methods[name]["ceiling"] > 1
+        assert methods[name]["ceiling"] > 0
         assert methods[name]["new_tokens"] == methods["plain generate"]["new_tokens"] > 100
 
 

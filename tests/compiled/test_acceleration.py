@@ -12,7 +12,6 @@ from compiled_pairs import SHORT_CHAIN, SHORT_TREE, assert_judged_alike, pair_of
 
 from eagle31_hf.compiled import graphs
 from helpers import (
-    FAMILIES,
     GROUPED,
     assert_same_or_tie,
     configured,
@@ -52,13 +51,13 @@ def test_packed_weights_write_the_plain_text_before_and_after_they_change(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
 def test_compiled_text_is_the_plain_text(family: str, compile_only: Callable[..., None]) -> None:
-    """Of gemma3 all that trees need and chains but the first, of llama the verification of both (trees in a batch), of
-    the others that of trees.
+    """Of gemma3 all that trees need and chains but the first, of llama the verification of both (trees in a batch).
 
     Few layers: compile time grows with their number, what could go wrong does not. The drafter's graphs are the same
-    for every family, so one is enough to compile them for; a first chain is compiled below.
+    for every family, so one is enough to compile them for; a first chain is compiled below. What graphs of the other
+    families compute is tested without the compiler (tests/contract, tests/generation/test_captured_steps.py).
     """
     compile_only(*(("verify", "absorb", "tree", "advance") if family == "gemma3" else ("verify",)))
     torch._dynamo.utils.counters.clear()
@@ -97,18 +96,3 @@ def test_compiled_chains_of_a_batch_are_judged_by_the_rule(judged: list, compile
             assert torch.equal(target.generate(**inputs, assistant_model=drafter, **sampling), plain)
     assert drafter.stats.fallbacks == []
     assert_judged_alike(judged)
-
-
-@pytest.mark.slow
-def test_compiled_trees_of_a_batch_are_judged_by_the_rule(judged: list, compile_only: Callable[..., None]) -> None:
-    compile_only("advance")
-    drafter = pair_of("qwen3", draft_vocab_size=40)
-    sampling = {"do_sample": True, "top_k": 0, "top_p": 0.9}
-    with configured(drafter, speculation_loop="own", acceleration="compile", **SHORT_TREE):
-        drafter.require_binding().model.generate(
-            **left_padded(random_prompts(3)), max_new_tokens=30, assistant_model=drafter, **sampling
-        )
-    assert drafter.stats.fallbacks == []
-    assert_judged_alike(judged)
-    kinds = {(kind, rows, nodes) for kind, rows, nodes, *_ in drafter.require_binding().compiled.keys}
-    assert ("advance", 3, 7) in kinds

@@ -1,15 +1,18 @@
-"""All that compiling needs, without the compiler."""
+"""Graphs as on a card, without the card."""
 
 from __future__ import annotations
 
 import pytest
 
+from eagle31_hf.compiled import captured
 from helpers import use_fixed_shapes_only
+from recorder import Recorder
 
 
 @pytest.fixture(autouse=True)
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled here goes through all that compiling needs (fixed shapes, buckets, padding) but the compiler,
-    which `test_acceleration` calls for every family. Buckets are small, so that texts outgrow them.
+def _captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled here is captured: recorded over buffers that outlive each text, and replayed. Buffers are small,
+    so that texts outgrow them. Graphs for a CPU are padded as well, which tests/compiled asks about.
     """
     use_fixed_shapes_only(monkeypatch)
+    monkeypatch.setitem(captured.CAPTURES, "cpu", Recorder())

@@ -62,7 +62,7 @@ def many(target: Any, tokenizer: Any) -> list[TargetText]:
     """What the doctor reads of the embedded pair unless told otherwise: small differences take that much."""
     prompts = [encode(tokenizer, conversation) for conversation in [*CONVERSATIONS, *OF_MANY_KINDS]]
     drafter = attached(target)
-    written = [target.generate(**p, do_sample=False, max_new_tokens=48)[0] for p in prompts]
+    written = [target.generate(**p, do_sample=False, max_new_tokens=48, assistant_model=drafter)[0] for p in prompts]
     written += compare_texts(drafter, prompts, new_tokens=48, temperature=1.0).texts
     return [text for text in texts_for(drafter, written, prompts * 2) if len(text.starts(DEPTH)) > 0]
 
@@ -184,11 +184,10 @@ def _by_hand(drafter: Eagle31Drafter, text: TargetText, start: int, depth: int) 
     ("planted", "named"),
     [
         ({"aux_layers": [1, 5, 8]}, {"aux_layers": [2, 6, 9]}),
-        ({"aux_layers": [3, 7, 10]}, {"aux_layers": [2, 6, 9]}),
         ({"norm_output": False}, {"norm_output": True}),
         ({"norm_before_residual": True}, {"norm_before_residual": False}),
     ],
-    ids=["layers one low", "layers one high", "feedback not normed", "residual normed"],
+    ids=["layers one low", "feedback not normed", "residual normed"],
 )
 def test_a_wrong_configuration_is_named(
     planted: dict[str, Any], named: dict[str, Any], target: Any, many: list[TargetText]

@@ -32,28 +32,7 @@ from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
-
-
-class Recorder:
-    """Counts what is recorded and replayed."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def __call__(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
-        self.recorded += 1
-        run()
-        outputs = list(run())
-
-        def replay() -> None:
-            self.replayed += 1
-            for place, fresh in enumerate(run()):
-                if 0 in outputs[place].stride():  # expanded: all its elements share memory
-                    outputs[place] = fresh
-                else:
-                    outputs[place].copy_(fresh)
-
-        return Recording(replay, outputs)
+from recorder import Recorder
 
 
 @pytest.fixture
