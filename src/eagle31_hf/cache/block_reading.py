@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..trees.host_numbers import on_device
 from .slot_moves import DeviceCopies
 
 
@@ -70,4 +71,4 @@ def row_groups(
             groups.setdefault((count, length == 0), []).append(row)
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(lengths):
         return [RowGroup(*key) for key in groups]
-    return [RowGroup(*key, DeviceCopies(torch.tensor(rows, device=device))) for key, rows in groups.items()]
+    return [RowGroup(*key, DeviceCopies(on_device(rows, device))) for key, rows in groups.items()]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..trees.host_numbers import on_device
+
 
 class DeviceCopies:
     """Small integer tensors needed on every device the layers live on; moved once, not once per layer."""
@@ -36,10 +38,10 @@ class SlotMoves(DeviceCopies):
         first, count = targets[0][0], len(targets[0])
         self.start = first if rows_alike and targets[0] == list(range(first, first + count)) else None
         if rows_alike:
-            super().__init__(*torch.tensor([sources[0], targets[0]], device=device).unbind())
+            super().__init__(*on_device([sources[0], targets[0]], device).unbind())
         else:
             rows = torch.arange(len(sources), device=device)[:, None]
-            super().__init__(*torch.tensor([sources, targets], device=device).unbind(), rows)
+            super().__init__(*on_device([sources, targets], device).unbind(), rows)
 
 
 def is_contiguous(path: Sequence[Sequence[int]]) -> bool:

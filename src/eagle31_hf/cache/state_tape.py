@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ..trees.host_numbers import on_device
+
 
 class Recurrence(Protocol):
     """One kernel with its settings; equal ones are run together, hence hashable."""
@@ -141,7 +143,7 @@ def cut_windows(taped: Sequence[tuple[Tensor, Tensor]], last: Sequence[int]) -> 
             parts = [columns[..., last[0] + 1 : last[0] + 1 + size] for _, columns in group]
         else:
             joined = torch.cat([columns for _, columns in group], dim=1)
-            starts = torch.tensor(last, device=joined.device)[:, None] + 1 + torch.arange(size, device=joined.device)
+            starts = on_device(last, joined.device)[:, None] + 1 + torch.arange(size, device=joined.device)
             gathered = joined.gather(2, starts[:, None].expand(-1, joined.shape[1], -1))
             parts = list(gathered.split([window.shape[1] for window in windows], dim=1))
         torch._foreach_copy_(windows, parts)

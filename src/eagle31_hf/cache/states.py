@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import IncompatibleTargetError
+from ..trees.host_numbers import on_device
 from .block_reading import RowGroup
 from .layers import SlotLayer
 from .placement import Placement
@@ -72,7 +73,7 @@ class LastNodes:
     def moving(self) -> DeviceCopies:
         """Rows that keep something, and their nodes."""
         rows = [row for row, node in enumerate(self.nodes) if node >= 0]
-        return DeviceCopies(*torch.tensor([rows, [self.nodes[row] for row in rows]], device=self.device).unbind())
+        return DeviceCopies(*on_device([rows, [self.nodes[row] for row in rows]], self.device).unbind())
 
 
 class StateLayer(LinearAttentionLayer):

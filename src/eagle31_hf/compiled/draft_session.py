@@ -14,6 +14,7 @@ from torch import Tensor
 from ..drafter.propose import DraftChoice, grow_tree
 from ..drafter.session import DraftSession, DraftState
 from ..trees.draft_tree import DraftTree, to_target_ids
+from ..trees.host_numbers import on_device
 from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChosenBy,
@@ -83,7 +84,7 @@ class CompiledDrafting:
 
     def _read_inputs(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> tuple:
         inputs, rows = self.inputs, len(tokens)
-        last = torch.tensor([max(count - 1, 0) for count in counts], device=self.session.device)
+        last = on_device([max(count - 1, 0) for count in counts], self.session.device)
         return (
             inputs.fill("tokens", tokens, (rows, NODE_BUCKET)),
             inputs.fill("aux", aux, (rows, NODE_BUCKET, aux.shape[-1])),

@@ -24,6 +24,7 @@ from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
+from ..trees.host_numbers import on_device
 from .carried_cache import BEFORE_THE_ANSWER, CacheExport
 from .compiled_round import CompiledRound
 from .draft_policy import DraftPlan, RoundState, RoundStats
@@ -360,7 +361,7 @@ class SpeculativeDecoder:
     def set_roots(self) -> None:
         """Take the last token of each row as the root of its next draft."""
         last = [self.sequences.new[row][-1] for row in self.rows]
-        self.roots = torch.tensor(last, device=self.sequences.prompts.device)
+        self.roots = on_device(last, self.sequences.prompts.device)
 
     # --- scores that somebody wants ------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
+from ..trees.host_numbers import on_device
 from .accept import Acceptor
 from .pair_caches import PairCaches
 from .request import DecodingRequest
@@ -151,7 +152,7 @@ def given_chain(batch: RoundBatch, tokens: Sequence[Sequence[int]], depth: int) 
     drafts = [[0] * depth for _ in batch.rows]
     for b, chain in zip(batch.live, tokens, strict=True):
         drafts[b][: len(chain)] = chain[:depth]
-    drafted = torch.tensor(drafts, dtype=torch.long, device=batch.roots.device).view(len(drafts), depth)
+    drafted = on_device(drafts, batch.roots.device).view(len(drafts), depth)
     return DraftTree.chain(torch.cat((batch.roots[:, None], drafted), dim=1))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache import SpeculativeCache
+from ..trees.host_numbers import on_device
 from .drafter import Eagle31Drafter
 from .hindsight import MOST_JUDGED, FirstDrafts, Hindsight
 from .reach import attention_window, layer_windows, warn_of_length
@@ -123,7 +124,7 @@ class DraftSession:
         """
         rows, width, _ = aux.shape
         if width > self._unread.room:
-            return self.absorb(torch.tensor(tokens, device=aux.device), aux, [width] * rows)
+            return self.absorb(on_device(tokens, aux.device), aux, [width] * rows)
         if not self._unread.fits(width):
             self.catch_up()
         self._unread.add(tokens, aux)
@@ -268,7 +269,7 @@ class DraftSession:
         """Rows that absorbed nothing keep what they had (prompts of unequal length end in different chunks)."""
         if self._root is None or min(counts) > 0:
             return state
-        moved = torch.tensor([count > 0 for count in counts], device=state.logits.device)[:, None, None]
+        moved = on_device([count > 0 for count in counts], state.logits.device)[:, None, None]
         return DraftState(
             torch.where(moved, state.logits, self._root.logits), torch.where(moved, state.feedback, self._root.feedback)
         )
@@ -314,7 +315,7 @@ class DraftSession:
         cache.place(tokens.shape[1], after=after)
         depths = None  # of a tree's nodes; where no window hides any, masks do not ask for them
         if ancestors is not None and cache.has_windows:
-            depths = torch.tensor(self._depths, device=self.device)
+            depths = on_device(self._depths, self.device)
         mask: Tensor | None = cache.attention_mask(ancestors, depths, self.dtype)  # type: ignore[assignment]
         out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
         return out.normed, out.feedback
@@ -363,7 +364,7 @@ def absorbed(tokens: Sequence[Sequence[int]], aux: Tensor) -> tuple[Tensor, Tens
     counts = [len(row) for row in tokens]
     width = max(counts)
     padded = [[*row, *[0] * (width - len(row))] for row in tokens]
-    return torch.tensor(padded, device=aux.device), aux[:, :width], counts
+    return on_device(padded, aux.device), aux[:, :width], counts
 
 
 def positions_read_at_once(drafter: Eagle31Drafter, chunk: int) -> int:
@@ -373,7 +374,7 @@ def positions_read_at_once(drafter: Eagle31Drafter, chunk: int) -> int:
 
 def _last_places(counts: Sequence[int], before: int, device: torch.device) -> Tensor:
     """Of each row's last position and so many before it, `(B, before + 1)`; none before a row's first."""
-    last = torch.tensor(counts, device=device)[:, None] - 1
+    last = on_device(counts, device)[:, None] - 1
     return (last + torch.arange(-before, 1, device=device)).clamp(min=0)
 
 

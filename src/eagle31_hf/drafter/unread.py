@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from ..trees.host_numbers import on_device
 
 
 class UnreadPositions:
@@ -58,7 +59,7 @@ class UnreadPositions:
     @property
     def tokens(self) -> Tensor:
         """Of all that waits, `(B, n)`."""
-        return torch.tensor(self._tokens, device=self._held.device)
+        return on_device(self._tokens, self._held.device)
 
     @property
     def aux(self) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..trees.host_numbers import on_device
 from .noise_size import KEPT_BEHIND, ring_length
 
 KEPT_STATES = 256
@@ -95,8 +96,8 @@ class PositionNoise:
             if first + count <= len(self._ring):
                 return self._ring[first : first + count].transpose(0, 1)
         offsets = torch.arange(count, device=self.device)
-        slots = (torch.tensor(starts, device=self.device)[:, None] + offsets) % len(self._ring)
-        return self._ring[slots, torch.tensor(rows, device=self.device)[:, None]]
+        slots = (on_device(starts, self.device)[:, None] + offsets) % len(self._ring)
+        return self._ring[slots, on_device(rows, self.device)[:, None]]
 
     def settle(self, position: int) -> bool:
         """Leave the generator where `generate` leaves it after so many positions.
@@ -148,7 +149,7 @@ class PositionNoise:
             return self._take_position(position, slot)
         noise = torch.empty_like(slot)
         self._take_position(position, noise)
-        index = torch.tensor(rows, device=self.device)
+        index = on_device(rows, self.device)
         slot[index] = noise[index]
 
     def _take_position(self, position: int, out: Tensor) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..trees.host_numbers import on_device
+
 
 class SeenTokens:
     """A mask for each row of a batch, kept up to date as rows are written.
@@ -22,7 +24,7 @@ class SeenTokens:
 
     def __init__(self, prompts: Tensor, vocabulary: int, ignored: Sequence[int]):
         place = torch.arange(prompts.shape[1], device=prompts.device)
-        is_ignored = place < torch.tensor(ignored, device=prompts.device)[:, None]
+        is_ignored = place < on_device(ignored, prompts.device)[:, None]
         self._prompts = prompts.clamp(max=vocabulary).masked_fill(is_ignored, vocabulary)
         self._ignored = [max(count - prompts.shape[1], 0) for count in ignored]  # of what is written behind
         self._seen = torch.zeros(len(prompts), vocabulary + 1, dtype=torch.bool, device=prompts.device)
@@ -42,7 +44,7 @@ class SeenTokens:
                 self._seen[row, self._prompts[row]] = True
         fresh = [(row, token) for row in rows for token in new[row][max(self._counted[row], self._ignored[row]) :]]
         if fresh:
-            at = torch.tensor(fresh).T.to(self._seen.device, non_blocking=True)
+            at = on_device(fresh, self._seen.device).T
             self._seen[at[0], at[1]] = True
         for row in rows:
             self._counted[row] = len(new[row])

@@ -31,6 +31,7 @@ from ..sampling.acceptance import Acceptance
 from ..stats import PhaseClock, SpeculationStats
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
+from ..trees.host_numbers import on_device
 from .batch_drafts import BatchDrafts
 from .choosing import ScoreShape, TokenChooser, accept_drafts, noise_of, warp_rows
 from .pooled_session import PooledDraftSession
@@ -207,7 +208,7 @@ class TextBatch:
         return plan
 
     def _draft(self, plan: DraftPlan) -> DraftTree:
-        roots = torch.tensor([text.last_token for text in self.texts], device=self.binding.input_device)
+        roots = on_device([text.last_token for text in self.texts], self.binding.input_device)
         if not plan.shape.depth:
             return DraftTree.chain(roots[:, None])
         self.session.catch_up()
@@ -268,7 +269,7 @@ class TextBatch:
         return self._prefix(place, drafted.tolist())
 
     def _prefix(self, place: int, drafted: Sequence[int]) -> Tensor:
-        return torch.tensor([[*self.texts[place].tokens, *drafted]], device=self.binding.input_device)
+        return on_device([[*self.texts[place].tokens, *drafted]], self.binding.input_device)
 
     def _write(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> RoundOutput:
         """Add a row's tokens to its text, up to where that ends."""
@@ -297,10 +298,10 @@ class TextBatch:
             return self.session.put_off(written, aux)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in written]
         if paths is not None:
-            nodes = torch.tensor([(path + [0] * width)[:width] for path in paths], device=aux.device)
+            nodes = on_device([(path + [0] * width)[:width] for path in paths], aux.device)
             aux = aux.gather(1, nodes[..., None].expand(-1, -1, aux.shape[-1]))
         with self.clock.phase("draft"):
-            self.session.absorb(torch.tensor(padded, device=self.binding.input_device), aux[:, :width], counts)
+            self.session.absorb(on_device(padded, self.binding.input_device), aux[:, :width], counts)
 
 
 class PromptReader:
