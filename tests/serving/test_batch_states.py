@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from batches import plain, read_in_pieces, text_of
 
 from eagle31_hf.serving.batch import TextBatch, WrittenText
-from eagle31_hf.serving.choosing import TokenChooser
-from eagle31_hf.serving.requests import Sampling, TextRequest
-from eagle31_hf.serving.text import TextWriter
 from families import recurrent_target
-from helpers import demo_tokenizer, random_drafter
+from helpers import random_drafter
 
-ROWS, PIECE = 3, 8
-
-
-def text_of(prompt: list[int], new_tokens: int) -> WrittenText:
-    request = TextRequest(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
-    writer = TextWriter(demo_tokenizer(), request, frozenset())
-    return WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
-
-
-def plain(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0}
-    written: Tensor = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return written[0, len(prompt) :].tolist()
-
-
-def read_in_pieces(batch: TextBatch, text: WrittenText, *, writing: bool) -> None:
-    left = batch.begin(text)
-    while left:
-        batch.read(min(left, PIECE))
-        left -= min(left, PIECE)
-        if writing and batch.texts:
-            batch.round()
-    batch.join()
+ROWS = 3
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "lfm2", "falcon_h1"])

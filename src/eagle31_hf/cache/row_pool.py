@@ -28,6 +28,11 @@ class RowPool(SpeculativeCache):
         self._parked_ring_ends: dict[int, int] = {}
         self._set_live([], [])
 
+    def room_for_graphs(self, num_slots: int) -> int:
+        """As of any cache; a pool's rows are as long as any text may get, and graphs look at what present ones need."""
+        self.make_room(num_slots)
+        return num_slots
+
     def row_length(self, place: int) -> int:
         """Tokens of a live or parked row; 0 where nothing lies."""
         return self.lengths[place] if place < self.batch_size else self._parked_lengths.get(place, 0)

@@ -214,6 +214,11 @@ class SpeculativeCache(ExchangingCache):
         for layer in self.attending:
             layer.make_room()
 
+    def room_for_graphs(self, num_slots: int) -> int:
+        """`make_room`, and how many slots of its rows a graph looks at."""
+        self.make_room(num_slots)
+        return self._placement.reserved_slots
+
     def forget_mask(self) -> None:
         """Drop the mask kept between rounds: the next one is made for the blocks that come now, not for past ones."""
         self._masks.forget()
@@ -242,6 +247,11 @@ class SpeculativeCache(ExchangingCache):
     def mask_widths(self) -> dict[str, int]:
         """Slots of the buffers behind each mask, by layer type."""
         return self._masks.widths
+
+    @property
+    def windowed_masks(self) -> set[str]:
+        """Layer types whose masks are for a window of the past."""
+        return {kind for kind, span in self._spans.by_mask.items() if span.window is not None}
 
     @property
     def mask_types(self) -> tuple[str, ...] | None:

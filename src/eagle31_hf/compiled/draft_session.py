@@ -48,15 +48,14 @@ class CompiledDrafting:
         self.session, self.graphs = session, graphs
         self.drafter, self.draft_ids = session.drafter, session.draft_ids
         self.inputs = GraphInputs(session.cache)
-        self.first_rows = session.cache.batch_size
 
     @property
     def root(self) -> DraftState:
         return self.session.root
 
-    def if_first_rows(self, make: Callable[[], Step]) -> Callable[[], Step] | None:
-        """`make`, unless rows have left the batch: it is not worth a graph for each number of them."""
-        return make if self.session.cache.batch_size == self.first_rows else None
+    def if_rows_pay(self, make: Callable[[], Step]) -> Callable[[], Step] | None:
+        """`make`, unless a graph for so many rows would not pay."""
+        return make if self.inputs.rows_pay else None
 
     def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> None:
         """As `DraftSession.absorb`, compiled unless that is unusually much."""
@@ -76,7 +75,7 @@ class CompiledDrafting:
             return eager()
         output = self.graphs.run_or_eager(
             GraphKey("absorb", rows, NODE_BUCKET, (self.inputs.num_slots,)),
-            self.if_first_rows(partial(absorb_step, self.drafter)),
+            self.if_rows_pay(partial(absorb_step, self.drafter)),
             lambda: self._read_inputs(tokens, aux, rotary, counts),
             lambda: _output(eager()),
         )
@@ -107,7 +106,7 @@ class CompiledDrafting:
         mask = self._mask(ancestors, (rows, 1, width, self.inputs.num_slots))
         output = self.graphs.run_or_eager(
             GraphKey("step", rows, width, (self.inputs.num_slots, mask is not None)),
-            self.if_first_rows(partial(draft_step, self.drafter, single=width == 1)),
+            self.if_rows_pay(partial(draft_step, self.drafter, single=width == 1)),
             lambda: (
                 self.inputs.fill("tokens", tokens, (rows, width)),
                 self.inputs.fill("feedback", feedback, (rows, width, feedback.shape[-1])),
@@ -156,7 +155,7 @@ class CompiledDrafting:
 
         return self.graphs.run_or_eager(
             GraphKey("chain", rows, depth, (self.inputs.num_slots,), sampling.key),
-            self.if_first_rows(partial(chain_step, self.drafter, depth, sampling)),
+            self.if_rows_pay(partial(chain_step, self.drafter, depth, sampling)),
             inputs,
             lambda: None,
             reference=first_probs,
@@ -185,7 +184,7 @@ class CompiledDrafting:
         root, fill = self.root, self.inputs.fill
         grown: GrownTree | None = self.graphs.run_or_eager(
             GraphKey("tree", rows, shape.nodes, (depth, shape.top_k, self.inputs.num_slots), sampling.key),
-            self.if_first_rows(partial(tree_step, self.drafter, shape, sampling)),
+            self.if_rows_pay(partial(tree_step, self.drafter, shape, sampling)),
             lambda: (
                 fill("root", root.logits),
                 fill("feedback", root.feedback),

@@ -43,12 +43,12 @@ class FixedLayer(CacheLayerMixin):
         super().__init__()
         self.block, self.ring = block, ring
 
-    def take(self, layer: SlotLayer) -> None:
-        """Stand for this layer; kept buffers may have more slots than it has reserved."""
-        views, slots = self._views, layer.num_slots
-        if views is None or views.of is not layer.keys or views.keys.shape[2] != slots:  # making views takes its time
-            of, keys, values = layer.keys, layer.keys.narrow(2, 0, slots), layer.values.narrow(2, 0, slots)
-            views = self._views = _Views(of, keys, values)
+    def take(self, layer: SlotLayer, num_slots: int) -> None:
+        """Stand for the first slots of this layer's rows; its buffers may have more of either."""
+        views, rows = self._views, layer.placement.batch_size
+        if views is None or views.of is not layer.keys or views.keys.shape[::2] != (rows, num_slots):
+            keys, values = (buffer[:rows, :, :num_slots] for buffer in (layer.keys, layer.values))
+            views = self._views = _Views(layer.keys, keys, values)  # kept: making views takes its time
         self.keys, self.values, self.is_initialized = views.keys, views.values, True
 
     def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,11 +97,15 @@ class FixedShapeCache(Cache):
         layers = [FixedLayer(self.block, _ring(layer)) for layer in source.attending]
         super().__init__(layers=layers)  # type: ignore[arg-type]
 
-    def follow(self, source: SpeculativeCache) -> None:
-        """Take the slots `source` has reserved of its buffers: growing and dropping rows replace them."""
+    def follow(self, source: SpeculativeCache, num_slots: int) -> None:
+        """Take the buffers `source` has now: growing and dropping rows replace them.
+
+        Args:
+            num_slots: of full layers that graphs look at.
+        """
         for fixed, layer in zip(self.layers, source.attending, strict=True):
             if layer.is_initialized:  # a layer that shares another's keys and values has none
-                fixed.take(layer)
+                fixed.take(layer, num_slots if fixed.ring is None else layer.num_slots)
 
     def at(self, slots: Tensor) -> BlockWriter:
         """These buffers, written to at `slots (B, T)`."""

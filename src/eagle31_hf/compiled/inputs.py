@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache import SpeculativeCache
+from ..cache.row_pool import RowPool
 from .fixed_cache import FixedShapeCache
 from .shapes import slot_bucket
+
+MOST_POOLED_ROWS = 8
+"""Each number of rows of a pool has graphs of its own, up to this many: those of a machine at home."""
 
 
 class InputBuffers:
@@ -67,29 +71,40 @@ class GraphInputs(InputBuffers):
     Attributes:
         cache: the one rounds are committed to.
         fixed: what stands for it in graphs.
+        num_slots: of full layers that the step about to run looks at, as of `make_room`.
     """
 
     def __init__(self, cache: SpeculativeCache):
         super().__init__()
         self.cache, self.fixed = cache, FixedShapeCache(cache)
+        self.num_slots = 0
+        self._first_rows, self._is_pool = cache.batch_size, isinstance(cache, RowPool)
         self._numbers = torch.arange(cache.block, device=cache.device)
+
+    @property
+    def rows_pay(self) -> bool:
+        """Whether graphs are made for as many rows as there are now: a batch that loses rows is not worth a graph for
+        each number of them; a pool's numbers come back."""
+        rows = self.cache.batch_size
+        return rows <= MOST_POOLED_ROWS if self._is_pool else rows == self._first_rows
 
     def make_room(self, block_end: int) -> bool:
         """Whether the placed block, padded to `block_end`, fits; if so, the buffers have a bucket's length."""
         slots = max(self.cache.lengths) + block_end
         if block_end > self.cache.block or slots > self.cache.capacity:
             return False
-        self.cache.make_room(min(slot_bucket(slots), self.cache.capacity))
+        self.num_slots = self.cache.room_for_graphs(min(slot_bucket(slots), self.cache.capacity))
         return True
 
     @property
-    def num_slots(self) -> int:
-        """Length of the buffers behind the one mask of a drafter's cache."""
-        (slots,) = self.cache.mask_widths.values()
-        return slots
+    def mask_widths(self) -> dict[str, int]:
+        """Slots that graphs look at behind each mask, by layer type."""
+        rings = self.cache.mask_widths
+        windowed = self.cache.windowed_masks
+        return {kind: width if kind in windowed else self.num_slots for kind, width in rings.items()}
 
     def slots(self, num_tokens: int, *, after: int = 0) -> Tensor:
         """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""
         slots = self.cache.lengths_tensor[:, None] + self._numbers[after : after + num_tokens]
-        self.fixed.follow(self.cache)
+        self.fixed.follow(self.cache, self.num_slots)
         return self.fill("slots", slots)

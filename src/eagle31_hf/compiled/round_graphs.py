@@ -342,7 +342,7 @@ class RoundGraph:
 
         output: RoundOutput | None = drafting.graphs.run_or_eager(
             GraphKey("advance", rows, tree.size, (*step.key_shape, graph_inputs.num_slots), self.sampling_key),
-            drafting.if_first_rows(step.make),
+            drafting.if_rows_pay(step.make),
             inputs,
             lambda: None,
             reference=lambda: self._logits_after_bonus(tree, logits, aux, rotary, by),

@@ -41,7 +41,6 @@ class CompiledVerification:
         self.binding, self.cache, self.graphs, self.most_nodes = binding, cache, graphs, most_nodes
         self.eager = Verification(binding, cache)
         self.inputs = GraphInputs(cache)
-        self.first_rows = cache.batch_size
         self._attention = binding.model.config._attn_implementation
 
     def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
@@ -58,8 +57,7 @@ class CompiledVerification:
             return self.eager(tree)
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
         nodes = key.size
-        # A batch that loses rows is not worth a graph for each number.
-        pays = rows == self.first_rows and (size > 1 or (nodes == 1 and rests))
+        pays = self.inputs.rows_pay and (size > 1 or (nodes == 1 and rests))
         output = self.graphs.run_or_eager(
             key,
             partial(_verify_step, self.binding) if pays else None,
@@ -83,7 +81,7 @@ class CompiledVerification:
     def _key(self, rows: int, nodes: int, *, masks_trees: bool) -> GraphKey:
         offsets = self.cache.position_offsets
         axes = 0 if offsets is None else len(offsets)
-        return GraphKey("verify", rows, nodes, (masks_trees, axes, *self.cache.mask_widths.items(), self._attention))
+        return GraphKey("verify", rows, nodes, (masks_trees, axes, *self.inputs.mask_widths.items(), self._attention))
 
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""
@@ -103,7 +101,7 @@ class CompiledVerification:
         )
 
     def _masks(self, tree: DraftTree, rows: int, nodes: int) -> Masks:
-        mask, widths, fill = self.eager.mask(tree), self.cache.mask_widths, self.inputs.fill_mask
+        mask, widths, fill = self.eager.mask(tree), self.inputs.mask_widths, self.inputs.fill_mask
         assert mask is not None, "single tokens, which go without a mask, stay eager"
         if isinstance(mask, Tensor):
             (width,) = widths.values()

@@ -163,15 +163,10 @@ def graph_maker(
         return makes_at_once(binding)
     if asked != "auto" or not _suits(drafter, requested, processing):
         return None
-    capture = CAPTURES.get(binding.head_device.type)
-    if capture is not None:
-        if drafter.generation_config.stored_cache_type != "full":
-            return None
-        graphs = Graphs.of(drafter)
-        pays = new_tokens >= FEWEST_CAPTURED_TOKENS or graphs.keys
-        if not pays or graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
-            return None
-        return CapturesSteps(capture)
+    if binding.head_device.type in CAPTURES:
+        graphs = captured_graphs(drafter)
+        pays = graphs is not None and (new_tokens >= FEWEST_CAPTURED_TOKENS or graphs.keys)
+        return graphs.maker if graphs is not None and pays else None
     packages = kept_packages(drafter)
     names = frozenset() if packages is None else packages.names()
     sampling = requested.sampled, processing.draft_warping.key
@@ -179,6 +174,18 @@ def graph_maker(
     if packages is None or not any(name.startswith(wanted) for name in names):
         return None
     return LoadsKept(packages, names)
+
+
+def captured_graphs(drafter: Eagle31Drafter) -> Graphs | None:
+    """Those of a pair whose steps are captured as they are met; `None` where they are not."""
+    binding, config = drafter.require_binding(), drafter.generation_config
+    capture = CAPTURES.get(binding.head_device.type)
+    if capture is None or config.acceleration == "eager" or config.stored_cache_type != "full" or binding.has_states:
+        return None
+    graphs = Graphs.of(drafter)
+    if graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
+        return None
+    return graphs.made_by(CapturesSteps(capture))
 
 
 def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> bool:

@@ -96,7 +96,6 @@ class PlainCompiledRound(RoundWrapper):
         self.binding, self.clock, self.stats = drafter.require_binding(), inner.clock, inner.request.stats
         self.graphs = Graphs.of(drafter).made_by(makes_at_once(self.binding))
         self.inputs = GraphInputs(inner.caches.target)
-        self.first_rows = inner.caches.batch_size
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         cache, rows = self.caches.target, len(tree.tokens)
@@ -108,8 +107,8 @@ class PlainCompiledRound(RoundWrapper):
         attention = self.binding.model.config._attn_implementation
         with self.clock.phase("verify"):
             output = self.graphs.run_or_eager(
-                GraphKey("plain", rows, 1, (*cache.mask_widths.items(), attention)),
-                partial(_step, self.binding) if rows == self.first_rows else None,
+                GraphKey("plain", rows, 1, (*self.inputs.mask_widths.items(), attention)),
+                partial(_step, self.binding) if self.inputs.rows_pay else None,
                 lambda: self._filled(tree),
                 lambda: self._eager(tree),
             )

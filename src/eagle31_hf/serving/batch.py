@@ -18,7 +18,10 @@ from torch import Tensor
 
 from ..cache.row_pool import RowPool, resume_row, wipe_row
 from ..cache.speculative import SpeculativeCache
+from ..compiled.draft_session import CompiledDrafting
+from ..compiled.verify import CompiledVerification
 from ..decoding.draft_policy import DraftPlan
+from ..decoding.kept_graphs import captured_graphs
 from ..decoding.prefill import ChunkedPrefill, PrefillState
 from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow
 from ..drafter.drafter import Eagle31Drafter
@@ -68,7 +71,13 @@ class TextBatch:
         sizes = {"capacity": self.capacity, "block": max(prefill_chunk, nodes)}
         self.cache: RowPool = self.target_cache(RowPool, max_rows, sizes)
         self.session = PooledDraftSession(drafter, batch_size=max_rows, **sizes)
-        self.verify = Verification(self.binding, self.cache)
+        windows = self.cache.has_windows or self.session.cache.has_windows
+        self.graphs = None if windows else captured_graphs(drafter)
+        self.verify: Verification | CompiledVerification = Verification(self.binding, self.cache)
+        self.drafting: DraftSession | CompiledDrafting = self.session
+        if self.graphs is not None:
+            self.verify = CompiledVerification(self.binding, self.cache, self.graphs, most_nodes=nodes)
+            self.drafting = CompiledDrafting(self.session, self.graphs)
         self._reader = PromptReader(self, sizes)
         self._scores = ScoreShape(self.binding.text_config.vocab_size, self.binding.head_device)
         self._parked: dict[int, HeldRow] = {}  # by place
@@ -153,6 +162,7 @@ class TextBatch:
             tree = self._draft(plan)
         with self.clock.phase("verify"), self.binding.capturing():
             out = self.verify(tree)
+        self.stats.fall_back("" if self.graphs is None else self.graphs.disabled_reason)
         written = [len(text.writer.tokens) for text in self.texts]
         acceptance = accept_drafts(tree, out.logits, self._choosers, written, self._prefix)
         paths, emitted = _read_back(tree, acceptance)
@@ -211,10 +221,10 @@ class TextBatch:
         roots = on_device([text.last_token for text in self.texts], self.binding.input_device)
         if not plan.shape.depth:
             return DraftTree.chain(roots[:, None])
-        self.session.catch_up()
+        self.drafting.catch_up()
         length = DraftLength(plan.shape.depth, plan.shape.min_confidence)
         choice = DraftChoice(self._draft_scores(), self._noise(0, length.depth))
-        return propose_chain(self.session, roots, length, choice)
+        return propose_chain(self.drafting, roots, length, choice)
 
     @property
     def _choosers(self) -> list[TokenChooser]:
@@ -301,7 +311,7 @@ class TextBatch:
             nodes = on_device([(path + [0] * width)[:width] for path in paths], aux.device)
             aux = aux.gather(1, nodes[..., None].expand(-1, -1, aux.shape[-1]))
         with self.clock.phase("draft"):
-            self.session.absorb(on_device(padded, self.binding.input_device), aux[:, :width], counts)
+            self.drafting.absorb(on_device(padded, self.binding.input_device), aux[:, :width], counts)
 
 
 class PromptReader:

@@ -1,0 +1,39 @@
+"""Texts for a `TextBatch` without the engine around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle31_hf.serving.batch import TextBatch, WrittenText
+from eagle31_hf.serving.choosing import TokenChooser
+from eagle31_hf.serving.requests import Sampling, TextRequest
+from eagle31_hf.serving.text import TextWriter
+from helpers import demo_tokenizer
+
+PIECE = 8
+
+
+def text_of(prompt: list[int], new_tokens: int, sampling: Sampling | None = None) -> WrittenText:
+    request = TextRequest(tuple(prompt), new_tokens, sampling or Sampling(temperature=0), ignore_eos=True)
+    writer = TextWriter(demo_tokenizer(), request, frozenset())
+    return WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
+
+
+def plain(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0}
+    written: Tensor = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return written[0, len(prompt) :].tolist()
+
+
+def read_in_pieces(batch: TextBatch, text: WrittenText, *, writing: bool) -> None:
+    left = batch.begin(text)
+    while left:
+        batch.read(min(left, PIECE))
+        left -= min(left, PIECE)
+        if writing and batch.texts:
+            batch.round()
+    batch.join()
