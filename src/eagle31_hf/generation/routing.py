@@ -20,6 +20,7 @@ from ..cache.spans import unknown_layers
 from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
+from ..target.attention_functions import why_attention_is_unknown
 from .call import Call
 from .continuation import why_not_continued
 from .model_inputs import why_no_draft, why_not_our_loop
@@ -100,6 +101,10 @@ def _foreign_cache(call: Call) -> str | None:
     return None
 
 
+def _attention_of_its_own(call: Call) -> str | None:
+    return why_attention_is_unknown(call.drafter.require_binding().model)
+
+
 def _rotations_that_change(call: Call) -> str | None:
     limit = call.drafter.require_binding().rotates_alike_up_to
     if not limit or not call.may_rotate_otherwise:
@@ -142,6 +147,7 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _one_forward_per_token,
     _unknown_noise,
     why_no_draft,
+    _attention_of_its_own,
     _rotations_that_change,
     _drafts_beyond_what_rotates_alike,
     _target_without_trees,
@@ -207,6 +213,7 @@ AGAINST_STOCK: tuple[Objection, ...] = (
     _unknown_noise,
     _sampled_scores_wanted,
     why_no_draft,
+    _attention_of_its_own,
     _rotations_that_change,
     _layers_it_would_roll_back_in_part,
     _states,

@@ -285,7 +285,7 @@ class TextBatch:
         top = text.request.top_logprobs
         logprobs = () if top is None else _logprobs(logits[b, path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None
-        finish, error = ("error", NO_TOKEN) if fails else (text.writer.finish, "")
+        finish, error = ("error", text.chooser.failure or NO_TOKEN) if fails else (text.writer.finish, "")
         return RoundOutput(shown, tuple(emitted[:count]), logprobs, finish, error)
 
     def _absorb(self, written: list[list[int]], aux: Tensor | None, paths: list[list[int]] | None) -> None:
