@@ -136,6 +136,13 @@ def _target_without_trees(call: Call) -> str | None:
     return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
 
 
+def _chunks_that_begin_anew(call: Call) -> str | None:
+    chunk = call.generation_config.prefill_chunk_size
+    if call.drafter.require_binding().reads_on or not chunk or call.input_ids.shape[1] <= chunk:
+        return None
+    return "the target's states begin anew with every chunk of prefill_chunk_size, and our loop reads its prompts whole"
+
+
 def _processors_of_a_batch(call: Call) -> str | None:
     names = call.processing.bound_to_the_batch
     if call.batch_size == 1 or not names:
@@ -153,12 +160,17 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _target_without_trees,
     _foreign_cache,
     why_not_our_loop,
+    _chunks_that_begin_anew,
     _processors_of_a_batch,
     why_not_continued,
 )
 
 
 # --- against transformers' assisted loop ------------------------------------------------------------------------------
+
+
+def _target_without_chains(call: Call) -> str | None:
+    return call.drafter.require_binding().chain_unsupported_reason or None
 
 
 def _several_rows(call: Call) -> str | None:
@@ -217,6 +229,7 @@ AGAINST_STOCK: tuple[Objection, ...] = (
     _rotations_that_change,
     _layers_it_would_roll_back_in_part,
     _states,
+    _target_without_chains,
     _several_rows,
     _processors_that_keep_state,
     _ends_it_would_miss,
