@@ -17,6 +17,9 @@ WITHOUT_PAD = {name: value for name, value in SIZES.items() if name != "pad_toke
 
 NO_CHAINS: dict[str, Callable[[], Any]] = {
     "sees what comes later, keeps no cache": lambda: hf.BertConfig(**WITHOUT_PAD, pad_token_id=0),
+    "asserts": lambda: hf.XLMConfig(
+        vocab_size=96, emb_dim=64, n_layers=4, n_heads=4, max_position_embeddings=128, bos_token_id=1, eos_token_id=None
+    ),
     "sees what comes later": lambda: hf.BigBirdConfig(**WITHOUT_PAD, pad_token_id=0, attention_type="original_full"),
 }
 

@@ -23,7 +23,9 @@ from .verify import Verification
 LONGEST_PROBE = 128
 """A sliding window is worth crossing in the probe only if it is shorter than this."""
 
-FAILURES = (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error)
+FAILURES = (
+    KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, AssertionError, Eagle31Error,
+)  # fmt: skip
 """What targets raise that cannot do what is tried."""
 
 
