@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
+from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
 from families import TEXT_FAMILIES
 from helpers import GROUPED, SIZES, configured, oracle_drafts, random_drafter, random_prompts, random_target
 
@@ -44,9 +45,12 @@ def test_a_target_that_cannot_verify_chains_is_decoded_plainly(kind: str) -> Non
 
 @pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
 def test_chains_alone_are_found_to_be_right(family: str) -> None:
-    binding = random_drafter(random_target(TEXT_FAMILIES[family]())).require_binding()
+    eagle = random_drafter(random_target(TEXT_FAMILIES[family]()))
+    binding = eagle.require_binding()
     assert binding.tree_unsupported_reason
     assert not binding.chain_unsupported_reason
+    with pytest.raises(UnsupportedGenerationError, match=r"tree self-test.*use generate"):
+        within_what_the_target_can(eagle, EngineSettings())  # a server has no other loop
 
 
 def test_a_target_of_several_streams_is_refused() -> None:

@@ -311,13 +311,13 @@ def within_what_the_target_can(drafter: Eagle31Drafter, settings: EngineSettings
     other where the target cannot verify batches.
 
     Raises:
-        UnsupportedGenerationError: it could not be found out how long that is, or no text would fit; or the target
-            attends in a way that is not known.
+        UnsupportedGenerationError: it could not be found out how long that is, or no text would fit; or our loop cannot
+            write this target's texts.
     """
     binding = drafter.require_binding()
-    if why := why_attention_is_unknown(binding.model):
+    if why := binding.tree_unsupported_reason or why_attention_is_unknown(binding.model):
         raise UnsupportedGenerationError(
-            f"{why}; texts can be served side by side by attn_implementation 'sdpa', 'eager' or flash attention"
+            f"{why}; only targets that our own loop serves can write texts side by side: use generate, which falls back"
         )
     if binding.batch_unsupported_reason:
         settings = replace(settings, max_rows=1)
