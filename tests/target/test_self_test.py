@@ -10,9 +10,20 @@ import torch
 import transformers as hf
 
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
+from eagle31_hf.evidence.doctor.examination import preflight
+from eagle31_hf.evidence.doctor.findings import Patient
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
 from families import TEXT_FAMILIES
-from helpers import GROUPED, SIZES, configured, oracle_drafts, random_drafter, random_prompts, random_target
+from helpers import (
+    GROUPED,
+    SIZES,
+    configured,
+    demo_tokenizer,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+)
 
 WITHOUT_PAD = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
 
@@ -41,6 +52,8 @@ def test_a_target_that_cannot_verify_chains_is_decoded_plainly(kind: str) -> Non
     assert (eagle.stats.loop, "tree self-test" in eagle.stats.reason) == ("plain", True)
     with configured(eagle, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="of chains"):
         target.generate(**settings, assistant_model=eagle)
+    found = {finding.check: finding for finding in preflight(Patient(eagle, demo_tokenizer(), (), lambda _: {}))}
+    assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
 
 
 @pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
