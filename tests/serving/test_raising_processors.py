@@ -1,4 +1,4 @@
-"""A row whose logits processors raise ends alone, with what they said; the others notice nothing."""
+"""A row whose logits processors or tokenizer raise ends alone, with what they said; the others notice nothing."""
 
 from __future__ import annotations
 
@@ -63,6 +63,31 @@ def wanted(pair, engine):
     victims = victims_of(engine, encode_chat(pair.tokenizer, MESSAGES))
     assert all(victim.ended.wait(60) for victim in victims)
     return [victim.tokens for victim in victims]
+
+
+UNKNOWN = 7001
+"""A token that the tokenizer cannot decode while `knows_not_all` holds."""
+
+
+@pytest.fixture
+def knows_not_all(pair, monkeypatch):
+    decode = pair.tokenizer.decode
+
+    def decode_known(ids, **how):
+        if UNKNOWN in ids:
+            raise IndexError("piece id is out of range")
+        return decode(ids, **how)
+
+    monkeypatch.setattr(pair.tokenizer, "decode", decode_known)
+
+
+def test_a_row_whose_text_cannot_be_decoded_ends_alone(pair, engine, wanted, knows_not_all):
+    """A target may have more rows than its tokenizer has tokens."""
+    victims = victims_of(engine, encode_chat(pair.tokenizer, MESSAGES))
+    attacker = ask(engine, [10, 11, 12], Sampling(0.0, logit_bias={UNKNOWN: 100.0}))
+    assert all(listener.ended.wait(60) for listener in (*victims, attacker))
+    assert (attacker.finish, attacker.error) == ("error", "IndexError: piece id is out of range")
+    assert [victim.tokens for victim in victims] == wanted
 
 
 @pytest.mark.parametrize("how", list(RAISING))
