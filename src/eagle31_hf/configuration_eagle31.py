@@ -125,8 +125,9 @@ class Eagle31Config(LlamaConfig):
         self._require(window is None or window >= 1, f"sliding_window is {window}; wanted at least 1, or None")
         if self.aux_layers is not None:
             self._require(
-                len(self.aux_layers) == self.num_aux_hidden_states and min(self.aux_layers) >= 0,
-                f"aux_layers={self.aux_layers}; wanted {self.num_aux_hidden_states} indices, none negative",
+                len(self.aux_layers) == self.num_aux_hidden_states
+                and all(type(layer) is int and layer >= 0 for layer in self.aux_layers),
+                f"aux_layers={self.aux_layers}; wanted {self.num_aux_hidden_states} whole numbers, none negative",
             )
 
     def _check_latent(self) -> None:

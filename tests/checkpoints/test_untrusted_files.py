@@ -46,6 +46,7 @@ def reads_or_refuses():
     ("config", "message"),
     [
         ({"num_aux_hidden_states": 300_000}, "num_aux_hidden_states is 300000; wanted at most 256"),
+        ({"num_aux_hidden_states": 1.5}, "num_aux_hidden_states is 1.5; wanted a whole number"),
         ({"num_aux_hidden_states": 2**63 - 1}, "wanted at most 256"),
         ({"vocab_size": 2**40}, "vocab_size is 1099511627776; wanted at most 16777216"),
         ({"hidden_act": "telepathy"}, "hidden_act is 'telepathy'; wanted one that transformers has"),
@@ -74,6 +75,9 @@ def test_a_drafter_of_absurd_size_is_refused_before_it_is_built():
         Eagle31Drafter(Eagle31Config(**sizes, num_aux_hidden_states=2**63))
     with pytest.raises(ConfigurationError, match="hidden_act is 'telepathy'"):
         Eagle31Config(**sizes, hidden_act="telepathy")
+    for layers in ([1.5, 2, 3], [True, 2, 3], ["1", 2, 3], [1, 2, -3], [1, 2]):
+        with pytest.raises(ConfigurationError, match=r"aux_layers=\[.* wanted 3 whole numbers"):
+            Eagle31Config(**sizes, aux_layers=layers)
     with pytest.raises(ConfigurationError, match="rope_type is 'spiral'"):
         Eagle31Config(**sizes, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
 

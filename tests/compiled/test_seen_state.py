@@ -53,6 +53,16 @@ def set_scale(model: Any) -> None:
     lora_layers(model)[0].set_scale("A", 3.0)
 
 
+def rescale(model: Any) -> None:
+    for layer in lora_layers(model):  # as peft.helpers.rescale_adapter_scale does
+        layer.scaling = {name: scale * 0.3 for name, scale in layer.scaling.items()}
+
+
+def weigh(model: Any) -> None:
+    model.add_weighted_adapter(["A", "B"], [0.7, 0.6], "C", combination_type="linear")
+    model.set_adapter("C")
+
+
 def merge(model: Any) -> None:
     model.merge_adapter(["A"])
 
@@ -65,7 +75,9 @@ def train(model: Any) -> None:
     model.train()
 
 
-@pytest.mark.parametrize("change", [disable, choose_the_other, choose_both, scale, set_scale, merge, delete, train])
+@pytest.mark.parametrize(
+    "change", [disable, choose_the_other, choose_both, scale, set_scale, rescale, weigh, merge, delete, train]
+)
 def test_what_becomes_of_adapters_is_seen(change: Callable[[Any], None]) -> None:
     model = adapted()
     before = ModelState(model.get_base_model())
@@ -74,6 +86,29 @@ def test_what_becomes_of_adapters_is_seen(change: Callable[[Any], None]) -> None
     after = ModelState(model.get_base_model())
     assert before != after
     assert before.told != after.told, "or graphs on disk would be taken for its own"
+
+
+OTHER_ADAPTERS: dict[str, Any] = {
+    "DoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], use_dora=True),
+    "IA3": lambda: peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+    "OFT": lambda: peft.OFTConfig(task_type="CAUSAL_LM", oft_block_size=4, target_modules=["q_proj"]),
+    "VeRA": lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_ADAPTERS)
+def test_adapters_of_other_kinds_are_seen(kind: str) -> None:
+    bare = random_target(CONFIGS["llama"]())
+    before = ModelState(bare)
+    model = peft.get_peft_model(bare, OTHER_ADAPTERS[kind]()).eval()
+    at_work = ModelState(model.get_base_model())
+    assert at_work.told != before.told
+    with model.disable_adapter():
+        assert ModelState(model.get_base_model()).told != at_work.told
+    assert ModelState(model.get_base_model().eval()) == at_work
 
 
 def test_an_adapter_that_is_put_back_is_no_change() -> None:

@@ -104,6 +104,20 @@ def test_prompts_across_chunks(family: str) -> None:
         assert_plain(family, prompts(lengths), settings, new_tokens=8)
 
 
+@pytest.mark.parametrize("family", ["jamba", "falcon_h1"])
+def test_chunks_of_the_call(family: str) -> None:
+    """A target whose states begin anew with each chunk writes another text by them, and so do we."""
+    model, drafter = pair(family)
+    inputs = prompts([23, 3])
+    plain = greedy(model, inputs, prefill_chunk_size=9)
+    with configured(drafter, **SHAPES["chain"]), oracle_drafts(plain, inputs["input_ids"].shape[1]):
+        assert torch.equal(greedy(model, inputs, prefill_chunk_size=9, assistant_model=drafter), plain)
+    begins_anew = not torch.equal(plain, greedy(model, inputs))
+    assert begins_anew == (family == "jamba")
+    assert drafter.stats is not None
+    assert drafter.stats.loop == ("plain" if begins_anew else "own"), drafter.stats.reason
+
+
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
 def test_a_clamp_that_only_prompts_see(family: str) -> None:
     """The code for many tokens bounds the time step from below, that for one does not: where it acts, plain decoding

@@ -125,6 +125,13 @@ def test_context_lengths_under_other_names():
     assert trained_context(hf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96)) is None
 
 
+def test_an_epsilon_that_is_null_is_not_taken():
+    """Cohere 2 MoE has one, for it has other norms."""
+    target = random_target(hf.LlamaConfig(**GROUPED))
+    vars(target.config)["rms_norm_eps"] = None
+    assert default_config(target).rms_norm_eps == 1e-5
+
+
 def test_training_is_set_up_for_a_target_of_unlike_layers():
     from eagle31_hf.training.setup import resolve
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.generation import routing
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.session import ChatSession
+from helpers import GROUPED, random_drafter, random_target
 
 USER_TURNS = [message["content"] for message in CONVERSATIONS[0] if message["role"] == "user"]
 
@@ -133,3 +137,42 @@ def test_a_pair_that_our_loop_cannot_serve_carries_no_cache(pair, monkeypatch):
     for turn in USER_TURNS:
         assert session.ask(turn).content == plain(pair, session)
     assert session.answers[-1].stats.loop == "plain"
+
+
+def test_drawn_answers_that_another_loop_writes_get_no_cache_of_another_history(pair, session, monkeypatch):
+    """Plain decoding believes a cache, and after `undo` it holds what is no longer said."""
+    monkeypatch.setattr(routing, "why_noise_is_unknown", lambda device: "tried in a test")
+    session.ask(USER_TURNS[0])
+    session.set_temperature(1.0)
+    for turn in (USER_TURNS[1], "How about eight?"):
+        torch.manual_seed(3)
+        answer = session.ask(turn)
+        assert answer.stats.loop == "plain"
+        ids = torch.tensor([encode_chat(pair.tokenizer, session.messages[:-1])])
+        torch.manual_seed(3)
+        wanted = pair.target.generate(ids, do_sample=True, temperature=1.0, max_new_tokens=40)[0, ids.shape[1] :]
+        assert answer.content == pair.tokenizer.decode(wanted, skip_special_tokens=True)
+        session.undo()
+    session.set_temperature(0.0)
+    assert session.ask(USER_TURNS[1]).content == plain(pair, session)
+
+
+@pytest.mark.parametrize("undoes", [False, True])
+def test_a_chat_that_gets_longer_than_what_is_rotated_alike(pair, undoes):
+    """As with Phi-3: behind some length the model rotates all positions otherwise, those in a cache included."""
+    factors = [1 + 0.3 * i for i in range(8)], [2 + 1.7 * i for i in range(8)]
+    scaling = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1], "factor": 8.0}
+    config = LlamaConfig(
+        **{**GROUPED, "vocab_size": 8192, "max_position_embeddings": 1024},
+        rope_scaling={**scaling, "original_max_position_embeddings": 50},
+    )
+    target = random_target(config)
+    session = ChatSession(target, random_drafter(target), pair.tokenizer, max_new_tokens=20)
+    session.ask("Hello there my friend")
+    if undoes:
+        session.undo()
+    answer = session.ask(" ".join(USER_TURNS))
+    assert answer.stats.loop == "plain"
+    ids = torch.tensor([encode_chat(pair.tokenizer, session.messages[:-1])])
+    wanted = target.generate(ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] :]
+    assert answer.content == pair.tokenizer.decode(wanted, skip_special_tokens=True)

@@ -37,7 +37,7 @@ def default_config(target: PreTrainedModel, **overrides: Any) -> Eagle31Config:
         # The one latent key of a DeepSeek layer is no pattern for a layer that has keys of its own.
         "num_key_value_heads": layer.kv_heads if layer.key_dim == layer.value_dim else layer.attention_heads,
         "head_dim": layer.value_dim,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-5),
+        "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-5,  # null where the target's norms are others
         "max_position_embeddings": trained_context(text) or UNTOLD_CONTEXT,
         "aux_norm": "per_slot",
         "norm_output": True,

@@ -26,7 +26,7 @@ from ..memory.apply_plan import apply_plan, plan_to_apply
 from ..stats import LastStats, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.quantized import gather_head_rows
-from ..target.self_test import probe_tree_verification
+from ..target.self_test import probe_tree_verification, require_readable_states
 from .default_config import default_config, with_distinct_states
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network, RotaryTables
@@ -301,12 +301,13 @@ class Eagle31Drafter(Eagle31Network):
 
     def _bind(self, binding: TargetBinding) -> None:
         rows = None
-        if self.lm_head is None and self._has_map:
-            try:
+        try:
+            require_readable_states(binding)
+            if self.lm_head is None and self._has_map:
                 rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
-            except Exception:
-                binding.close()
-                raise
+        except Exception:
+            binding.close()
+            raise
         self.detach()
         probe_tree_verification(binding)
         self._bindings = NotCopiedList([binding])

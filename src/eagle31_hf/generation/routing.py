@@ -20,6 +20,7 @@ from ..cache.spans import unknown_layers
 from ..cache.stock import held_length
 from ..errors import UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
+from ..target.attention_functions import why_attention_is_unknown
 from .call import Call
 from .continuation import why_not_continued
 from .model_inputs import why_no_draft, why_not_our_loop
@@ -100,6 +101,10 @@ def _foreign_cache(call: Call) -> str | None:
     return None
 
 
+def _attention_of_its_own(call: Call) -> str | None:
+    return why_attention_is_unknown(call.drafter.require_binding().model)
+
+
 def _rotations_that_change(call: Call) -> str | None:
     limit = call.drafter.require_binding().rotates_alike_up_to
     if not limit or not call.may_rotate_otherwise:
@@ -131,6 +136,13 @@ def _target_without_trees(call: Call) -> str | None:
     return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
 
 
+def _chunks_that_begin_anew(call: Call) -> str | None:
+    chunk = call.generation_config.prefill_chunk_size
+    if call.drafter.require_binding().reads_on or not chunk or call.input_ids.shape[1] <= chunk:
+        return None
+    return "the target's states begin anew with every chunk of prefill_chunk_size, and our loop reads its prompts whole"
+
+
 def _processors_of_a_batch(call: Call) -> str | None:
     names = call.processing.bound_to_the_batch
     if call.batch_size == 1 or not names:
@@ -142,17 +154,23 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _one_forward_per_token,
     _unknown_noise,
     why_no_draft,
+    _attention_of_its_own,
     _rotations_that_change,
     _drafts_beyond_what_rotates_alike,
     _target_without_trees,
     _foreign_cache,
     why_not_our_loop,
+    _chunks_that_begin_anew,
     _processors_of_a_batch,
     why_not_continued,
 )
 
 
 # --- against transformers' assisted loop ------------------------------------------------------------------------------
+
+
+def _target_without_chains(call: Call) -> str | None:
+    return call.drafter.require_binding().chain_unsupported_reason or None
 
 
 def _several_rows(call: Call) -> str | None:
@@ -207,9 +225,11 @@ AGAINST_STOCK: tuple[Objection, ...] = (
     _unknown_noise,
     _sampled_scores_wanted,
     why_no_draft,
+    _attention_of_its_own,
     _rotations_that_change,
     _layers_it_would_roll_back_in_part,
     _states,
+    _target_without_chains,
     _several_rows,
     _processors_that_keep_state,
     _ends_it_would_miss,

@@ -8,6 +8,7 @@ of the same chat) starts from there, the drafter's keys and values included.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,8 +39,10 @@ from ..trees.host_numbers import on_device
 from .batch_drafts import BatchDrafts
 from .choosing import ScoreShape, TokenChooser, accept_drafts, noise_of, warp_rows
 from .pooled_session import PooledDraftSession
-from .requests import TextRequest, TokenLogprob
-from .written_text import NO_TOKEN, RoundOutput, WrittenText
+from .requests import TextRequest
+from .written_text import NO_TOKEN, RoundOutput, WrittenText, logprobs_of
+
+logger = logging.getLogger(__name__)
 
 
 class HeldRow(NamedTuple):
@@ -281,7 +284,15 @@ class TextBatch:
     def _prefix(self, place: int, drafted: Sequence[int]) -> Tensor:
         return on_device([[*self.texts[place].tokens, *drafted]], self.binding.input_device)
 
-    def _write(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> RoundOutput:
+    def _write(self, b: int, *round_of: Any) -> RoundOutput:
+        """`_add_to_text`; what its tokenizer raises, say, ends this text alone."""
+        try:
+            return self._add_to_text(b, *round_of)
+        except Exception as error:
+            logger.exception("eagle31: a text could not be written")
+            return RoundOutput("", (), (), "error", f"{type(error).__name__}: {error}")
+
+    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> RoundOutput:
         """Add a row's tokens to its text, up to where that ends."""
         text = self.texts[b]
         fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
@@ -294,9 +305,9 @@ class TextBatch:
             rounds=text.usage.rounds + 1,
         )
         top = text.request.top_logprobs
-        logprobs = () if top is None else _logprobs(logits[b, path[:count]], emitted[:count], top)
+        logprobs = () if top is None else logprobs_of(logits[b, path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None
-        finish, error = ("error", NO_TOKEN) if fails else (text.writer.finish, "")
+        finish, error = ("error", text.chooser.failure or NO_TOKEN) if fails else (text.writer.finish, "")
         return RoundOutput(shown, tuple(emitted[:count]), logprobs, finish, error)
 
     def _absorb(self, written: list[list[int]], aux: Tensor | None, paths: list[list[int]] | None) -> None:
@@ -399,15 +410,3 @@ def _read_back(tree: DraftTree, acceptance: Acceptance) -> tuple[list[list[int]]
     paths = [row[:count] for row, count in zip(nodes, counts, strict=True)]
     emitted = [[*(tokens[b][node] for node in path[1:]), bonus[b]] for b, path in enumerate(paths)]
     return paths, emitted
-
-
-def _logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Of tokens written after nodes of these `logits` `(n, V)`."""
-    logprobs = logits.float().log_softmax(-1)
-    own = logprobs[range(len(tokens)), list(tokens)].tolist()
-    best = logprobs.topk(top, dim=-1) if top else None
-    others: list[tuple[tuple[int, float], ...]] = [()] * len(tokens) if best is None else [
-        tuple(zip(ids, values, strict=True))
-        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]  # fmt: skip
-    return tuple(TokenLogprob(*each) for each in zip(tokens, own, others, strict=True))

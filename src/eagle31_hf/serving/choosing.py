@@ -9,6 +9,7 @@ target's scores are the same (in half precision they are up to rounding).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from ..sampling.logits_processing import ScoreProcessing
 from ..sampling.tree_walk import accept_tree_walk
 from ..trees.draft_tree import DraftTree
 from .requests import Sampling
+
+logger = logging.getLogger(__name__)
 
 
 class ScoreShape(NamedTuple):
@@ -43,6 +46,9 @@ class TokenChooser:
         sampling: as asked for.
         prompt_length: tokens of its prompt.
         constraint: further processors that look at the prefix, such as a grammar's.
+
+    Attributes:
+        failure: what a processor raised, in words; empty if none has.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class TokenChooser:
     ):  # fmt: skip
         self.processing = ScoreProcessing(_processors(sampling, prompt_length, constraint))
         self.draws = sampling.draws
+        self.failure = ""
         self._seed = sampling.seed
         self._noise: PositionNoise | None = None
 
@@ -77,9 +84,15 @@ class TokenChooser:
     def choose(self, prefix: Tensor, logits: Tensor, position: int) -> int:
         """The token at `position` of the text, after `prefix` `(1, t)`, by the target's `logits` `(1, V)`.
 
-        `V` where none can be chosen: the scores are no numbers, or every token is forbidden.
+        `V` where none can be chosen: the scores are no numbers, every token is forbidden, or a processor has raised,
+        which is this text's affair and not that of those beside it.
         """
-        scores = self.processing.row_scores(lambda _b: prefix, logits, [0])
+        try:
+            scores = self.processing.row_scores(lambda _b: prefix, logits, [0])
+        except Exception as error:
+            logger.exception("eagle31: the scores of a text could not be processed")
+            self.failure = f"{type(error).__name__}: {error}"
+            return logits.shape[-1]
         chosen = choose(scores, self.noise(position, 1, ScoreShape.of(scores))) if self.draws else _likeliest(scores)
         return int(chosen)
 

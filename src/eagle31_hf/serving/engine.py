@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import Eagle31Error, UnsupportedGenerationError
+from ..target.attention_functions import why_attention_is_unknown
 from .batch import TextBatch
 from .batch_drafts import BatchDrafts
 from .choosing import TokenChooser
@@ -310,9 +311,14 @@ def within_what_the_target_can(drafter: Eagle31Drafter, settings: EngineSettings
     other where the target cannot verify batches.
 
     Raises:
-        UnsupportedGenerationError: it could not be found out how long that is, or no text would fit.
+        UnsupportedGenerationError: it could not be found out how long that is, or no text would fit; or our loop cannot
+            write this target's texts.
     """
     binding = drafter.require_binding()
+    if why := binding.tree_unsupported_reason or why_attention_is_unknown(binding.model):
+        raise UnsupportedGenerationError(
+            f"{why}; only targets that our own loop serves can write texts side by side: use generate, which falls back"
+        )
     if binding.batch_unsupported_reason:
         settings = replace(settings, max_rows=1)
     limit = binding.rotates_alike_up_to

@@ -177,8 +177,9 @@ class ChatSession:
         options: dict[str, Any] = {"do_sample": False}
         if self.temperature > 0:
             options = {"do_sample": True, "temperature": self.temperature}
-        if self._cache is not None:
-            options |= {CACHE_ARGUMENT: self._cache, "return_dict_in_generate": True}
+        cache = self._cache_for(len(ids) + max_new_tokens)
+        if cache is not None:
+            options |= {CACHE_ARGUMENT: cache, "return_dict_in_generate": True}
         output = self.target.generate(  # type: ignore[operator]
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -188,6 +189,7 @@ class ChatSession:
             stopping_criteria=StoppingCriteriaList([self._stop]),
             **options,
         )
+        self._note_loop()
         return output.shape[1] if isinstance(output, Tensor) else output.sequences.shape[1]
 
     def _finish(self, written: int, most: int) -> str:
@@ -258,11 +260,47 @@ class ChatSession:
         self.system, self.turns = systems[0] if systems else None, turns
         self._forget_cache()
 
+    # --- the cache of the last turn ------------------------------------------------------------------------------
+
     def _forget_cache(self) -> None:
-        """A cache is only carried where our own loop serves: others believe that a cache belongs to the prompt."""
-        asked = self.drafter.generation_config.speculation_loop
-        is_own = asked in ("auto", "own") and not self.drafter.require_binding().tree_unsupported_reason
-        self._cache = DynamicCache(config=self.target.config) if is_own else None
+        self._cache = DynamicCache(config=self.target.config)
+        self._served_by_own: set[bool] = set()  # greedy answers, drawn ones
+
+    def _cache_for(self, longest: int) -> DynamicCache | None:
+        """What to hand to a turn whose text may come to `longest` tokens; `None` if it may not be carried.
+
+        A cache with content is handed only to a turn that our own loop is certain to write: others believe that a cache
+        belongs to the prompt, which after `undo` it does not. So the first greedy and the first drawn answer begin
+        anew, and show which loop writes such answers.
+        """
+        if not self._is_for_own_loop(longest):
+            self._forget_cache()
+            return None
+        if (self.temperature > 0) not in self._served_by_own:
+            self._cache = DynamicCache(config=self.target.config)
+        return self._cache
+
+    def _note_loop(self) -> None:
+        stats = self.drafter.stats
+        if stats is not None and stats.loop == "own":
+            self._served_by_own.add(self.temperature > 0)
+        else:
+            self._forget_cache()
+
+    def _is_for_own_loop(self, longest: int) -> bool:
+        binding, settings = self.drafter.require_binding(), self.drafter.generation_config
+        limit = binding.rotates_alike_up_to
+        if settings.speculation_loop not in ("auto", "own") or binding.tree_unsupported_reason:
+            return False
+        return limit is None or longest + self._longest_draft() <= limit
+
+    def _longest_draft(self) -> int:
+        settings, device = self.drafter.generation_config, self.drafter.device.type
+        lengths = {
+            compiled: settings.draft_length(device_type=device, batch_size=1, compiled=compiled)
+            for compiled in (False, True)
+        }
+        return max(settings.steered_bounds(length.depth, compiled=by)[1] for by, length in lengths.items())
 
 
 def _is_message(told: Any) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from .choosing import TokenChooser
 from .requests import TextRequest, TextUsage, TokenLogprob
@@ -55,3 +58,15 @@ class WrittenText:
     def tokens(self) -> list[int]:
         """Prompt and text."""
         return [*self.request.prompt, *self.writer.tokens]
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Of tokens `(n,)` written after nodes of these `logits` `(n, V)`, and of the `top` likeliest beside each."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs[range(len(tokens)), list(tokens)].tolist()
+    best = logprobs.topk(top, dim=-1) if top else None
+    others: list[tuple[tuple[int, float], ...]] = [()] * len(tokens) if best is None else [
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]  # fmt: skip
+    return tuple(TokenLogprob(*each) for each in zip(tokens, own, others, strict=True))

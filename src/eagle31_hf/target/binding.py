@@ -75,6 +75,7 @@ class TargetBinding:
         self.rotates_alike_up_to = rotates_alike_up_to(_decoder_of(self.model))  # tokens; `None`: any text
         self.batch_unsupported_reason = ""  # the same of batches
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
+        self.chain_unsupported_reason = ""  # the same of transformers' assisted loop, tried where ours is out
         self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights

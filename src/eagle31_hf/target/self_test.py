@@ -2,16 +2,18 @@
 
 One four-node tree is verified in one forward and compared with plain forwards along its two paths. The answer decides
 between our loop and the fallbacks, so it is found by measurement and not by a list of model families. Where layers keep
-states (`state_test`), what rounds leave in them is compared, too, and whether prompts may be read in chunks.
+states (`state_test`), what rounds leave in them is compared, too, and whether prompts may be read in chunks. Where
+trees cannot be verified, chains are tried as transformers' assisted loop verifies and takes them back.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from ..cache import SpeculativeCache
-from ..errors import Eagle31Error
+from ..errors import Eagle31Error, IncompatibleTargetError
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .binding import TargetBinding
 from .quantized import holds_packed_weights
@@ -21,10 +23,18 @@ from .verify import Verification
 LONGEST_PROBE = 128
 """A sliding window is worth crossing in the probe only if it is shorter than this."""
 
+FAILURES = (
+    KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, AssertionError, Eagle31Error,
+)  # fmt: skip
+"""What targets raise that cannot do what is tried."""
+
 
 @torch.no_grad()
 def probe_tree_verification(binding: TargetBinding) -> None:
-    """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right)."""
+    """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right).
+
+    If they are not, `binding.chain_unsupported_reason` is set, too.
+    """
     reasons = []
     with binding.masked_attention(), binding.one_token_arithmetic.active():
         for masks_by_type in (None, True, False):
@@ -34,8 +44,8 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                     if not binding.has_states
                     else _state_error(binding, masks_by_type)
                 )
-            except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
-                reasons.append(f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}")
+            except FAILURES as failure:
+                reasons.append(_in_a_line(failure))
                 continue
             if error <= tolerance(binding):
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
@@ -45,6 +55,74 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                 return
             reasons.append(f"logits differ by {error:.2g} of their range")
     binding.tree_unsupported_reason = f"the target failed the tree self-test ({reasons[0]})"
+    binding.chain_unsupported_reason = _why_not_chains(binding)
+
+
+@torch.no_grad()
+def require_readable_states(binding: TargetBinding) -> None:
+    """A drafter reads one vector a token from between the target's layers.
+
+    Raises:
+        IncompatibleTargetError: something else is there, as in Gemma 3n, whose layers pass four streams on.
+    """
+    tokens = probe_tokens(binding, 2)
+    try:
+        with binding.capturing():
+            _plain_logits(binding, tokens)
+            shape = tuple(binding.take_aux().shape)
+    except FAILURES:
+        return  # whatever it is, the self-test and the first generation say more
+    wanted = (1, 2, len(binding.aux_layers) * binding.text_config.hidden_size)
+    if shape != wanted:
+        raise IncompatibleTargetError(
+            f"of two tokens {type(binding.model).__name__} passes hidden states of shape {shape} from layer to layer; "
+            f"wanted {wanted}, one vector a token for each layer that is read: there are no drafters for such targets"
+        )
+
+
+def _in_a_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+
+
+def _why_not_chains(binding: TargetBinding) -> str:
+    """Why transformers' assisted loop cannot verify drafts with this target either; empty if it can."""
+    try:
+        error = _chain_error(binding)
+    except FAILURES as failure:
+        why = _in_a_line(failure)
+    else:
+        why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
+    return why and f"the target failed the self-test of chains ({why})"
+
+
+def _chain_error(binding: TargetBinding) -> float:
+    """Largest difference between logits of a block behind a cache, and of what is read after a part of it was taken
+    back, and those of the same tokens without any that come later."""
+    length = _probe_length(binding)
+    tokens = probe_tokens(binding, length + 4)
+    block, other = tokens[:, length:], tokens[:, :1]
+    cache = DynamicCache(config=binding.text_config)
+
+    def read(ids: Tensor) -> Tensor:
+        mask = torch.ones_like(tokens)[:, : cache.get_seq_length() + ids.shape[1]]
+        given = {"attention_mask": mask, "use_cache": True, binding.cache_argument: cache}
+        return binding.model(input_ids=ids, **given).logits[0].float()
+
+    read(tokens[:, :length])
+    found = [*read(block)]  # 4 rows (V,)
+    cache.crop(-3)
+    if cache.get_seq_length() != length + 1:
+        raise ValueError("its cache is not what it read")
+    found.append(read(other)[-1])
+    texts = [*(tokens[:, : length + n] for n in range(1, 5)), torch.cat((tokens[:, : length + 1], other), 1)]
+    wanted = [_plain_logits(binding, text)[-1] for text in texts]
+    return logits_error(torch.stack(found), torch.stack(wanted))
+
+
+def _probe_length(binding: TargetBinding) -> int:
+    """Tokens of a prompt, more than a window's if that is short."""
+    window = getattr(binding.text_config, "sliding_window", None)
+    return min(window + 3, LONGEST_PROBE) if window else 6
 
 
 def _why_not_in_batches(binding: TargetBinding) -> str:
@@ -53,8 +131,8 @@ def _why_not_in_batches(binding: TargetBinding) -> str:
         return ""
     try:
         error = _tree_error(binding, binding.masks_by_type, rows=2)
-    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error) as failure:
-        why = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+    except FAILURES as failure:
+        why = _in_a_line(failure)
     else:
         why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
     return why and f"the target failed the tree self-test of a batch ({why})"
@@ -62,8 +140,7 @@ def _why_not_in_batches(binding: TargetBinding) -> str:
 
 def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int = 1) -> float:
     """Largest difference between tree and path logits, as a share of the logits' range; of `rows` that are alike."""
-    windows = [w for w in (getattr(binding.text_config, "sliding_window", None),) if w]
-    length = min(windows[0] + 3, LONGEST_PROBE) if windows else 6
+    length = _probe_length(binding)
     tokens = probe_tokens(binding, length + 4)
     prefix, nodes = tokens[:, :length], tokens[:, length:]  # (1, length), (1, 4): root, its children a and b, c below a
     parents = torch.tensor([[0, 0, 0, 1]] * rows, device=tokens.device)
@@ -98,7 +175,7 @@ def _choose_tape(binding: TargetBinding) -> None:
     mixers.use_tape(True)
     try:
         mixers.tape_is_right = _state_error(binding, binding.masks_by_type) <= tolerance(binding)
-    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError, Eagle31Error):
+    except FAILURES:
         mixers.tape_is_right = False
     mixers.use_tape(mixers.tape_is_right)
 

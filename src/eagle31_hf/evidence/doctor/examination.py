@@ -200,8 +200,12 @@ def _quantisation(patient: Patient) -> Finding:
 
 
 def _trees(patient: Patient) -> Finding:
-    why = patient.drafter.require_binding().tree_unsupported_reason
-    if why:
+    binding = patient.drafter.require_binding()
+    if binding.chain_unsupported_reason:
+        whys = f"{binding.tree_unsupported_reason}; {binding.chain_unsupported_reason}"
+        return Finding("verification", "problem", f"no drafts, plain decoding only: {whys}")
+    if binding.tree_unsupported_reason:
+        why = binding.tree_unsupported_reason
         return Finding("verification", "note", f"chains by transformers' assisted loop only: {why}")
     return Finding("verification", "ok", "the self-test verified a tree like plain forwards along its paths")
 

@@ -1,0 +1,79 @@
+"""What a target cannot do is found out when a drafter is attached, by trying it, and leads to a loop that is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
+from eagle31_hf.evidence.doctor.examination import preflight
+from eagle31_hf.evidence.doctor.findings import Patient
+from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
+from families import TEXT_FAMILIES
+from helpers import (
+    GROUPED,
+    SIZES,
+    configured,
+    demo_tokenizer,
+    oracle_drafts,
+    random_drafter,
+    random_prompts,
+    random_target,
+)
+
+WITHOUT_PAD = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
+
+NO_CHAINS: dict[str, Callable[[], Any]] = {
+    "sees what comes later, keeps no cache": lambda: hf.BertConfig(**WITHOUT_PAD, pad_token_id=0),
+    "asserts": lambda: hf.XLMConfig(
+        vocab_size=96, emb_dim=64, n_layers=4, n_heads=4, max_position_embeddings=128, bos_token_id=1, eos_token_id=None
+    ),
+    "sees what comes later": lambda: hf.BigBirdConfig(**WITHOUT_PAD, pad_token_id=0, attention_type="original_full"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHAINS)
+def test_a_target_that_cannot_verify_chains_is_decoded_plainly(kind: str) -> None:
+    """Transformers' assisted loop would write another text, or raise."""
+    target = random_target(NO_CHAINS[kind]())
+    eagle = random_drafter(target)
+    binding = eagle.require_binding()
+    assert "tree self-test" in binding.tree_unsupported_reason
+    assert "self-test of chains" in binding.chain_unsupported_reason
+    inputs = {"input_ids": torch.tensor(random_prompts(1, seed=3))}
+    settings: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    plain = target.generate(**settings)
+    with oracle_drafts(plain, inputs["input_ids"].shape[1]):
+        assert torch.equal(target.generate(**settings, assistant_model=eagle), plain)
+    assert (eagle.stats.loop, "tree self-test" in eagle.stats.reason) == ("plain", True)
+    with configured(eagle, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="of chains"):
+        target.generate(**settings, assistant_model=eagle)
+    found = {finding.check: finding for finding in preflight(Patient(eagle, demo_tokenizer(), (), lambda _: {}))}
+    assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
+
+
+@pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
+def test_chains_alone_are_found_to_be_right(family: str) -> None:
+    eagle = random_drafter(random_target(TEXT_FAMILIES[family]()))
+    binding = eagle.require_binding()
+    assert binding.tree_unsupported_reason
+    assert not binding.chain_unsupported_reason
+    with pytest.raises(UnsupportedGenerationError, match=r"tree self-test.*use generate"):
+        within_what_the_target_can(eagle, EngineSettings())  # a server has no other loop
+
+
+def test_a_target_of_several_streams_is_refused() -> None:
+    target = random_target(
+        hf.Gemma3nTextConfig(
+            **GROUPED, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=8,
+            hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=0,
+            activation_sparsity_pattern=[0.0] * 4,
+        )
+    )  # fmt: skip
+    with pytest.raises(IncompatibleTargetError, match=r"\(4, 1, 2, .*one vector a token"):
+        random_drafter(target)
+    assert not any(module._forward_pre_hooks for module in target.modules()), "it is as it was"
