@@ -44,7 +44,7 @@ class CompiledVerification:
         self.eager = Verification(binding, cache)
         self.inputs = GraphInputs(cache)
         self.first_rows = cache.batch_size
-        self._attention = binding.model.config._attn_implementation
+        self._attention = binding.attention
 
     def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
         """As `Verification`; the binding must be capturing.
