@@ -16,7 +16,8 @@ from eagle31_hf.target import attention_in_parts as in_parts
 from eagle31_hf.target import grouped_attention as grouped
 from eagle31_hf.target.attention_in_parts import attention_in_parts, finite
 from eagle31_hf.target.binding import TargetBinding
-from eagle31_hf.target.grouped_attention import GROUPED, attending_grouped, folds, grouped_attention
+from eagle31_hf.target.grouped_attention import GROUPED, attending_grouped, grouped_attention
+from eagle31_hf.trees.shape import repeats_mask
 from helpers import GROUPED as GROUPED_SIZES
 from helpers import drafter_of, random_target, target_of
 
@@ -69,8 +70,8 @@ def test_it_gives_what_attention_with_copied_keys_gives(mask, length, batch, gro
 @pytest.mark.parametrize("heads", [1, 8])
 def test_long_rows_go_head_after_head_and_give_the_same(heads):
     query, key, value = states(2, 4, 40, 90)
-    assert not folds(40, 2, 4, WIDTH)
-    assert folds(6, 2, 4, WIDTH)
+    assert not repeats_mask(40, 2, 4, WIDTH)
+    assert repeats_mask(6, 2, 4, WIDTH)
     mask = tree_mask(2, heads, 40, 90)
     torch.testing.assert_close(
         grouped_attention(query, key, value, mask), with_copies(query, key, value, mask), rtol=0, atol=1e-6

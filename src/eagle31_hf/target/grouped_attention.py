@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..trees.shape import repeats_mask
 from .attention_in_parts import MASK_ALIGNMENT, attention_in_parts, finite, useful_parts
 
 GROUPED = "eagle31_grouped"
@@ -42,7 +43,7 @@ def grouped_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
         )
-    if mask is not None and not folds(length, kv_heads, groups, width):
+    if mask is not None and not repeats_mask(length, kv_heads, groups, width):
         return _head_after_head(query, key, value, mask, scale)
     rows = query.reshape(batch, kv_heads, groups * length, width)
     parts = useful_parts(rows, key, value)
@@ -53,16 +54,6 @@ def grouped_attention(
     else:
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, length, -1)
-
-
-def folds(length: int, kv_heads: int, groups: int, width: int) -> bool:
-    """Whether the mask of `length` queries, repeated for each head of a group, is worth one reading of the keys.
-
-    Else keys and values of `width` elements are read once for each head of a group. Writing the repeated mask and
-    reading it moves `2 * groups * length` elements per slot, readings that are saved `2 * (groups - 1) * kv_heads *
-    width`.
-    """
-    return groups * length < (groups - 1) * kv_heads * width
 
 
 def _repeated_for(groups: int, mask: Tensor, kv_heads: int) -> Tensor:
