@@ -42,6 +42,7 @@ from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySet
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import decoder_shape, read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.target.grouped_attention import attending_grouped
 from helpers import configured, drafter_of, target_of
 
 BF16 = torch.bfloat16
@@ -73,13 +74,14 @@ DRAFTER = Eagle31Config(
 
 @dataclass(frozen=True)
 class Run:
-    """One traced generation: prompt length, prefill chunk, nodes verified, rows, how the target's cache is stored."""
+    """One traced generation: prompt length, prefill chunk, nodes verified, rows, how the cache is stored and grows."""
 
     prompt: int
     chunk: int
     nodes: int
     batch: int = 1
     cache_type: str = "full"
+    slab: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -102,7 +104,8 @@ class TracedTarget:
         self.run, self.model, self.counter = run, model, counter
         block = max(run.chunk, run.nodes)
         self.cache = SpeculativeCache.from_config(
-            config, batch_size=run.batch, capacity=run.capacity, block=block, cache_type=run.cache_type
+            config, batch_size=run.batch, capacity=run.capacity, block=block, cache_type=run.cache_type,
+            slab=run.slab,
         )  # fmt: skip
         self.states: dict[int, Tensor] = {}
         for index in range(1, taps + 1):
@@ -144,7 +147,7 @@ def trace_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
     """Peaks of prefill and verification above the weights."""
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=BF16)
-        with torch.no_grad(), StorageCounter() as counter:
+        with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
             target = TracedTarget(config, run, counter, model)
             target.skip_to(run.prompt - run.chunk)
             counter.restart_peak()
@@ -237,8 +240,7 @@ def test_drafter_peaks_match_a_trace(run: Run) -> None:
             for _ in range(0, run.prompt, run.chunk):
                 counter.restart_peak()
                 absorb(network, embedding, cache, torch.empty(1, run.chunk, shape.aux_width, dtype=BF16))
-            # The CPU kernel reads grouped keys as they are; so does this prediction.
-            block = Block(1, run.chunk, run.prompt, run.capacity, repeats_kv=False)
+            block = Block(1, run.chunk, run.prompt, run.capacity)
             assert within(kv + absorb_bytes(shape, block), counter.peak_bytes, 0.02)
 
             feedback = torch.empty(1, run.nodes, DRAFTER.hidden_size, dtype=BF16)
@@ -247,7 +249,7 @@ def test_drafter_peaks_match_a_trace(run: Run) -> None:
             counter.restart_peak()
             tokens = embedding(torch.zeros(1, run.nodes, dtype=torch.long))
             network.decode(tokens, feedback, network.rotary(cache.position_ids()), mask, cache)
-            step = Block(1, run.nodes, run.capacity, run.capacity, repeats_kv=False)
+            step = Block(1, run.nodes, run.capacity, run.capacity)
             resident = resident_mask_bytes(shape.decoder, run.nodes, run.capacity)
             unranked = replace(shape, draft_vocab=1)  # the head is not run here
             assert within(kv + resident + draft_step_bytes(unranked, step), counter.peak_bytes, 0.02)
@@ -256,7 +258,7 @@ def test_drafter_peaks_match_a_trace(run: Run) -> None:
 @pytest.mark.parametrize("cache_type", ["full", "int8", "fp8"])
 def test_ledger_matches_prefill_drafter_and_verification_run_together(cache_type: str) -> None:
     """Target and drafter side by side, hidden states handed over chunk by chunk, as the decoding loop does."""
-    run = Run(8192, 1024, 7, cache_type=cache_type)
+    run = Run(8192, 1024, 7, cache_type=cache_type, slab=1024)
     # Two more layers than taps need: in the last ones no tap is the layer's own input.
     config = LlamaConfig(**{**TARGETS["llama 8B"].to_dict(), "num_hidden_layers": 6})
     settings = MemorySettings(
@@ -272,7 +274,7 @@ def test_ledger_matches_prefill_drafter_and_verification_run_together(cache_type
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=BF16)
         network, embedding = fake_drafter()
-        with torch.no_grad(), StorageCounter() as counter:
+        with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
             target = TracedTarget(config, run, counter, model, taps=3)
             capacity = settings.drafter_capacity
             cache = SpeculativeCache([None], batch_size=1, capacity=capacity, block=run.chunk)

@@ -41,7 +41,7 @@ class CompiledVerification:
         self.binding, self.cache, self.graphs, self.most_nodes = binding, cache, graphs, most_nodes
         self.eager = Verification(binding, cache)
         self.inputs = GraphInputs(cache)
-        self._attention = binding.model.config._attn_implementation
+        self._attention = binding.attention
 
     def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
         """As `Verification`; the binding must be capturing.

@@ -124,6 +124,6 @@ class PairHistory:
 def setting_of(drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False) -> Hashable:
     """What of a `calibration_key` may change while a process runs."""
     binding = drafter.require_binding()
-    attention = binding.model.config._attn_implementation
+    attention = binding.attention
     settings = drafter.generation_config.stored_cache_type, compiled, at_once
     return binding.model.dtype, binding.head_device, drafter.dtype, torch.get_num_threads(), attention, settings

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import Cache
-from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
+from transformers.models.llama.modeling_llama import rotate_half
 
 from ..configuration_eagle31 import Eagle31Config
+from ..target.grouped_attention import grouped_attention
 
 
 class AttendingCache:
@@ -155,22 +155,7 @@ def _attend(
         return cache.attend(query, key, value, attention_mask, layer_idx)
     if cache is not None:
         key, value = cache.update(key, value, layer_idx)  # (B, n_kv, S, d)
-    heads, kv_heads = query.shape[1], key.shape[1]
-    grouped = heads != kv_heads
-    if grouped and attention_mask is not None and query.is_cuda:  # grouped heads: no fused kernel
-        if kv_heads == 1:
-            key, value = (states.expand(-1, heads, -1, -1) for states in (key, value))  # a view: nothing is copied
-        else:
-            key, value = (repeat_kv(states, heads // kv_heads) for states in (key, value))
-        grouped = False
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        is_causal=attention_mask is None and query.shape[2] > 1,
-        enable_gqa=grouped,
-    )
+    return grouped_attention(query, key, value, attention_mask)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

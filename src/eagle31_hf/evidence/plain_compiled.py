@@ -104,7 +104,7 @@ class PlainCompiledRound(RoundWrapper):
             cache.has_windows or cache.has_states or not self.inputs.make_room(1)
         ):  # their masks are made outside of graphs
             return self.inner.verify(tree)
-        attention = self.binding.model.config._attn_implementation
+        attention = self.binding.attention
         with self.clock.phase("verify"):
             output = self.graphs.run_or_eager(
                 GraphKey("plain", rows, 1, (*self.inputs.mask_widths.items(), attention)),

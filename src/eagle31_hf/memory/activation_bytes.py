@@ -5,7 +5,8 @@ tensors and confirmed by such traces in the tests. `T = B*C` tokens run at once,
 `b` bytes.
 
     while a layer's MLP runs       4H + 3I per token: embeddings, layer input, residual, normed; gate, up, product
-    while its attention runs       3H + 2 n_q d per token, and keys and values repeated for every query head
+    while its attention runs       3H + 2 n_q d per token, and the mask repeated for each query head of a group; without
+                                   a fused kernel keys and values, repeated for every query head
     always                         rotary tables, masks, the hidden states being tapped
 
 Left out: workspaces inside kernels, and padding of a mask whose row length is no multiple of 8.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trees.shape import RESIDENT_QUERIES
+from ..trees.shape import RESIDENT_QUERIES, repeats_mask
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Block:
     Attributes:
         capacity: slots the cache was made for.
         ragged: rows differ in length, so each has a mask of its own.
-        repeats_kv: attention with a mask copies keys and values for every query head (all but Metal).
-        grows: the cache may move to a larger buffer now, old and new of one layer side by side.
+        grown_bytes: of an element of a cache that may move to a larger buffer now, old and new of one layer side by
+            side; 0: it stays.
     """
 
     batch: int
@@ -103,8 +104,7 @@ class Block:
     context: int
     capacity: int
     ragged: bool = False
-    repeats_kv: bool = True
-    grows: bool = False
+    grown_bytes: int = 0
 
     @property
     def rows(self) -> int:
@@ -142,15 +142,20 @@ def target_forward_bytes(shape: DecoderShape, block: Block, *, taps: int) -> int
 
 
 def _attention_bytes(shape: DecoderShape, block: Block) -> int:
-    """Queries, output, its log-sum-exp, and keys and values as the kernel gets them."""
+    """Queries, output, its log-sum-exp, and what else is made for the kernel: see `grouped_attention`."""
     b, rows = shape.element_bytes, block.rows
     per_head = shape.key_dim + shape.value_dim
     visible = shape.visible_slots(block.context, block.tokens, block.capacity)
     total = rows * shape.q_heads * (per_head * b + 4)
-    if block.repeats_kv and shape.q_heads != shape.kv_heads and block.tokens > 1:
-        total += block.batch * shape.q_heads * per_head * visible * b
-    elif block.grows:
-        total += block.batch * shape.kv_heads * per_head * visible * b
+    made = block.batch * shape.kv_heads * per_head * visible * block.grown_bytes
+    groups = shape.q_heads // shape.kv_heads
+    if groups > 1 and block.tokens > 1:
+        if shape.score_bytes:
+            made = block.batch * shape.q_heads * per_head * visible * b
+        elif repeats_mask(block.tokens, shape.kv_heads, groups, shape.key_dim):
+            masks = block.batch if block.ragged else 1
+            made = max(made, masks * groups * block.tokens * visible * b)
+    total += made
     return total + shape.score_bytes * shape.q_heads * rows * visible
 
 

@@ -43,7 +43,7 @@ ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
 # Checkpoints of the other methods are packed already.
 _PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4", "hqq", "torchao-int8", "torchao-fp8")
-_LAYER_FORMULA = "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with keys, values repeated n_q/n_kv times"
+_LAYER_FORMULA = "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with masks repeated n_q/n_kv times"
 _DRAFTER_FORMULA = "hidden states + b*T * max(7H + 4I, attention)"
 
 CACHE_TYPES = ("full", "int8", "fp8")
@@ -119,7 +119,7 @@ def build_ledger(
     """Every term of a run, empty ones left out."""
     terms = [LedgerTerm("context", card.context_bytes, "runtime and kernels, before the first tensor", MOMENTS)]
     terms += _weight_terms(target)
-    terms += _target_terms(target, card, settings, taps=_taps(target, drafter, settings))
+    terms += _target_terms(target, settings, taps=_taps(target, drafter, settings))
     if drafter is not None and settings.speculates:
         terms += _drafter_weight_terms(drafter, drafter_quantization(target, settings.drafter_precision))
         terms += _drafter_terms(target, drafter, card, settings)
@@ -170,12 +170,13 @@ def _taps(target: TargetFacts, drafter: DrafterFacts | None, settings: MemorySet
     return drafter.shape.aux_width // target.shape.hidden_size
 
 
-def _target_terms(target: TargetFacts, card: Card, settings: MemorySettings, *, taps: int) -> list[LedgerTerm]:
+def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int) -> list[LedgerTerm]:
     shape, batch = target.shape, settings.batch
     chunk, nodes, capacity = settings.chunk, settings.shape.nodes, settings.cache_capacity
-    prefill = _block(settings, card, chunk, settings.context, capacity)
+    stored_bytes = shape.element_bytes if settings.cache_type == "full" else 1
+    prefill = _block(settings, chunk, settings.context, capacity, stored_bytes)
     prefilled = target_forward_bytes(shape, prefill, taps=taps)
-    verify = _block(settings, card, nodes, capacity, capacity)
+    verify = _block(settings, nodes, capacity, capacity, stored_bytes)
     tapped = taps * shape.hidden_size * shape.element_bytes
     logits = logits_bytes(shape, verify.rows)
     layers = target_forward_bytes(shape, verify, taps=taps)
@@ -202,15 +203,14 @@ def _workspace_term(target: TargetFacts, block: Block, moment: str) -> LedgerTer
     return LedgerTerm(f"unpacking workspace, {moment}", needed, f"largest packed matrix, {rows} x {columns}", (moment,))
 
 
-def _block(settings: MemorySettings, card: Card, tokens: int, context: int, capacity: int) -> Block:
+def _block(settings: MemorySettings, tokens: int, context: int, capacity: int, grown_bytes: int) -> Block:
     return Block(
         batch=settings.batch,
         tokens=tokens,
         context=context,
         capacity=capacity,
         ragged=settings.batch > 1,
-        repeats_kv=card.kind != "mps",
-        grows=True,
+        grown_bytes=grown_bytes,
     )
 
 
@@ -242,9 +242,7 @@ def _drafter_terms(
     target: TargetFacts, drafter: DrafterFacts, card: Card, settings: MemorySettings
 ) -> list[LedgerTerm]:
     shape, capacity = drafter.shape, settings.drafter_capacity
-    # Only CUDA kernels want a drafter's grouped keys repeated; main memory and Metal read them as they are.
-    repeats = card.kind == "cuda"
-    prefill = replace(_block(settings, card, settings.chunk, settings.context, capacity), repeats_kv=repeats)
+    prefill = _block(settings, settings.chunk, settings.context, capacity, shape.decoder.element_bytes)
     update = replace(prefill, tokens=settings.draft_tokens + 1, context=settings.cache_capacity)
     step = replace(prefill, tokens=settings.shape.top_k, context=capacity)
     block = max(settings.chunk, settings.shape.draft_block)

@@ -17,7 +17,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-ALIKE = (flash_attention_forward, flex_attention_forward, sdpa_attention_forward)
+from .grouped_attention import grouped_attention_forward
+
+ALIKE = (flash_attention_forward, flex_attention_forward, sdpa_attention_forward, grouped_attention_forward)
+"""The last one is ours, which a target attends by while another thread drafts for it."""
 
 
 def why_attention_is_unknown(model: PreTrainedModel) -> str | None:

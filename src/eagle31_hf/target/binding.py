@@ -21,6 +21,7 @@ from ..configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
 from ..errors import IncompatibleTargetError
 from .attention_kernels import WITHOUT_CUDNN
 from .cache_argument import cache_argument
+from .grouped_attention import GROUPED, attending_grouped
 from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
@@ -85,6 +86,8 @@ class TargetBinding:
         warn_of_quantization(self.model)
         warn_of_precision(self.model)
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
+        # Whether its code looks attention up by name, as that of all but a few does.
+        self._takes_grouped = getattr(type(_decoder_of(self.model)), "_can_set_attn_implementation", bool)()
         self._masking, self._own_attention, self._lock = 0, "", threading.Lock()
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
@@ -203,16 +206,17 @@ class TargetBinding:
     def masked_attention(self) -> Iterator[None]:
         """While open in any thread, the target's attention takes additive masks: flash and flex make way for SDPA.
 
-        Of SDPA's kernels cuDNN's makes way, too (`WITHOUT_CUDNN`).
+        Of SDPA's kernels cuDNN's makes way, too (`WITHOUT_CUDNN`), and keys are not copied (`grouped_attention`).
         """
-        with WITHOUT_CUDNN, self._masking_attention():
+        grouped = attending_grouped(self.text_config) if self._takes_grouped else nullcontext()
+        with WITHOUT_CUDNN, self._masking_attention(), grouped:
             yield
 
     @contextmanager
     def _masking_attention(self) -> Iterator[None]:
         with self._lock:
             if self._masking == 0:
-                self._own_attention = self.model.config._attn_implementation
+                self._own_attention = self.attention
                 self._attend_by("sdpa")
             self._masking += 1
         try:
@@ -226,7 +230,13 @@ class TargetBinding:
     @property
     def none_is_causal(self) -> bool:
         """Whether the target's attention takes no mask for a causal one; see `SpeculativeCache.attention_mask`."""
-        return self.model.config._attn_implementation == "sdpa"
+        return self.attention == "sdpa"
+
+    @property
+    def attention(self) -> str:
+        """Name of the target's attention; while `masked_attention` is open, of what the mask is made for."""
+        name = self.model.config._attn_implementation
+        return "sdpa" if name == GROUPED else name
 
     def _attend_by(self, implementation: str) -> None:
         if self._own_attention not in ("eager", "sdpa"):

@@ -12,6 +12,15 @@ RESIDENT_QUERIES = 128
 since a resident one would hold `chunk * capacity` elements for the whole generation."""
 
 
+def repeats_mask(queries: int, kv_heads: int, groups: int, width: int) -> bool:
+    """Whether the mask of `queries` is repeated for each of the `groups` query heads that share keys and values.
+
+    Writing it and reading it moves `2 * groups * queries` elements per slot. The other way is to read keys and values
+    of `width` elements once for each head of a group: `2 * (groups - 1) * kv_heads * width` more.
+    """
+    return groups * queries < (groups - 1) * kv_heads * width
+
+
 @dataclass(frozen=True)
 class DraftShape:
     """What to draft in a round: `depth` levels of `top_k` children, `size` nodes with root; `top_k` 1 is a chain, ended

@@ -52,7 +52,7 @@ def calibration_key(drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = 
         "machine": platform.node(),
         "threads": torch.get_num_threads(),
         "target": _shape_of(config),
-        "attention": binding.model.config._attn_implementation,
+        "attention": binding.attention,
         "quantization": str(getattr(getattr(binding.model, "hf_quantizer", None), "quantization_config", "")),
         "cache_type": drafter.generation_config.stored_cache_type,
         "dtype": str(binding.model.dtype),

@@ -1,0 +1,132 @@
+"""Attention that reads keys and values once where a group of query heads shares them.
+
+SDPA's kernels take a mask only where queries have as many heads as keys, so transformers copies keys and values to all
+query heads. Here the queries of a group are rows of one head instead: `(B, H, T, D)` is seen as `(B, H_kv, G*T, D)`
+with the mask's rows repeated for each, and keys stay where they are. Long prompts, whose masks are larger than that is
+worth, go through one kernel for each query head of a group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..trees.shape import repeats_mask
+from .attention_in_parts import MASK_ALIGNMENT, attention_in_parts, finite, useful_parts
+
+GROUPED = "eagle31_grouped"
+"""The name by which transformers knows this attention."""
+
+
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
+    """SDPA of `query` `(B, H, T, D)` over `key` and `value` `(B, H_kv, S, D)`; `(B, H, T, D)`.
+
+    Args:
+        mask: `(1 or B, 1 or H, T, S)`, additive or bool; `None`: one query sees everything, several see themselves and
+            what is before them, and no more keys than queries.
+        scale: of scores; default: one over the root of `D`.
+    """
+    batch, heads, length, width = query.shape
+    kv_heads = key.shape[1]
+    groups, causal = heads // kv_heads, mask is None and length > 1
+    if groups == 1 or causal:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
+        )
+    if mask is not None and not repeats_mask(length, kv_heads, groups, width):
+        return _head_after_head(query, key, value, mask, scale)
+    rows = query.reshape(batch, kv_heads, groups * length, width)
+    parts = useful_parts(rows, key, value)
+    if mask is not None:
+        mask = _repeated_for(groups, finite(mask, query.dtype) if parts > 1 else mask, kv_heads)
+    if parts > 1:
+        out = attention_in_parts(rows, key, value, mask, parts, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, length, -1)
+
+
+def _repeated_for(groups: int, mask: Tensor, kv_heads: int) -> Tensor:
+    """The mask of rows `(1 or B, 1 or H_kv, G*T, S)`."""
+    if mask.shape[1] > 1:
+        return _by_group(mask, kv_heads).flatten(2, 3)
+    slots = mask.shape[3]
+    if mask.is_cuda and slots % MASK_ALIGNMENT:  # else SDPA pads what is repeated
+        mask = F.pad(mask, (0, -slots % MASK_ALIGNMENT))
+    return mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)[..., :slots]
+
+
+def _by_group(heads: Tensor, kv_heads: int) -> Tensor:
+    """`(B, H, ...)` as `(B, H_kv, G, ...)`."""
+    return heads.unflatten(1, (kv_heads, -1))
+
+
+def _head_after_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """The first head of every group, then the second: nothing is copied, and so many queries fill a card anyway."""
+    queries = _by_group(query, key.shape[1])  # (B, H_kv, G, T, D)
+    masks = _by_group(mask, key.shape[1]) if mask.shape[1] > 1 else mask[:, :, None]
+    out = query.new_empty(*queries.shape[:4], value.shape[3])
+    for head in range(queries.shape[2]):
+        seen = masks[:, :, min(head, masks.shape[2] - 1)]
+        out[:, :, head] = F.scaled_dot_product_attention(queries[:, :, head], key, value, attn_mask=seen, scale=scale)
+    return out.flatten(1, 2)
+
+
+# --- in a target ------------------------------------------------------------------------------------------------------
+
+
+def grouped_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for `GROUPED`: its own attention by SDPA but where that would copy keys and values."""
+    asks_more = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
+    if attention_mask is None or asks_more or attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    out = grouped_attention(query, key, value, attention_mask, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention_forward)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+_lock = threading.Lock()
+_open: dict[int, int] = {}
+"""How often configs are being served, by `id`: several drafters may share a target."""
+
+
+@contextmanager
+def attending_grouped(config: PreTrainedConfig) -> Iterator[None]:
+    """While open in any thread, models of this text config whose attention is SDPA's attend by `GROUPED`."""
+    with _lock:
+        served = config._attn_implementation in ("sdpa", GROUPED)
+        if served:
+            _open[id(config)] = _open.get(id(config), 0) + 1
+            config._attn_implementation_internal = GROUPED  # of this config alone, not of those within it
+    try:
+        yield
+    finally:
+        if served:
+            with _lock:
+                _open[id(config)] -= 1
+                if not _open[id(config)]:
+                    del _open[id(config)]
+                    config._attn_implementation_internal = "sdpa"
