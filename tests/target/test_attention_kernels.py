@@ -27,11 +27,11 @@ def test_texts_may_overlap(before: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_drafted_text_does_without() -> None:
-    target, seen = target_of("llama"), []
+    target, drafter, seen = target_of("llama"), drafter_of("llama"), []
     handle = target.lm_head.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
     ids = torch.arange(3, 9)[None]
     try:
-        target.generate(ids, assistant_model=drafter_of("llama"), max_new_tokens=6, do_sample=False)
+        target.generate(ids, assistant_model=drafter, max_new_tokens=6, do_sample=False)
         assert not any(seen)
         seen.clear()
         target.generate(ids, max_new_tokens=2, do_sample=False)
