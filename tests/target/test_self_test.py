@@ -19,6 +19,7 @@ from helpers import (
     SIZES,
     configured,
     demo_tokenizer,
+    left_padded,
     oracle_drafts,
     random_drafter,
     random_prompts,
@@ -64,6 +65,26 @@ def test_chains_alone_are_found_to_be_right(family: str) -> None:
     assert not binding.chain_unsupported_reason
     with pytest.raises(UnsupportedGenerationError, match=r"tree self-test.*use generate"):
         within_what_the_target_can(eagle, EngineSettings())  # a server has no other loop
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_windows_under_other_names_are_not_believed(rows: int) -> None:
+    """GPT-Neo counts keys where they lie, which shows only in texts that are longer than its window."""
+    target = random_target(
+        hf.GPTNeoConfig(
+            vocab_size=96, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]],
+            max_position_embeddings=128, window_size=24, initializer_range=0.15, bos_token_id=1, eos_token_id=None,
+        )
+    )  # fmt: skip
+    eagle = random_drafter(target)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "pad_token_id": 0}
+    inputs = left_padded(random_prompts(rows, seed=rows))
+    plain = target.generate(**inputs, **settings)
+    shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
+    with configured(eagle, **shape), oracle_drafts(plain, inputs["input_ids"].shape[1]):
+        assert torch.equal(target.generate(**inputs, **settings, assistant_model=eagle), plain)
+    assert eagle.stats.loop == ("stock" if rows == 1 else "plain")
+    assert "window of 24 tokens, window_size" in eagle.stats.reason
 
 
 def test_a_target_of_several_streams_is_refused() -> None:

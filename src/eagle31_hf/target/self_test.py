@@ -8,6 +8,8 @@ trees cannot be verified, chains are tried as transformers' assisted loop verifi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -35,7 +37,10 @@ def probe_tree_verification(binding: TargetBinding) -> None:
 
     If they are not, `binding.chain_unsupported_reason` is set, too.
     """
-    reasons = []
+    reasons = _windows_of_its_own(binding)
+    if reasons:
+        _leave_to_others(binding, reasons[0])
+        return
     with binding.masked_attention(), binding.one_token_arithmetic.active():
         for masks_by_type in (None, True, False):
             try:
@@ -54,8 +59,32 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                 binding.reads_on = not binding.has_states or _reads_on(binding)
                 return
             reasons.append(f"logits differ by {error:.2g} of their range")
-    binding.tree_unsupported_reason = f"the target failed the tree self-test ({reasons[0]})"
+    _leave_to_others(binding, reasons[0])
+
+
+def _leave_to_others(binding: TargetBinding, why: str) -> None:
+    binding.tree_unsupported_reason = f"the target failed the tree self-test ({why})"
     binding.chain_unsupported_reason = _why_not_chains(binding)
+
+
+def _windows_of_its_own(binding: TargetBinding) -> list[str]:
+    """Windows under names that the cache does not know, in words.
+
+    The model's own code masks by them, counting keys where they lie and not at their positions (GPT-Neo): in a batch,
+    or where a tree branches, it sees too little, and only in texts that are longer than any that is tried here.
+    """
+    config = binding.text_config
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    found = {
+        name: value
+        for name, value in vars(config).items()
+        if "window" in name and name != "sliding_window" and not name.endswith(("pattern", "layers"))
+    }
+    return [
+        f"its layers have a window of {value} tokens, {name}, which our cache does not keep"
+        for name, value in found.items()
+        if type(value) is int and 0 < value < longest
+    ]
 
 
 @torch.no_grad()
