@@ -80,7 +80,13 @@ class TextBatch:
         if self.graphs is not None:
             self.verify = CompiledVerification(self.binding, self.cache, self.graphs, most_nodes=nodes)
             self.drafting = CompiledDrafting(self.session, self.graphs)
-        self._reader = PromptReader(self, sizes)
+        self._reader = PromptReader(
+            drafter,
+            self.target_cache(SpeculativeCache, 1, sizes),
+            DraftSession(drafter, batch_size=1, **sizes),
+            pools=(self.cache, self.session.cache),
+            piece=prefill_chunk,
+        )
         self._scores = ScoreShape(self.binding.text_config.vocab_size, self.binding.head_device)
         self._parked: dict[int, HeldRow] = {}  # by place
         self._is_exact = self.binding.compute_dtype == torch.float32

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from ..cache.row_pool import resume_row, wipe_row
+from ..cache.row_pool import RowPool, resume_row, wipe_row
 from ..cache.speculative import SpeculativeCache
 from ..decoding.prefill import ChunkedPrefill, PrefillState
+from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import DraftSession, DraftState
 from ..errors import UnsupportedGenerationError
 from .written_text import WrittenText
 
-if TYPE_CHECKING:
-    from .batch import TextBatch
-
 
 class PromptReader:
-    """Reads one prompt after the other, in caches of one row, all but the last token: a round begins with that."""
+    """Reads one prompt after the other, in caches of one row, all but the last token: a round begins with that.
 
-    def __init__(self, batch: TextBatch, sizes: dict[str, int]):
-        self.batch = batch
-        self.cache: SpeculativeCache = batch.target_cache(SpeculativeCache, 1, sizes)
-        self.session = DraftSession(batch.drafter, batch_size=1, **sizes)
-        self._chunks = ChunkedPrefill(batch.binding, self.cache, self.session)
+    Args:
+        drafter: attached.
+        cache, session: of one row, for the target and the drafter.
+        pools: of the batch, target's and drafter's, whose rows prompts may be resumed from.
+        piece: most prompt tokens of one forward.
+    """
+
+    def __init__(
+        self,
+        drafter: Eagle31Drafter,
+        cache: SpeculativeCache,
+        session: DraftSession,
+        *,
+        pools: tuple[RowPool, RowPool],
+        piece: int,
+    ):
+        self.drafter, self.cache, self.session = drafter, cache, session
+        self.pools, self.piece = pools, piece
+        self._chunks = ChunkedPrefill(drafter.require_binding(), cache, session)
         self._reading: PrefillState | None = None
         self._start = self._position = 0  # of what is read, in the prompt; within what is read
         self._text: WrittenText | None = None
@@ -43,11 +53,11 @@ class PromptReader:
         self.reset()
         self._text, self._start = text, length
         if length:
-            resume_row(self.cache, self.batch.cache, place, length)
-            resume_row(self.session.cache, self.batch.session.cache, place, length)
+            for own, pool in zip((self.cache, self.session.cache), self.pools, strict=True):
+                resume_row(own, pool, place, length)
             self.session._rotary = None
         rest = list(text.request.prompt[length:])
-        self._reading = PrefillState([rest], unread=1, device=self.batch.binding.input_device)
+        self._reading = PrefillState([rest], unread=1, device=self.drafter.require_binding().input_device)
         if len(rest) == 1:
             self._start_midway()
         return len(rest) - 1
@@ -56,7 +66,7 @@ class PromptReader:
         assert self._reading is not None
         end = self._position + num_tokens
         while self._position < end:
-            stop = min(end, self._position + self.batch.prefill_chunk)
+            stop = min(end, self._position + self.piece)
             self._chunks.read_columns(self._reading, self._position, stop)
             self._note_piece(self._start + self._position, stop - self._position)
             self._position = stop
@@ -66,7 +76,7 @@ class PromptReader:
 
     def _note_piece(self, start: int, length: int) -> None:
         """So many tokens from `start` on were read together."""
-        if start == self.text.even_tokens and length == self.batch.prefill_chunk:
+        if start == self.text.even_tokens and length == self.piece:
             self.text.even_tokens += length
 
     def wipe(self) -> None:
@@ -84,6 +94,6 @@ class PromptReader:
 
     def _start_midway(self) -> None:
         """A prompt of one token: the drafter knows nothing yet, and guesses until the first round has told it more."""
-        drafter = self.batch.drafter
+        drafter = self.drafter
         hidden = torch.zeros(1, 1, drafter.config.hidden_size, device=drafter.device, dtype=drafter.dtype)
         self.session._root = DraftState(drafter.draft_logits(hidden), hidden)
