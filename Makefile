@@ -2,12 +2,13 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .oldest
 ENGINES := .engines
+CARD := .card
 BIN := $(VENV)/bin
 RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo quick test oldest lint docs figures gpu engines
+.PHONY: help demo quick test oldest lint docs figures gpu card engines
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -51,6 +52,9 @@ gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then what to 
 	  --json $(RECORDS)/loop_8b_nf4.json; \
 	$(BIN)/python examples/studies/growth.py --device cuda --json $(RECORDS)/growth.json
 
+card: $(CARD)/.installed  ## torch's build for CUDA in an environment of its own (5 GB), and rounds counted on a card that is not there
+	$(CARD)/bin/python -m pytest -m card tests/card
+
 engines: $(ENGINES)/.installed $(VENV)/.installed-dev  ## vLLM and speculators in an environment of their own (4 GB), and the tests that need them
 	$(BIN)/python -m pytest -m engines
 
@@ -71,6 +75,15 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 $(OLDEST)/.installed: constraints-oldest.txt | $(VENV)/.installed-dev
 	rm -rf $(OLDEST)
 	$(PIP) --target $(OLDEST) --no-deps -r constraints-oldest.txt
+	@touch $@
+
+# `===` takes the build whose version has no label: for Linux that is CUDA's, also where others lie nearer.
+$(CARD)/.installed: pyproject.toml constraints.txt
+	rm -rf $(CARD)
+	$(PYTHON) -m venv $(CARD)
+	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  "torch=$(shell sed -n 's/^torch=/=/p' constraints.txt)" pytest hypothesis -e .
+	@$(CARD)/bin/python -c "import sys, torch; sys.exit(torch.version.cuda is None and 'this is not the build for CUDA')"
 	@touch $@
 
 # Three packages come as CUDA builds and break the import of vLLM on a CPU; nothing here needs them.

@@ -1,0 +1,114 @@
+"""A pair of some target's shape on the card that is not there, and rounds of a text that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from fake_card import CARD, Counting, Work, distinct_bytes, fake_card
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.compiled.captured import CapturesSteps
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.request import DecodingRequest
+from eagle31_hf.decoding.text import Sequences, StopRules
+from eagle31_hf.drafter import drafter as drafter_module
+from eagle31_hf.sampling.logits_processing import ScoreProcessing
+from eagle31_hf.trees.shape import DraftShape
+
+CHAIN = DraftShape(5)
+ACCEPTED = 3
+"""Nodes of each round, root included: what the host is told when it asks."""
+
+
+def answer(tensor: Tensor) -> Any:
+    """Elements where there are none: a round's acceptance as `sync_accepted` packs it, no error, tokens like any."""
+    if tensor.dtype == torch.bool:
+        return False
+    if tensor.dim() == 0:
+        return 0.0 if tensor.is_floating_point() else ACCEPTED
+    if tensor.dim() == 1:
+        return [5] * tensor.shape[0]
+    rows, columns = tensor.shape
+    packed = [0, ACCEPTED, 5, *range(columns - 3)]  # all is well, so many nodes, the bonus, the path and the tokens
+    return [packed if columns < 200 else [5] * columns] * rows
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is written: how long its prompt is, what is drafted, and how."""
+
+    prompt: int = 32_000
+    shape: DraftShape = CHAIN
+    captured: bool = False
+    do_sample: bool = False
+    processors: tuple[LogitsProcessor, ...] = ()
+    rows: int = 1
+    chunk: int | None = None
+
+
+@dataclass
+class Written:
+    """Work of each round, bytes of the target's keys and values that its text needs and has room for, graphs' fate."""
+
+    rounds: list[Work] = field(default_factory=list)
+    visible_bytes: list[int] = field(default_factory=list)
+    kept_bytes: list[int] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def fake_pair(config: PreTrainedConfig) -> Iterator[tuple[Counting, Eagle31Drafter]]:
+    """A drafter attached to a target of this shape, in bfloat16. The self-test is left out: it compares numbers."""
+    with fake_card(answer) as counting, torch.device(CARD):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with (
+                mock.patch.object(drafter_module, "probe_tree_verification"),
+                mock.patch.object(Eagle31Drafter, "to"),  # fake parameters cannot be moved, and are where they belong
+            ):
+                drafter = Eagle31Drafter.from_target(model, draft_vocab_size=None).eval()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        with torch.device("cpu"):
+            yield counting, drafter
+        drafter.detach()
+
+
+def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) -> Written:
+    """Read a prompt and write so many rounds."""
+    ids = torch.zeros(text.rows, text.prompt, dtype=torch.long, device=CARD)
+    request = DecodingRequest(
+        sequences=Sequences(ids, [0] * text.rows, StopRules(text.prompt + 500), None),
+        processing=ScoreProcessing(LogitsProcessorList(text.processors)),
+        shape=text.shape,
+        do_sample=text.do_sample,
+        prefill_chunk=text.chunk,
+        graph_maker=CapturesSteps(counting.capture),
+    )
+    written = Written()
+    with drafter.require_binding().masked_attention():
+        decoder = SpeculativeDecoder(drafter, request, compiled=text.captured)
+        decoder.prefill()
+        for _ in range(rounds):
+            cache = decoder.caches.target
+            counting.follow(_buffers(cache))
+            seen = [length + text.shape.nodes for length in cache.lengths]
+            decoder.step()
+            buffers = _buffers(cache)
+            written.rounds.append(counting.work)
+            written.visible_bytes.append(sum(distinct_bytes(each[:, :, : max(seen)]) for each in buffers))
+            written.kept_bytes.append(sum(map(distinct_bytes, buffers)))
+    written.fallbacks = request.stats.fallbacks
+    return written
+
+
+def _buffers(cache: Any) -> list[Tensor]:
+    return [buffer for layer in cache.attending for buffer in (layer.keys, layer.values) if layer.is_initialized]

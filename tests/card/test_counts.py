@@ -1,0 +1,154 @@
+"""What a round asks of a card, counted on fake CUDA tensors; see `fake_card`.
+
+Layers are alike, so a few of them show what all do.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+if torch.version.cuda is None:
+    pytest.skip("needs torch's build for CUDA: make card", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("a card is here: small tensors that the package keeps would be fake", allow_module_level=True)
+
+from fake_card import Work
+from fake_rounds import Text, Written, fake_pair, write
+
+from eagle31_hf.target import grouped_attention
+from eagle31_hf.trees.shape import DraftShape
+
+pytestmark = pytest.mark.card
+
+LAYERS = 4
+COMMON: dict[str, Any] = {"num_hidden_layers": LAYERS, "max_position_embeddings": 131072}
+TARGETS: dict[str, hf.PreTrainedConfig] = {
+    "Llama 3.1 8B": hf.LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+                                   num_key_value_heads=8, vocab_size=128256, **COMMON),
+    "Qwen3 8B": hf.Qwen3Config(hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+                               num_key_value_heads=8, head_dim=128, vocab_size=151936, **COMMON),
+    "Qwen3 30B-A3B": hf.Qwen3MoeConfig(hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+                                       num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+                                       vocab_size=151936, **COMMON),
+    "Mistral 7B": hf.MistralConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+                                   num_key_value_heads=8, vocab_size=32768, sliding_window=None, **COMMON),
+    "Gemma 3 27B": hf.Gemma3TextConfig(hidden_size=5376, intermediate_size=21504, num_attention_heads=32,
+                                       num_key_value_heads=16, head_dim=128, vocab_size=262208, sliding_window=1024,
+                                       max_position_embeddings=131072, num_hidden_layers=6),
+}  # fmt: skip
+TARGETS["Llama 3.1 8B, all layers"] = hf.LlamaConfig(**{**TARGETS["Llama 3.1 8B"].to_dict(), "num_hidden_layers": 32})
+PLAIN = [name for name in TARGETS if not name.startswith("Gemma")]
+SETTINGS = {
+    "chain": {},
+    "tree": {"shape": DraftShape(4, top_k=4, size=16)},
+    "sampled chain": {"do_sample": True},
+}
+MOST_OUTSIDE = {"chain": 31, "tree": 37, "sampled chain": 35}
+"""What the host starts in a round beside graphs, today: inputs and outputs of graphs are copied one by one."""
+ROUNDS = 3
+
+
+@cache
+def written(target: str, text: Text) -> Written:
+    with fake_pair(TARGETS[target]) as (counting, drafter):
+        return write(counting, drafter, text, ROUNDS)
+
+
+def last(target: str, text: Text) -> tuple[Work, Written]:
+    """A round when all that is recorded has been."""
+    found = written(target, text)
+    assert not found.fallbacks
+    return found.rounds[-1], found
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_verification_reads_keys_and_values_once_and_writes_none_but_new_ones(setting: str, captured: bool) -> None:
+    text = Text(captured=captured, **SETTINGS[setting])
+    work, found = last("Llama 3.1 8B", text)
+    row = 2 * 8 * 128 * 2 * LAYERS  # bytes of a token: keys and values of 8 heads
+    assert work.copied == 0
+    assert found.visible_bytes[-1] >= 32_000 * row
+    assert 0.99 <= work.read / found.visible_bytes[-1] <= 1.1
+    nodes = text.shape.nodes if not captured else -(-text.shape.nodes // 8) * 8  # graphs pad nodes to a multiple of 8
+    assert work.stored == nodes * row if setting != "tree" else work.stored >= nodes * row
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("target", PLAIN)
+def test_so_it_is_for_other_targets(target: str, captured: bool) -> None:
+    work, found = last(target, Text(captured=captured))
+    assert work.copied == 0
+    assert 0.99 <= work.read / found.visible_bytes[-1] <= 1.1
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_windows_read_no_more_than_they_keep(captured: bool) -> None:
+    """Accepted tokens are moved from the block into the window, and nothing else is."""
+    text = Text(captured=captured, prompt=4000, chunk=1000)
+    work, found = last("Gemma 3 27B", text)
+    assert work.read <= 1.1 * found.kept_bytes[-1]
+    assert work.copied <= 5 * 2 * text.shape.nodes * 16 * 128 * 2
+
+
+@pytest.mark.parametrize("target", PLAIN)
+def test_the_host_waits_once_a_round(target: str) -> None:
+    for text, blocking in ((Text(), 2), (Text(captured=True), 1)):
+        work, _ = last(target, text)
+        assert work.waits == 1, work.where
+        assert work.blocking_copies <= blocking, work.where
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_captured_rounds_are_two_graphs_and_record_nothing_more(setting: str) -> None:
+    text = Text(captured=True, **SETTINGS[setting])
+    found = written("Llama 3.1 8B", text)
+    assert [len(each.recorded) for each in found.rounds] == [3, 0, 0]  # drafting once, and the two
+    assert all(len(each.replayed) == 2 for each in found.rounds[1:])
+    work = found.rounds[-1]
+    assert work.waits == 1, work.where
+    assert work.blocking_copies == 1, work.where
+    assert work.launches <= MOST_OUTSIDE[setting], work.names
+
+
+def test_rows_that_are_alike_share_a_round() -> None:
+    work, found = last("Llama 3.1 8B", Text(captured=True, rows=4, prompt=8000))
+    assert (work.waits, work.blocking_copies, work.copied) == (1, 1, 0), work.where
+    assert work.read <= 1.1 * found.visible_bytes[-1]
+
+
+def test_a_repetition_penalty_waits_more_often() -> None:
+    """Its scores depend on the text, which the host looks at for each node of the way: not captured yet."""
+    penalty = hf.RepetitionPenaltyLogitsProcessor(1.05)
+    work, _ = last("Llama 3.1 8B", Text(captured=True, processors=(penalty,)))
+    assert 1 < work.waits <= 4, work.where
+    assert 1 < work.blocking_copies <= 16, work.where
+
+
+def test_it_is_seen_if_keys_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own attention, by which all keys and values are written and read for every query head."""
+    monkeypatch.setitem(
+        hf.AttentionInterface._global_mapping, grouped_attention.GROUPED, grouped_attention.sdpa_attention_forward
+    )
+    with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
+        found = write(counting, drafter, Text(), 1)
+    work, visible = found.rounds[-1], found.visible_bytes[-1]
+    assert work.copied == pytest.approx(4 * visible, rel=0.01)
+    assert work.read == pytest.approx(5 * visible, rel=0.01)
+
+
+def test_a_card_that_is_not_there_counts_what_it_is_asked() -> None:
+    with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, _):
+        keys = torch.empty(1, 8, 64, 128, device="cuda")
+        counting.follow([keys])
+        keys[:, :, :2].copy_(torch.empty(1, 8, 2, 128, device="cuda"))
+        torch.tensor([1, 2], device="cuda")
+        bool(keys.sum() > 0)
+        work = counting.work
+    assert (work.stored, work.waits, work.blocking_copies) == (8 * 2 * 128 * 4, 1, 1)
+    assert work.read == 8 * 64 * 128 * 4 + 4  # the keys, then their sum
