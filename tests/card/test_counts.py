@@ -48,8 +48,8 @@ SETTINGS = {
     "tree": {"shape": DraftShape(4, top_k=4, size=16)},
     "sampled chain": {"do_sample": True},
 }
-MOST_OUTSIDE = {"chain": 31, "tree": 37, "sampled chain": 35}
-"""What the host starts in a round beside graphs, today: inputs and outputs of graphs are copied one by one."""
+MOST_OUTSIDE = {"chain": 16, "tree": 18, "sampled chain": 20, "penalty": 19}
+"""What the host starts in a round beside graphs, today: half of it copies inputs and outputs of graphs."""
 ROUNDS = 3
 
 
@@ -75,8 +75,7 @@ def test_a_verification_reads_keys_and_values_once_and_writes_none_but_new_ones(
     assert work.copied == 0
     assert found.visible_bytes[-1] >= 32_000 * row
     assert 0.99 <= work.read / found.visible_bytes[-1] <= 1.1
-    nodes = text.shape.nodes if not captured else -(-text.shape.nodes // 8) * 8  # graphs pad nodes to a multiple of 8
-    assert work.stored == nodes * row if setting != "tree" else work.stored >= nodes * row
+    assert work.stored == text.shape.nodes * row if setting != "tree" else work.stored >= text.shape.nodes * row
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -98,10 +97,9 @@ def test_windows_read_no_more_than_they_keep(captured: bool) -> None:
 
 @pytest.mark.parametrize("target", PLAIN)
 def test_the_host_waits_once_a_round(target: str) -> None:
-    for text, blocking in ((Text(), 2), (Text(captured=True), 1)):
+    for text in (Text(), Text(captured=True)):
         work, _ = last(target, text)
-        assert work.waits == 1, work.where
-        assert work.blocking_copies <= blocking, work.where
+        assert (work.waits, work.blocking_copies) == (1, 0), work.where
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -111,23 +109,28 @@ def test_captured_rounds_are_two_graphs_and_record_nothing_more(setting: str) ->
     assert [len(each.recorded) for each in found.rounds] == [3, 0, 0]  # drafting once, and the two
     assert all(len(each.replayed) == 2 for each in found.rounds[1:])
     work = found.rounds[-1]
-    assert work.waits == 1, work.where
-    assert work.blocking_copies == 1, work.where
+    assert (work.waits, work.blocking_copies) == (1, 0), work.where
     assert work.launches <= MOST_OUTSIDE[setting], work.names
 
 
 def test_rows_that_are_alike_share_a_round() -> None:
     work, found = last("Llama 3.1 8B", Text(captured=True, rows=4, prompt=8000))
-    assert (work.waits, work.blocking_copies, work.copied) == (1, 1, 0), work.where
+    assert (work.waits, work.blocking_copies, work.copied) == (1, 0, 0), work.where
     assert work.read <= 1.1 * found.visible_bytes[-1]
 
 
-def test_a_repetition_penalty_waits_more_often() -> None:
-    """Its scores depend on the text, which the host looks at for each node of the way: not captured yet."""
+def test_a_repetition_penalty_asks_for_no_other_wait() -> None:
     penalty = hf.RepetitionPenaltyLogitsProcessor(1.05)
-    work, _ = last("Llama 3.1 8B", Text(captured=True, processors=(penalty,)))
-    assert 1 < work.waits <= 4, work.where
-    assert 1 < work.blocking_copies <= 16, work.where
+    for captured in (False, True):
+        work, _ = last("Llama 3.1 8B", Text(captured=captured, processors=(penalty,)))
+        assert (work.waits, work.blocking_copies) == (1, 0), work.where
+    assert work.launches <= MOST_OUTSIDE["penalty"], work.names
+
+
+def test_the_next_texts_record_nothing() -> None:
+    with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
+        made = [write(counting, drafter, Text(captured=True), 2) for _ in range(3)]
+    assert [[len(each.recorded) for each in found.rounds] for found in made] == [[3, 0], [0, 0], [0, 0]]
 
 
 def test_it_is_seen_if_keys_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,10 +100,12 @@ class CapturedCode:
                     del self._recorded[next(iter(self._recorded))]  # the oldest
                 self._recorded[place] = self._record(small, lent)
             own, recording = self._recorded[place]
-            if own:
-                torch._foreach_copy_(own, small)
+            _copy_all(own, small)
             recording.replay()
-            return [output.clone() for output in recording.outputs]
+            outputs = list(recording.outputs)
+            copies = [torch.empty_like(output) for output in outputs]
+            _copy_all(copies, outputs)
+            return copies
 
     def _record(self, small: Sequence[Tensor], lent: Sequence[Tensor]) -> _Recorded:
         own, start = [tensor.clone() for tensor in small], self.lent.start
@@ -114,6 +116,17 @@ class CapturedCode:
             raise RecordingFailedError("a step could not be recorded") from failure
         finally:
             lend(self._flat.cache, [torch.empty(0)] * (len(tensors) - start))  # keys and values go with their text
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One launch for all tensors of a precision: told of several, `_foreach_copy_` copies each by itself."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        pairs = by_dtype.setdefault(target.dtype, ([], []))
+        pairs[0].append(target)
+        pairs[1].append(source)
+    for alike, theirs in by_dtype.values():
+        torch._foreach_copy_(alike, theirs)
 
 
 class _Recorded(NamedTuple):

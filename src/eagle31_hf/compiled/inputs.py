@@ -28,14 +28,15 @@ class InputBuffers:
     def fill(self, name: str, source: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
         """`source` in the leading corner of a buffer; the rest holds whatever was there, and nothing reads it.
 
-        On a CPU, where graphs take memory from anywhere, a source of that very shape is taken as it is.
+        A source of that very shape is taken as it is: graphs for a CPU take memory from anywhere, and recordings copy
+        what they read (`captured`).
 
         Args:
             name: of the buffer; another one for each shape.
             shape: of the buffer; default: the source's own.
         """
         shape = tuple(source.shape) if shape is None else shape
-        if source.device.type == "cpu" and tuple(source.shape) == shape and source.is_contiguous():
+        if tuple(source.shape) == shape and source.is_contiguous():
             # Dimensions of size 1 have any stride, by which graphs would be told apart.
             return source if source.stride() == _dense_strides(shape) else source.view(-1).view(shape)
         buffer = self._buffers.get((name, shape, source.dtype))
