@@ -2,7 +2,7 @@
 
     python3 examples/card_check [--out DIR] [--budget SECONDS] [--only pair,linears] [--skip compiled]
 
-It needs a checkout of the repository, and of other packages torch, transformers and what these need; nothing has to be
+It needs a checkout of the repository, torch, transformers, accelerate and what these need; nothing has to be
 installed, and nothing is fetched. 4-bit steps need bitsandbytes, the repository's tests pytest and hypothesis: a step
 says what it lacks. `make_carry.sh` packs bitsandbytes for a machine that has no network; see docs/benchmarks.md.
 
