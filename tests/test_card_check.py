@@ -31,7 +31,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with nothing to import and no shortest time."""
     monkeypatch.syspath_prepend(str(CHECK.parent))
     module = importlib.import_module("card_check.driver")
-    monkeypatch.setattr(module, "import_all", lambda: True)
+    monkeypatch.setattr(module, "import_all", lambda machine: True)
     monkeypatch.setattr(module, "SHORTEST_S", 0)
     return module
 

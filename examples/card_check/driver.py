@@ -14,6 +14,8 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,7 @@ class Driver:
         self.out.mkdir(parents=True, exist_ok=True)
         for name in ("results.jsonl", "log.txt"):
             (self.out / name).write_text("")
-        self.forks = import_all()
+        self.forks = import_all(self.machine)
         print(f"imported after {self._passed_s():.1f} s", flush=True)
         states = [self._step(name) for name in STEPS if (not only or name in only) and name not in skip]
         (self.out / "summary.txt").write_text(self._table(2000))
@@ -158,7 +160,7 @@ def run_one(name: str, machine: Machine, path: Path) -> int:
     return 0
 
 
-def import_all() -> bool:
+def import_all(machine: Machine) -> bool:
     """Import what steps need, without a call to the card. Whether all of it could be imported: if not, each step is a
     process from scratch, and one that needs less may still run."""
     try:
@@ -175,6 +177,8 @@ def import_all() -> bool:
     except Exception:
         traceback.print_exc()
         return False
+    if not machine.is_cuda and find_spec("bitsandbytes"):
+        import_module("bitsandbytes")  # which asks a card about itself
     return True
 
 
