@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from helpers import left_padded, random_prompts, target_of
 
 CHECK = Path(__file__).parents[1] / "examples" / "card_check"
 
@@ -94,3 +97,22 @@ def test_steps_fail_alone_and_leave_what_they_found(
     assert (good["status"], good["failed"]) == (0, [])
     assert "## part: 1 failed" in (tmp_path / "out" / "summary.txt").read_text()
     assert driver.Driver(machine, tmp_path / "again", scratch, budget_s=100).run(only=("good",)) == 0
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_how_close_two_tokens_were(penalty: float, driver: Any) -> None:
+    """In the row that parts, of prompts padded to one length, by the scores that the penalty leaves."""
+    worst_tie = importlib.import_module("card_check.embedded").worst_tie
+    target, prompts = target_of("llama"), left_padded(random_prompts(3))
+    plain = target.generate(
+        **prompts, max_new_tokens=6, do_sample=False, pad_token_id=0, repetition_penalty=penalty,
+        output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    ours, step, row = plain.sequences.clone(), 3, 1
+    assert worst_tie(target, prompts["attention_mask"], plain.sequences, ours, penalty) == 0
+    scores = plain.scores[step][row]
+    second = int(scores.topk(2).indices[1])
+    ours[row, prompts["input_ids"].shape[1] + step :] = second
+    gap = float((scores.max() - scores[second]) / (scores.max() - scores.min()))
+    found = worst_tie(target, prompts["attention_mask"], plain.sequences, ours, penalty)
+    assert torch.tensor(found).allclose(torch.tensor(gap), atol=1e-5)

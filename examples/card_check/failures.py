@@ -11,6 +11,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from eagle31_hf import Eagle31Drafter
 
+from .embedded import LARGEST_TIES, worst_tie
 from .machine import Machine
 from .notes import Notes
 from .recordings import allow_captures
@@ -55,7 +56,10 @@ def check_failures(machine: Machine, notes: Notes) -> None:
 
 
 def after_a_text(machine: Machine, target: PreTrainedModel) -> dict[str, Any]:
-    """What holds after one text; whatever should and does not is `False`."""
+    """What holds after one text; whatever should and does not is `False`.
+
+    LLM.int8 rounds half precision otherwise over other widths, so texts may part where two tokens are tied.
+    """
     drafter = Eagle31Drafter.from_target(target, draft_vocab_size=256).eval()
     drafter.generation_config.num_assistant_tokens = 3
     ids = torch.randint(0, 500, (1, 32), device=machine.device)
@@ -65,7 +69,13 @@ def after_a_text(machine: Machine, target: PreTrainedModel) -> dict[str, Any]:
     ours = target.generate(**arguments, assistant_model=drafter)
     assert drafter.stats is not None
     reasons = drafter.stats.fallbacks
-    found = {"the text is plain's": torch.equal(plain, ours), "a reason is told": bool(reasons), "reasons": reasons}
+    gap = worst_tie(target, arguments["attention_mask"], plain, ours)
+    found = {
+        "the text is plain's": gap <= LARGEST_TIES[torch.bfloat16],
+        "gap": gap,
+        "a reason is told": bool(reasons),
+        "reasons": reasons,
+    }
     if machine.is_cuda:
         found["the default stream is current"] = torch.cuda.current_stream() == torch.cuda.default_stream()
         torch.cuda.empty_cache()  # raises where the allocator believes that a capture is under way

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from eagle31_hf.compiled.cuda_capture import capture_on_cuda
+
 from .embedded import CHAIN, EmbeddedPair
 from .machine import Machine, to_ms
 from .notes import Notes
@@ -69,9 +71,10 @@ def launch_costs(machine: Machine) -> dict[str, float]:
     """Microseconds of a small kernel that the host launches, and of one that a graph does."""
     small = torch.zeros(8, device="cuda")
 
-    def many() -> None:
+    def many() -> list[Tensor]:
         for _ in range(1000):
             small.add_(1)
+        return [small]
 
     many()
     machine.sync()
@@ -79,13 +82,11 @@ def launch_costs(machine: Machine) -> dict[str, float]:
     many()
     host_s = time.perf_counter() - started
     machine.sync()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        many()
+    replay = capture_on_cuda(many).replay
     return {
         "eager_us": round(machine.median_ms(many, 5), 2),  # ms of a thousand are us of one
         "of_the_host_us": round(1e3 * host_s, 2),
-        "in_a_graph_us": round(machine.median_ms(graph.replay, 5), 2),
+        "in_a_graph_us": round(machine.median_ms(replay, 5), 2),
         "tolist_us": round(1e3 * machine.median_ms(small.tolist, 50), 1),
     }
 

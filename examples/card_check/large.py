@@ -195,7 +195,6 @@ class LargePair:
             "prefill_ms": to_ms(prefill_s),
             "slowest_ms": [to_ms(seconds) for seconds in sorted(times)[-4:]],
             **recordings.to_dict(),
-            **({"memory_steps": request.stats.memory_steps} if request.stats.memory_steps else {}),
         }
 
     def launches(self, prompts: PromptBatch, shape: DraftShape, *, compiled: bool) -> dict[str, Any]:

@@ -83,24 +83,17 @@ class Machine:
         """
         import torch
 
+        from eagle31_hf.compiled.cuda_capture import capture_on_cuda
+
         if not self.is_cuda:
             return round(1e6 * self.seconds(lambda: [call() for call in calls]) / len(calls), 2)
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        graph.replay()
+        recording = capture_on_cuda(lambda: [call() for call in calls])
+        recording.replay()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         times = []
         for _ in range(20):
             begin.record()
-            graph.replay()
+            recording.replay()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))
