@@ -4,7 +4,6 @@ OLDEST := .oldest
 ENGINES := .engines
 CARD := .card
 BIN := $(VENV)/bin
-RECORDS := docs/records
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -40,17 +39,9 @@ docs: $(VENV)/.installed-dev  ## the pages as a site, in site/; warnings are err
 figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.toml says which)
 	$(BIN)/python docs/figures.py
 
-# One process after the other: what is measured must have the card to itself.
-gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then what to measure on one, into docs/records
-	$(BIN)/python -m pytest -m gpu
-	@$(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
-	{ echo "no CUDA device here: nothing to measure"; exit 0; }; \
-	set -e; mkdir -p $(RECORDS); \
-	$(BIN)/python examples/studies/memory_peaks.py --device cuda --out $(RECORDS)/memory.md --json $(RECORDS)/memory.json; \
-	$(BIN)/eagle31 bench loop --device cuda --dtype bf16 --compile --json $(RECORDS)/loop.json; \
-	$(BIN)/eagle31 bench loop --device cuda --synthetic llama-8b --four-bit --compile --limit 8 --repeats 3 --batch 1,4 \
-	  --json $(RECORDS)/loop_8b_nf4.json; \
-	$(BIN)/python examples/studies/growth.py --device cuda --json $(RECORDS)/growth.json
+# A machine that is lent for an hour has no environment and often no network: its own python3 will do.
+gpu:  ## what works on a CUDA card and what it takes, e.g. ARGS="--only pair,serve" OUT=folder
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) examples/card_check $(ARGS)
 
 card: $(CARD)/.installed  ## torch's build for CUDA in an environment of its own (5 GB), and rounds counted on a card that is not there
 	$(CARD)/bin/python -m pytest -m card tests/card
