@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -149,6 +150,46 @@ def test_what_is_hidden_stays_finite_in_the_kernels_arithmetic(dtype):
         assert made[0] == 0
         assert torch.isfinite(made.float() * 1.4427).all()
         assert torch.exp(made.float()[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "works", "said"),
+    [(1e-3, True, ""), (0.3, False, "differs by 0.3"), (math.nan, False, "differs by nan"),
+     (RuntimeError("no kernel image\nis available"), False, "no kernel image")],
+)  # fmt: skip
+def test_a_device_is_tried_before_keys_are_shared_out(
+    found: Any, works: bool, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, tries = torch.device("cuda", 0), []
+
+    def measured(_device: torch.device) -> float:
+        tries.append(1)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(in_parts, "TRIED", {})
+    monkeypatch.setattr(in_parts, "_difference_on", measured)
+    for _ in range(2):
+        in_parts.try_on(device)
+    assert {device: works} == in_parts.TRIED
+    assert len(tries) == 1
+    assert said in caplog.text
+    assert bool(caplog.text) != works
+    in_parts.try_on(torch.device("cpu"))
+    assert len(tries) == 1
+
+
+def test_the_trial_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_parts, "kernel", exact_kernel)
+    assert in_parts._difference_on(torch.device("cpu")) < in_parts.LARGEST_DIFFERENCE
+
+    def in_base_two(*given: Any) -> tuple[Tensor, Tensor]:
+        out, sums = exact_kernel(*given)
+        return out, sums / math.log(2)
+
+    monkeypatch.setattr(in_parts, "kernel", in_base_two)
+    assert not in_parts._difference_on(torch.device("cpu")) < in_parts.LARGEST_DIFFERENCE
 
 
 # --- in a target ------------------------------------------------------------------------------------------------------

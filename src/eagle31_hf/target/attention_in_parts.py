@@ -7,10 +7,14 @@ batch, and what they give is weighted by how much of the softmax lies in each. K
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
 
 SHORTEST_SPLIT = 2048
 """Fewest keys that are shared out. Estimated, not measured: putting parts together is four launches of some 2 us, about
@@ -23,10 +27,49 @@ MASK_ALIGNMENT = 16
 """Slots that CUDA's kernels want a mask's rows to be a multiple of."""
 
 
+TRIED: dict[torch.device, bool] = {}
+"""Where sharing out was tried, and whether it gave what one kernel gives."""
+
+
+def try_on(device: torch.device) -> None:
+    """Find out once whether keys can be shared out on a CUDA device: what the kernel gives is no promise of torch's."""
+    if device.type != "cuda" or device in TRIED:
+        return
+    TRIED[device] = False  # other threads need not wait
+    try:
+        error = _difference_on(device)
+    except RuntimeError as failure:
+        why = (str(failure).splitlines() or [""])[0]
+    else:
+        TRIED[device] = error < LARGEST_DIFFERENCE
+        why = f"its result differs by {error:.2g}"
+    if not TRIED[device]:
+        logger.warning("eagle31: keys are not shared out among the multiprocessors of %s: %s", device, why)
+
+
+LARGEST_DIFFERENCE = 0.05
+"""Of results whose elements are about 1, in 16 bits: a wrong weight of a part is off by more."""
+
+
+def _difference_on(device: torch.device) -> float:
+    """Between attention in parts, one of them hidden as a whole, and in one piece, on random numbers."""
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, length, 64, generator=made).to(device, torch.float16) for length in (8, 640, 640)
+    )
+    query *= 4  # so that parts weigh differently
+    mask = torch.zeros(1, 1, 8, 640, dtype=torch.float16, device=device)
+    mask[..., 480:] = torch.finfo(torch.float16).min
+    parts = attention_in_parts(query, key, value, finite(mask, torch.float16), 4)
+    return (parts - F.scaled_dot_product_attention(query, key, value, attn_mask=mask)).abs().max().item()
+
+
 def useful_parts(query: Tensor, key: Tensor, value: Tensor) -> int:
     """Among how many parts `key` `(B, H, S, D)` should be shared out; 1 where a card is busy anyway, and off CUDA."""
     batch, heads, length, width = query.shape
     if not query.is_cuda or key.shape[2] < SHORTEST_SPLIT or torch.version.hip is not None:
+        return 1
+    if not TRIED.get(query.device, False):
         return 1
     differentiated = torch.is_grad_enabled() and query.requires_grad  # weights of parts have no derivative
     if differentiated or width % 8 or value.shape[3] % 8 or not all(map(_rows_lie_as_heads, (key, value))):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
 from ..errors import IncompatibleTargetError
+from .attention_in_parts import try_on
 from .attention_kernels import WITHOUT_CUDNN
 from .cache_argument import cache_argument
 from .grouped_attention import GROUPED, attending_grouped
@@ -208,6 +209,7 @@ class TargetBinding:
 
         Of SDPA's kernels cuDNN's makes way, too (`WITHOUT_CUDNN`), and keys are not copied (`grouped_attention`).
         """
+        try_on(self.head_device)
         grouped = attending_grouped(self.text_config) if self._takes_grouped else nullcontext()
         with WITHOUT_CUDNN, self._masking_attention(), grouped:
             yield
