@@ -11,13 +11,14 @@ import pytest
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from tiny_training import DRAFT_VOCABULARY, ROW, make_documents, make_drafter, make_target
+from tiny_training import DRAFT_VOCABULARY, ROW, VOCABULARY, make_documents, make_drafter, make_target
 from transformers import TrainingArguments
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.errors import TrainingError
+from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.training import setup
 from eagle31_hf.training.data.packing import PackedDocuments
+from eagle31_hf.training.data.vocabulary import DraftVocabulary
 from eagle31_hf.training.distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
 from eagle31_hf.training.distillation.known_texts import (
     KnownTexts,
@@ -288,3 +289,14 @@ def test_mixed_precision_is_for_processors_that_are_faster_with_it(
     assert setup.multiplies_bfloat16(torch.device("cpu")) is pays
     assert setup.multiplies_bfloat16(torch.device("cuda"))
     assert not setup.multiplies_bfloat16(torch.device("mps"))
+
+
+def test_a_fresh_drafter_of_another_shape() -> None:
+    told = TrainingSettings("target", ("rows.jsonl",), Path("out"), layers=3, heads=6, intermediate_size=40)
+    told.check()
+    drafter = setup.fresh_drafter(make_target(), DraftVocabulary(torch.arange(20), VOCABULARY), **told.form)
+    config = drafter.config
+    assert (len(drafter.layers), config.num_attention_heads, config.num_key_value_heads) == (3, 6, 2)
+    assert config.intermediate_size == 40
+    with pytest.raises(ConfigurationError, match="which has its shape already"):
+        dataclasses.replace(told, drafter="one", heads=None, intermediate_size=None).check()

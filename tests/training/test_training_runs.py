@@ -38,6 +38,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
         max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
         stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit", reward="text",
+        heads=2, intermediate_size=64,
     )  # fmt: skip
     report = train_drafter(told)
     assert [stage.name for stage in report.stages] == ["stage1", "stage2"]
@@ -46,6 +47,8 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert drafter.dtype == torch.bfloat16
     assert drafter.config.is_eagle31
     assert drafter.config.draft_vocab_size == 256
+    assert (drafter.config.num_attention_heads, drafter.config.intermediate_size) == (2, 64)
+    assert 2 % drafter.config.num_key_value_heads == 0
     card = (told.out / "README.md").read_text()
     assert all(
         word in card for word in ("vllm serve", "sglang", "stage1", "stage2", "assistant_model", "without a drafter")
@@ -72,7 +75,8 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_drafter(told)
     senseless = {"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
-    for wrong in (*senseless, {"dtype": "fp64"}, {"device": "gpu"}):
+    shapes = {"layers": 0}, {"heads": 2, "drafter": "one that has its form"}
+    for wrong in (*senseless, *shapes, {"dtype": "fp64"}, {"device": "gpu"}):
         with pytest.raises(ConfigurationError):
             train_drafter(replace(told, **wrong))
 

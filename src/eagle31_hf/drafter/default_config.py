@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -42,6 +43,8 @@ def default_config(target: PreTrainedModel, **overrides: Any) -> Eagle31Config:
         "aux_norm": "per_slot",
         "norm_output": True,
     }
+    if (heads := overrides.get("num_attention_heads")) is not None:
+        fields["num_key_value_heads"] = math.gcd(fields["num_key_value_heads"], heads)  # groups of one size
     fields |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return Eagle31Config(**{**fields, **overrides})
 

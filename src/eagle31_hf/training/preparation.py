@@ -181,7 +181,7 @@ class Preparation:
             drafter.attach(self.target)
             self._check_stored_vocabulary(drafter)
         else:
-            drafter = fresh_drafter(self.target, self._vocabulary(counts))
+            drafter = fresh_drafter(self.target, self._vocabulary(counts), **settings.form)
         freeze_shared(drafter)
         ids = drafter.draft_ids
         covered = counts if ids is None else counts[ids.cpu()]

@@ -132,6 +132,11 @@ class TrainingSettings:
     draft_vocab_size: int | None = _option(
         None, DRAFTER, "tokens that can be drafted; default: half of 8k, 32000 of a large one"
     )
+    layers: int | None = _option(None, DRAFTER, "layers of a fresh drafter; default 1")
+    heads: int | None = _option(None, DRAFTER, "query heads of each of its layers; default: as many as the target's")
+    intermediate_size: int | None = _option(
+        None, DRAFTER, "width of its layers' MLP; default: as wide as that of the target's first layer"
+    )
     store_features: bool = _option(False, MACHINE, "compute the target's hidden states once and keep them on disk")
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
     step_decay: float = _option(0.8, DRAFTER, "weight of each step relative to the one before")
@@ -195,7 +200,7 @@ class TrainingSettings:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}; wanted one of {allowed}")
         for name in (
             "ttt_steps", "batch_rows", "eval_steps", "eval_new_tokens", "patience", "draft_tokens", "max_new_tokens",
-            "write_rows",
+            "write_rows", "layers", "heads", "intermediate_size",
         ):  # fmt: skip
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
@@ -208,6 +213,11 @@ class TrainingSettings:
             raise ConfigurationError(
                 f"push is {self.push!r} without a license; a published card must state one, e.g. license='apache-2.0'"
             )
+        if self.drafter is not None and self.form:
+            raise ConfigurationError(
+                f"drafter is {self.drafter!r}, which has its shape already; leave layers, heads and intermediate_size "
+                "out, or start from a fresh drafter"
+            )
         if self.stage == "2" and self.drafter is None:
             raise ConfigurationError("stage 2 improves a trained drafter; name it with drafter, or use stage='both'")
         if not 0 < self.stage2_share < 1:
@@ -216,6 +226,16 @@ class TrainingSettings:
             raise ConfigurationError(f"given_weight is {self.given_weight}; wanted 0 (not learned from) or more")
         find_loss(self.loss)
         self.to_policy().check()
+
+    @property
+    def form(self) -> dict[str, int]:
+        """Fields of `Eagle31Config` in which a fresh drafter shall differ from a layer of its target."""
+        told = {
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.intermediate_size,
+        }
+        return {name: value for name, value in told.items() if value is not None}
 
     def to_distillation(self) -> DistillationSettings:
         """The token loss."""
