@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from eagle31_hf.compiled.cuda_capture import capture_on_cuda
+from eagle31_hf.target.attention_in_parts import TRIED, try_on
+from eagle31_hf.target.grouped_attention import grouped_attention
 
 from .embedded import CHAIN, EmbeddedPair
 from .machine import Machine, to_ms
@@ -150,6 +152,9 @@ class AttentionCase:
         """To read keys and values once, at 3 TB/s."""
         return round(self.past[0].nbytes / 3e6, 2)
 
+    def packaged(self, keys: Tensor, values: Tensor) -> Tensor:
+        return grouped_attention(self.query, keys, values, self.mask)
+
     def repeated(self, keys: Tensor, values: Tensor) -> Tensor:
         shape = (1, self.kv_heads, self.repeats, self.slots, self.width)
         keys, values = (each[:, :, None].expand(shape).flatten(1, 2) for each in (keys, values))
@@ -175,6 +180,7 @@ class AttentionCase:
     def ways(self) -> dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]]:
         """By name: how to attend, and the backend of SDPA, if it is SDPA."""
         return {
+            "the package's": (self.packaged, ""),
             "repeated, efficient": (self.repeated, "EFFICIENT_ATTENTION"),
             "repeated, cuDNN": (self.repeated, "CUDNN_ATTENTION"),
             "grouped, cuDNN": (self.grouped, "CUDNN_ATTENTION"),
@@ -190,6 +196,9 @@ def check_attention(machine: Machine, notes: Notes) -> None:
     """Microseconds of one layer's attention of an 8B, by everything that could serve it; a kernel that does not take a
     case is told by its error."""
     table: dict[str, Any] = {}
+    device = torch.empty(0, device=machine.device).device  # with its number
+    try_on(device)
+    notes.put("keys are shared out among multiprocessors", TRIED.get(device, False))
     for slots in machine.size((512, 2048, 8192, 32768), (64,)):
         for queries in machine.size((1, 4, 8, 16), (4,)):
             case = AttentionCase(machine, slots, queries)

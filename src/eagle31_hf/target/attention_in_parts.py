@@ -33,6 +33,8 @@ TRIED: dict[torch.device, bool] = {}
 
 def try_on(device: torch.device) -> None:
     """Find out once whether keys can be shared out on a CUDA device: what the kernel gives is no promise of torch's."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "cuda" or device in TRIED:
         return
     TRIED[device] = False  # other threads need not wait
