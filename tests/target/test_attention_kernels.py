@@ -7,7 +7,7 @@ import torch
 from torch.backends import cuda
 
 from eagle31_hf.target.attention_kernels import WithoutCudnn
-from helpers import drafter_of, target_of
+from helpers import CONFIGS, random_drafter, random_target
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -27,7 +27,8 @@ def test_texts_may_overlap(before: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_drafted_text_does_without() -> None:
-    target, drafter, seen = target_of("llama"), drafter_of("llama"), []
+    target, seen = random_target(CONFIGS["llama"]()), []  # others' tests change the shared one
+    drafter = random_drafter(target, aux_layers=[1, 2, 4])
     handle = target.lm_head.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
     ids = torch.arange(3, 9)[None]
     try:
