@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.backends import cuda
 
+from eagle31_hf.target import binding
 from eagle31_hf.target.attention_kernels import WithoutCudnn
 from helpers import CONFIGS, random_drafter, random_target
 
 
+@pytest.fixture(autouse=True)
+def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[WithoutCudnn]:
+    """One of these tests' own: a server that other tests share holds the process's open as long as it runs."""
+    found, own = cuda.cudnn_sdp_enabled(), WithoutCudnn()
+    monkeypatch.setattr(binding, "WITHOUT_CUDNN", own)
+    cuda.enable_cudnn_sdp(True)
+    yield own
+    cuda.enable_cudnn_sdp(found)
+
+
 @pytest.mark.parametrize("before", [True, False])
-def test_texts_may_overlap(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_may_overlap(before: bool, switch: WithoutCudnn) -> None:
     cuda.enable_cudnn_sdp(before)
-    switch = WithoutCudnn()
-    try:
-        switch.__enter__()
-        switch.__enter__()
-        assert not cuda.cudnn_sdp_enabled()
-        switch.__exit__(None, None, None)  # of either text: the other one is still written
-        assert not cuda.cudnn_sdp_enabled()
-        switch.__exit__(None, None, None)
-        assert cuda.cudnn_sdp_enabled() == before
-    finally:
-        cuda.enable_cudnn_sdp(True)
+    switch.__enter__()
+    switch.__enter__()
+    assert not cuda.cudnn_sdp_enabled()
+    switch.__exit__(None, None, None)  # of either text: the other one is still written
+    assert not cuda.cudnn_sdp_enabled()
+    switch.__exit__(None, None, None)
+    assert cuda.cudnn_sdp_enabled() == before
 
 
 def test_a_drafted_text_does_without() -> None:
-    target, seen = random_target(CONFIGS["llama"]()), []  # others' tests change the shared one
+    target, seen = random_target(CONFIGS["llama"]()), []
     drafter = random_drafter(target, aux_layers=[1, 2, 4])
     handle = target.lm_head.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
     ids = torch.arange(3, 9)[None]
