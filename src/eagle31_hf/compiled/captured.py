@@ -42,7 +42,7 @@ class CapturesSteps:
 
     capture: Capture
     traces, failure = False, "capturing failed"
-    serves_rests = exact_sizes = True
+    exact_sizes = True
     weights_seen = True  # to know whether it may
 
     def can_make(self, key: GraphKey) -> bool:

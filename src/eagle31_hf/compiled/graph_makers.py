@@ -48,8 +48,8 @@ class GraphMaker(Protocol):
     """Where graphs come from that are not there yet.
 
     Attributes:
-        traces: its graphs have guards, and are made and run under inductor's settings.
-        serves_rests: it makes a graph for single tokens, where many are written without drafts.
+        traces: its graphs have guards, and are made and run under inductor's settings. It makes none for single tokens:
+            what drafts in vain cost is less than to compile for a minute.
         exact_sizes: making one takes so little that blocks are not padded to sizes that many rounds share.
         weights_seen: for this generation, the pair's weights were compared with those of its graphs already.
         failure: what is said where it could not make one.
@@ -57,9 +57,6 @@ class GraphMaker(Protocol):
 
     @property
     def traces(self) -> bool: ...
-
-    @property
-    def serves_rests(self) -> bool: ...
 
     @property
     def exact_sizes(self) -> bool: ...
@@ -81,7 +78,6 @@ class CompilesAtOnce:
     """A `GraphMaker` that lets `torch.compile` make each graph where it is first wanted."""
 
     traces, failure = True, "compiling failed"
-    serves_rests = False  # what drafts in vain cost is less than to compile for a minute
     exact_sizes = weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:

@@ -70,7 +70,7 @@ class CompiledVerification:
         """The graph that serves so many nodes; it may be padded."""
         if size == 1:
             alone = self._key(rows, 1, masks_trees=False)
-            makes = rests and self.graphs.maker.serves_rests
+            makes = rests and not self.graphs.maker.traces
             if alone in self.graphs or (makes and self.graphs.can_compile(alone)):
                 return alone
         return self._key(rows, self._width(size), masks_trees=masks_trees)

@@ -54,7 +54,7 @@ class LoadsKept:
     packages: GraphPackages
     names: frozenset[str]
     traces, failure = False, "a kept graph cannot be used (`eagle31 warmup` renews it)"
-    serves_rests, exact_sizes = True, False
+    exact_sizes = False
     weights_seen = True  # to find the packages
 
     def can_make(self, key: GraphKey) -> bool:
@@ -84,7 +84,6 @@ class CompilesAhead:
     made: list[GraphKey] = field(default_factory=list)
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
     traces, failure = False, "compiling failed"
-    serves_rests = True
     exact_sizes = weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:

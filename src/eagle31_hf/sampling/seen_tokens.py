@@ -48,7 +48,8 @@ class SeenTokens:
             self._seen[at[0], at[1]] = True
         for row in rows:
             self._counted[row] = len(new[row])
-        seen = self._seen if list(rows) == list(range(len(self._seen))) else self._seen[list(rows)]
+        everyone = list(rows) == list(range(len(self._seen)))
+        seen = self._seen if everyone else self._seen[on_device(list(rows), self._seen.device)]
         return seen[:, :-1]
 
 
