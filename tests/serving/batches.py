@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,3 +38,15 @@ def read_in_pieces(batch: TextBatch, text: WrittenText, *, writing: bool) -> Non
         if writing and batch.texts:
             batch.round()
     batch.join()
+
+
+def write_all(batch: TextBatch, texts: Sequence[WrittenText]) -> list[list[int]]:
+    """Each joins as soon as there is a row for it, while others are written."""
+    with torch.inference_mode():
+        for text in texts:
+            while len(batch.texts) == batch.max_rows:
+                batch.round()
+            read_in_pieces(batch, text, writing=True)
+        while batch.texts:
+            batch.round()
+    return [text.writer.tokens for text in texts]

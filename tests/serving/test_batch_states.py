@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import plain, read_in_pieces, text_of
+from batches import plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from families import recurrent_target
@@ -21,14 +21,7 @@ def test_texts_are_plains(family: str) -> None:
     prompts = [torch.randint(3, 96, (length,), generator=dice).tolist() for length in (17, 1, 30, 2, 9, 12, 25, 4)]
     wanted = {tuple(prompt): plain(target, prompt, 10 + number) for number, prompt in enumerate(prompts)}
     texts = [text_of(prompt, 10 + number) for number, prompt in enumerate(prompts)]
-    with torch.inference_mode():
-        batch = TextBatch(drafter, max_rows=ROWS, context=64, prefill_chunk=16)
-        for text in texts:
-            while len(batch.texts) == ROWS:
-                batch.round()
-            read_in_pieces(batch, text, writing=True)
-        while batch.texts:
-            batch.round()
+    write_all(TextBatch(drafter, max_rows=ROWS, context=64, prefill_chunk=16), texts)
     for text in texts:
         assert text.writer.tokens == wanted[tuple(text.request.prompt)], text.request.prompt
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-import torch
-from batches import plain, read_in_pieces, text_of
+from batches import plain, text_of, write_all
 
 from eagle31_hf.compiled import captured, inputs, shapes
 from eagle31_hf.drafter.drafter import Eagle31Drafter
@@ -33,18 +30,6 @@ def drafter() -> Eagle31Drafter:
     made.generation_config.num_assistant_tokens = 3
     made.generation_config.num_assistant_tokens_schedule = "constant"
     return made
-
-
-def write_all(batch: TextBatch, texts: Sequence[WrittenText]) -> list[list[int]]:
-    """Each joins as soon as there is a row for it, while others are written."""
-    with torch.inference_mode():
-        for text in texts:
-            while len(batch.texts) == ROWS:
-                batch.round()
-            read_in_pieces(batch, text, writing=True)
-        while batch.texts:
-            batch.round()
-    return [text.writer.tokens for text in texts]
 
 
 def new_texts(sampling: Sampling | None = None) -> list[WrittenText]:

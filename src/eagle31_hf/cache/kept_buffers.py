@@ -49,11 +49,6 @@ class KeptBuffers:
         self._storages[layer] = new_storages(like, num_slots)
         return list(self._storages[layer])
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are kept, lent or not."""
-        return sum(storage.nbytes for storages in self._storages.values() for storage in storages)
-
     def clear(self) -> None:
         """Let all go; a text that was lent them goes on with them, and they go with it."""
         self._storages.clear()
