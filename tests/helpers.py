@@ -23,14 +23,13 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled import graph_makers, shapes
+from eagle31_hf.compiled import captured, shapes
 from eagle31_hf.decoding import decoder, kept_graphs
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.drafter.hindsight import Hindsight
-from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation import own_loop
 from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
 from eagle31_hf.target.binding import TargetBinding
@@ -145,11 +144,13 @@ def configured(drafter: Eagle31Drafter, **fields: Any) -> Iterator[Eagle31Drafte
 
 
 def use_fixed_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that compiling needs (buckets, padding, fixed buffers), without the compiler and with buckets that fill."""
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
+    """All that graphs for a CPU need (buckets, padding, fixed buffers), with buckets that fill and without a compiler:
+    with `acceleration="compile"` each step stands for its own graph."""
+    monkeypatch.setitem(captured.CAPTURES, "cpu", mock.Mock(side_effect=AssertionError("steps are graphs here")))
+    monkeypatch.setattr(captured.CapturesSteps, "make", lambda self, key, step, inputs: step)
+    monkeypatch.setattr(captured.CapturesSteps, "exact_sizes", False)
+    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10**9)
     monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
-    nothing_is_kept = mock.Mock(side_effect=ConfigurationError("what is kept would be compiled"))
-    monkeypatch.setattr(kept_graphs, "compiling_ahead", nothing_is_kept)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""What a second process gets by default settings after `eagle31 warmup`, against graphs compiled at once, in turns.
+"""What a second process gets by default settings after `eagle31 warmup`, in turns with plain decoding.
 
     python examples/studies/default_settings_warm.py --prompts chats.jsonl --json docs/records/default-warm.json
 
 A fresh process runs `eagle31 warmup` (twice: the second finds everything kept), this one then writes with the default
-settings for 15 seconds after its first token, compiles the same pair with `acceleration="compile"`, and times plain
-decoding and both in turns on the same prompts. Without --target the embedded pair writes. Run it on a machine that does
-nothing else, and with EAGLE31_CACHE at an empty folder to see the first warm-up.
+settings for 15 seconds after its first token, and times it and plain decoding in turns on the same prompts. Without
+--target the embedded pair writes. Run it on a machine that does nothing else, and with EAGLE31_CACHE at an empty folder
+to see the first warm-up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +25,7 @@ from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 from eagle31_hf.texts.prompts import read_prompts
 
 WARM_S = 15.0
-PLAIN, AUTO, COMPILE = "plain", "default", "compile"
+PLAIN, AUTO = "plain", "default"
 
 
 def warm_up(given: argparse.Namespace) -> float:
@@ -90,7 +89,7 @@ def in_turns(pairs: dict[str, Pair], inputs: list[dict[str, Any]], given: argpar
         }
         for name in names
     }
-    return {"ways": told, "default_over_compile": ratio(seconds[COMPILE], seconds[AUTO])}
+    return {"ways": told}
 
 
 def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
@@ -116,9 +115,7 @@ def main() -> None:
     inputs = [encode(auto, prompt.opening) for prompt in read_prompts(given.prompts, given.limit)]
     with ends_off(auto.target):
         begun = first_seconds(auto, inputs, given.new_tokens)
-        at_once = load_pair(replace(source, acceleration="compile"))
-        with ends_off(at_once.target):
-            turns = in_turns({PLAIN: auto, AUTO: auto, COMPILE: at_once}, inputs, given)
+        turns = in_turns({PLAIN: auto, AUTO: auto}, inputs, given)
     record = {
         **origin(),
         "machine": machine(auto.drafter.require_binding()),
@@ -134,8 +131,6 @@ def main() -> None:
             f"{name:8} {way['tokens_per_s']:7.1f} tokens/s, {over['median']:.2f} x plain "
             f"({over['min']:.2f} to {over['max']:.2f}), {way['equal_texts']} texts are plain's"
         )
-    share = turns["default_over_compile"]
-    print(f"default over compile: {share['median']:.3f} ({share['min']:.3f} to {share['max']:.3f})")
     if given.json is not None:
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

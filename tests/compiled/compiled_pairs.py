@@ -13,9 +13,6 @@ from helpers import CONFIGS, configured, left_padded, oracle_drafts, random_draf
 CHAIN: dict[str, Any] = {"num_assistant_tokens": 5}
 # As many nodes as are compiled for a chain.
 NARROW: dict[str, Any] = {"draft_top_k": 2, "draft_tree_size": 8, "num_assistant_tokens": 4}
-# Graphs that are really compiled draft two tokens deep: every step is in the graph once more, and compiled again.
-SHORT_CHAIN: dict[str, Any] = {"num_assistant_tokens": 2}
-SHORT_TREE = NARROW | {"num_assistant_tokens": 2}
 WINDOWED = ("mistral", "gemma3")  # families with sliding windows
 NEW_TOKENS = 40
 

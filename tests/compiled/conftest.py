@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eagle31_hf.compiled import graph_makers, graphs
 from eagle31_hf.compiled.draft_graphs import ChosenBy
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.decoding import draft_backoff
@@ -20,33 +18,8 @@ from helpers import use_fixed_shapes_only
 
 
 @pytest.fixture
-def unpacked_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trying products for every shape takes longer than all the rest here: tests that want it ask for it."""
-    monkeypatch.setattr(graphs, "PACKED_BYTES", 0)
-
-
-@pytest.fixture
-def packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "PACKED_BYTES", 2**30)
-
-
-@pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
-
-
-@pytest.fixture
-def compile_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Called with names of steps: from now on these go to the compiler, and the others run as they are."""
-    compile_ = graph_makers.compile_step
-
-    def only(*steps: str) -> None:
-        def compile_some(step: Any) -> Any:
-            return compile_(step) if step.__name__ in steps else step
-
-        monkeypatch.setattr(graph_makers, "compile_step", compile_some)
-
-    return only
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.compiled.captured import maker_at_hand
 from eagle31_hf.compiled.draft_session import CompiledDrafting
 from eagle31_hf.compiled.graph_makers import GraphKey
 from eagle31_hf.compiled.graphs import MOST_SAMPLING_SETTINGS, Graphs
@@ -25,9 +26,6 @@ from eagle31_hf.target.binding import TargetOutput
 from eagle31_hf.target.verify import Verification
 from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
 from helpers import assert_same_or_tie, configured, left_padded, random_prompts, wrapped_rounds
-
-pytestmark = pytest.mark.usefixtures("unpacked_weights")
-
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
@@ -297,7 +295,7 @@ def test_a_fixed_verification_is_the_eager_one(family: str, parents: list[int], 
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
     )
-    verify = CompiledVerification(binding, cache, Graphs.of(drafter), most_nodes=5)
+    verify = CompiledVerification(binding, cache, Graphs.of(drafter).made_by(maker_at_hand(binding)), most_nodes=5)
     prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
     above = torch.tensor([parents] * 2)
     ancestors, children = ancestors_from_parents(above, 4), max(parents[1:].count(node) for node in range(5))

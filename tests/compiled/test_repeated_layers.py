@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,25 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled import graph_makers, graphs, repeated_layers
 from eagle31_hf.compiled.packed_weights import PackedWeights, pack_products
-from eagle31_hf.compiled.repeated_layers import LayerCompiler
-from helpers import CONFIGS, configured, left_padded, random_drafter, random_prompts, random_target
-
-
-@pytest.fixture
-def whole_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
-    """What inductor would be given, run as it is instead."""
-    given: list[fx.GraphModule] = []
-
-    def keep(captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        given.append(captured)
-        return captured.forward
-
-    monkeypatch.setattr(repeated_layers, "compile_whole", keep)
-    monkeypatch.setattr(graphs, "FROZEN_BYTES", 0)
-    torch._dynamo.reset()
-    return given
+from eagle31_hf.compiled.piece_program import PieceProgram
+from eagle31_hf.compiled.repeated_layers import LayerCutter
+from helpers import CONFIGS, random_drafter, random_target
 
 
 def pair_of(family: str, layers: int) -> Eagle31Drafter:
@@ -40,77 +23,54 @@ def pair_of(family: str, layers: int) -> Eagle31Drafter:
     return random_drafter(random_target(config), aux_layers=[0, 1, layers])
 
 
-def write(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
-    """What the target writes plainly and with its verification compiled; all else stays eager."""
-    compile_, target = graph_makers.compile_step, drafter.require_binding().model
-    monkeypatch.setattr(
-        graph_makers, "compile_step", lambda step: compile_(step) if step.__name__ == "verify" else step
-    )
-    kwargs = {**left_padded(random_prompts(1)), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    plain = target.generate(**kwargs)
-    with configured(drafter, speculation_loop="own", acceleration="compile", num_assistant_tokens=3):
-        ours = target.generate(**kwargs, assistant_model=drafter)
-    assert drafter.stats.fallbacks == []
-    return plain, ours
+def pieces_of(module: nn.Module, inputs: tuple[Any, ...], layers: set[type]) -> list[fx.GraphModule]:
+    """What a step is cut into, each kind once."""
+    exported = torch.export.export(module, inputs, strict=False)
+    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    return PieceProgram.of(exported, LayerCutter(layers, PackedWeights(module.parameters())), named).pieces
+
+
+class Forward(nn.Module):
+    """A target's forward over tokens, as exported steps have it."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False).logits
+
+
+def pieces_of_target(drafter: Eagle31Drafter) -> list[fx.GraphModule]:
+    binding = drafter.require_binding()
+    layers = {type(layer) for layer in binding.layers}
+    with torch.no_grad():
+        return pieces_of(Forward(binding.model), (torch.arange(6)[None],), layers)
 
 
 @pytest.mark.parametrize("layers", [4, 6])
-def test_layers_of_one_kind_are_one_piece(
-    layers: int, whole_graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = pair_of("llama", layers)
-    plain, ours = write(drafter, monkeypatch)
-    assert torch.equal(plain, ours)
-    assert len(whole_graphs) == 3, "what comes before the layers, a layer, what comes after them"
+def test_layers_of_one_kind_are_one_piece(layers: int) -> None:
+    assert len(pieces_of_target(pair_of("llama", layers))) == 3, "before the layers, a layer, after them"
 
 
-def test_layers_of_two_kinds_are_two_pieces(
-    whole_graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = pair_of("gemma3", 6)
-    kinds = set(drafter.require_binding().text_config.layer_types)
-    assert kinds == {"sliding_attention", "full_attention"}
-    plain, ours = write(drafter, monkeypatch)
-    assert torch.equal(plain, ours)
-    assert len(whole_graphs) == 2 + len(kinds)
-
-
-def test_a_layer_that_does_something_else_is_a_piece_of_its_own(
-    whole_graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_does_something_else_is_a_piece_of_its_own() -> None:
     drafter = pair_of("llama", 5)
     layer = drafter.require_binding().layers[2]
     layer.mlp.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[operator, union-attr]
-    plain, ours = write(drafter, monkeypatch)
-    assert torch.equal(plain, ours)
-    assert len(whole_graphs) == 4
+    assert len(pieces_of_target(drafter)) == 4
 
 
-def test_what_cannot_be_cut_is_compiled_whole(
-    whole_graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("cannot be split\nat line 7")
+def test_layers_of_equal_code_and_other_shapes_are_told_apart() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
 
-    monkeypatch.setattr(repeated_layers, "split_module", fail)
-    drafter = pair_of("llama", 3)
-    with caplog.at_level(logging.WARNING, logger="eagle31_hf.compiled.repeated_layers"):
-        plain, ours = write(drafter, monkeypatch)
-    assert torch.equal(plain, ours)
-    assert len(whole_graphs) == 1
-    assert drafter.require_binding().compiled.compiler.whole_reason == "RuntimeError: cannot be split"
-    assert "cannot be split" in caplog.text
+        def forward(self, states: Tensor) -> Tensor:
+            return self.narrow(self.wide(states))
 
-
-def test_layers_of_equal_code_and_other_shapes_are_told_apart(whole_graphs: list[fx.GraphModule]) -> None:
-    wide, narrow = nn.Linear(8, 16), nn.Linear(16, 8)
-    compiled = torch.compile(
-        lambda states: narrow(wide(states)), fullgraph=True, dynamic=False, backend=LayerCompiler({nn.Linear}, None)
-    )
-    states = torch.randn(3, 8)
     with torch.no_grad():
-        assert torch.equal(compiled(states), narrow(wide(states)))
-    assert len(whole_graphs) == 2
+        assert len(pieces_of(Both(), (torch.randn(3, 8),), {nn.Linear})) == 2
 
 
 # --- packed weights ---------------------------------------------------------------------------------------------------
@@ -138,25 +98,17 @@ def test_packed_products_are_the_plain_ones(dtype: torch.dtype) -> None:
     weights = PackedWeights(module.parameters())
     if not weights.may_pack(module.out.weight):
         pytest.skip("this processor does not multiply packed matrices of this precision")
-    inputs: list[list[tuple[int, ...]]] = []
-
-    def pack(captured: fx.GraphModule, given: Sequence[Any]) -> Callable:
-        reads = pack_products(captured.graph, given, weights)
-        inputs.append([tuple(given[place].shape[0] for place in read.places) for read in reads])
-        captured.recompile()
-        return lambda *args: captured.forward(
-            *args, *(weights.of([args[place] for place in read.places], read.rows) for read in reads)
-        )
-
     with torch.no_grad():
+        exported = torch.export.export(module, (states,), strict=False)
+        graph = exported.graph_module
+        given = [*module.parameters(), states]
+        reads = pack_products(graph.graph, given, weights)
+        graph.recompile()
+        (found,) = graph(*given, *(weights.of([given[place] for place in read.places], read.rows) for read in reads))
         expected = module(states)
-        found = torch.compile(module, fullgraph=True, dynamic=False, backend=_on_a_copy(pack))(states)
     torch.testing.assert_close(found, expected)
-    assert inputs == [[(48, 16), (16,), (32,)]], "products without a bias are one"
-
-
-def _on_a_copy(backend: Callable) -> Callable:
-    return lambda captured, given: backend(repeated_layers._copy(captured), given)
+    joined = [tuple(given[place].shape[0] for place in read.places) for read in reads]
+    assert joined == [(48, 16), (16,), (32,)], "products without a bias are one"
 
 
 def test_only_weights_of_the_pair_are_packed() -> None:
@@ -175,15 +127,3 @@ def test_numbers_of_rows_with_one_layout_share_a_copy() -> None:
     layouts = {torch.ops.mkldnn._get_mkldnn_serialized_md(copy).numpy().tobytes() for copy in copies}
     assert len({id(copy) for copy in copies}) == len(layouts)
     assert weights.nbytes == len(layouts) * weight.nbytes
-
-
-def test_graphs_share_packed_weights(whole_graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = pair_of("llama", 3)
-    write(drafter, monkeypatch)
-    packed = drafter.require_binding().compiled.compiler.weights
-    after_one = packed.nbytes
-    model = drafter.require_binding().model
-    assert 0 < after_one <= sum(weight.nbytes for weight in model.parameters()) + model.lm_head.weight.nbytes
-    write(drafter, monkeypatch)
-    assert packed is drafter.require_binding().compiled.compiler.weights
-    assert packed.nbytes == after_one

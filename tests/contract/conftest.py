@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle31_hf.compiled import captured
-from helpers import use_fixed_shapes_only
+from eagle31_hf.compiled import captured, shapes
 from recorder import Recorder
 
 
@@ -14,5 +13,5 @@ def _captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled here is captured: recorded over buffers that outlive each text, and replayed. Buffers are small,
     so that texts outgrow them. Graphs for a CPU are padded as well, which tests/compiled asks about.
     """
-    use_fixed_shapes_only(monkeypatch)
+    monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
     monkeypatch.setitem(captured.CAPTURES, "cpu", Recorder())

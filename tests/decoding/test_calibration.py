@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeco
 from eagle31_hf.decoding.calibration.measure import CONTEXTS, PIECES, WIDTHS, measure, measure_by_pieces, measure_graphs
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair_history import PairHistory
-from eagle31_hf.decoding.policy_choice import RequestedDraft
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.generation import own_loop
 from helpers import (
     CHEAP_DRAFTS,
     configured,
@@ -249,33 +246,6 @@ def test_a_calibration_changes_no_text(monkeypatch: pytest.MonkeyPatch, soon_due
     assert history.calibration(eagle, compiled=False) == CHEAP_DRAFTS
     for sampled, text in zip((True, False), before, strict=True):
         assert torch.equal(write(sampled=sampled, seed=5), text)
-
-
-def test_graphs_that_are_compiled_at_once_have_a_calibration_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have none for rounds without drafts: kept ones rest in half the time."""
-    kept, at_once = CHEAP_DRAFTS, replace(CHEAP_DRAFTS, in_buckets=True)
-    monkeypatch.setattr(pair_history, "measure_graphs", lambda *_: at_once)
-    eagle, history = drafter_of("llama"), PairHistory.of(drafter_of("llama"))
-    history.keep(eagle, kept, compiled=True)
-    history.calibrate(eagle, compiled=True)
-    for known in (history, PairHistory()):  # a later process has another one
-        assert known.calibration(eagle, compiled=True) == kept
-        assert known.calibration(eagle, compiled=True, at_once=True) == at_once
-
-
-@pytest.mark.parametrize(("acceleration", "at_once"), [("compile", True), ("eager", False)])
-def test_a_generation_goes_by_the_calibration_of_its_own_graphs(
-    acceleration: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Asked(Exception):
-        """Before any graph is compiled."""
-
-    def choose(_drafter: object, requested: RequestedDraft, _stats: object) -> None:
-        raise Asked(requested.at_once)
-
-    monkeypatch.setattr(own_loop, "choose_policy", choose)
-    with configured(drafter_of("llama"), acceleration=acceleration), pytest.raises(Asked, match=str(at_once)):
-        write()
 
 
 def test_measuring_that_fails_stops_nothing(

@@ -5,6 +5,7 @@ The compiler is left out where it is not what is tested: a package then is the e
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import logging
@@ -37,7 +38,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from eagle31_hf.cli.generate import was_written_by_kept_graphs
-from eagle31_hf.compiled import graph_makers, graphs, packages
+from eagle31_hf.compiled import graphs, packages
 from eagle31_hf.compiled.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
@@ -45,6 +46,7 @@ from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.generation import warm_up as warm_up_module
 from eagle31_hf.generation.warm_up import prompt_lengths, warm_up
 from helpers import DEAR_DRAFTS, GROUPED, configured, random_drafter, random_target, target_of
 
@@ -80,7 +82,7 @@ def warmed(kept: Path, pair: Eagle31Drafter) -> Eagle31Drafter:
 def test_auto_is_eager_until_graphs_are_kept_and_writes_the_same_text(
     pair: Eagle31Drafter, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_makers, "compile_step", failing(AssertionError("auto compiles nothing")))
+    monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("auto compiles nothing")))
     texts = [write(None, seed) for seed in range(3)]
     assert pair.generation_config.acceleration == "auto"
     assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
@@ -93,14 +95,11 @@ def test_auto_is_eager_until_graphs_are_kept_and_writes_the_same_text(
     assert pair.stats.rounds > 5
 
 
-def test_drawn_texts_are_those_of_graphs_made_at_once(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which have the target's distribution (tests/contract): the same numbers draw the same tokens."""
-    kept = [write(warmed, seed, **SAMPLING) for seed in range(4)]
+def test_drawn_texts_are_plains(warmed: Eagle31Drafter) -> None:
+    drawn = [write(warmed, seed, **SAMPLING) for seed in range(4)]
     assert "advance" in kinds(warmed)
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
-    with configured(forgotten(warmed), acceleration="compile"):
-        assert all(torch.equal(write(warmed, seed, **SAMPLING), text) for seed, text in enumerate(kept))
-    assert len(set(map(str, kept))) == 4
+    assert all(torch.equal(write(None, seed, **SAMPLING), text) for seed, text in enumerate(drawn))
+    assert len(set(map(str, drawn))) == 4
 
 
 def test_switching_between_rounds_writes_the_plain_text(
@@ -121,7 +120,7 @@ def test_switching_between_rounds_writes_the_plain_text(
 
 def test_drafts_adapt_to_what_kept_graphs_take(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warming up has timed rounds by them: a drafter that is never right rests, by the graph of single tokens."""
-    monkeypatch.setattr(graph_makers, "compile_step", failing(AssertionError("auto compiles nothing")))
+    monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("auto compiles nothing")))
     with configured(warmed, num_assistant_tokens_schedule="calibrated"):
         assert PairHistory.of(warmed).calibration(warmed, compiled=True) is not None
         monkeypatch.setattr(PairHistory, "calibration", lambda *_, **__: DEAR_DRAFTS)
@@ -221,16 +220,76 @@ def test_graphs_are_compiled_together_unless_products_are_timed(
     assert torch.equal(write(forgotten(pair)), write(None))
 
 
-def test_what_a_benchmark_compiles_is_kept(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_makers, "compile_step", failing(AssertionError("for this process alone")))
-    with configured(pair, acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
-        first = write(pair)
-    kept = kept_files(".json")
-    assert len(kept) == 4
+# --- when a text asks for it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [GREEDY, SAMPLING, {"max_time": 100.0, "prefill_chunk_size": 4, **GREEDY}])
+def test_a_text_waits_for_what_it_asked_for(
+    pair: Eagle31Drafter, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with configured(pair, acceleration="compile"):
+        assert torch.equal(write(pair, **told), write(None, **told))
+        assert "advance" in kinds(pair)
+        assert pair.stats is not None
+        assert (pair.stats.fallbacks, pair.stats.loop) == ([], "own")
+        monkeypatch.setattr(warm_up_module, "warm_up", failing(AssertionError("it is there")))
+        assert torch.equal(write(pair, 1, **told), write(None, 1, **told))
+    before = kept_files(".json")
     monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("it is there")))
-    with configured(forgotten(pair), acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
-        assert torch.equal(write(pair), first)
+    assert torch.equal(write(forgotten(pair), **told), write(None, **told))
     assert "advance" in kinds(pair)
+    assert kept_files(".json") == before
+
+
+def test_a_longer_text_waits_once_more(pair: Eagle31Drafter) -> None:
+    with configured(pair, acceleration="compile"):
+        assert torch.equal(write(pair), write(None))
+        before = kept_files(".json")
+        assert torch.equal(write(pair, max_new_tokens=150), write(None, max_new_tokens=150))
+    assert set(kept_files(".json")) > set(before)
+
+
+def test_weights_that_change_wait_for_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = copy.deepcopy(target_of("llama"))
+    pair = settle(random_drafter(target, aux_layers=[1, 2, 4]))
+    with configured(pair, acceleration="compile"):
+        for _ in range(2):
+            assert torch.equal(write(pair, target=target), write(None, target=target))
+            assert "advance" in kinds(pair)
+            with torch.no_grad():
+                target.lm_head.weight.mul_(-1.5)
+
+
+@pytest.mark.parametrize(
+    ("how", "fields", "reason"),
+    [
+        ({"rows": 3}, {}, "single rows"),
+        ({}, {"cache_type": "int8"}, "8 bits"),
+        ({}, {"num_assistant_tokens_schedule": "pid"}, "steers it"),
+        ({}, {"draft_min_confidence": 0.3}, "doubt"),
+        ({"no_repeat_ngram_size": 2}, {}, "logits processor"),
+    ],
+)
+def test_what_cannot_be_compiled_is_eager_and_says_so(
+    pair: Eagle31Drafter, how: dict[str, Any], fields: dict[str, Any], reason: str
+) -> None:
+    with configured(pair, acceleration="compile", **fields):
+        ours = write(pair, **how)
+        assert pair.stats is not None
+        assert any("not compiled" in why and reason in why for why in pair.stats.fallbacks)
+        with configured(pair, acceleration="eager"):
+            assert torch.equal(ours, write(pair, **how))
+    assert not kinds(pair)
+
+
+def test_a_text_goes_on_where_compiling_fails(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompilerProcesses, "compile", lambda *_: done(RuntimeError("no C++ compiler")))
+    with configured(pair, acceleration="compile"):
+        for _ in range(2):
+            assert torch.equal(write(pair), write(None))
+            assert pair.stats is not None
+            (reason,) = pair.stats.fallbacks
+            assert "no C++ compiler" in reason
 
 
 def test_the_command_measures_graphs_where_its_answer_was_written_by_them(warmed: Eagle31Drafter) -> None:
@@ -239,17 +298,6 @@ def test_the_command_measures_graphs_where_its_answer_was_written_by_them(warmed
     assert not was_written_by_kept_graphs(warmed)
     write(warmed)
     assert was_written_by_kept_graphs(warmed)
-
-
-def test_what_cannot_be_kept_is_compiled_for_this_process(
-    pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph_makers, "compile_step", lambda step: step)
-    monkeypatch.setattr(graphs, "PACKED_BYTES", 10)
-    with configured(pair, acceleration="compile"), kept_graphs.keeping_what_is_compiled(pair):
-        assert torch.equal(write(pair), write(None))
-    assert "advance" in kinds(pair)
-    assert kept_files(".json") == []
 
 
 def test_every_length_of_rows_is_compiled_for() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..decoding.adaptive.costs import RoundCosts
 from ..decoding.calibration.calibration import ContextSeconds
+from ..decoding.kept_graphs import captured_graphs
 from ..decoding.pair_history import PairHistory
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
 from ..demo import Messages
@@ -44,9 +45,6 @@ def doctor(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Only measure what rounds take here, and keep it for later runs.")
     ] = False,
-    acceleration: Annotated[
-        Literal["eager", "compile"], typer.Option(help="With --calibrate: which steps; compiling takes minutes.")
-    ] = "eager",
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
     beside: Annotated[
         str | None,
@@ -62,7 +60,7 @@ def doctor(
     console = make_console()
     # The prompts first: a wrong path should not cost loading a model.
     given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []
-    pair = load_pair(PairSource(target, drafter, dtype, device, acceleration=acceleration))
+    pair = load_pair(PairSource(target, drafter, dtype, device))
     if calibrate:
         _calibrate(console, pair, json_path)
         return
@@ -90,7 +88,7 @@ def doctor(
 
 def _calibrate(console: Console, pair: Pair, json_path: Path | None) -> None:
     """Measure the pair, keep it, and show what drafts must bring."""
-    compiled = pair.drafter.generation_config.acceleration == "compile"
+    compiled = captured_graphs(pair.drafter) is not None
     with console.status("measuring forwards"):
         measured = PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=compiled)
     write_json(json_path, {**origin(), "target": pair.name, "compiled": compiled, **measured.to_dict()})

@@ -22,7 +22,7 @@ from ..target.binding import TargetBinding
 from .cuda_capture import Recording, capture_on_cuda
 from .fixed_cache import FixedShapeCache, RunningBlock
 from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
-from .graph_makers import CompilesAtOnce, GraphKey, GraphMaker, RecordingFailedError, Step
+from .graph_makers import GraphKey, GraphMaker, MakesNone, RecordingFailedError, Step
 
 Capture = Callable[[Callable[[], Sequence[Tensor]]], Recording]
 """Records what a function without arguments launches."""
@@ -41,7 +41,7 @@ class CapturesSteps:
     """
 
     capture: Capture
-    traces, failure = False, "capturing failed"
+    failure = "capturing failed"
     exact_sizes = True
     weights_seen = True  # to know whether it may
 
@@ -55,11 +55,11 @@ class CapturesSteps:
         return ReshapedStep(code, step, looks)
 
 
-def makes_at_once(binding: TargetBinding) -> GraphMaker:
-    """Where graphs come from that are wanted now: captured where launches can be recorded, compiled elsewhere, and kept
-    while somebody compiles ahead."""
+def maker_at_hand(binding: TargetBinding) -> GraphMaker:
+    """Where graphs come from that are wanted now: captured where launches can be recorded, compiled elsewhere while
+    somebody compiles ahead."""
     capture = CAPTURES.get(binding.head_device.type)
-    return binding.ahead or (CompilesAtOnce() if capture is None else CapturesSteps(capture))
+    return binding.ahead or (MakesNone() if capture is None else CapturesSteps(capture))
 
 
 MOST_RECORDINGS = 4

@@ -6,37 +6,23 @@ A graph that cannot be made, that disagrees, or that things keep changing under 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from ..cache.kept_buffers import KeptBuffers
 from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding
-from .graph_makers import (
-    CompilesAtOnce,
-    GraphKey,
-    GraphMaker,
-    OtherInputsError,
-    RecordingFailedError,
-    Step,
-    compiling,
-    freezing,
-)
+from .graph_makers import GraphKey, GraphMaker, MakesNone, OtherInputsError, RecordingFailedError, Step
+from .packages import freezing
 from .packed_weights import PackedWeights
-from .repeated_layers import LayerCompiler
+from .repeated_layers import LayerCutter
 from .seen_state import ModelState
 from .seen_weights import SeenWeights, weights_of
 
 logger = logging.getLogger(__name__)
-
-_ONE_THREAD_AT_A_TIME = threading.RLock()
-"""Held while a graph is made or runs: what dynamo and inductor are told for it holds for the whole process."""
 
 MOST_SAMPLING_SETTINGS = 4
 """Sampling settings (and greedy) a kind of step is compiled for; compiling takes as long as thousands of tokens."""
@@ -54,10 +40,11 @@ class Graphs:
 
     Attributes:
         settings: of inductor, if every graph has a packed copy of its weights built in; else empty.
-        compiler: compiles layers one for all; `None`: inductor alone compiles graphs whole.
+        cutter: cuts steps into layers that are compiled one for all; `None`: they are compiled whole.
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
         digest: of all weights, once somebody has computed it.
+        warmed: what texts had compiled ahead for them.
         state: of the target that they were made for.
     """
 
@@ -67,16 +54,15 @@ class Graphs:
         state: ModelState,
         *,
         settings: Mapping[str, Any] | None = None,
-        compiler: LayerCompiler | None = None,
+        cutter: LayerCutter | None = None,
     ):
-        self.weights, self.state, self.settings, self.compiler = weights, state, settings or {}, compiler
-        self.maker: GraphMaker = CompilesAtOnce()
+        self.weights, self.state, self.settings, self.cutter = weights, state, settings or {}, cutter
+        self.maker: GraphMaker = MakesNone()
         self.kept = KeptBuffers()
         self.digest = ""
+        self.warmed: set[Hashable] = set()
         self._reasons: list[str] = []
         self._steps: dict[GraphKey, Step] = {}
-        self._traced: set[GraphKey] = set()  # graphs with guards
-        self._guards_checked: set[GraphKey] = set()  # graphs that were found to fit the models as they are now
 
     @property
     def freezes_weights(self) -> bool:
@@ -86,7 +72,7 @@ class Graphs:
     @property
     def reads_packed_weights(self) -> bool:
         """Whether products read weights as the processor likes them laid out, built in or shared."""
-        return self.freezes_weights or (self.compiler is not None and self.compiler.weights is not None)
+        return self.freezes_weights or self.cutter is not None
 
     @property
     def disabled_reason(self) -> str:
@@ -108,7 +94,7 @@ class Graphs:
     def of(cls, drafter: Eagle31Drafter, state: ModelState | None = None) -> Graphs:
         """Those of the drafter's binding as the target is now, of which graphs have weights and state built in.
 
-        After weights have changed they are fresh ones. After something else has, those without guards are let go.
+        After weights have changed they are fresh ones. After something else has, all graphs are let go.
 
         Args:
             state: the target's, if it was just looked at.
@@ -116,22 +102,20 @@ class Graphs:
         binding = drafter.require_binding()
         weights, state = weights_of(binding.model, drafter), state or ModelState(binding.model)
         if binding.compiled is None or not binding.compiled.weights.are_still(weights):
-            plain, num_bytes = _are_plain(weights), _num_bytes(weights)
-            copies = plain and num_bytes <= PACKED_BYTES
+            num_bytes = _num_bytes(weights)
+            copies = _are_plain(weights) and num_bytes <= PACKED_BYTES
             freezes = copies and num_bytes <= FROZEN_BYTES
-            layers = {type(layer) for layer in binding.layers}
-            one_for_all = LayerCompiler(layers, PackedWeights(weights) if copies else None)
             binding.compiled = cls(
                 SeenWeights(weights, whole=weights_of(binding.model), by_content=copies),
                 state,
                 settings=freezing(binding.compute_dtype) if freezes else None,
-                compiler=one_for_all if plain and not freezes else None,
+                cutter=_cutter(binding, weights) if copies and not freezes else None,
             )
             binding.compiled.disabled_reason = _disabled_reason(binding)
         elif binding.compiled.state != state:
             binding.compiled.state = state
-            binding.compiled.forget(binding.compiled._steps.keys() - binding.compiled._traced)
-        binding.compiled._guards_checked.clear()
+            binding.compiled.forget(binding.compiled.keys)
+            binding.compiled.warmed.clear()
         return binding.compiled
 
     @classmethod
@@ -197,42 +181,16 @@ class Graphs:
         return key.sampling is None or key.sampling in settings or len(settings) < MOST_SAMPLING_SETTINGS
 
     def _run(self, key: GraphKey, inputs: tuple) -> Any:
-        """What the graph of `key` makes of `inputs`; `None` if there is no such graph or it cannot be used.
-
-        Guards, which ask whether model and settings are still those compiled for, cost as much as a layer. Nothing
-        they ask about changes within a generation, so they are asked once in each.
-        """
+        """What the graph of `key` makes of `inputs`; `None` if there is no such graph or it cannot be used."""
         if key not in self._steps:
             return None
         try:
-            return self._call(key, inputs)
-        # A hook that counts its calls, say, or a recording for the caches of another text.
-        except (TorchDynamoException, FailOnRecompileLimitHit, RecordingFailedError) as failure:
+            return self._steps[key](*inputs)
+        except RecordingFailedError as failure:  # for the caches of another text
             self.give_up(failure, self.maker.failure)
             return None
         except OtherInputsError:
             return None
-
-    def _call(self, key: GraphKey, inputs: tuple) -> Any:
-        if key not in self._traced:
-            return self._steps[key](*inputs)
-        with _ONE_THREAD_AT_A_TIME:
-            return self._call_alone(key, inputs)
-
-    def _call_alone(self, key: GraphKey, inputs: tuple) -> Any:
-        step = self._steps[key]
-        if key in self._guards_checked:
-            try:
-                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                    return step(*inputs)
-            except RuntimeError as failure:
-                if "skip_guard_eval_unsafe" not in str(failure):
-                    raise
-                # The step was compiled more than once, and for none of those things as they are now.
-        with self._compiling():
-            outputs = step(*inputs)
-        self._guards_checked.add(key)
-        return outputs
 
     def drop(self, reason: str) -> None:
         """Let all graphs go, and the memory they write in; whoever holds these is served by eager code from now on."""
@@ -244,34 +202,19 @@ class Graphs:
         """Let some go, to be made again where they are wanted."""
         for key in list(keys):
             self._steps.pop(key, None)
-            self._traced.discard(key)
 
     def _add(self, key: GraphKey, step: Step, inputs: tuple, expected: Tensor | None) -> None:
         """Make a graph of `step` and try it on `inputs`; it must begin with `expected`, up to rounding."""
         maker = self.maker
         try:
             compiled = maker.make(key, step, inputs)
-            with self._tracing() if maker.traces else nullcontext():
-                found = compiled(*inputs)[0]
+            found = compiled(*inputs)[0]
             if expected is not None:
                 _require_agreement(found, expected)
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
             self.give_up(failure, maker.failure)
         else:
-            if maker.traces:
-                self._traced.add(key)
             self._steps[key] = compiled
-            self._guards_checked.add(key)
-
-    @contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """Around a call that traces a step for the first time."""
-        with _ONE_THREAD_AT_A_TIME, self._compiling():
-            yield
-
-    def _compiling(self) -> AbstractContextManager[None]:
-        """Around calls that may trace a step."""
-        return compiling(self.settings, self.compiler)
 
     def give_up(self, failure: Exception, what: str) -> None:
         """Make no more graphs, and say why: `what` did not work, by a `failure`."""
@@ -299,6 +242,10 @@ def _disabled_reason(binding: TargetBinding) -> str:
     if len(devices) > 1:
         return f"the target is spread over {len(devices)} devices, steps stay eager"
     return ""
+
+
+def _cutter(binding: TargetBinding, weights: Sequence[Tensor]) -> LayerCutter:
+    return LayerCutter({type(layer) for layer in binding.layers}, PackedWeights(weights))
 
 
 def _are_plain(weights: Sequence[Tensor]) -> bool:

@@ -1,6 +1,6 @@
 """Graphs that outlive a process: a step exported and compiled ahead of time, loaded later without any compiling.
 
-`torch.compile` keeps some of its work on disk, but every process traces and lowers its steps anew, and tracing rewinds
+`torch.compile` keeps some of its work on disk, but every process would trace and lower its steps anew, which rewinds
 random numbers and holds up the thread that writes. A package (AOTInductor) is machine code: it is loaded in the time
 its bytes take to read. A small pair's holds the weights, too, and its folder is for these weights alone; a larger
 pair's step is several packages that are lent the weights (`piece_program`). A package asks nothing of its inputs, so
@@ -24,16 +24,35 @@ from torch import Tensor, fx, nn
 
 from .compiler_processes import CompilerProcesses
 from .flat_steps import Code, FlatStep, Look, ReshapedStep, StepInputs, lend
-from .graph_makers import TRIED_PRODUCTS, GraphKey, Step
+from .graph_makers import GraphKey, Step
 from .own_files import make_own_folder, why_not_ours
 from .piece_program import PieceProgram, bound
-from .repeated_layers import LayerCompiler
+from .repeated_layers import LayerCutter
 
 SETTINGS = {
     "aot_inductor.compile_wrapper_opt_level": "O1",  # it calls kernels, and takes a compiler longest
     "size_asserts": False,  # packed tensors have no strides
 }
 """Of inductor, for all packages."""
+
+TRIED_PRODUCTS = "ATEN,CPP"
+"""Which of them is quicker is tried for each shape, on a machine that does nothing else."""
+
+
+def freezing(dtype: torch.dtype) -> dict[str, Any]:
+    """Settings of inductor for packages that hold their weights.
+
+    Products are oneDNN's or inductor's own. In float32 its own are never slower (two AVX2 cores, the embedded pair's
+    graphs: 0.94 to 1.00 of the time of what trying chose), and trying takes a third of a graph's time to compile; in
+    other precisions it depends on the shape and on the processor.
+    """
+    return {
+        "freezing": True,  # weights become constants of the graph, laid out as its products read them
+        "max_autotune": True,  # looks at inductor's own products; pays with frozen weights alone
+        "max_autotune_gemm_backends": "CPP" if dtype == torch.float32 else TRIED_PRODUCTS,
+        "autotune_num_choices_displayed": 0,
+        "max_autotune_report_choices_stats": False,
+    }
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
@@ -46,13 +65,13 @@ class GraphPackages:
     Args:
         folder: theirs alone.
         models: whose weights the steps read.
-        compiler: cuts steps into pieces that are lent the weights; `None`: each step is one package that holds them.
+        cutter: cuts steps into pieces that are lent the weights; `None`: each step is one package that holds them.
         settings: further ones of inductor, as `Graphs` has them.
     """
 
     folder: Path
     models: nn.ModuleList
-    compiler: LayerCompiler | None
+    cutter: LayerCutter | None
     settings: Mapping[str, Any]
 
     @property
@@ -82,7 +101,7 @@ class GraphPackages:
         if told["calls"] is None:
             (code,) = codes
         else:
-            packed = None if self.compiler is None else self.compiler.weights
+            packed = None if self.cutter is None else self.cutter.weights
             code = bound(codes, told["calls"], told["outputs"], tensors_by_name(self.models), packed)
         looks = [Look(tuple(shape), tuple(stride), DTYPES[dtype]) for shape, stride, dtype in told["signature"]]
         return ReshapedStep(code, step, looks)
@@ -107,10 +126,10 @@ class GraphPackages:
         exported = _export(FlatStep(step, inputs, self.models), inputs)
         looks = [(*look[:2], str(look.dtype)) for look in StepInputs.of(inputs).looks]
         told: dict[str, Any] = {"key": repr(key), "signature": looks, "calls": None}
-        if self.compiler is None:
+        if self.cutter is None:
             begun = [self._begin(f"{name_of(key)}.pt2", exported, processes)]
         else:
-            program = PieceProgram.of(exported, self.compiler, tensors_by_name(self.models))
+            program = PieceProgram.of(exported, self.cutter, tensors_by_name(self.models))
             names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
             pieces = [_export_piece(piece) for piece in program.pieces]
             begun = [self._begin(*each, processes) for each in zip(names, pieces, strict=True)]

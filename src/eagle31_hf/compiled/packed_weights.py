@@ -88,8 +88,8 @@ def _layout(packed: Tensor) -> bytes:
     return torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
 
 
-LINEAR = frozenset({torch._C._nn.linear, torch.ops.aten.linear.default})
-"""A product with a weight, as dynamo captures it and as it is exported."""
+LINEAR = torch.ops.aten.linear.default
+"""A product with a weight, as it is exported."""
 
 
 class PackedInput(NamedTuple):
@@ -103,15 +103,15 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
     """Let `graph` read packed weights, which become further placeholders in the order returned.
 
     Args:
-        graph: as captured by dynamo or exported; changed in place.
-        inputs: what it was captured with.
+        graph: exported; changed in place.
+        inputs: what it was exported with.
         weights: say which inputs are weights.
     """
     tell_inductor()
     placeholders = graph.find_nodes(op="placeholder")
     place = {node: index for index, node in enumerate(placeholders)}
     groups: dict[tuple, list[fx.Node]] = {}
-    for node in [node for node in graph.nodes if node.target in LINEAR]:
+    for node in [node for node in graph.nodes if node.target is LINEAR]:
         states, weight, bias = _arguments(node)
         if weight in place and weights.may_pack(inputs[place[weight]]):
             # Products of other states, or with a bias, stay alone.
@@ -131,7 +131,7 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
 
 def looks(node: fx.Node) -> Any:
     """A value without data that looks as `node`'s will; `None` if nobody has noted it."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    return node.meta.get("val")
 
 
 def _arguments(linear: fx.Node) -> tuple[Any, Any, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from .flat_steps import Code
 from .packed_weights import PackedInput, PackedWeights
-from .repeated_layers import LayerCompiler, distinct
+from .repeated_layers import LayerCutter, distinct
 
 Source = list[Any]
 """Where a tensor comes from: `["weight", name]`, `["packed", [name, ...], rows]`, `["constant", values, dtype]`,
@@ -40,7 +40,7 @@ class PieceProgram(NamedTuple):
 
     @classmethod
     def of(
-        cls, exported: torch.export.ExportedProgram, compiler: LayerCompiler, named: Mapping[str, Tensor]
+        cls, exported: torch.export.ExportedProgram, cutter: LayerCutter, named: Mapping[str, Tensor]
     ) -> PieceProgram:
         """Cut an exported step.
 
@@ -51,7 +51,7 @@ class PieceProgram(NamedTuple):
             ValueError: it reads something else than tensors, or large constants.
         """
         sources, given = _inputs(exported, {_place(tensor): name for name, tensor in named.items()})
-        graph, packed = compiler.cut(exported.graph_module, given)
+        graph, packed = cutter.cut(exported.graph_module, given)
         sources += [_packed_source(read, sources) for read in packed]
         found = distinct(graph)
         number = {name: index for index, (_, names) in enumerate(found) for name in names}

@@ -1,74 +1,44 @@
-"""A compiler for a CPU whose work does not grow with the number of a target's layers.
+"""How compiling for a CPU takes work that does not grow with the number of a target's layers.
 
 A graph of the whole step is cut where a decoder layer begins or ends. Pieces that compute the same are compiled once,
-by inductor, and called with each layer's own weights. Layers of different kinds (windowed and full ones, say) make one
-piece per kind. What cannot be cut is compiled whole.
+and called with each layer's own weights. Layers of different kinds (windowed and full ones, say) make one piece per
+kind.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
-from torch._inductor import config as inductor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
 from .packed_weights import PackedInput, PackedWeights, looks, pack_products
 
-logger = logging.getLogger(__name__)
 
-
-def compile_whole(captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What inductor makes of a graph."""
-    from torch._inductor.compile_fx import compile_fx  # slow to import
-
-    return compile_fx(captured, list(inputs))  # type: ignore[return-value]
-
-
-class LayerCompiler:
-    """What `torch.compile` takes as its backend.
+class LayerCutter:
+    """Cuts graphs of steps into pieces.
 
     Args:
         layers: classes of modules to compile once however often they occur.
-        weights: to read packed; `None`: as they are.
-
-    Attributes:
-        whole_reason: why a graph was compiled whole; empty if none was.
+        weights: to read packed.
     """
 
-    def __init__(self, layers: Collection[type], weights: PackedWeights | None):
+    def __init__(self, layers: Collection[type], weights: PackedWeights):
         self.layers, self.weights = frozenset(layers), weights
-        self.whole_reason = ""
-
-    def __call__(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        try:
-            return self._compile(captured, inputs)
-        except Exception as failure:  # the whole graph may still do
-            self.whole_reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-            logger.warning("eagle31: layers are not compiled one for all but each: %s", self.whole_reason)
-            return compile_whole(captured, inputs)
-
-    def _compile(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        pieces, packed = self.cut(captured, inputs)
-        # Packed tensors have no strides to be asserted.
-        with inductor.patch(size_asserts=False, freezing=False, max_autotune=False):
-            _compile_pieces(pieces)
-        return _with_packed_inputs(pieces.forward, packed, self.weights)
 
     def cut(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> CutGraph:
         """Pieces of a graph, each a module: a new one wherever a layer begins or ends.
 
         Args:
-            captured: by dynamo, or exported; it stays as it is.
+            captured: exported; it stays as it is.
             inputs: what it was captured with; those that are weights with their data.
         """
         module = _copy(captured)
-        packed = [] if self.weights is None else pack_products(module.graph, inputs, self.weights)
+        packed = pack_products(module.graph, inputs, self.weights)
         module.recompile()
         _find_shapes(module, inputs, packed)
         _drop_idle_casts(module.graph)
@@ -85,7 +55,7 @@ class CutGraph(NamedTuple):
 
 
 def _copy(captured: fx.GraphModule) -> fx.GraphModule:
-    """The graph again, to be changed: dynamo goes on with its own."""
+    """The graph again, to be changed."""
     graph = fx.Graph()
     output = graph.graph_copy(captured.graph, {})
     graph.output(output)
@@ -132,14 +102,6 @@ def _layer_of(node: fx.Node, kinds: frozenset[type | str]) -> str | None:
     return next((call for call, (_, kind) in stack.items() if kind in kinds), None)
 
 
-def _compile_pieces(pieces: fx.GraphModule) -> None:
-    """Put compiled code in the place of each piece, the same one where two compute the same."""
-    for piece, names in distinct(pieces):
-        code = _Piece(compile_whole(piece, [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]))
-        for name in names:
-            setattr(pieces, name, code)
-
-
 def distinct(pieces: fx.GraphModule) -> list[tuple[fx.GraphModule, list[str]]]:
     """One piece of each computation there is, and the names of all that compute the same."""
     found: dict[Hashable, tuple[fx.GraphModule, list[str]]] = {}
@@ -147,17 +109,6 @@ def distinct(pieces: fx.GraphModule) -> list[tuple[fx.GraphModule, list[str]]]:
         if isinstance(piece, fx.GraphModule):
             found.setdefault(_computation(piece.graph), (piece, []))[1].append(name)
     return list(found.values())
-
-
-class _Piece(nn.Module):
-    """Compiled code as a module, without what calling a module costs."""
-
-    def __init__(self, code: Callable[..., Any]):
-        super().__init__()
-        self.code = code
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.code(*inputs)
 
 
 def _computation(graph: fx.Graph) -> Hashable:
@@ -190,19 +141,3 @@ def _look(value: Any) -> Hashable:
     if not isinstance(value, Tensor):
         return type(value), repr(value)
     return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
-
-
-def _with_packed_inputs(
-    run: Callable[..., Any], packed: Sequence[PackedInput], weights: PackedWeights | None
-) -> Callable[..., Any]:
-    """`run`, given also what it reads packed."""
-    if weights is None or not packed:
-        return run
-    made: list[Tensor] = []
-
-    def call(*inputs: Any) -> Any:
-        if not made:  # while the graph is made there may be no data yet
-            made.extend(weights.of([inputs[place] for place in read.places], read.rows) for read in packed)
-        return run(*inputs, *made)
-
-    return call

@@ -1,6 +1,6 @@
 """A target's verification as graphs of fixed shape.
 
-`torch.compile` pays only where shapes repeat, so blocks are padded to the sizes of `shapes`, and what is padded is
+A graph pays only where shapes repeat, so blocks are padded to the sizes of `shapes`, and what is padded is
 masked. The first call at a new shape is served by the eager code, which is the reference: a graph that cannot be made,
 or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefill always stays eager. Single tokens have
 a graph of their own where many come in a row, since what is padded can cost as much again (two cores of a Zen 4, bf16,
@@ -70,8 +70,7 @@ class CompiledVerification:
         """The graph that serves so many nodes; it may be padded."""
         if size == 1:
             alone = self._key(rows, 1, masks_trees=False)
-            makes = rests and not self.graphs.maker.traces
-            if alone in self.graphs or (makes and self.graphs.can_compile(alone)):
+            if alone in self.graphs or (rests and self.graphs.can_compile(alone)):
                 return alone
         return self._key(rows, self._width(size), masks_trees=masks_trees)
 

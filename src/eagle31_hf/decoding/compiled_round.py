@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..compiled.captured import makes_at_once
+from ..compiled.captured import maker_at_hand
 from ..compiled.draft_graphs import ChosenBy, GraphSampling
 from ..compiled.draft_session import CompiledDrafting
 from ..compiled.graphs import Graphs
@@ -43,7 +43,7 @@ class CompiledRound:
         assert caches.drafter is not None, "without a drafter there is nothing to compile for"
         self.eager = EagerRound(drafter, caches, request, clock)
         self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
-        maker = request.graph_maker or makes_at_once(self.eager.binding)
+        maker = request.graph_maker or maker_at_hand(self.eager.binding)
         were_seen = request.graph_maker is not None and maker.weights_seen
         self.graphs = (Graphs.now(drafter) if were_seen else Graphs.of(drafter)).made_by(maker)
         self.drafting = CompiledDrafting(caches.drafter, self.graphs)

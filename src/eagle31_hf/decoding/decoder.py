@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiled.captured import makes_at_once
+from ..compiled.captured import maker_at_hand
 from ..compiled.graphs import Graphs
 from ..drafter.drafter import Eagle31Drafter
 from ..sampling.acceptance import Acceptance
@@ -118,7 +118,7 @@ class SpeculativeDecoder:
 
     def _new_caches(self, batch_size: int) -> PairCaches:
         cache_type = self.request.stats.cache_type = self.drafter.generation_config.stored_cache_type
-        captures = self.compiles and (self.request.graph_maker or makes_at_once(self.binding)).exact_sizes
+        captures = self.compiles and (self.request.graph_maker or maker_at_hand(self.binding)).exact_sizes
         caches = PairCaches.make(
             self.drafter,
             self.largest,

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..compiled.captured import CAPTURES, CapturesSteps, makes_at_once
+from ..compiled.captured import CAPTURES, CapturesSteps
 from ..compiled.compiler_processes import CompilerProcesses
 from ..compiled.flat_steps import StepInputs
 from ..compiled.graph_makers import GraphKey, GraphMaker, Step
@@ -39,8 +39,6 @@ from .policy_choice import RequestedDraft
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
-__all__ = ["GraphMaker", "compiling_ahead", "graph_maker", "keeping_what_is_compiled"]
-
 FOLDER = "graphs"
 
 LENT_WEIGHTS = "weights-lent"
@@ -53,7 +51,7 @@ class LoadsKept:
 
     packages: GraphPackages
     names: frozenset[str]
-    traces, failure = False, "a kept graph cannot be used (`eagle31 warmup` renews it)"
+    failure = "a kept graph cannot be used (`eagle31 warmup` renews it)"
     exact_sizes = False
     weights_seen = True  # to find the packages
 
@@ -83,7 +81,7 @@ class CompilesAhead:
     on_compile: Callable[[GraphKey], None]
     made: list[GraphKey] = field(default_factory=list)
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
-    traces, failure = False, "compiling failed"
+    failure = "compiling failed"
     exact_sizes = weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
@@ -158,13 +156,16 @@ def graph_maker(
         new_tokens: that a row may get.
     """
     asked, binding = drafter.generation_config.acceleration, drafter.require_binding()
-    if asked == "compile" or (asked == "auto" and binding.ahead is not None):
-        return makes_at_once(binding)
-    if asked != "auto" or not _suits(drafter, requested, processing):
+    if asked == "eager":
         return None
-    if binding.head_device.type in CAPTURES:
+    if binding.ahead is not None:
+        return binding.ahead
+    captures = binding.head_device.type in CAPTURES
+    if why_unsuited(drafter, requested, processing) and not (captures and asked == "compile"):
+        return None
+    if captures:
         graphs = captured_graphs(drafter)
-        pays = graphs is not None and (new_tokens >= FEWEST_CAPTURED_TOKENS or graphs.keys)
+        pays = graphs is not None and (asked == "compile" or new_tokens >= FEWEST_CAPTURED_TOKENS or graphs.keys)
         return graphs.maker if graphs is not None and pays else None
     packages = kept_packages(drafter)
     names = frozenset() if packages is None else packages.names()
@@ -187,12 +188,19 @@ def captured_graphs(drafter: Eagle31Drafter) -> Graphs | None:
     return graphs.made_by(CapturesSteps(capture))
 
 
-def _suits(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> bool:
-    """Whether rounds always draft one shape, by scores that nobody else asks for, and graphs serve such targets."""
+def why_unsuited(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> str:
+    """Why graphs do not serve a generation; empty where rounds always draft one shape, by scores that nobody else asks
+    for. Arguments are `graph_maker`'s."""
+    schedule = drafter.generation_config.num_assistant_tokens_schedule
     if drafter.require_binding().has_states:
-        return False
-    steers = drafter.generation_config.num_assistant_tokens_schedule in ("pid", "heuristic")
-    return RoundGraph.serves(requested.shape) and processing.warps_drafts and not steers
+        return "its target keeps recurrent states, which graphs do not step yet"
+    if not RoundGraph.serves(requested.shape):
+        return "graphs draft chains of one length and dynamic trees, and doubt may end these drafts earlier"
+    if not processing.warps_drafts:
+        return "a logits processor of this call asks for the tokens before each position, which graphs do not tell"
+    if schedule in ("pid", "heuristic"):
+        return f"graphs draft one length, and num_assistant_tokens_schedule={schedule!r} steers it"
+    return ""
 
 
 def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:
@@ -221,7 +229,7 @@ def packages_in(folder: Path, drafter: Eagle31Drafter, graphs: Graphs) -> GraphP
     """Those of this pair that lie there. Graphs that hold weights have a folder for each state these were ever in."""
     own = folder / (weights_digest(drafter, graphs) if graphs.freezes_weights else LENT_WEIGHTS)
     models = nn.ModuleList([drafter.require_binding().model, drafter])
-    return GraphPackages(own, models, graphs.compiler, graphs.settings)
+    return GraphPackages(own, models, graphs.cutter, graphs.settings)
 
 
 def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
@@ -332,12 +340,3 @@ def compiling_ahead(
         finally:
             Graphs.of(drafter).forget(binding.ahead.begun)
             binding.ahead = None
-
-
-@contextmanager
-def keeping_what_is_compiled(drafter: Eagle31Drafter) -> Iterator[None]:
-    """The same where graphs can be kept; where not, `acceleration="compile"` makes them for this process alone."""
-    with ExitStack() as stack:
-        with suppress(ConfigurationError):
-            stack.enter_context(compiling_ahead(drafter))
-        yield

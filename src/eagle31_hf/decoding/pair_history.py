@@ -51,32 +51,27 @@ class PairHistory:
             binding.history = cls()
         return binding.history
 
-    def calibration(self, drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False) -> Calibration | None:
-        """What was measured of the pair as it is now, by this process or an earlier one; `None` if nothing was.
-
-        Args:
-            at_once: as in `RequestedDraft`.
-        """
-        setting = setting_of(drafter, compiled=compiled, at_once=at_once)
+    def calibration(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration | None:
+        """What was measured of the pair as it is now, by this process or an earlier one; `None` if nothing was."""
+        setting = setting_of(drafter, compiled=compiled)
         if setting not in self._calibrations:
-            self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled, at_once=at_once))
+            self._calibrations[setting] = load(calibration_key(drafter, compiled=compiled))
         return self._calibrations[setting]
 
     def calibrate(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration:
         """Measure now, for all texts to come, and keep it for later processes, too.
 
         Args:
-            compiled: rounds by graphs, as `acceleration="compile"` makes them.
+            compiled: rounds by graphs, which are captured; those for a CPU are timed where they are compiled.
         """
         measured = measure_graphs(drafter) if compiled else measure(drafter)
-        at_once = compiled and not can_measure_unasked(drafter, compiled=True)
-        self.keep(drafter, measured, compiled=compiled, at_once=at_once)
+        self.keep(drafter, measured, compiled=compiled)
         return measured
 
-    def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool, at_once: bool = False) -> None:
+    def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
         """Go by this from now on, and in later processes."""
-        save(calibration_key(drafter, compiled=compiled, at_once=at_once), measured)
-        self._calibrations[setting_of(drafter, compiled=compiled, at_once=at_once)] = measured
+        save(calibration_key(drafter, compiled=compiled), measured)
+        self._calibrations[setting_of(drafter, compiled=compiled)] = measured
 
     def calibrate_if_due(self, drafter: Eagle31Drafter, *, compiled: bool) -> None:
         """Measure one more piece of a calibration once enough was written for that to cost little.
@@ -121,9 +116,9 @@ class PairHistory:
             self.prior = Prior((right + 0.5) / (tried + 1.0), min(float(tried), PRIOR_TOKENS))
 
 
-def setting_of(drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False) -> Hashable:
+def setting_of(drafter: Eagle31Drafter, *, compiled: bool) -> Hashable:
     """What of a `calibration_key` may change while a process runs."""
     binding = drafter.require_binding()
     attention = binding.attention
-    settings = drafter.generation_config.stored_cache_type, compiled, at_once
+    settings = drafter.generation_config.stored_cache_type, compiled
     return binding.model.dtype, binding.head_device, drafter.dtype, torch.get_num_threads(), attention, settings

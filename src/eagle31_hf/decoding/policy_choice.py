@@ -39,8 +39,6 @@ class RequestedDraft:
         context: tokens of the longest prompt.
         sampled: tokens are drawn.
         compiled: rounds are computed by graphs.
-        at_once: these are compiled where they are first wanted, with none for rounds without drafts, which therefore
-            take longer than by graphs that were kept: calibrated apart.
     """
 
     shape: DraftShape
@@ -49,7 +47,6 @@ class RequestedDraft:
     context: int
     sampled: bool
     compiled: bool
-    at_once: bool = False
 
     @classmethod
     def of(
@@ -76,7 +73,7 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
     schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
     if schedule == "constant":
         return DraftBackoff()
-    calibration = history.calibration(drafter, compiled=requested.compiled, at_once=requested.at_once)
+    calibration = history.calibration(drafter, compiled=requested.compiled)
     if calibration is None and schedule == "calibrated":
         return DraftBackoff()
     costs = NOMINAL_COSTS if calibration is None else calibration.costs(requested.context)

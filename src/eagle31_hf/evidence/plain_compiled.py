@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..compiled.captured import makes_at_once
+from ..compiled.captured import maker_at_hand
 from ..compiled.fixed_cache import FixedShapeCache
 from ..compiled.graph_makers import GraphKey, Step
 from ..compiled.graphs import Graphs
@@ -94,7 +94,7 @@ class PlainCompiledRound(RoundWrapper):
     def __init__(self, drafter: Eagle31Drafter, inner: EagerRound):
         super().__init__(inner)
         self.binding, self.clock, self.stats = drafter.require_binding(), inner.clock, inner.request.stats
-        self.graphs = Graphs.of(drafter).made_by(makes_at_once(self.binding))
+        self.graphs = Graphs.of(drafter).made_by(maker_at_hand(self.binding))
         self.inputs = GraphInputs(inner.caches.target)
 
     def verify(self, tree: DraftTree) -> TargetOutput:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiled.captured import CAPTURES
 from ..decoding.calibration.bare_meter import BareCosts, BareMeter
-from ..decoding.kept_graphs import keeping_what_is_compiled
+from ..decoding.kept_graphs import compiling_ahead
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
 from ..generation_config import FIXED_DEPTH
@@ -106,6 +107,7 @@ class BenchmarkRun:
         self._meters: dict[tuple[str, int], BareMeter] = {}  # by method and batch size
         self._bare: dict[tuple[str, int], list[BareCosts]] = {}
         self._left_out: set[str] = set()
+        self._no_graphs = ""  # why there are none
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
@@ -157,11 +159,17 @@ class BenchmarkRun:
             stack.enter_context(self._passes.counting())
             if self.settings.ignore_eos:
                 stack.enter_context(ends_off(self.binding.model))
-            if self.settings.compiled:
-                stack.enter_context(keeping_what_is_compiled(self.drafter))
+            if self.settings.compiled and self.binding.head_device.type not in CAPTURES:
+                self._open_compiler(stack)
             for turn in self._turns():
                 if turn.name not in skip:
                     yield self._measure(turn)
+
+    def _open_compiler(self, stack: ExitStack) -> None:
+        try:
+            stack.enter_context(compiling_ahead(self.drafter))
+        except ConfigurationError as refused:
+            self._no_graphs = str(refused)
 
     def _measure(self, turn: Turn) -> list[CallRecord]:
         (batch,) = batches_of([task.ids for task in turn.tasks], turn.batch_size, self._pad)
@@ -303,6 +311,8 @@ class BenchmarkRun:
         if method.one_row_only and turn.batch_size > 1:
             alone = "transformers' assisted loop serves one row at a time, and no batch of 1 was asked for"
             return False if 1 in self.settings.batch_sizes else self._leave_out(method.name, alone)
+        if method.compiled and self._no_graphs:
+            return self._leave_out(method.name, self._no_graphs)
         layers = self.binding.text_config.num_hidden_layers
         started = time.perf_counter()
         try:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..cache.stock import held_length
-from ..decoding.calibration.measure import can_measure_unasked
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.kept_graphs import GraphMaker, graph_maker
@@ -25,6 +23,7 @@ from .call import Call
 from .draft_length import draft_length
 from .model_inputs import left_padding, prompt_forward
 from .output import SpeculativeOutput
+from .warm_up import warm_up_for
 
 
 def write_own(call: Call, stats: SpeculationStats) -> Any:
@@ -42,6 +41,8 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         )
     padding = left_padding(call.input_ids, call.attention_mask)
     carried = _carried_cache(call, padding, stats)
+    stats.fall_back(warm_up_for(call, _requested(call, compiled=True)))
+    call.drafter.stats = stats  # warming up writes texts, too
     requested, maker = requested_draft(call)
     request = _request(call, requested, padding, carried, stats)
     if maker is not None:
@@ -100,8 +101,7 @@ def requested_draft(call: Call) -> tuple[RequestedDraft, GraphMaker | None]:
     maker = graph_maker(call.drafter, by_graphs, call.processing, new_tokens=new_tokens)
     if maker is None:
         return _requested(call, compiled=False), None
-    at_once = maker.traces and not can_measure_unasked(call.drafter, compiled=True)
-    return replace(by_graphs, at_once=at_once), maker
+    return by_graphs, maker
 
 
 def _requested(call: Call, *, compiled: bool) -> RequestedDraft:

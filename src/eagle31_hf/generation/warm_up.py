@@ -5,25 +5,31 @@ Then rounds by these graphs are timed: drafts adapt to what they take, and rest 
 
 from __future__ import annotations
 
+import copy
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..compiled import shapes
+from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
 from ..compiled.graphs import Graphs
 from ..decoding.calibration.measure import measure_graphs, meet_graphs
-from ..decoding.kept_graphs import compiling_ahead
-from ..decoding.pair_history import PairHistory
+from ..decoding.kept_graphs import compiling_ahead, why_unsuited
+from ..decoding.pair_history import PairHistory, setting_of
+from ..decoding.policy_choice import RequestedDraft
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..target.served_processing import processing_of
+from .call import Call
+
+logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 24
 """Written after each prompt: a few rounds, so that each kind of graph is met."""
-
-__all__ = ["warm_up"]
 
 
 def warm_up(
@@ -44,9 +50,10 @@ def warm_up(
         ConfigurationError: no graphs can be kept for this pair, or compiling failed.
     """
     model: Any = drafter.require_binding().model
+    config = how.get("generation_config", model.generation_config)
     measuring: dict[str, Any] = {
         "processing": processing_of(model, **how),
-        "sampled": bool(how.get("do_sample", model.generation_config.do_sample)),
+        "sampled": bool(how.get("do_sample", config.do_sample)),
         "contexts": prompt_lengths(tokens),
     }
 
@@ -87,3 +94,50 @@ def prompt_lengths(tokens: int) -> list[int]:
         lengths.append(bucket + 1)
         bucket *= 2
     return lengths
+
+
+# --- when a text asks for it ------------------------------------------------------------------------------------------
+
+_one_at_a_time = threading.Lock()
+
+
+def warm_up_for(call: Call, requested: RequestedDraft) -> str:
+    """With `acceleration="compile"` on a CPU: what `warm_up` does, before the first text that needs it.
+
+    Args:
+        requested: by graphs.
+
+    Returns:
+        Why the text is eager all the same; empty if it is not, or nobody asked.
+    """
+    drafter, binding = call.drafter, call.drafter.require_binding()
+    if drafter.generation_config.acceleration != "compile" or binding.ahead is not None:
+        return ""
+    if binding.head_device.type in CAPTURES:
+        return ""
+    if why := why_unsuited(drafter, requested, call.processing):
+        return f"steps are not compiled: {why}"
+    if requested.rows > 1:
+        return "steps are not compiled: graphs for a CPU serve single rows"
+    sampling = requested.sampled, call.processing.draft_warping.key
+    bucket = shapes.slot_bucket(call.longest_text)
+    wanted = setting_of(drafter, compiled=True), requested.shape, sampling, bucket
+    with _one_at_a_time:
+        if wanted in Graphs.of(drafter).warmed:
+            return ""
+        logger.warning("eagle31: compiling what this text takes, which takes minutes; later processes load it")
+        try:
+            warm_up(drafter, tokens=call.longest_text, generation_config=_for_any_text(call))
+        except ConfigurationError as refused:
+            return f"steps are not compiled: {refused}"
+        Graphs.now(drafter).warmed.add(wanted)
+    return ""
+
+
+def _for_any_text(call: Call) -> Any:
+    """The call's settings but for what ends its text and what it returns."""
+    config = copy.deepcopy(call.generation_config)
+    config.max_length = config.stop_strings = config.max_time = None
+    config.num_return_sequences = 1
+    config.return_dict_in_generate = config.output_scores = config.output_logits = False
+    return config

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compiled.captured import makes_at_once
+from ...compiled.captured import maker_at_hand
 from ...compiled.draft_session import CompiledDrafting
 from ...compiled.graphs import Graphs
 from ...compiled.verify import CompiledVerification
@@ -138,7 +138,7 @@ class BareMeter:
         self._verification: CompiledVerification | None = None
         self._drafting: CompiledDrafting | None = None
         if compiled:
-            graphs = Graphs.of(drafter).made_by(makes_at_once(self.binding))
+            graphs = Graphs.of(drafter).made_by(maker_at_hand(self.binding))
             self._verification = CompiledVerification(self.binding, self.cache, graphs, most_nodes=shape.nodes)
             self._drafting = CompiledDrafting(self.session, graphs)
         with torch.no_grad(), self.binding.masked_attention():

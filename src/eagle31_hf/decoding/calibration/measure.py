@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from ...compiled.captured import CAPTURES, makes_at_once
+from ...compiled.captured import CAPTURES, maker_at_hand
 from ...compiled.shapes import node_bucket
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
@@ -128,7 +128,7 @@ def measure_graphs(
         contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
     """
     kinds, measured = _graph_rounds(drafter, sampled=sampled), []
-    shape, exact = kinds[0].plans[0].shape, makes_at_once(drafter.require_binding()).exact_sizes
+    shape, exact = kinds[0].plans[0].shape, maker_at_hand(drafter.require_binding()).exact_sizes
     for context in contexts:
         with _undisturbed():
             seconds = _rounds_s(drafter, context, kinds, processing, sampled=sampled, compiled=True)

@@ -37,12 +37,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
 
 
-def calibration_key(drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = False) -> dict[str, Any]:
-    """Everything the seconds depend on, JSON-ready.
-
-    Args:
-        at_once: as in `RequestedDraft`.
-    """
+def calibration_key(drafter: Eagle31Drafter, *, compiled: bool) -> dict[str, Any]:
+    """Everything the seconds depend on, JSON-ready."""
     binding = drafter.require_binding()
     device, config = binding.head_device, binding.text_config
     is_cuda = device.type == "cuda"
@@ -59,7 +55,7 @@ def calibration_key(drafter: Eagle31Drafter, *, compiled: bool, at_once: bool = 
         "drafter": _shape_of(drafter.config),
         "drafter_dtype": str(drafter.dtype),
         "drafter_packing": str(drafter.packing),
-        "compiled": "at once" if at_once else compiled,
+        "compiled": compiled,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
