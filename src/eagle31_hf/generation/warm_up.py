@@ -28,6 +28,8 @@ from .call import Call
 
 logger = logging.getLogger(__name__)
 
+__all__ = ["warm_up"]
+
 NEW_TOKENS = 24
 """Written after each prompt: a few rounds, so that each kind of graph is met."""
 
