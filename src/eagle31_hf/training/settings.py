@@ -153,7 +153,10 @@ class TrainingSettings:
     reward_temperature: float | None = _option(None, ACCEPTANCE, "temperature served with --reward chain; default 1")
     stage2_share: float = _option(0.25, ACCEPTANCE, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
-    epochs: float = _option(2.0, STEPS, "passes over the data, if max_steps is not given")
+    epochs: float = _option(2.0, STEPS, "passes over the data, if neither max_steps nor minutes is given")
+    minutes: float | None = _option(
+        None, STEPS, "as many steps as are done and measured so many minutes after the target was loaded"
+    )
     batch_rows: int | None = _option(None, STEPS, "packed rows per forward and process; default 2 if small, else 4")
     accumulate: int | None = _option(None, STEPS, "forwards per optimiser step; default 1 for a small target, else 4")
     optimizer: str = _option("auto", STEPS, "muon (matrices; AdamW on the rest), adamw, or auto")
@@ -204,6 +207,12 @@ class TrainingSettings:
         ):  # fmt: skip
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigurationError(f"minutes is {self.minutes}; wanted more than 0")
+        if self.minutes is not None and self.max_steps is not None:
+            raise ConfigurationError(
+                f"minutes is {self.minutes:g} and max_steps {self.max_steps}; each says when to stop: give one"
+            )
         for temperature in self.temperature:
             if temperature < 0:
                 raise ConfigurationError(f"temperature is {temperature}; wanted 0 (greedy) or more")

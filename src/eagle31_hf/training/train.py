@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import math
 import os
+import time
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
 from .setup import load_target, multiplies_bfloat16, precision_of_result, resolve
 from .stopping import RESULT_FILE, describe_kept, telling_what_is_kept
+from .time_limit import steps_in_time
 
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
 
@@ -158,6 +160,7 @@ class _Run:
         self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
         self.known: list[KnownTexts] = []
+        self.started = time.monotonic()
         self.evaluation = EvaluationSettings(depth=told.draft_tokens, max_new_tokens=told.eval_new_tokens)
 
     def execute(self) -> TrainingReport:
@@ -182,7 +185,7 @@ class _Run:
                 stages.append(self._measure_start(learner, dataset, data.prompts))
             result = self._train(planned.name, learner, dataset, data.prompts, planned.steps)
             curve = learning_curve(settings.out / planned.name, plan.tokens_per_step)
-            stages.append(dataclasses.replace(result, curve=tuple(curve)))
+            stages.append(replace(result, curve=tuple(curve)))
         report = TrainingReport(settings.out, plan, tuple(stages))
         self._write(drafter, report, prompts=len(data.prompts))
         return report
@@ -237,24 +240,22 @@ class _Run:
         settings = self.settings
         accumulate = settings.accumulate
         rows_per_step = settings.batch_rows * accumulate * self.processes
-        steps = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
         rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
         disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
-        probe = Probe(rows, settings.batch_rows, self.bf16, batches=steps * accumulate)
+        whole = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
+        probe = Probe(rows, settings.batch_rows, self.bf16, batches=whole * accumulate)
         token_loss_s, bare_s = time_token_loss(model, probe)
         step_s = {"stage1": accumulate * token_loss_s}
         if settings.stage != "1":
             step_s["stage2"] = accumulate * time_step(self._policy(model.drafter), probe)
-        return TrainingPlan(
+        timed = TrainingPlan(
             rows=len(dataset),
             tokens=data.documents.tokens,
             supervised_tokens=data.documents.supervised_tokens,
             coverage=coverage,
             rows_per_step=rows_per_step,
-            stages=tuple(
-                StagePlan(name, n, step_s[name], self._measurements(n)) for name, n in self._stage_steps(steps).items()
-            ),
+            stages=self._stages(whole, step_s),
             measurement_s=(
                 time_measurement(model.drafter, data.prompts[:: self.processes], self.evaluation)
                 + time_known_texts(model.drafter, self.known, DraftShape(self.evaluation.depth))
@@ -265,6 +266,20 @@ class _Run:
             token_loss_s=step_s["stage1"],
             bare_s=accumulate * bare_s,
         )
+        if settings.minutes is None:
+            return timed
+
+        def of_steps(count: int) -> TrainingPlan:
+            return replace(timed, stages=self._stages(count, step_s))
+
+        left_s = 60.0 * settings.minutes - (time.monotonic() - self.started)
+        return of_steps(
+            steps_in_time(settings.out, lambda count: of_steps(count).total_s, left_s, resume=settings.resume)
+        )
+
+    def _stages(self, steps: int, step_s: Mapping[str, float]) -> tuple[StagePlan, ...]:
+        planned = self._stage_steps(steps).items()
+        return tuple(StagePlan(name, count, step_s[name], self._measurements(count)) for name, count in planned)
 
     def _measurements(self, steps: int) -> int:
         """How often acceptance is measured in a stage; stage 2 alone begins with a measurement."""
