@@ -136,7 +136,6 @@ METHODS: dict[str, tuple[Any, str]] = {
     "stop": (Sequences, "_must_stop"),
     "time": (Sequences, "stop_if_out_of_time"),
     "path": (eager_round, "aux_of_path"),
-    "roots": (SpeculativeDecoder, "set_roots"),
     "start": (CacheResume, "load"),
 }
 

@@ -61,7 +61,7 @@ class Listener:
     def end(self) -> None: ...
 
 
-@pytest.mark.parametrize("place", ["text", "stop", "keep", "absorb", "roots", "first token"])
+@pytest.mark.parametrize("place", ["text", "stop", "keep", "absorb", "first token"])
 def test_nothing_is_streamed_twice_or_left_out(place: str) -> None:
     for fault, when in ((Fault(1), "after"), (Fault(3), "after"), (Fault(2), "before")):
         listener = Listener()

@@ -103,8 +103,8 @@ def test_a_comb_is_a_tree_with_one_deep_path(drafter):
     with torch.no_grad(), drafter.require_binding().capturing():
         decoder.prefill()
         decoder.caches.drafter.catch_up()
-        batch = RoundBatch(request.sequences, [0, 1], [0, 1], decoder.roots, DraftPlan(TREE))
-        plain = propose_dynamic_tree(decoder.caches.drafter, decoder.roots, TREE)
+        batch = RoundBatch(request.sequences, [0, 1], [0, 1], DraftPlan(TREE))
+        plain = propose_dynamic_tree(decoder.caches.drafter, batch.roots, TREE)
         tree = decoder.round.draft(batch)
     assert torch.equal(tree.tokens, plain.tokens), "the same drafts"
     assert tree.depths[0].tolist() == [0, 1, 2, 3, 4] + [1] * 9

@@ -32,20 +32,28 @@ class Placement:
 
     def set_batch(self, batch_size: int) -> None:
         """So many empty rows."""
-        self.lengths_tensor = torch.zeros(batch_size, dtype=torch.long, device=self.device)
+        self._lengths_tensor = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.set_lengths([0] * batch_size)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Committed tokens of each row from now on. Host first: the device mirror is written, never read back."""
+        """Committed tokens of each row from now on."""
         self.lengths = lengths
         self.longest = max(lengths, default=0)
         self.rows_alike = min(lengths, default=0) == self.longest
-        if self.rows_alike:
-            self.lengths_tensor.fill_(self.longest)
-        else:
-            # CUDA stages pageable memory before it returns, so this waits for nothing and the source may go.
-            self.lengths_tensor.copy_(torch.tensor(lengths), non_blocking=self.device.type == "cuda")
+        self._mirrored = False
         self.clear()
+
+    @property
+    def lengths_tensor(self) -> Tensor:
+        """`lengths` on the device, `(B,)`, rewritten in place once somebody asks: rounds by graphs do not."""
+        if not self._mirrored:
+            self._mirrored = True
+            if self.rows_alike:
+                self._lengths_tensor.fill_(self.longest)
+            else:
+                # CUDA stages pageable memory before it returns, so this waits for nothing and the source may go.
+                self._lengths_tensor.copy_(torch.tensor(self.lengths), non_blocking=self.device.type == "cuda")
+        return self._lengths_tensor
 
     def clear(self) -> None:
         """Nothing is placed."""

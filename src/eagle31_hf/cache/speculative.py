@@ -140,7 +140,7 @@ class SpeculativeCache(ExchangingCache):
 
     @property
     def lengths_tensor(self) -> Tensor:
-        """The same on `device`, `(B,)`; rewritten in place as rows grow."""
+        """The same on `device`, `(B,)`; rewritten in place where it is asked for after rows have grown."""
         return self._placement.lengths_tensor
 
     @property

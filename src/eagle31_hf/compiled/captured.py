@@ -108,10 +108,10 @@ class CapturedCode:
             return copies
 
     def _record(self, small: Sequence[Tensor], lent: Sequence[Tensor]) -> _Recorded:
-        own, start = [tensor.clone() for tensor in small], self.lent.start
+        own, start = [tensor.clone(memory_format=torch.contiguous_format) for tensor in small], self.lent.start
         tensors = [*own[:start], *lent, *own[start:]]
         try:
-            return _Recorded(own, self._capture(lambda: self._flat(*tensors)))
+            return _Recorded(own, self._capture(lambda: [output.contiguous() for output in self._flat(*tensors)]))
         except Exception as failure:  # whatever a step does that cannot be recorded, the text must go on
             raise RecordingFailedError("a step could not be recorded") from failure
         finally:
@@ -119,14 +119,13 @@ class CapturedCode:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One launch for all tensors of a precision: told of several, `_foreach_copy_` copies each by itself."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        pairs = by_dtype.setdefault(target.dtype, ([], []))
-        pairs[0].append(target)
-        pairs[1].append(source)
-    for alike, theirs in by_dtype.values():
-        torch._foreach_copy_(alike, theirs)
+    """One launch for all: they are copied as bytes, since of several precisions `_foreach_copy_` copies each tensor by
+    itself."""
+    torch._foreach_copy_(_bytes_of(targets), _bytes_of([source.contiguous() for source in sources]))
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.view(-1).view(torch.uint8) for tensor in tensors]
 
 
 class _Recorded(NamedTuple):

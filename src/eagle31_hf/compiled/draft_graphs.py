@@ -34,14 +34,14 @@ class StepOutput(NamedTuple):
 
 class DraftedChain(NamedTuple):
     """A drafted chain of `K` tokens: the distribution `(B, 1, S)` that the first was chosen by, by which a graph is
-    checked, and its target ids `(B, K)`."""
+    checked, and target ids `(B, K + 1)`, the root's first."""
 
     first_probs: Tensor
     tokens: Tensor
 
-    def to_tree(self, roots: Tensor, depth: int) -> DraftTree:
-        """Its first `depth` tokens behind `roots (B,)`."""
-        return DraftTree.chain(torch.cat((roots[:, None], self.tokens[:, :depth]), dim=1))
+    def to_tree(self, depth: int) -> DraftTree:
+        """Its first `depth` tokens behind the root."""
+        return DraftTree.chain(self.tokens[:, : depth + 1])
 
 
 class GrownTree(NamedTuple):
@@ -146,9 +146,15 @@ def chain_step(drafter: Eagle31Drafter, depth: int, sampling: GraphSampling) -> 
     ids, draft = drafter.draft_ids, draft_step(drafter)
 
     def chain(
-        root: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: FixedShapeCache
+        root: Tensor,
+        feedback: Tensor,
+        slots: Tensor,
+        roots: Tensor,
+        rotary: Rotary,
+        by: ChosenBy,
+        cache: FixedShapeCache,
     ) -> DraftedChain:
-        choice, logits, tokens, first = sampling.choice(by), root, [], root  # tokens: (B, 1) each
+        choice, logits, tokens, first = sampling.choice(by), root, [roots[:, None]], root  # tokens: (B, 1) each
         for k in range(depth):
             scores, support = choice.rank(logits[:, -1], (), ids, depth=k)
             first = scores[:, None].softmax(-1, dtype=torch.float32) if k == 0 else first

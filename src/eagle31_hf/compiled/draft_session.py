@@ -126,10 +126,11 @@ class CompiledDrafting:
 
     # --- whole drafts --------------------------------------------------------------------------------------------
 
-    def chain(self, depth: int, sampling: GraphSampling, by: ChosenBy) -> DraftedChain | None:
+    def chain(self, roots: Tensor, depth: int, sampling: GraphSampling, by: ChosenBy) -> DraftedChain | None:
         """A chain of `depth` tokens in one graph; `None` where there is none.
 
         Args:
+            roots: `(B,)` the last token of each row.
             sampling: how tokens are chosen.
             by: what they are chosen by, of the next `depth` positions.
         """
@@ -144,6 +145,7 @@ class CompiledDrafting:
                 fill("root", root.logits),
                 fill("feedback", root.feedback),
                 self.inputs.slots(depth),
+                fill("roots", roots),
                 self.inputs.fill_rotary(self.session.rotary_depths(depth), depth),
                 by.through(fill),
                 self.inputs.fixed,
@@ -167,7 +169,7 @@ class CompiledDrafting:
         """A dynamic tree of `depth` levels in one graph; `None` where there is none.
 
         Args:
-            roots: `(B,)` the last token of each row.
+            roots: as in `chain`.
             shape: of the tree, where a text's end does not cut it.
             depth: levels.
             sampling, by: as in `chain`.

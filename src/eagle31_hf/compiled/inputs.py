@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..cache import SpeculativeCache
 from ..cache.row_pool import RowPool
+from ..trees.host_numbers import on_device
 from .fixed_cache import FixedShapeCache
 from .shapes import slot_bucket
 
@@ -80,7 +81,6 @@ class GraphInputs(InputBuffers):
         self.cache, self.fixed = cache, FixedShapeCache(cache)
         self.num_slots = 0
         self._first_rows, self._is_pool = cache.batch_size, isinstance(cache, RowPool)
-        self._numbers = torch.arange(cache.block, device=cache.device)
 
     @property
     def rows_pay(self) -> bool:
@@ -106,6 +106,6 @@ class GraphInputs(InputBuffers):
 
     def slots(self, num_tokens: int, *, after: int = 0) -> Tensor:
         """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""
-        slots = self.cache.lengths_tensor[:, None] + self._numbers[after : after + num_tokens]
         self.fixed.follow(self.cache, self.num_slots)
-        return self.fill("slots", slots)
+        slots = [range(length + after, length + after + num_tokens) for length in self.cache.lengths]
+        return on_device(slots, self.cache.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import DraftState
-from ..sampling.acceptance import Acceptance, accept_chosen, match_prefix
+from ..sampling.acceptance import Acceptance, accept_chosen, for_host, match_prefix
 from ..sampling.draw import argmax, choose
 from ..sampling.logits_processing import DraftWarping
 from ..sampling.seen_tokens import seen_after, seen_at_nodes
@@ -56,20 +56,22 @@ class NextDraft:
     shape: DraftShape
     draft: DraftedChain | GrownTree
 
-    def to_tree(self, roots: Tensor, depth: int) -> DraftTree:
+    def to_tree(self, depth: int) -> DraftTree:
         """The draft, of no more than `depth` levels."""
         if isinstance(self.draft, DraftedChain):
-            return self.draft.to_tree(roots, depth)
+            return self.draft.to_tree(depth)
         return self.draft.to_tree(self.shape).cut_to(depth)
 
 
 class RoundOutput(NamedTuple):
-    """What a round's graph gives: the drafter's logits and feedback after the bonus, what was accepted, a new draft."""
+    """What a round's graph gives: the drafter's logits and feedback after the bonus, what was accepted, a new draft,
+    and what the host reads of all that (`acceptance.for_host`)."""
 
     logits: Tensor
     feedback: Tensor
     acceptance: Acceptance
     draft: DraftedChain | GrownTree
+    for_host: Tensor
 
 
 class GraphAcceptance(NamedTuple):
@@ -172,7 +174,9 @@ class AcceptAndDraft(ABC):
             root = DraftState(read.logits, read.feedback)
             following = self.chosen_behind(by, accepted)
             draft = self.draft(root, bonus, slots[rows, behind], (cos, sin), following, cache)
-            return RoundOutput(read.logits, read.feedback, accepted.acceptance, draft)
+            tokens = drafts if isinstance(drafts, Tensor) else drafts.tokens
+            told = for_host(accepted.acceptance, tokens, read.logits[:, 0, :1].isnan().any())
+            return RoundOutput(read.logits, read.feedback, accepted.acceptance, draft, told)
 
         return advance
 
@@ -221,7 +225,7 @@ class ChainAcceptAndDraft(AcceptAndDraft):
     def draft(
         self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: Any
     ) -> DraftedChain:
-        return self._chain(root.logits, root.feedback, slots, rotary, by, cache)
+        return self._chain(root.logits, root.feedback, slots, bonus, rotary, by, cache)
 
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Tensor:
         """Tokens `(B, K+1)`, root first."""
@@ -276,6 +280,14 @@ class TreeAcceptAndDraft(AcceptAndDraft):
         )
 
 
+class AcceptedAhead(NamedTuple):
+    """What a round's graph says of its drafts: what was accepted, what the host reads of that, and the next draft."""
+
+    acceptance: Acceptance
+    for_host: Tensor
+    draft: NextDraft
+
+
 # --- the graph in a round ---------------------------------------------------------------------------------------------
 
 
@@ -307,9 +319,7 @@ class RoundGraph:
             return shape.depth > 1
         return shape.min_confidence == 0 and shape.depth > 0
 
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy
-    ) -> tuple[Acceptance, NextDraft] | None:
+    def __call__(self, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy) -> AcceptedAhead | None:
         """What the target accepts of a round's drafts, and what was drafted after it; `None` where no graph can say.
 
         Args:
@@ -350,7 +360,8 @@ class RoundGraph:
         if output is None:
             return None
         state = DraftState(output.logits, output.feedback)
-        return output.acceptance, NextDraft(state, rotary, step.width, self.shape, output.draft)
+        draft = NextDraft(state, rotary, step.width, self.shape, output.draft)
+        return AcceptedAhead(output.acceptance, output.for_host, draft)
 
     def _logits_after_bonus(self, tree: DraftTree, logits: Tensor, aux: Tensor, rotary: Rotary, by: ChosenBy) -> Tensor:
         """The drafter's logits after the bonus as eager code has them, by which the graph is checked."""

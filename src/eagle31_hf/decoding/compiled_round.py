@@ -70,7 +70,7 @@ class CompiledRound:
             self.drafting.catch_up()
             tree = None
             if made is not None and _serves(made.shape, plan.shape):
-                tree = made.to_tree(batch.roots, depth)
+                tree = made.to_tree(depth)
             if tree is None:
                 tree = self._whole_draft(plan.shape, depth, batch)
             return propose(self.drafting, batch, self.request, self.drafter) if tree is None else tree
@@ -87,8 +87,8 @@ class CompiledRound:
         is_never_asked = processing.in_order and not processing.can_fork
         if shape.min_confidence or not (processing.warps_drafts or is_never_asked):
             return None
-        chain = self.drafting.chain(shape.depth, sampling, by)
-        return None if chain is None else chain.to_tree(batch.roots, depth)
+        chain = self.drafting.chain(batch.roots, shape.depth, sampling, by)
+        return None if chain is None else chain.to_tree(depth)
 
     def _chosen_by(self, batch: RoundBatch, ahead: int) -> ChosenBy:
         return ChosenBy(self.request.noise_ahead(batch, ahead), self.request.seen_before(batch))
@@ -109,8 +109,8 @@ class CompiledRound:
             with self.clock.phase("draft"):
                 made = graph(tree, verified.logits, verified.aux, self._chosen_by(batch, graph.looks_ahead))
             if made is not None:
-                acceptance, self._next = made
-                return Accepted(tree, acceptance, {})
+                self._next = made.draft
+                return Accepted(tree, made.acceptance, {}, made.for_host)
         return self.eager.accept(tree, verified, batch)
 
     def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,12 +20,11 @@ from torch import Tensor
 from ..compiled.captured import maker_at_hand
 from ..compiled.graphs import Graphs
 from ..drafter.drafter import Eagle31Drafter
-from ..sampling.acceptance import Acceptance
+from ..sampling.acceptance import for_host
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
-from ..trees.host_numbers import on_device
 from .carried_cache import BEFORE_THE_ANSWER, CacheExport
 from .compiled_round import CompiledRound
 from .draft_policy import DraftPlan, RoundState, RoundStats
@@ -86,7 +86,6 @@ class SpeculativeDecoder:
         self.clock = PhaseClock(request.stats)
         self.rows = list(range(self.sequences.batch_size))
         self.stage, self.largest = Stage.PREFILL, request.shape
-        self.roots = self.sequences.prompts[:, -1]  # (B,) last token of each row
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
         self.chunk = min(request.prefill_chunk or prompt, prompt) if self.binding.reads_on else prompt
         self.reading: PrefillState | None = None
@@ -240,7 +239,7 @@ class SpeculativeDecoder:
         self.stage = Stage.VERIFY
         verified = self.round.verify(tree)
         accepted = self.round.accept(tree, verified, batch)
-        paths, emitted, is_broken = sync_accepted(tree, accepted.acceptance, self._is_broken(tree, batch))
+        paths, emitted, is_broken = sync_accepted(accepted, partial(self._is_broken, tree, batch))
         if is_broken:
             self._stop_drafting()
         self._collect_scores(accepted, verified.logits, paths, batch)
@@ -251,11 +250,11 @@ class SpeculativeDecoder:
             self.round.commit(accepted, verified, written)
         self._after_round(batch)
 
-    def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor | None:
-        """Whether the drafter's scores were no numbers, as a tensor; `None` where it has made no draft."""
+    def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor:
+        """`()` whether the drafter's scores were no numbers; not so where it has made no draft."""
         session, plan = self.caches.drafter, batch.plan
         if session is None or plan is None or plan.tokens is not None or tree.size == 1:
-            return None
+            return torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
         return session.root.logits[:, 0, :1].isnan().any()
 
     def _stop_drafting(self) -> None:
@@ -268,7 +267,7 @@ class SpeculativeDecoder:
         self.use_rounds(compiled=False)
 
     def _batch(self) -> RoundBatch:
-        return RoundBatch(self.sequences, list(self.rows), self.unfinished_rows(), self.roots)
+        return RoundBatch(self.sequences, list(self.rows), self.unfinished_rows())
 
     def _plan(self, batch: RoundBatch) -> DraftPlan | None:
         """What the policy wants of this round; it is not asked where nothing can be drafted."""
@@ -337,8 +336,6 @@ class SpeculativeDecoder:
             self.rows = []
         elif len(staying) < len(self.rows) and not self.round.keeps_ended_rows(len(staying)):
             self.drop_rows(staying)
-        if self.rows:
-            self.set_roots()
 
     def unfinished_rows(self) -> list[int]:
         """Places of the rows that need more tokens."""
@@ -357,11 +354,6 @@ class SpeculativeDecoder:
         """Go on with the rows at these places."""
         self.rows = [self.rows[b] for b in staying]  # first: caches that do not follow are known by it
         self.round.select_rows(staying)
-
-    def set_roots(self) -> None:
-        """Take the last token of each row as the root of its next draft."""
-        last = [self.sequences.new[row][-1] for row in self.rows]
-        self.roots = on_device(last, self.sequences.prompts.device)
 
     # --- scores that somebody wants ------------------------------------------------------------------------------
 
@@ -387,15 +379,21 @@ class SyncedRound(NamedTuple):
     is_broken: bool
 
 
-def sync_accepted(tree: DraftTree, acceptance: Acceptance, is_broken: Tensor | None = None) -> SyncedRound:
-    """The round's one wait for the device."""
-    broken = torch.zeros_like(acceptance.length) if is_broken is None else is_broken.expand_as(acceptance.length)
-    columns = (broken[:, None], acceptance.length[:, None], acceptance.bonus[:, None], acceptance.path, tree.tokens)
-    packed = torch.cat(columns, dim=1).tolist()
+def sync_accepted(accepted: Accepted, is_broken: Callable[[], Tensor]) -> SyncedRound:
+    """The round's one wait for the device.
+
+    Args:
+        accepted: by the target.
+        is_broken: asked where no graph has said it: `()` whether the drafter's scores are no numbers.
+    """
+    tree, acceptance, _, packed = accepted
+    if packed is None:
+        packed = for_host(acceptance, tree.tokens, is_broken())
+    told = packed.tolist()
     paths: list[list[int]] = []
     emitted: list[list[int]] = []
-    for _, count, bonus, *rest in packed:
+    for _, count, bonus, *rest in told:
         nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
         paths.append(nodes)
         emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
-    return SyncedRound(paths, emitted, bool(packed[0][0]))
+    return SyncedRound(paths, emitted, any(row[0] for row in told))

@@ -265,7 +265,6 @@ class RecoveringDecoder:
             return
         if leaving:
             decoder.drop_rows(staying)
-        decoder.set_roots()
 
 
 def keep_for_next_turn(carried: CarriedCache, sequences: Tensor, stats: SpeculationStats) -> DynamicCache | None:

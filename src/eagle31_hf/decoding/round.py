@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..drafter.hindsight import Hindsight
 from ..sampling.acceptance import Acceptance
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
+from ..trees.host_numbers import on_device
 from .draft_policy import DraftPlan
 from .pair_caches import PairCaches
 from .text import Sequences
@@ -33,15 +35,18 @@ class RoundBatch:
         sequences: the texts.
         rows: which text each row of the caches is.
         live: places in `rows` of those that need tokens; others stand still.
-        roots: `(B,)` the last token of each row.
         plan: what to draft; `None` where nothing can be.
     """
 
     sequences: Sequences
     rows: Sequence[int]
     live: Sequence[int]
-    roots: Tensor
     plan: DraftPlan | None = None
+
+    @cached_property
+    def roots(self) -> Tensor:
+        """`(B,)` the last token of each row, brought to the device where somebody asks: graphs have them there."""
+        return on_device([self.sequences.new[row][-1] for row in self.rows], self.sequences.prompts.device)
 
     @property
     def written(self) -> list[int]:
@@ -67,11 +72,14 @@ class Accepted(NamedTuple):
         tree: the drafts.
         acceptance: of them.
         scores: of the accepted nodes where somebody may want them.
+        for_host: what the host reads of it (`acceptance.for_host`), where a graph has put that together; `None` if
+            `acceptance` was changed since.
     """
 
     tree: DraftTree
     acceptance: Acceptance
     scores: NodeScores
+    for_host: Tensor | None = None
 
 
 @dataclass(frozen=True)

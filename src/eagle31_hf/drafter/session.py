@@ -231,10 +231,8 @@ class DraftSession:
             self.cache.commit(counts)
             self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
         else:
-            before = self.cache.lengths_tensor.clone()
             self.cache.commit(counts)
-            committed = self.cache.lengths_tensor - before  # `counts` again, without bringing them to the device
-            self._rotary = _columns_from(cos, committed), _columns_from(sin, committed)
+            self._rotary = _columns_from(rotary, counts)
         self._root = self._merged(state, counts)
         if self.cache.longest > self._trained_length:
             warn_of_length(self.drafter)
@@ -378,16 +376,18 @@ def _last_places(counts: Sequence[int], before: int, device: torch.device) -> Te
     return (last + torch.arange(-before, 1, device=device)).clamp(min=0)
 
 
+def _columns_from(tables: tuple[Tensor, Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of each row of rotary tables `(B, T, d)` the `ROTARY_DEPTHS` columns behind its `counts` first ones."""
+    rows, width, _ = tables[0].shape
+    places = [range(b * width + count, b * width + count + ROTARY_DEPTHS) for b, count in enumerate(counts)]
+    index = on_device(places, tables[0].device)
+    cos, sin = (table.reshape(rows * width, -1)[index] for table in tables)
+    return cos, sin
+
+
 def _may_view(counts: Sequence[int], width: int) -> bool:
     """Whether one row's last position is kept as a view; of a prompt's chunk that would keep all of it alive."""
     return len(counts) == 1 and width <= ROTARY_DEPTHS
-
-
-def _columns_from(table: Tensor, first: Tensor) -> Tensor:
-    """Of each row of a rotary table `(B, T, d)` the `ROTARY_DEPTHS` columns from `first` `(B,)` on."""
-    columns = first[:, None] + torch.arange(ROTARY_DEPTHS, device=table.device)
-    rows = torch.arange(table.shape[0], device=table.device)[:, None]
-    return table[rows, columns]
 
 
 ROTARY_DEPTHS = 16

@@ -75,7 +75,7 @@ class SyntheticRound(RoundWrapper):
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
         """Drawn, instead of what the rule says; the bonus, and what a graph went on with, stay the rule's."""
         accepted = super().accept(tree, verified, batch)
-        return accepted._replace(acceptance=self._drawn(tree, accepted.acceptance.bonus))
+        return accepted._replace(acceptance=self._drawn(tree, accepted.acceptance.bonus), for_host=None)
 
     def _drawn(self, tree: DraftTree, bonus: Tensor) -> Acceptance:
         rows, depth = len(tree.tokens), tree.max_depth

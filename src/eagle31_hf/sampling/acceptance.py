@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..trees.draft_tree import DraftTree
@@ -35,6 +36,18 @@ class Acceptance(NamedTuple):
         """Of the nodes' states `(B, N, X)` those of the first `width` nodes of each path, `(B, width, X)`."""
         nodes = self.path[:, :width, None]
         return states.gather(1, nodes.expand(-1, -1, states.shape[-1]))
+
+
+def for_host(acceptance: Acceptance, tokens: Tensor, is_broken: Tensor) -> Tensor:
+    """What the host wants to know of a round, `(B, 3 + D+1 + N)`: the round's one copy.
+
+    Args:
+        acceptance: of the drafts.
+        tokens: `(B, N)` of the nodes.
+        is_broken: `()` or `(B,)` whether the drafter's scores are no numbers.
+    """
+    columns = (is_broken.expand_as(acceptance.length), acceptance.length, acceptance.bonus)
+    return torch.cat((*(column[:, None] for column in columns), acceptance.path, tokens), dim=1)
 
 
 def accept_chosen(tree: DraftTree, target_choice: Tensor) -> Acceptance:

@@ -95,9 +95,11 @@ class PositionNoise:
             first = starts[0] % len(self._ring)
             if first + count <= len(self._ring):
                 return self._ring[first : first + count].transpose(0, 1)
-        offsets = torch.arange(count, device=self.device)
-        slots = (on_device(starts, self.device)[:, None] + offsets) % len(self._ring)
-        return self._ring[slots, on_device(rows, self.device)[:, None]]
+        places = [
+            [(start + offset) % len(self._ring) * self.rows + row for offset in range(count)]
+            for row, start in zip(rows, starts, strict=True)
+        ]
+        return self._ring.view(-1, self.vocabulary)[on_device(places, self.device)]
 
     def settle(self, position: int) -> bool:
         """Leave the generator where `generate` leaves it after so many positions.
