@@ -73,7 +73,7 @@ $(CARD)/.installed: pyproject.toml constraints.txt
 	rm -rf $(CARD)
 	$(PYTHON) -m venv $(CARD)
 	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  "torch=$(shell sed -n 's/^torch=/=/p' constraints.txt)" pytest hypothesis -e .
+	  "torch=$(shell sed -n 's/^torch=/=/p' constraints.txt)" pytest hypothesis -e ".[bnb]"
 	@$(CARD)/bin/python -c "import sys, torch; sys.exit(torch.version.cuda is None and 'this is not the build for CUDA')"
 	@touch $@
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+from bitsandbytes import matmul_4bit
+from bitsandbytes.functional import quantize_4bit
 from fake_card import CARD, Counting, Work, distinct_bytes, fake_card
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
 
 from eagle31_hf import Eagle31Drafter
@@ -42,9 +44,10 @@ def answer(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Text:
-    """What is written: how long its prompt is, what is drafted, and how."""
+    """What is written: how long its prompt is and the whole text may get, what is drafted, and how."""
 
     prompt: int = 32_000
+    longest: int = 32_500
     shape: DraftShape = CHAIN
     captured: bool = False
     do_sample: bool = False
@@ -64,10 +67,19 @@ class Written:
 
 
 @contextmanager
-def fake_pair(config: PreTrainedConfig) -> Iterator[tuple[Counting, Eagle31Drafter]]:
-    """A drafter attached to a target of this shape, in bfloat16. The self-test is left out: it compares numbers."""
-    with fake_card(answer) as counting, torch.device(CARD):
+def fake_pair(
+    config: PreTrainedConfig, *, answers: Callable[[Tensor], Any] = answer, nf4: bool = False
+) -> Iterator[tuple[Counting, Eagle31Drafter]]:
+    """A drafter attached to a target of this shape, in bfloat16. The self-test is left out: it compares numbers.
+
+    Args:
+        answers: elements for what the host asks for.
+        nf4: whether the target's layers are packed, scales too.
+    """
+    with fake_card(answers) as counting, torch.device(CARD):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        if nf4:
+            pack_nf4(model)
         torch.set_default_dtype(torch.bfloat16)
         try:
             with (
@@ -82,11 +94,34 @@ def fake_pair(config: PreTrainedConfig) -> Iterator[tuple[Counting, Eagle31Draft
         drafter.detach()
 
 
+class LinearNf4(nn.Module):
+    """Calls what `Linear4bit` of bitsandbytes calls. Its own weight cannot be fake: `Params4bit` is a class of tensors,
+    and so is `FakeTensor`."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        packed, self.state = quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.register_buffer("scales", self.state.absmax)
+        self.register_buffer("scales_of_scales", self.state.state2.absmax)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return matmul_4bit(hidden, self.weight.t(), quant_state=self.state)
+
+
+def pack_nf4(model: nn.Module) -> None:
+    """All matrices but the head's."""
+    for module in list(model.modules()):
+        for name, part in list(module.named_children()):
+            if isinstance(part, nn.Linear) and name != "lm_head":
+                setattr(module, name, LinearNf4(part))
+
+
 def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) -> Written:
     """Read a prompt and write so many rounds."""
     ids = torch.zeros(text.rows, text.prompt, dtype=torch.long, device=CARD)
     request = DecodingRequest(
-        sequences=Sequences(ids, [0] * text.rows, StopRules(text.prompt + 500), None),
+        sequences=Sequences(ids, [0] * text.rows, StopRules(text.longest), None),
         processing=ScoreProcessing(LogitsProcessorList(text.processors)),
         shape=text.shape,
         do_sample=text.do_sample,
@@ -99,10 +134,10 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
         decoder.prefill()
         for _ in range(rounds):
             cache = decoder.caches.target
-            counting.follow(_buffers(cache))
+            counting.follow(buffers_of(cache))
             seen = [length + text.shape.nodes for length in cache.lengths]
             decoder.step()
-            buffers = _buffers(cache)
+            buffers = buffers_of(cache)
             written.rounds.append(counting.work)
             written.visible_bytes.append(sum(distinct_bytes(each[:, :, : max(seen)]) for each in buffers))
             written.kept_bytes.append(sum(map(distinct_bytes, buffers)))
@@ -110,5 +145,5 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
     return written
 
 
-def _buffers(cache: Any) -> list[Tensor]:
+def buffers_of(cache: Any) -> list[Tensor]:
     return [buffer for layer in cache.attending for buffer in (layer.keys, layer.values) if layer.is_initialized]

@@ -19,6 +19,7 @@ if torch.cuda.is_available():
     pytest.skip("a card is here: small tensors that the package keeps would be fake", allow_module_level=True)
 
 import fake_rounds
+import fake_serving
 from fake_card import Work
 from fake_rounds import ACCEPTED, Text, Written, fake_pair, write
 
@@ -144,6 +145,38 @@ def test_the_next_texts_record_nothing() -> None:
     with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
         made = [write(counting, drafter, Text(captured=True), 2) for _ in range(3)]
     assert [[len(each.recorded) for each in found.rounds] for found in made] == [[3, 0], [0, 0], [0, 0]]
+
+
+def test_a_server_waits_once_for_all_its_texts() -> None:
+    """By three graphs, since texts come and go between them: the target's, what the drafter reads, its drafts."""
+    with fake_pair(TARGETS["Llama 3.1 8B"], answers=fake_serving.answer) as (counting, drafter):
+        works, fallbacks = fake_serving.serve(counting, drafter, rows=4, rounds=3)
+    assert not fallbacks
+    assert [len(work.recorded) for work in works] == [3, 0, 0]
+    assert len(works[-1].replayed) == 3
+    assert (works[-1].waits, works[-1].blocking_copies, works[-1].copied) == (1, 0, 0), works[-1].where
+    assert works[-1].launches == 39, works[-1].names
+
+
+def test_a_packed_target_is_captured_as_any() -> None:
+    with fake_pair(TARGETS["Llama 3.1 8B"], nf4=True) as (counting, drafter):
+        found = write(counting, drafter, Text(captured=True), ROUNDS)
+    work = found.rounds[-1]
+    assert (work.waits, work.blocking_copies, work.copied) == (1, 0, 0), work.where
+    assert (len(work.replayed), work.launches) == (2, OUTSIDE["chain"]), found.fallbacks
+    assert work.read <= 1.1 * found.visible_bytes[-1]
+
+
+def test_what_attends_without_a_fused_kernel_copies_keys_to_every_query_head() -> None:
+    """gpt-oss: its sinks are no business of SDPA's, and eager attention repeats keys and values eight times."""
+    target = hf.GptOssConfig(num_hidden_layers=4, num_local_experts=8)
+    with fake_pair(target) as (counting, drafter):
+        found = write(counting, drafter, Text(captured=True, prompt=4000, chunk=1000), ROUNDS)
+    work = found.rounds[-1]
+    assert not found.fallbacks
+    assert (len(work.replayed), work.waits, work.blocking_copies) == (2, 1, 0), work.where
+    assert work.read == pytest.approx(9 * found.kept_bytes[-1], rel=0.05)
+    assert work.copied == pytest.approx(8 * found.kept_bytes[-1], rel=0.05)
 
 
 def test_it_is_seen_if_keys_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,6 @@ class FullLayer(SlotLayer):
             for buffer, part in zip(self.buffers, parts, strict=True):
                 buffer.narrow(2, placement.start, placement.num_tokens).copy_(part)
             return
-        assert placement.slots is not None
         rows, slots = placement.slots.on(self.device)
         for buffer, part in zip(self.buffers, parts, strict=True):
             buffer[rows, :, slots] = part.transpose(1, 2)  # (B, T, heads, D)

@@ -61,10 +61,22 @@ class Placement:
         self.after = 0  # block nodes already written by earlier forwards of this round
         self.start: int | None = 0  # first slot written when rows have equal length; None: see `slots`
         self.visible_slots = 0  # slots `[0, visible_slots)` take part in attention
-        self.slots: DeviceCopies | None = None  # rows (B, 1), slots (B, T) when rows differ
+        self.forget_slots()
         self.reading: BlockReading = WHOLE  # of layers with states, as are these:
         self.groups: list[RowGroup] = []
         self.state_parents: list[DeviceCopies] = []  # (B,) parents of each node of a tree, (B,) rows
+
+    def forget_slots(self) -> None:
+        """Others are placed."""
+        self._slots: DeviceCopies | None = None
+
+    @property
+    def slots(self) -> DeviceCopies:
+        """Rows `(B, 1)` and slots `(B, T)` of the placed tokens, made where a layer asks: graphs have their own."""
+        if self._slots is None:
+            rows = torch.arange(self.batch_size, device=self.device)[:, None]
+            self._slots = DeviceCopies(rows, self.chain_slots)
+        return self._slots
 
     def read_states(self, reading: BlockReading) -> None:
         """Say how layers with states read the placed block."""

@@ -33,7 +33,7 @@ from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
 from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
-from .slot_moves import DeviceCopies, full_moves, ring_moves
+from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
 from .states import LastNodes, StateLayer, settle_tapes
 
@@ -180,9 +180,7 @@ class SpeculativeCache(ExchangingCache):
         placement.num_tokens, placement.after = num_tokens, after
         placement.visible_slots = placement.longest + end
         placement.start = placement.longest + after if placement.rows_alike else None
-        if not placement.rows_alike and None in (span.window for span in self._spans.spans):
-            rows = torch.arange(self.batch_size, device=self.device)[:, None]
-            placement.slots = DeviceCopies(rows, placement.chain_slots)
+        placement.forget_slots()
         if self.has_states:
             self._place_states(reading, after)
 

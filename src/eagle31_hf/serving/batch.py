@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..cache.row_pool import RowPool, wipe_row
 from ..cache.speculative import SpeculativeCache
+from ..compiled.draft_graphs import ChosenBy, GraphSampling
 from ..compiled.draft_session import CompiledDrafting
 from ..compiled.verify import CompiledVerification
 from ..decoding.draft_policy import DraftPlan
@@ -29,7 +30,6 @@ from ..drafter.hindsight import FirstDrafts
 from ..drafter.propose import DraftChoice, DraftScores, propose_chain
 from ..drafter.session import SLAB, DraftSession
 from ..generation_config import DraftLength
-from ..sampling.acceptance import Acceptance
 from ..stats import PhaseClock, SpeculationStats
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
@@ -172,8 +172,7 @@ class TextBatch:
             out = self.verify(tree)
         self.stats.fall_back("" if self.graphs is None else self.graphs.disabled_reason)
         written = [len(text.writer.tokens) for text in self.texts]
-        acceptance = accept_drafts(tree, out.logits, self._choosers, written, self._prefix)
-        paths, emitted = _read_back(tree, acceptance)
+        paths, emitted = accept_drafts(tree, out.logits, self._choosers, written, self._prefix)
         outputs = [self._write(b, tree, out.logits, paths[b], emitted[b]) for b in range(len(self.texts))]
         kept = [list(output.tokens) or [0] for output in outputs]  # a row that fails leaves, whatever it holds
         self.cache.keep(paths, [len(tokens) for tokens in kept])
@@ -231,8 +230,20 @@ class TextBatch:
             return DraftTree.chain(roots[:, None])
         self.drafting.catch_up()
         length = DraftLength(plan.shape.depth, plan.shape.min_confidence)
+        if (tree := self._draft_at_once(roots, length)) is not None:
+            return tree
         choice = DraftChoice(self._draft_scores(), self._noise(0, length.depth))
         return propose_chain(self.drafting, roots, length, choice)
+
+    def _draft_at_once(self, roots: Tensor, length: DraftLength) -> DraftTree | None:
+        """A chain of full length by one graph, where every text takes what is likeliest and nobody else asks for
+        scores; `None` where there is none."""
+        wants_all = length == self.drafts.length(len(self.texts)) and not length.min_confidence
+        asked = any(chooser.draws or chooser.processing.can_fork for chooser in self._choosers)
+        if not isinstance(self.drafting, CompiledDrafting) or not wants_all or asked:
+            return None
+        chain = self.drafting.chain(roots, length.depth, GraphSampling(sample=False, warping=None), ChosenBy())
+        return None if chain is None else chain.to_tree(length.depth)
 
     @property
     def _choosers(self) -> list[TokenChooser]:
@@ -334,12 +345,3 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens are the same."""
     width = min(len(one), len(other))
     return next((i for i in range(width) if one[i] != other[i]), width)
-
-
-def _read_back(tree: DraftTree, acceptance: Acceptance) -> tuple[list[list[int]], list[list[int]]]:
-    """Accepted nodes and new tokens of each row."""
-    tokens = tree.tokens.tolist()
-    counts, bonus, nodes = acceptance.length.tolist(), acceptance.bonus.tolist(), acceptance.path.tolist()
-    paths = [row[:count] for row, count in zip(nodes, counts, strict=True)]
-    emitted = [[*(tokens[b][node] for node in path[1:]), bonus[b]] for b, path in enumerate(paths)]
-    return paths, emitted

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from ..sampling.acceptance import Acceptance
 from ..sampling.draw import PositionNoise, choose
 from ..sampling.logits_processing import ScoreProcessing
-from ..sampling.tree_walk import accept_tree_walk
+from ..sampling.tree_walk import walk
 from ..trees.draft_tree import DraftTree
+from ..trees.host_numbers import on_device
 from .requests import Sampling
 
 logger = logging.getLogger(__name__)
@@ -158,10 +158,18 @@ Prefix = Callable[[int, Sequence[int]], Tensor]
 """Token ids `(1, t)` of a row and some drafted tokens."""
 
 
+class Verdict(NamedTuple):
+    """Accepted nodes of each row, the root first, and the tokens that it gets."""
+
+    paths: list[list[int]]
+    emitted: list[list[int]]
+
+
 def accept_drafts(
     tree: DraftTree, logits: Tensor, choosers: Sequence[TokenChooser], written: Sequence[int], prefix: Prefix
-) -> Acceptance:
-    """What each row accepts of its drafts, and the target's token after that.
+) -> Verdict:
+    """What each row accepts of its drafts, and the target's token after that. Waits for the device once, and again for
+    rows that are asked one by one.
 
     Args:
         tree: drafts of `B` rows.
@@ -170,14 +178,24 @@ def accept_drafts(
         written: new tokens of each row so far.
         prefix: asked only for rows whose scores depend on it.
     """
-    at_once: dict[int, list[int]] = {}
-    for rows in _alike(choosers).values():
-        group = [choosers[row] for row in rows]
-        chosen = _choose_after_all_nodes(tree.depths[rows], logits[rows], group, [written[row] for row in rows])
-        at_once.update(zip(rows, chosen.tolist(), strict=True))
+    groups = list(_alike(choosers).values())
+    chosen = [
+        _choose_after_all_nodes(
+            _rows_of(tree.depths, rows),
+            _rows_of(logits, rows),
+            [choosers[row] for row in rows],
+            [written[row] for row in rows],
+        )
+        for rows in groups
+    ]
+    num_rows = len(choosers)
+    told = torch.cat((tree.tokens, tree.parents, *chosen)).tolist()
+    tokens, parents = told[:num_rows], told[num_rows : 2 * num_rows]
+    asked_at_once = [row for rows in groups for row in rows]
+    at_once = dict(zip(asked_at_once, told[2 * num_rows :], strict=True))
 
     def choose_after(row: int, path: Sequence[int]) -> int:
-        ids = prefix(row, tree.tokens[row, path[1:]].tolist())
+        ids = prefix(row, [tokens[row][node] for node in path[1:]])
         return choosers[row].choose(ids, logits[row, path[-1]][None], written[row] + len(path) - 1)
 
     def choose(rows: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
@@ -186,7 +204,13 @@ def accept_drafts(
             for row, path in zip(rows, paths, strict=True)
         ]
 
-    return accept_tree_walk(tree, choose, range(len(choosers)))
+    paths, bonus = walk(tokens, parents, tree.max_depth + 1, choose, range(num_rows))
+    emitted = [[*(row[node] for node in path[1:]), last] for row, path, last in zip(tokens, paths, bonus, strict=True)]
+    return Verdict(paths, emitted)
+
+
+def _rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
+    return tensor if rows == list(range(len(tensor))) else tensor[on_device(rows, tensor.device)]
 
 
 def _alike(choosers: Sequence[TokenChooser]) -> dict[Hashable, list[int]]:
