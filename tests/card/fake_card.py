@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from storages import StorageCounter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
@@ -120,6 +121,7 @@ class Counting(TorchDispatchMode):
         self.work = Work()
         self.kept: dict[int, Tensor] = {}  # keys and values, and copies of them, by storage; alive, so ids stay theirs
         self.caches: frozenset[int] = frozenset()
+        self.pool_bytes = 0  # most that a recorded step needs between its kernels, its outputs left out
 
     def follow(self, buffers: Sequence[Tensor]) -> None:
         """Count what is read and written of these keys and values from now on."""
@@ -130,7 +132,9 @@ class Counting(TorchDispatchMode):
     def capture(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
         """In the place of recording a CUDA graph: a replay runs the step again, and its launches are the graph's."""
         run()
-        outputs = list(self._as_graph(run, self.work.recorded))
+        with StorageCounter() as counter:
+            outputs = list(self._as_graph(run, self.work.recorded))
+        self.pool_bytes = max(self.pool_bytes, counter.peak_bytes - counter.live_bytes)
         return Recording(lambda: self._as_graph(run, self.work.replayed) and None, outputs)
 
     def _as_graph(self, run: Callable[[], Sequence[Tensor]], graphs: list[int]) -> Sequence[Tensor]:

@@ -9,10 +9,12 @@ The peak is the moment whose terms add up to most. Moments follow one generation
     accept            logits become accepted tokens
     drafter update    the drafter reads the accepted tokens' hidden states
     draft             the drafter proposes
+    between texts     what stays: weights and, where steps are captured, recordings, keys and values
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..sampling.noise_size import noise_bytes
@@ -30,6 +32,14 @@ from .activation_bytes import (
     target_forward_bytes,
     unpacked_layer_bytes,
 )
+from .captured_steps import (
+    FORMULA,
+    graph_block,
+    graph_slots,
+    input_output_bytes,
+    recorded_lengths,
+    workspace_bytes,
+)
 from .cards import Card
 from .drafter_facts import DrafterFacts
 from .quantization_schemes import SCHEMES, Quantization
@@ -38,7 +48,9 @@ from .target_facts import TargetFacts
 LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
 VERIFY, ACCEPT, UPDATE, DRAFT = "verify", "accept", "drafter update", "draft"
 RUNNING = (PREFILL, DRAFTER_PREFILL, VERIFY, ACCEPT, UPDATE, DRAFT)
-MOMENTS = (LOAD, *RUNNING)
+BETWEEN = "between texts"
+KEPT = (*RUNNING, BETWEEN)
+MOMENTS = (LOAD, *KEPT)
 ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
 # Checkpoints of the other methods are packed already.
@@ -117,13 +129,23 @@ def build_ledger(
     target: TargetFacts, drafter: DrafterFacts | None, card: Card, settings: MemorySettings
 ) -> tuple[LedgerTerm, ...]:
     """Every term of a run, empty ones left out."""
+    captured = drafter is not None and captures_steps(target, card, settings)
     terms = [LedgerTerm("context", card.context_bytes, "runtime and kernels, before the first tensor", MOMENTS)]
     terms += _weight_terms(target)
-    terms += _target_terms(target, settings, taps=_taps(target, drafter, settings))
+    terms += _target_terms(target, settings, taps=_taps(target, drafter, settings), captured=captured)
     if drafter is not None and settings.speculates:
         terms += _drafter_weight_terms(drafter, drafter_quantization(target, settings.drafter_precision))
-        terms += _drafter_terms(target, drafter, card, settings)
+        terms += _drafter_terms(target, drafter, card, settings, captured=captured)
+    if captured:
+        assert drafter is not None, "asked above"
+        terms.append(_recordings_term(target, drafter, card, settings, terms))
     return tuple(term for term in terms if term.num_bytes)
+
+
+def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) -> bool:
+    """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device."""
+    waits = target.quantization.method == "bnb-int8" or settings.drafter_precision == "int8"
+    return settings.speculates and card.kind == "cuda" and settings.cache_type == "full" and not waits
 
 
 def bytes_by_moment(terms: tuple[LedgerTerm, ...]) -> dict[str, int]:
@@ -170,7 +192,7 @@ def _taps(target: TargetFacts, drafter: DrafterFacts | None, settings: MemorySet
     return drafter.shape.aux_width // target.shape.hidden_size
 
 
-def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int) -> list[LedgerTerm]:
+def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int, captured: bool) -> list[LedgerTerm]:
     shape, batch = target.shape, settings.batch
     chunk, nodes, capacity = settings.chunk, settings.shape.nodes, settings.cache_capacity
     stored_bytes = shape.element_bytes if settings.cache_type == "full" else 1
@@ -184,7 +206,7 @@ def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int) -
     noise = noise_bytes(batch, shape.vocab_size, settings.shape.depth + 1)
     accept = accept_bytes(shape, verify.rows) + verify.rows * tapped
     return [
-        *_cache_terms("target", shape, settings, capacity, max(chunk, nodes)),
+        *_cache_terms("target", shape, settings, captured=captured),
         LedgerTerm("prefill activations", prefilled, _LAYER_FORMULA, (PREFILL,)),
         LedgerTerm("prefill logits", logits_bytes(shape, batch * batch), "B*B*V * b", (PREFILL, DRAFTER_PREFILL)),
         LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
@@ -214,11 +236,15 @@ def _block(settings: MemorySettings, tokens: int, context: int, capacity: int, g
     )
 
 
-def _cache_terms(
-    owner: str, shape: DecoderShape, settings: MemorySettings, capacity: int, block: int
-) -> list[LedgerTerm]:
-    batch, kind = settings.batch, settings.cache_type if owner == "target" else "full"
-    nodes = settings.shape.nodes if owner == "target" else settings.shape.draft_block
+def _cache_terms(owner: str, shape: DecoderShape, settings: MemorySettings, *, captured: bool) -> list[LedgerTerm]:
+    """Where steps are captured, keys and values stay for the next text, in rows of whole steps of 256 slots."""
+    is_target = owner == "target"
+    batch, kind = settings.batch, settings.cache_type if is_target else "full"
+    nodes = settings.shape.nodes if is_target else settings.shape.draft_block
+    capacity = settings.cache_capacity if is_target else settings.drafter_capacity
+    block = max(settings.chunk, nodes)
+    if captured:
+        capacity, block = graph_slots(capacity), graph_block(block)
     small_chunk = settings.chunk if settings.chunk <= RESIDENT_QUERIES else 0  # read with the mask of rounds
     mask = 0 if batch > 1 else resident_mask_bytes(shape, max(nodes, small_chunk), capacity)
     if kind == "full":
@@ -229,7 +255,7 @@ def _cache_terms(
         unpacked = batch * unpacked_layer_bytes(shape, capacity, block)
         formula = "B * layers * slots * n_kv(dk+dv + 2b)"
     return [
-        LedgerTerm(f"{owner} cache, {kind}", stored, formula, RUNNING),
+        LedgerTerm(f"{owner} cache, {kind}", stored, formula, KEPT if captured else RUNNING),
         LedgerTerm(f"{owner} layer unpacked", unpacked, "B * slots * n_kv(dk+dv) * b of one layer", RUNNING),
         LedgerTerm(f"{owner} mask", mask, "2^ceil(log2 N) * slots * b", RUNNING),
     ]
@@ -239,15 +265,14 @@ def _cache_terms(
 
 
 def _drafter_terms(
-    target: TargetFacts, drafter: DrafterFacts, card: Card, settings: MemorySettings
+    target: TargetFacts, drafter: DrafterFacts, card: Card, settings: MemorySettings, *, captured: bool
 ) -> list[LedgerTerm]:
     shape, capacity = drafter.shape, settings.drafter_capacity
     prefill = _block(settings, settings.chunk, settings.context, capacity, shape.decoder.element_bytes)
     update = replace(prefill, tokens=settings.draft_tokens + 1, context=settings.cache_capacity)
     step = replace(prefill, tokens=settings.shape.top_k, context=capacity)
-    block = max(settings.chunk, settings.shape.draft_block)
     return [
-        *_cache_terms("drafter", shape.decoder, settings, capacity, block),
+        *_cache_terms("drafter", shape.decoder, settings, captured=captured),
         LedgerTerm("drafter prefill activations", absorb_bytes(shape, prefill), _DRAFTER_FORMULA, (DRAFTER_PREFILL,)),
         LedgerTerm("drafter update activations", absorb_bytes(shape, update), _DRAFTER_FORMULA, (UPDATE,)),
         LedgerTerm("draft activations", draft_step_bytes(shape, step), "max(layer, B*T*Vd * (b+8))", (DRAFT,)),
@@ -276,3 +301,29 @@ def _drafter_workspace_terms(
         )
         for moment, products in work.items()
     ]
+
+
+# --- captured steps ---------------------------------------------------------------------------------------------------
+
+
+def _recordings_term(
+    target: TargetFacts, drafter: DrafterFacts, card: Card, settings: MemorySettings, terms: Sequence[LedgerTerm]
+) -> LedgerTerm:
+    """What recordings keep. Between its kernels a captured step needs what an eager one would, but keeps it; rows get
+    longer before it, not within."""
+    shape, batch, nodes = target.shape, settings.batch, settings.shape.nodes
+    verify = _block(settings, nodes, settings.cache_capacity, settings.cache_capacity, 0)
+    update = replace(verify, tokens=settings.draft_tokens + 1, capacity=settings.drafter_capacity)
+    step = replace(update, tokens=settings.shape.top_k, context=settings.drafter_capacity)
+    taps = _taps(target, drafter, settings)
+    pooled = {
+        VERIFY: max(target_forward_bytes(shape, verify, taps=taps), logits_bytes(shape, verify.rows)),
+        ACCEPT: accept_bytes(shape, verify.rows),
+        UPDATE: absorb_bytes(drafter.shape, update),
+        DRAFT: draft_step_bytes(drafter.shape, step),
+    }
+    unpacked = {t.moments[0]: t.num_bytes for t in terms if "unpacking workspace" in t.name}
+    pool = max(num_bytes + unpacked.get(moment, 0) for moment, num_bytes in pooled.items())
+    lengths = recorded_lengths(graph_slots(settings.cache_capacity))
+    own = lengths * input_output_bytes(shape, drafter.shape, settings.shape, batch)
+    return LedgerTerm("recordings", pool + own + workspace_bytes(card), FORMULA, KEPT)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import MemoryPlanError
 from .cards import GIB, MIB
-from .ledger import MOMENTS
+from .ledger import MOMENTS, RUNNING
 from .plan import FrontierPoint, MemoryPlan
 from .planner import plan_memory
 
@@ -27,10 +27,9 @@ def size_text(num_bytes: int) -> str:
 
 def ledger_rows(plan: MemoryPlan) -> list[tuple[str, ...]]:
     """One row per term under `LEDGER_COLUMNS`, largest first."""
-    running = set(MOMENTS) - {"load"}
     rows: list[tuple[str, ...]] = []
     for term in sorted(plan.ledger, key=lambda term: -term.num_bytes):
-        when = "always" if running <= set(term.moments) else ", ".join(term.moments)
+        when = "always" if set(RUNNING) <= set(term.moments) else ", ".join(term.moments)
         rows.append((term.name, size_text(term.num_bytes), when, term.formula))
     return rows
 

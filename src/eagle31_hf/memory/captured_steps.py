@@ -1,0 +1,55 @@
+"""Bytes that captured steps keep on a card from their first text on: see `compiled.captured`.
+
+Three steps are captured: the target's verification, the first draft of a text, and a round's end. Each has tensors of
+its own that it reads from (`inputs`) and gives (`outputs`); what they need between their kernels they share, one after
+the other in one pool. Rows are looked at in lengths of 256, 512, 1024 ... slots, and each length has recordings of its
+own. By counted storages of the steps; how a driver's allocator cuts its pool up, and what a graph itself takes, is not
+in it.
+"""
+
+from __future__ import annotations
+
+from ..trees.shape import DraftShape
+from .activation_bytes import DecoderShape, DrafterShape
+from .cards import MIB, Card
+
+SLOT_BUCKET, NODE_BUCKET = 256, 8
+"""As in `compiled.shapes`, which imports torch."""
+
+HOPPER = (9, 0)
+FORMULA = (
+    "pool: max(verify, accept, update, draft); of each length (256, 512 ... slots) inputs and outputs: "
+    "2 * B*N * (V*b + hidden states) + B*V * (4 * (3K+1) + 2) + B*Vd * (2b + 2 * max(4, k*b)); cuBLAS: 8 or 32 MiB"
+)
+
+
+def graph_slots(capacity: int) -> int:
+    """Slots of rows that graphs write in, too: `compiled.shapes.cache_size`, exact."""
+    return -(-(capacity + NODE_BUCKET) // SLOT_BUCKET) * SLOT_BUCKET
+
+
+def graph_block(block: int) -> int:
+    """Most tokens between two commits, of the same cache."""
+    return SLOT_BUCKET << max(0, (block - 1) // SLOT_BUCKET).bit_length()
+
+
+def recorded_lengths(slots: int) -> int:
+    """How many lengths rows of so many slots are looked at in, one after the other."""
+    return 1 + max(0, (slots - 1) // SLOT_BUCKET).bit_length()
+
+
+def input_output_bytes(target: DecoderShape, drafter: DrafterShape, draft: DraftShape, batch: int) -> int:
+    """Inputs and outputs of the three steps for one length."""
+    vocab, draft_vocab, b = target.vocab_size, drafter.draft_vocab, target.element_bytes
+    verified = draft.nodes * (vocab * b + drafter.aux_width * b)  # given by one step, read by another
+    noise = (2 * draft.depth + 1 + draft.depth) * vocab * 4  # a round's end looks further ahead than the first draft
+    seen = 2 * vocab
+    root = draft_vocab * b + drafter.decoder.hidden_size * b  # given by one step, read by another
+    checked = 2 * draft_vocab * max(4, draft.top_k * b if draft.is_tree else 0)
+    return batch * (2 * verified + noise + seen + 2 * root + checked)
+
+
+def workspace_bytes(card: Card) -> int:
+    """What cuBLAS takes for the stream on which steps are captured, by torch's defaults."""
+    capability = card.compute_capability
+    return 32 * MIB if capability is None or capability >= HOPPER else 4096 * 1024 * 2 + 16 * 1024 * 8
