@@ -120,6 +120,31 @@ def test_on_both_sides_of_it_the_text_is_plain(kind: str, loop: str) -> None:
         assert ("rotates all positions in another way" in drafter.stats.reason) == crosses
 
 
+@pytest.mark.parametrize("new_drafter", [True, False])
+@pytest.mark.parametrize("earlier", [None, 10, 60])
+@pytest.mark.parametrize("kind", sorted(DEPENDS))
+def test_a_text_depends_on_earlier_ones_as_plain_text_does(kind: str, earlier: int | None, new_drafter: bool) -> None:
+    """ "dynamic" goes by the longest text so far: plain `generate` writes another text behind a long one, and so must
+    we, no more and no less, whether the drafter comes before that long text or behind it."""
+    ways = []
+    for drafted in (False, False, True):
+        model = target(kind)
+        drafter = random_drafter(model, aux_layers=[1, 2, 3]) if drafted and not new_drafter else None
+        if earlier is not None:
+            model.generate(**prompts(earlier), do_sample=False, max_new_tokens=40)
+        texts = []
+        for length in (50, LIMIT, LIMIT - 1, 8):
+            if drafted and new_drafter:
+                drafter = random_drafter(model, aux_layers=[1, 2, 3])
+            texts.append(
+                model.generate(**prompts(length, seed=3), assistant_model=drafter, do_sample=False, max_new_tokens=8)
+            )
+        ways.append(texts)
+    plain, again, ours = ways
+    assert all(map(torch.equal, plain, again)), "plain text itself goes by something else, too"
+    assert all(map(torch.equal, plain, ours))
+
+
 def test_rows_of_a_batch_keep_away_from_it() -> None:
     """A row that is nearly done is drafted as far as the one that has most to write."""
     model = target("longrope")

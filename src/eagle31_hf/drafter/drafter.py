@@ -302,14 +302,16 @@ class Eagle31Drafter(Eagle31Network):
     def _bind(self, binding: TargetBinding) -> None:
         rows = None
         try:
-            require_readable_states(binding)
+            with binding.aside():
+                require_readable_states(binding)
             if self.lm_head is None and self._has_map:
                 rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
         except Exception:
             binding.close()
             raise
         self.detach()
-        probe_tree_verification(binding)
+        with binding.aside():
+            probe_tree_verification(binding)
         self._bindings = NotCopiedList([binding])
         self._head_rows = [] if rows is None else [self._packed_rows(rows.to(self.device, self.dtype))]
 

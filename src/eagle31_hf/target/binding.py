@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from .grouped_attention import GROUPED, attending_grouped
 from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
-from .rotation import rotates_alike_up_to
+from .rotation import rotates_alike_up_to, rotations_left_alone
 from .taps import HiddenStateTaps
 
 
@@ -202,6 +202,10 @@ class TargetBinding:
     def plain_forward(self, input_ids: Tensor, position_ids: Tensor, cache: Any) -> Any:
         """One pass as plain `generate` makes it, over a stock cache and without a mask."""
         return self._forward(input_ids, position_ids, None, cache, 0)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around forwards that belong to no text: they leave the target as it was."""
+        return rotations_left_alone(_decoder_of(self.model))
 
     @contextmanager
     def masked_attention(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,16 +30,37 @@ def rotates_alike_up_to(decoder: nn.Module) -> int | None:
 
     0: what rotates could not be found out. The modules are left as they are.
     """
-    limits = [_limit(module) for module in _rotary_modules(decoder)]
+    limits = [_limit(module) for module in _of_each_kind(_rotary_modules(decoder))]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+@contextmanager
+def rotations_left_alone(decoder: nn.Module) -> Iterator[None]:
+    """Around forwards of ours that belong to no text.
+
+    With rope type "dynamic" a text that begins behind the limit is rotated by the longest text since the last short
+    one, also in plain `generate`. A short forward of ours in between would make it another text.
+    """
+    kept = [(module, module.__dict__) for module in _rotary_modules(decoder)]
+    for module, _ in kept:
+        module.__dict__ = _twin(module).__dict__
+    try:
+        yield
+    finally:
+        for module, held in kept:
+            module.__dict__ = held
+
+
 def _rotary_modules(decoder: nn.Module) -> list[nn.Module]:
-    """Those that make angles of positions; of many that are alike, one."""
+    """Those that make angles of positions."""
+    return [module for module in decoder.modules() if any(name.endswith("inv_freq") for name in module._buffers)]
+
+
+def _of_each_kind(modules: list[nn.Module]) -> list[nn.Module]:
+    """Of many that are alike, one."""
     found: dict[Any, nn.Module] = {}
-    for module in decoder.modules():
-        if any(name.endswith("inv_freq") for name in module._buffers):
-            found.setdefault((type(module), id(getattr(module, "config", module)), str(_types(module))), module)
+    for module in modules:
+        found.setdefault((type(module), id(getattr(module, "config", module)), str(_types(module))), module)
     return list(found.values())
 
 
