@@ -17,6 +17,8 @@ def network() -> nn.Sequential:
     net = nn.Sequential(inner, nn.Linear(64, 64), inner, nn.BatchNorm1d(64))
     net[1].weight = nn.Parameter(torch.randn(64, 64).T)
     net.wide = nn.Parameter(torch.randn(64, 96)[:, :64])  # neither dense nor whole
+    net.experts = nn.Parameter(torch.randn(3, 16, 8))
+    net.odd = nn.Parameter(torch.randn(7, 5, dtype=torch.bfloat16))  # no row of it ends with a machine word
     net.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
     return net
 
@@ -55,6 +57,28 @@ def swap_columns_past_the_version(net: nn.Sequential) -> None:
     net[0].weight.data[:, [3, 9]] = net[0].weight.data[:, [9, 3]]
 
 
+def swap_elements_of_two_rows_past_the_version(net: nn.Sequential) -> None:
+    weight = net[0].weight.data
+    weight[3, 10], weight[9, 10] = weight[9, 10].item(), weight[3, 10].item()
+
+
+def swap_parts_of_columns_of_a_slice_past_the_version(net: nn.Sequential) -> None:
+    """As heads change places."""
+    net.wide.data[:, :32] = net.wide.data[:, :32].roll(8, dims=1)
+
+
+def swap_within_a_vector_past_the_version(net: nn.Sequential) -> None:
+    net[0].bias.data[[10, 14]] = net[0].bias.data[[14, 10]]
+
+
+def swap_experts_past_the_version(net: nn.Sequential) -> None:
+    net.experts.data[[0, 2]] = net.experts.data[[2, 0]]
+
+
+def write_an_odd_row_past_the_version(net: nn.Sequential) -> None:
+    net.odd.data[4, 2] += 1.0
+
+
 def write_a_scalar(net: nn.Sequential) -> None:
     net.scale.data += 1.0
 
@@ -82,6 +106,11 @@ def remove(net: nn.Sequential) -> None:
         write_an_element_of_a_slice_past_the_version,
         swap_rows_past_the_version,
         swap_columns_past_the_version,
+        swap_elements_of_two_rows_past_the_version,
+        swap_parts_of_columns_of_a_slice_past_the_version,
+        swap_within_a_vector_past_the_version,
+        swap_experts_past_the_version,
+        write_an_odd_row_past_the_version,
         write_a_scalar,
         count,
         replace,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -36,11 +35,14 @@ def weights_of(*modules: nn.Module) -> list[Tensor]:
 class SeenWeights:
     """Weights as they were when this was made.
 
+    Of a tensor that is read whole, the sum of each row is compared: any one element changes it, and rows that change
+    places are seen. Columns that do so leave sums alone, so one row is compared element by element.
+
     Args:
         weights: the tensors.
         whole: those of them that are read whole where `by_content`: of a target, as its text depends on every element.
-            It takes as long as reading its weights for one token does. Of the others, which a drafter has alone, a
-            sample is read.
+            It takes as long as reading them from memory does. Of the others, which a drafter has alone, a sample is
+            read.
         by_content: read elements, too: writes through `.data`, as adapters are merged and rows of new tokens set,
             leave a tensor's version alone. The weights must be on the CPU.
     """
@@ -48,14 +50,15 @@ class SeenWeights:
     def __init__(self, weights: Sequence[Tensor], *, whole: Sequence[Tensor] = (), by_content: bool):
         self._versions = [version_of(tensor) for tensor in weights]
         self._samples: dict[torch.dtype, list[Tensor]] = {}  # views, so that all are read by one call for each dtype
-        self._words: list[Tensor] = []  # the bits of whole tensors as integers, and tensors that have gaps
+        self._rows: list[Tensor] = []  # (n, words) views; of a tensor that has gaps, itself
         read_whole = {tensor.data_ptr() for tensor in whole}
-        for tensor in {tensor.data_ptr(): tensor for tensor in weights}.values() if by_content else ():
+        for tensor in {tensor.data_ptr(): tensor.detach() for tensor in weights}.values() if by_content else ():
             is_whole = tensor.data_ptr() in read_whole
-            line = _line(tensor.detach())
-            self._samples.setdefault(tensor.dtype, []).append(line[:: _step(line, tensor, is_whole=is_whole)])
-            if is_whole:
-                self._words.append(_as_integers(line) if len(line) == tensor.numel() else tensor.detach())
+            sample = _one_row(tensor) if is_whole else _spread(tensor)
+            self._samples.setdefault(tensor.dtype, []).append(sample)
+            if is_whole and tensor.dim() > 1:
+                dense = _in_memory_order(tensor)
+                self._rows.append(_as_integers(dense) if dense.is_contiguous() else tensor)
         self._contents = self._read()
 
     def are_still(self, weights: Sequence[Tensor]) -> bool:
@@ -66,10 +69,8 @@ class SeenWeights:
 
     def _read(self) -> list[Tensor]:
         samples = [torch.cat(each).view(torch.uint8) for each in self._samples.values()]
-        # A sum of integers is changed by any one of them.
-        return (
-            samples if not self._words else [*samples, torch.stack([_integers(words).sum() for words in self._words])]
-        )
+        sums = [_integers(rows).sum(dim=-1) for rows in self._rows]
+        return [*samples, torch.cat(sums)] if sums else samples
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
@@ -77,36 +78,35 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-def _line(tensor: Tensor) -> Tensor:
-    """All its elements as they lie there, `(n,)`; of a tensor with gaps, those along its longest dimension."""
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor.permute(by_stride)
-    if dense.is_contiguous():
-        return dense.view(-1)
-    longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
-    return tensor[tuple(slice(None) if dim == longest else 0 for dim in range(tensor.dim()))]
+def _spread(tensor: Tensor) -> Tensor:
+    """A few of its elements, far from each other."""
+    dense = _in_memory_order(tensor)
+    line = dense.view(-1) if dense.is_contiguous() else _one_row(tensor)
+    return line[:: max(1, len(line) // SAMPLED_ELEMENTS)]
 
 
-def _step(line: Tensor, tensor: Tensor, *, is_whole: bool) -> int:
-    """How far the elements that are looked at lie apart."""
-    if not is_whole or tensor.dim() < 2:
-        return max(1, len(line) // SAMPLED_ELEMENTS)
-    # A sum does not see that rows have changed places: one element of each row and column does.
-    columns = max(1, tensor.shape[-1])
-    step = min(columns + 1, max(1, len(line) // columns))
-    while math.gcd(step, columns) > 1:
-        step -= 1
-    return step
+def _one_row(tensor: Tensor) -> Tensor:
+    """From the middle, `(n,)`: at an edge some models have a row of zeros."""
+    dense = _in_memory_order(tensor)
+    while dense.dim() > 1:
+        dense = dense[dense.shape[0] // 2]
+    return dense.reshape(-1)
 
 
-def _integers(words: Tensor) -> Tensor:
-    return words if words.dim() == 1 and not words.is_floating_point() else _as_integers(words.contiguous().view(-1))
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """With its dimensions as its elements lie: a row has neighbours."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _integers(rows: Tensor) -> Tensor:
+    return rows if rows.dim() == 2 and not rows.is_floating_point() else _as_integers(rows.contiguous())
 
 
 def _as_integers(bits: Tensor) -> Tensor:
-    """The same memory `(n,)` as integers, as wide as fit."""
+    """The rows of a contiguous tensor as integers as wide as fit, `(n, words)`."""
+    rows = bits.flatten(0, -2)
+    start, size = rows.storage_offset() * rows.element_size(), rows.shape[-1] * rows.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):
-        start, size = bits.storage_offset() * bits.element_size(), bits.numel() * bits.element_size()
-        if dtype.itemsize >= bits.element_size() and start % dtype.itemsize == size % dtype.itemsize == 0:
-            return bits.view(dtype)
-    return bits.view(torch.uint8)
+        if dtype.itemsize >= rows.element_size() and start % dtype.itemsize == size % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows.view(torch.uint8)
