@@ -50,7 +50,7 @@ def test_too_little_time_is_an_error(tmp_path: Path) -> None:
 
 def test_minutes_that_make_no_sense() -> None:
     told = TrainingSettings(target="t", prompts=("x.jsonl",), out=Path("out"))
-    with pytest.raises(ConfigurationError, match="minutes is 0.0; wanted more than 0"):
+    with pytest.raises(ConfigurationError, match=r"minutes is 0\.0; wanted more than 0"):
         replace(told, minutes=0.0).check()
     with pytest.raises(ConfigurationError, match="minutes is 8 and max_steps 5"):
         replace(told, minutes=8.0, max_steps=5).check()
