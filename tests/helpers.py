@@ -23,7 +23,8 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled import captured, shapes
+from eagle31_hf.cache import graph_sizes
+from eagle31_hf.compiled import captured
 from eagle31_hf.decoding import decoder, kept_graphs
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
@@ -150,7 +151,7 @@ def use_fixed_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured.CapturesSteps, "make", lambda self, key, step, inputs: step)
     monkeypatch.setattr(captured.CapturesSteps, "exact_sizes", False)
     monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10**9)
-    monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
+    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 16)
 
 
 @contextmanager

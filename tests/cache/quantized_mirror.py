@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.quantized import CODES, EightBitCode
+from eagle31_hf.cache.speculative import SpeculativeCache
 
 PACKED = tuple(CODES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

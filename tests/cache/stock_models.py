@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 
 VOCAB = 61

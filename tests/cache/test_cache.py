@@ -24,7 +24,7 @@ from stock_models import (
 )
 from transformers import AutoConfig, DynamicCache
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 
 
 @pytest.mark.parametrize(("name", "attention"), CELLS)

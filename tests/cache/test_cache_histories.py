@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import UnsupportedGenerationError
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stock_models import MIXED, random_tree
 
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.masks import RESIDENT_QUERIES
+from eagle31_hf.cache.speculative import SpeculativeCache
 
 
 def naive_mask(lengths, ancestors, depths, after, window=None, chunked=False):

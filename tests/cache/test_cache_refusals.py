@@ -10,8 +10,8 @@ from stock_models import COMMON, MIXED, MODELS, WINDOW, make_cache, prefill, ran
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import StaticCache
 
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.spans import AttentionSpan
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, MemoryPlanError, UnsupportedGenerationError
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quantized_mirror import DTYPES, PACKED, Mirror
 from transformers import LlamaConfig
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.memory.activation_bytes import packed_cache_bytes, unpacked_layer_bytes
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.target_facts import decoder_shape

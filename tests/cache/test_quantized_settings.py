@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import Gemma3nTextConfig, LlamaConfig
 
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.quantized import CACHE_TYPES
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
 from eagle31_hf.generation_config import CACHE_TYPES as ALL_CACHE_TYPES
 from eagle31_hf.generation_config import Eagle31GenerationConfig

@@ -12,7 +12,7 @@ from quantized_mirror import PACKED
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from helpers import configured, demo_tokenizer, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 from matrix import WHOLE, pairwise
 

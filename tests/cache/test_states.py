@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.block_reading import BlockReading
 from eagle31_hf.cache.row_pool import RowPool, resume_row
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, MixerCall, StateLayer
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
 from families import recurrent_config

@@ -12,13 +12,13 @@ from compiled_pairs import CHAIN, NARROW, WINDOWED, assert_judged_alike, pair_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.compiled.captured import maker_at_hand
 from eagle31_hf.compiled.draft_session import CompiledDrafting
 from eagle31_hf.compiled.graph_makers import GraphKey
 from eagle31_hf.compiled.graphs import MOST_SAMPLING_SETTINGS, Graphs
 from eagle31_hf.compiled.round_graphs import RoundGraph
-from eagle31_hf.compiled.shapes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.compiled.verify import CompiledVerification
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.round import Accepted, RoundBatch, RoundWrapper

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.layers import SlotLayer
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.decoding import decoder, eager_round
 from eagle31_hf.decoding.carried_cache import CacheResume
 from eagle31_hf.decoding.decoder import SpeculativeDecoder

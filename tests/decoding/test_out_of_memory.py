@@ -32,8 +32,8 @@ from memory_faults import (
 )
 from torch import Tensor
 
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.layers import FullLayer, SlotLayer
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.decoding import out_of_memory, pair_caches
 from eagle31_hf.decoding.compiled_round import CompiledRound

@@ -24,7 +24,7 @@ from memory_faults import (
 )
 from torch import Tensor
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.decoding.carried_cache import CacheExport, CacheResume, CarriedCache
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.drafter.session import DraftSession

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from eagle31_hf import Eagle31Drafter, plan_memory
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter, plan_memory
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.checkpoints import Checkpoint, expected_shapes, inspect_checkpoint, read_checkpoint, write_checkpoint
 from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.errors import CheckpointFormatError, ConfigurationError

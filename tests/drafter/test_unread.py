@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle31_hf.cache.graph_sizes import NODE_BUCKET
 from eagle31_hf.compiled.captured import maker_at_hand
 from eagle31_hf.compiled.draft_session import MOST_PIECES, CompiledDrafting
 from eagle31_hf.compiled.graphs import Graphs
-from eagle31_hf.compiled.shapes import NODE_BUCKET
 from eagle31_hf.drafter.session import MOST_UNREAD, MOST_UNREAD_OF_SEVERAL, DraftSession
 from eagle31_hf.drafter.unread import UnreadPositions
 from helpers import VOCABULARY, drafter_of, seeded, use_fixed_shapes_only

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle31_hf.compiled import packages, shapes
+from eagle31_hf.cache import graph_sizes
+from eagle31_hf.compiled import packages
 from eagle31_hf.compiled.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.calibration import store
@@ -30,7 +31,7 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9}
 
 
 def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
+    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
     monkeypatch.setattr(CompilerProcesses, "compile", write_exported)
     monkeypatch.setattr(packages, "_load_package", load_exported)

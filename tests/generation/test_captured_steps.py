@@ -20,7 +20,8 @@ from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, writ
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from eagle31_hf.compiled import captured, packages, shapes
+from eagle31_hf.cache import graph_sizes
+from eagle31_hf.compiled import captured, packages
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
 from eagle31_hf.decoding.accept import Acceptor
@@ -40,7 +41,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setitem(captured.CAPTURES, "cpu", made)
     monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
-    monkeypatch.setattr(shapes, "SLOT_BUCKET", 128)
+    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
     monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("captured is quicker")))
     return made

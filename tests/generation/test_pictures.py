@@ -13,8 +13,8 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.layers import SlotLayer
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.decoding.eager_round import EagerRound
 from eagle31_hf.decoding.memory_ladder import FallbackStep
 from eagle31_hf.drafter.session import DraftSession

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from eagle31_hf.cache import SpeculativeCache
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from batches import plain, text_of, write_all
 
-from eagle31_hf.compiled import captured, inputs, shapes
+from eagle31_hf.cache import graph_sizes
+from eagle31_hf.compiled import captured, inputs
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from eagle31_hf.serving.requests import Sampling
@@ -20,7 +21,7 @@ SAMPLED = Sampling(temperature=0.9, top_k=20, seed=5)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setitem(captured.CAPTURES, "cpu", made)
-    monkeypatch.setattr(shapes, "SLOT_BUCKET", 16)
+    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 16)
     return made
 
 

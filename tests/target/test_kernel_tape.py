@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.block_reading import BlockReading
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import rebuild_states
 from eagle31_hf.target.mixers import find_mixers
 from families import recurrent_target

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cache import SpeculativeCache
 from eagle31_hf.cache.block_reading import BlockReading
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.errors import IncompatibleTargetError
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.mixers import find_mixers

@@ -1,5 +1,1 @@
 """Preallocated keys and values with rows of their own length, rollback and keep-path."""
-
-from .speculative import SpeculativeCache
-
-__all__ = ["SpeculativeCache"]

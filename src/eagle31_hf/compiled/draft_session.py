@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..cache.graph_sizes import NODE_BUCKET, step_width
 from ..drafter.propose import DraftChoice, grow_tree
 from ..drafter.session import DraftSession, DraftState
 from ..trees.draft_tree import DraftTree, to_target_ids
@@ -30,7 +31,6 @@ from .draft_graphs import (
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs
 from .inputs import GraphInputs
-from .shapes import NODE_BUCKET, step_width
 
 MOST_PIECES = 3
 """In which a graph reads what the drafter has missed: behind other graphs so many are quicker than one eager pass."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache import SpeculativeCache
+from ..cache.graph_sizes import slot_bucket
 from ..cache.row_pool import RowPool
+from ..cache.speculative import SpeculativeCache
 from ..trees.host_numbers import on_device
 from .fixed_cache import FixedShapeCache
-from .shapes import slot_bucket
 
 MOST_POOLED_ROWS = 8
 """Each number of rows of a pool has graphs of its own, up to this many: those of a machine at home."""

@@ -1,6 +1,6 @@
 """A target's verification as graphs of fixed shape.
 
-A graph pays only where shapes repeat, so blocks are padded to the sizes of `shapes`, and what is padded is
+A graph pays only where shapes repeat, so blocks are padded to the sizes of `cache.graph_sizes`, and what is padded is
 masked. The first call at a new shape is served by the eager code, which is the reference: a graph that cannot be made,
 or that disagrees, is given up and the text goes on unchanged (`graphs`). Prefill always stays eager. Single tokens have
 a graph of their own where many come in a row, since what is padded can cost as much again (two cores of a Zen 4, bf16,
@@ -15,7 +15,8 @@ from functools import partial
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache import SpeculativeCache
+from ..cache.graph_sizes import node_bucket
+from ..cache.speculative import SpeculativeCache
 from ..target.binding import TargetBinding, TargetOutput
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
@@ -23,7 +24,6 @@ from .fixed_cache import FixedShapeCache
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs
 from .inputs import GraphInputs
-from .shapes import node_bucket
 
 Masks = Tensor | dict[str, Tensor | None] | None
 
@@ -32,7 +32,7 @@ class CompiledVerification:
     """Verification forwards of one generation, compiled where shapes allow; called as `Verification` is.
 
     Args:
-        binding, cache: as in `Verification`; the cache of a size that `shapes.cache_size` gives.
+        binding, cache: as in `Verification`; the cache of a size that `graph_sizes.cache_size` gives.
         graphs: the pair's.
         most_nodes: most nodes of a round.
     """

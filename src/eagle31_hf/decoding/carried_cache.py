@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from ..cache import SpeculativeCache
+from ..cache.speculative import SpeculativeCache
 from ..cache.stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers, refill_stock_layers
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import packed_tensors

@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from ..cache import SpeculativeCache
+from ..cache import graph_sizes
 from ..cache.kept_buffers import KeptBuffers
-from ..compiled import shapes
+from ..cache.speculative import SpeculativeCache
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import SLAB, DraftSession, positions_read_at_once
 from ..trees.shape import DraftShape
@@ -50,12 +50,12 @@ class PairCaches:
             length: longest text of a row.
             chunk: prompt tokens per forward.
             for_graphs: of sizes that compiled steps can write in, too. Eager steps can write in either.
-            exact_sizes: as in `shapes.cache_size`.
+            exact_sizes: as in `graph_sizes.cache_size`.
             cache_type: as in `SpeculativeCache`; the target's.
             device: where token ids live; default: where the target takes them.
         """
         binding = drafter.require_binding()
-        sizes = partial(shapes.cache_size, exact=exact_sizes) if for_graphs else eager_size
+        sizes = partial(graph_sizes.cache_size, exact=exact_sizes) if for_graphs else eager_size
         target = sizes(shape.target_capacity(length), shape.block(chunk))
         read_at_once = positions_read_at_once(drafter, chunk)
         own = sizes(shape.drafter_capacity(length), shape.drafter_block(read_at_once))
@@ -109,6 +109,6 @@ class PairCaches:
             self.drafter.cache.release()
 
 
-def eager_size(capacity: int, block: int) -> shapes.CacheSize:
+def eager_size(capacity: int, block: int) -> graph_sizes.CacheSize:
     """A cache for eager steps: long ones grow in slabs."""
-    return shapes.CacheSize(capacity, block, SLAB if capacity > SLAB else None)
+    return graph_sizes.CacheSize(capacity, block, SLAB if capacity > SLAB else None)

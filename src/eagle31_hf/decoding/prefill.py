@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import SpeculativeCache
 from ..cache.block_reading import BlockReading
+from ..cache.speculative import SpeculativeCache
 from ..drafter.session import DraftSession, absorbed
 from ..target.binding import TargetBinding, TargetOutput
 from ..target.prompt_forward import PromptForward

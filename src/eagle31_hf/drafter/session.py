@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import SpeculativeCache
+from ..cache.speculative import SpeculativeCache
 from ..trees.host_numbers import on_device
 from .drafter import Eagle31Drafter
 from .hindsight import MOST_JUDGED, FirstDrafts, Hindsight

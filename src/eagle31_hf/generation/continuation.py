@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache import SpeculativeCache
+from ..cache.speculative import SpeculativeCache
 from ..decoding.memory_ladder import is_out_of_memory
 from ..errors import Eagle31Error
 from ..target.binding import TargetBinding

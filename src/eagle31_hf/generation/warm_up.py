@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..compiled import shapes
+from ..cache import graph_sizes
 from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
 from ..compiled.graphs import Graphs
@@ -91,7 +91,7 @@ def _require_graphs(drafter: Eagle31Drafter) -> None:
 
 def prompt_lengths(tokens: int) -> list[int]:
     """Prompts whose texts lie in each of the lengths that rows of caches get, up to texts of `tokens`."""
-    lengths, bucket = [shapes.NODE_BUCKET], shapes.SLOT_BUCKET
+    lengths, bucket = [graph_sizes.NODE_BUCKET], graph_sizes.SLOT_BUCKET
     while bucket < tokens:
         lengths.append(bucket + 1)
         bucket *= 2
@@ -122,7 +122,7 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
     if requested.rows > 1:
         return "steps are not compiled: graphs for a CPU serve single rows"
     sampling = requested.sampled, call.processing.draft_warping.key
-    bucket = shapes.slot_bucket(call.longest_text)
+    bucket = graph_sizes.slot_bucket(call.longest_text)
     wanted = setting_of(drafter, compiled=True), requested.shape, sampling, bucket
     with _one_at_a_time:
         if wanted in Graphs.of(drafter).warmed:

@@ -9,12 +9,10 @@ in it.
 
 from __future__ import annotations
 
+from ..cache.graph_sizes import SLOT_BUCKET, slot_bucket
 from ..trees.shape import DraftShape
 from .activation_bytes import DecoderShape, DrafterShape
 from .cards import MIB, Card
-
-SLOT_BUCKET, NODE_BUCKET = 256, 8
-"""As in `compiled.shapes`, which imports torch."""
 
 HOPPER = (9, 0)
 FORMULA = (
@@ -23,19 +21,9 @@ FORMULA = (
 )
 
 
-def graph_slots(capacity: int) -> int:
-    """Slots of rows that graphs write in, too: `compiled.shapes.cache_size`, exact."""
-    return -(-(capacity + NODE_BUCKET) // SLOT_BUCKET) * SLOT_BUCKET
-
-
-def graph_block(block: int) -> int:
-    """Most tokens between two commits, of the same cache."""
-    return SLOT_BUCKET << max(0, (block - 1) // SLOT_BUCKET).bit_length()
-
-
 def recorded_lengths(slots: int) -> int:
     """How many lengths rows of so many slots are looked at in, one after the other."""
-    return 1 + max(0, (slots - 1) // SLOT_BUCKET).bit_length()
+    return (slot_bucket(slots) // SLOT_BUCKET).bit_length()
 
 
 def input_output_bytes(target: DecoderShape, drafter: DrafterShape, draft: DraftShape, batch: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..cache.graph_sizes import cache_size
 from ..sampling.noise_size import noise_bytes
 from ..trees.shape import RESIDENT_QUERIES, DraftShape, default_tree_size
 from .activation_bytes import (
@@ -32,14 +33,7 @@ from .activation_bytes import (
     target_forward_bytes,
     unpacked_layer_bytes,
 )
-from .captured_steps import (
-    FORMULA,
-    graph_block,
-    graph_slots,
-    input_output_bytes,
-    recorded_lengths,
-    workspace_bytes,
-)
+from .captured_steps import FORMULA, input_output_bytes, recorded_lengths, workspace_bytes
 from .cards import Card
 from .drafter_facts import DrafterFacts
 from .quantization_schemes import SCHEMES, Quantization
@@ -244,7 +238,7 @@ def _cache_terms(owner: str, shape: DecoderShape, settings: MemorySettings, *, c
     capacity = settings.cache_capacity if is_target else settings.drafter_capacity
     block = max(settings.chunk, nodes)
     if captured:
-        capacity, block = graph_slots(capacity), graph_block(block)
+        capacity, block, _ = cache_size(capacity, block, exact=True)
     small_chunk = settings.chunk if settings.chunk <= RESIDENT_QUERIES else 0  # read with the mask of rounds
     mask = 0 if batch > 1 else resident_mask_bytes(shape, max(nodes, small_chunk), capacity)
     if kind == "full":
@@ -324,6 +318,6 @@ def _recordings_term(
     }
     unpacked = {t.moments[0]: t.num_bytes for t in terms if "unpacking workspace" in t.name}
     pool = max(num_bytes + unpacked.get(moment, 0) for moment, num_bytes in pooled.items())
-    lengths = recorded_lengths(graph_slots(settings.cache_capacity))
+    lengths = recorded_lengths(cache_size(settings.cache_capacity, 1, exact=True).capacity)
     own = lengths * input_output_bytes(shape, drafter.shape, settings.shape, batch)
     return LedgerTerm("recordings", pool + own + workspace_bytes(card), FORMULA, KEPT)

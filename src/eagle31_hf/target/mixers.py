@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..cache import SpeculativeCache
 from ..cache.block_reading import RowGroup
 from ..cache.placement import Placement
 from ..cache.spans import kinds_from_config
+from ..cache.speculative import SpeculativeCache
 from ..cache.states import MixerCall, StateLayer
 from ..errors import IncompatibleTargetError
 from .kernel_tape import KernelTape, recording

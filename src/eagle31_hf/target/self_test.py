@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..cache import SpeculativeCache
+from ..cache.speculative import SpeculativeCache
 from ..errors import Eagle31Error, IncompatibleTargetError
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .binding import TargetBinding

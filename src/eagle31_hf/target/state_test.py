@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..cache import SpeculativeCache
 from ..cache.block_reading import BlockReading
+from ..cache.speculative import SpeculativeCache
 from ..cache.states import StateKey
 from ..cache.stock import read_stock_layers
 from ..trees.draft_tree import DraftTree, ancestors_from_parents

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..cache import SpeculativeCache
 from ..cache.block_reading import BlockReading
+from ..cache.speculative import SpeculativeCache
 from ..trees.draft_tree import DraftTree
 from .binding import TargetBinding, TargetOutput
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from ...cache.graph_sizes import node_bucket
 from ...compiled.captured import CAPTURES, maker_at_hand
-from ...compiled.shapes import node_bucket
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
 from ...target.binding import TargetBinding

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...cache import SpeculativeCache
+from ...cache.speculative import SpeculativeCache
 from ...drafter.drafter import Eagle31Drafter
 from ...drafter.propose import DraftChoice, propose_chain
 from ...drafter.replay import rows_of_ids
