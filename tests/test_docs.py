@@ -69,6 +69,17 @@ WITHOUT_COMMANDS = {"LOG.md", "api.md"}
 """Pages to look things up in."""
 
 
+@pytest.mark.parametrize(
+    "path", ["README.md", "pyproject.toml", "src/eagle31_hf/__init__.py", "src/eagle31_hf/cli/app.py"]
+)
+def test_where_the_same_text_is_promised_rounding_is_mentioned(path: str) -> None:
+    """In the first sentence, since many read no further."""
+    told = re.sub(r"[\s\"]+", " ", (ROOT / path).read_text(encoding="utf-8"))
+    promised = re.search(r"the same text.*?faster", told)
+    assert promised, "the promise has moved: look for it there"
+    assert "in half precision up to rounding" in promised.group()
+
+
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120

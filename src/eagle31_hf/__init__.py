@@ -1,5 +1,5 @@
-"""EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, faster; in half
-precision up to rounding.
+"""EAGLE 3.1 speculative decoding for Hugging Face transformers: the same text, in half precision up
+to rounding, faster.
 
 eagle = Eagle31Drafter.from_pretrained("...", target=model)
 model.generate(**inputs, assistant_model=eagle)

@@ -28,7 +28,8 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.decoding.carried_cache import CacheExport, CacheResume, CarriedCache
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.drafter.session import DraftSession
-from helpers import configured, drafter_of, target_of
+from eagle31_hf.trees.draft_tree import DraftTree
+from helpers import configured, drafter_of, oracle_drafts, seeded, target_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -84,6 +85,47 @@ def test_sampling_goes_on(place: str) -> None:
         text = speculative("llama", 1, do_sample=True, top_k=1)
     assert fault.raised or place == "first token"
     assert torch.equal(text, truth_of("llama", 1))
+
+
+DRAFTED = {
+    "verify": ("before", lambda _, tree, *rest: drafted_oddly(tree)),
+    "accept": ("before", lambda _, tree, *rest: drafted_oddly(tree)),
+    "accepted": ("after", lambda _, tree, *rest: drafted_oddly(tree)),
+    "keep": ("before", lambda _, paths, counts: 1 < max(counts) <= 4),  # a prompt has more
+    "absorb": ("before", lambda _, tokens, *rest: tokens.shape[1] > 1),
+}
+"""Where memory runs out by what was drafted, or by what of it was accepted."""
+
+
+def drafted_oddly(tree: DraftTree) -> bool:
+    return tree.size > 1 and bool((tree.tokens[:, 1] % 2 == 1).any())
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("place", DRAFTED)
+def test_what_was_drafted_when_memory_ran_out_decides_about_no_draw(place: str, shape: str, times: int) -> None:
+    """A repeated round that drew anew would have fewer of the tokens that had been drafted before it."""
+    when, holds = DRAFTED[place]
+    method = METHODS["accept" if place == "accepted" else place]
+    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 1.0, "max_new_tokens": 16}
+    raised = 0
+    with configured(drafter_of("llama"), **SHAPES[shape]):
+        for batch, seed in ((1, 1), (1, 2), (3, 3)):
+            inputs = prompts_of(batch)
+            with seeded(seed):
+                wanted, then = target_of("llama").generate(**inputs, **sampled), torch.rand(1)
+            fault = Fault(times=times, holds=holds)
+            with (
+                oracle_drafts(wanted, inputs["input_ids"].shape[1], seed=seed),
+                getattr(fault, when)(*method),
+                seeded(seed),
+            ):
+                text = target_of("llama").generate(**inputs, assistant_model=drafter_of("llama"), **sampled)
+                assert torch.equal(torch.rand(1), then), "the next call goes on elsewhere"
+            assert torch.equal(text, wanted)
+            raised += fault.raised
+    assert raised >= 2
 
 
 TURN = {"return_dict_in_generate": True, "max_new_tokens": 6, "do_sample": False}
