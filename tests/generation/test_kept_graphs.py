@@ -181,6 +181,20 @@ def test_nothing_is_compiled_twice(warmed: Eagle31Drafter) -> None:
     assert warm_up(warmed, tokens=100, **GREEDY) == []
 
 
+def test_graphs_are_found_whatever_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter makes its list of draft ids with its first draft."""
+
+    def make() -> Eagle31Drafter:
+        return settle(random_drafter(target_of("llama"), aux_layers=[1, 2, 4], draft_vocab_size=40))
+
+    pair = make()
+    write(pair)
+    assert len(warm_up(pair, tokens=100, **GREEDY)) > 3
+    fresh = make()
+    assert torch.equal(write(fresh), write(None))
+    assert "advance" in kinds(fresh)
+
+
 def test_texts_that_warm_up_say_nothing_of_the_drafter(warmed: Eagle31Drafter) -> None:
     forgotten(warmed)
     write(warmed)
@@ -471,14 +485,22 @@ def test_pairs_that_graphs_are_not_kept_for(pair: Eagle31Drafter, monkeypatch: p
         warm_up(forgotten(pair), tokens=100, **GREEDY)
 
 
+BARE_DRAWS: dict[str, Any] = {"do_sample": True, "top_k": 0}
+"""By the scores as they are: a graph reads the draft vocabulary's ids where it draws and where it translates."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("largest_held", "compiled"),
-    [(graphs.FROZEN_BYTES, {"chain", "verify", "advance", "absorb"}), (0, {"verify", "advance"})],
-    ids=["held", "lent"],
+    ("largest_held", "compiled", "how"),
+    [
+        (graphs.FROZEN_BYTES, {"chain", "verify", "advance", "absorb"}, GREEDY),
+        (graphs.FROZEN_BYTES, {"advance"}, BARE_DRAWS),
+        (0, {"verify", "advance"}, GREEDY),
+    ],
+    ids=["held", "held, drawn", "lent"],
 )
 def test_compiled_packages(
-    largest_held: int, compiled: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    largest_held: int, compiled: set[str], how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the compiler, weights held and lent; few layers and few graphs, since each is compiled for seconds."""
     monkeypatch.undo()
@@ -486,10 +508,10 @@ def test_compiled_packages(
     monkeypatch.setattr(kept_graphs.CompilesAhead, "can_make", lambda _, key: key.kind in compiled and key.size > 1)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
     target = random_target(LlamaConfig(**GROUPED | {"num_hidden_layers": 2}))
-    pair = settle(random_drafter(target, aux_layers=[0, 1, 2]))
-    assert {key.kind for key in warm_up(pair, tokens=100, **GREEDY)} == compiled
+    pair = settle(random_drafter(target, aux_layers=[0, 1, 2], draft_vocab_size=40))
+    assert {key.kind for key in warm_up(pair, tokens=100, **how)} == compiled
     forgotten(pair)
     for seed in range(3):
-        assert torch.equal(write(pair, seed, target=target), write(None, seed, target=target))
+        assert torch.equal(write(pair, seed, target=target, **how), write(None, seed, target=target, **how))
     assert kinds(pair) >= compiled - {"absorb"}
     assert not pair.require_binding().compiled.disabled_reason

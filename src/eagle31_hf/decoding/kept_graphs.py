@@ -266,6 +266,7 @@ def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
     """Of all weights, bit for bit; a second or two for a gigabyte, once as long as they do not change."""
     if not graphs.digest:
         digest = hashlib.blake2b(digest_size=16)
+        _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
         for name, tensor in tensors_by_name(nn.ModuleList([drafter.require_binding().model, drafter])).items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -117,8 +117,11 @@ def _of_tokens(of_vocabulary: Tensor, support: Tensor | None, width: int) -> Ten
     """
     if support is None:
         return of_vocabulary[:, :width]
+    if support.dim() == 1 and torch.compiler.is_compiling():
+        # Expanded constants would be folded, and what they were made of lost to its other readers (inductor, freezing).
+        return of_vocabulary[:, support]
     ids = support.expand(len(of_vocabulary), -1) if support.dim() == 1 else support
-    return of_vocabulary.gather(1, ids)  # `index_select` takes ten times as long on a CPU
+    return of_vocabulary.gather(1, ids)  # indexing takes ten times as long on a CPU
 
 
 def propose_chain(
