@@ -41,8 +41,9 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         )
     padding = left_padding(call.input_ids, call.attention_mask)
     carried = _carried_cache(call, padding, stats)
-    stats.fall_back(warm_up_for(call, _requested(call, compiled=True)))
-    call.drafter.stats = stats  # warming up writes texts, too
+    if call.drafter.generation_config.acceleration == "compile":
+        stats.fall_back(warm_up_for(call, _requested(call, compiled=True)))
+        call.drafter.stats = stats  # warming up writes texts, too
     requested, maker = requested_draft(call)
     request = _request(call, requested, padding, carried, stats)
     if maker is not None:

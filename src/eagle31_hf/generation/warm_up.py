@@ -18,7 +18,7 @@ from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
 from ..compiled.graphs import Graphs
 from ..decoding.calibration.measure import measure_graphs, meet_graphs
-from ..decoding.kept_graphs import compiling_ahead, why_unsuited
+from ..decoding.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..decoding.pair_history import PairHistory, setting_of
 from ..decoding.policy_choice import RequestedDraft
 from ..drafter.drafter import Eagle31Drafter
@@ -104,18 +104,16 @@ _one_at_a_time = threading.Lock()
 
 
 def warm_up_for(call: Call, requested: RequestedDraft) -> str:
-    """With `acceleration="compile"` on a CPU: what `warm_up` does, before the first text that needs it.
+    """On a CPU, what `warm_up` does, before the first text that needs it.
 
     Args:
         requested: by graphs.
 
     Returns:
-        Why the text is eager all the same; empty if it is not, or nobody asked.
+        Why the text is eager all the same; empty if it is not.
     """
     drafter, binding = call.drafter, call.drafter.require_binding()
-    if drafter.generation_config.acceleration != "compile" or binding.ahead is not None:
-        return ""
-    if binding.head_device.type in CAPTURES:
+    if binding.ahead is not None or binding.head_device.type in CAPTURES:
         return ""
     if why := why_unsuited(drafter, requested, call.processing):
         return f"steps are not compiled: {why}"
@@ -125,9 +123,12 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
     bucket = graph_sizes.slot_bucket(call.longest_text)
     wanted = setting_of(drafter, compiled=True), requested.shape, sampling, bucket
     with _one_at_a_time:
-        if wanted in Graphs.of(drafter).warmed:
+        graphs = Graphs.of(drafter)
+        if wanted in graphs.warmed:
             return ""
-        logger.warning("eagle31: compiling what this text takes, which takes minutes; later processes load it")
+        if why := refusal(drafter, graphs):
+            return f"steps are not compiled: {why}"
+        logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
         try:
             warm_up(drafter, tokens=call.longest_text, generation_config=_for_any_text(call))
         except ConfigurationError as refused:
