@@ -119,7 +119,7 @@ def measure_graphs(
     """Measure rounds of one row by graphs: with a chain, with a draft that was there already, without, and with a chain
     behind another round.
 
-    What is not there yet is captured on a CUDA device, and compiled elsewhere, which may take minutes.
+    What is not there yet is captured on a CUDA device, and compiled elsewhere while somebody compiles ahead.
 
     Args:
         drafter: attached.
