@@ -1,6 +1,8 @@
 """Stage 2: the drafter trained for what serving pays for, the expected number of accepted tokens, by a policy gradient.
 
-Drafts are drawn from the drafter and verified as rejection sampling does (temperature above 0). With acceptance
+Drafts are drawn from the drafter and verified as rejection sampling does (temperature above 0), which other engines
+serve by. Ours keeps a draft where drafter and target choose the same token by the same noise: with chance alpha at
+most, and alpha / (2 - alpha) at least (arXiv 2408.07978), so what raises one raises the other. With acceptance
 probabilities w_s = min(1, p_s(x_s) / q_s(x_s)) and alpha_j = sum_v min(p_j(v), q_j(v)),
 
     J = E_{x ~ q} [ sum_j alpha_j prod_{s<j} w_s ]
@@ -17,8 +19,8 @@ a drafter and the same settings and reports `expected_accepted`; `make_policy_mo
 Left out, and why:
 - Dividing by the group's standard deviation: it overweights contexts whose samples hardly differ, and the estimate
   would no longer be the gradient of J.
-- The chance to be reached under block verification (`sampling.accept_block`) in place of `prod w_s`, which is its lower
-  bound: other engines judge token by token.
+- The chance to be reached under block verification (arXiv 2403.10444) in place of `prod w_s`, which is its lower bound:
+  other engines judge token by token.
 - Rewards of whole trees (GTO, arXiv 2509.22134): not above stage 1 in six trials (docs/LOG.md).
 - VSD's EM over oracle-filtered samples (arXiv 2602.05774) and PPOW's cost-aware windows (arXiv 2605.14978): both need a
   model of the serving cost; draft length is chosen at run time here, by calibration.
