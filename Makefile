@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo quick test oldest lint docs figures gpu card engines
+.PHONY: help demo quick test thorough oldest lint docs figures gpu card engines
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -19,14 +19,17 @@ demo: $(VENV)/.installed  ## set up, then watch the embedded pair write: plain g
 quick: lint  ## lint, and every sixth test of each file that is neither slow nor a contract's, of model families one
 	$(TEST) --slice 6 -m "not slow and not contract and not gpu and not engines"
 
-# Mypy and mkdocs use one core each: the contract tests run beside them.
-test:  ## every check: lint, docs, all tests, the contract tests on the oldest transformers
-	@$(MAKE) --no-print-directory --jobs 3 lint docs oldest
+# Mypy and mkdocs use one core each: the contract tests run beside them. Of their cases each version has every other one.
+test:  ## every check but `make thorough`: lint, docs, all tests, contract tests on the newest or the oldest transformers
+	@$(MAKE) --no-print-directory --jobs 3 lint docs oldest SHARE="--contract-share 1"
+	$(TEST) -m "not engines" --contract-share 0
+
+thorough: oldest  ## all tests, every contract test on both versions of transformers: before a release
 	$(TEST) -m "not engines"
 
 oldest: $(OLDEST)/.installed  ## the contract tests on the oldest supported transformers
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t; print('oldest supported: transformers', t.__version__)"
-	PYTHONPATH=$(OLDEST) $(TEST) -m contract
+	PYTHONPATH=$(OLDEST) $(TEST) -m contract $(SHARE)
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(BIN)/ruff check .

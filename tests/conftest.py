@@ -17,7 +17,7 @@ from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.target.binding import TargetBinding
 from helpers import SHARED
 from hub_stand_in import hub
-from slices import sliced
+from slices import shared_out, sliced
 
 __all__ = ["hub"]  # a fixture of all
 
@@ -54,17 +54,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run every N-th test of each file, the first among them, and of model families one (`make quick`)",
     )
 
+    parser.addoption(
+        "--contract-share",
+        type=int,
+        choices=(0, 1),
+        help="run every other case of each contract test; the other share is for another version of transformers",
+    )
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests out that `--slice` leaves out, of those that marks and names have left."""
-    every = config.getoption("slice")
+    """Leave the tests out that the options leave out, of those that marks and names have left."""
+    every, share = config.getoption("slice"), config.getoption("contract_share")
     if every < 1:
         raise pytest.UsageError(f"got --slice {every}; wanted 1 (all tests) or more")
     if every > 1:
-        kept = set(sliced([(item.nodeid, _family(item)) for item in items], every))
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
-        items[:] = [item for item in items if item.nodeid in kept]
+        _keep(config, items, sliced([(item.nodeid, _family(item)) for item in items], every))
+    if share is not None:
+        contract = [item.nodeid for item in items if item.get_closest_marker("contract")]
+        others = [item.nodeid for item in items if not item.get_closest_marker("contract")]
+        _keep(config, items, [*shared_out(contract, share), *others])
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], tests: list[str]) -> None:
+    kept = set(tests)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
 
 
 def _family(item: pytest.Item) -> str:

@@ -1,9 +1,10 @@
-"""Which tests `make quick` runs."""
+"""Which tests `make quick` runs, and which contract tests `make test` runs on which version of transformers."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from zlib import crc32
 
 
 def sliced(tests: Iterable[tuple[str, str]], every: int) -> list[str]:
@@ -21,3 +22,23 @@ def sliced(tests: Iterable[tuple[str, str]], every: int) -> list[str]:
             kept.append(test)
         met[file] += 1
     return kept
+
+
+def shared_out(tests: Iterable[str], share: int) -> list[str]:
+    """Of the cases of each test every other one; a test without cases is in both shares.
+
+    Cases are put in an order of their own first: in that of their parameters every other one often has the same value.
+
+    Args:
+        tests: node ids.
+        share: 0 or 1.
+    """
+    cases = defaultdict[str, list[str]](list)
+    for test in tests:
+        cases[test.partition("[")[0]].append(test)
+    return [
+        case
+        for each in cases.values()
+        for place, case in enumerate(sorted(each, key=lambda test: crc32(test.encode())))
+        if len(each) == 1 or place % 2 == share
+    ]

@@ -1,6 +1,6 @@
-"""`make quick` leaves no file out and takes one model family of each test."""
+"""`make quick` leaves no file out and takes one family of each test; versions share the cases of contract tests."""
 
-from slices import sliced
+from slices import shared_out, sliced
 
 TESTS = [("a.py::one[llama]", "llama"), ("a.py::one[gemma]", "gemma"), ("a.py::two", ""), ("a.py::three", "")]
 OTHER = [("b.py::one[gemma]", "gemma"), ("b.py::one[llama]", "llama")]
@@ -16,3 +16,18 @@ def test_every_second_test_of_a_file():
 
 def test_a_slice_of_one_leaves_only_families_out():
     assert sliced(TESTS, 1) == ["a.py::one[llama]", "a.py::two", "a.py::three"]
+
+
+CASES = [f"a.py::one[{name}-{rows}]" for name in ("llama", "gemma", "qwen", "phi") for rows in (1, 3)]
+
+
+def test_each_case_is_in_one_share_and_a_test_without_cases_in_both():
+    first, second = (shared_out([*CASES, "a.py::two"], share) for share in (0, 1))
+    assert set(first) & set(second) == {"a.py::two"}
+    assert sorted({*first, *second}) == sorted([*CASES, "a.py::two"])
+    assert len(first) == len(second) == 5
+
+
+def test_shares_do_not_go_by_the_order_of_parameters():
+    for share in (0, 1):
+        assert {case[-2] for case in shared_out(CASES, share) if "[" in case} == {"1", "3"}

@@ -31,16 +31,22 @@ def processes() -> Iterator[CompilerProcesses]:
         yield started
 
 
+def hand_on_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that fails at once: to compile the smallest program takes a quarter of a minute."""
+    monkeypatch.setattr(torch.export, "save", lambda _, path: Path(path).write_text("no program"))
+
+
 @pytest.mark.slow
 def test_what_fails_is_told_and_the_next_package_is_written(
     processes: CompilerProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise SystemExit('modules of a working folder are not imported')")
-    failing = processes.compile(exported(), tmp_path / "missing" / "a.pt2", SETTINGS)
-    (tmp_path / "missing").write_text("a file where a folder is wanted")
+    with monkeypatch.context() as patch:
+        hand_on_no_program(patch)
+        failing = processes.compile(exported(), tmp_path / "a.pt2", SETTINGS)
     written = processes.compile(exported(), Path("b.pt2"), {**SETTINGS, "no.such.setting": 1})
-    with pytest.raises(CompilerError, match="Error: "):
+    with pytest.raises(CompilerError, match=r"Error: |BadZipFile: "):
         failing.result()
     written.result()
     code = torch._inductor.aoti_load_package(str(tmp_path / "b.pt2"))
@@ -60,22 +66,21 @@ def test_a_process_that_is_killed(processes: CompilerProcesses, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process is started for itself")
-def test_two_of_which_the_first_is_killed(tmp_path: Path) -> None:
+def test_two_of_which_the_first_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other goes on: it was forked and is nobody's child any more."""
+    hand_on_no_program(monkeypatch)
+
+    def told(processes: CompilerProcesses) -> list[bool]:
+        """Whether each of two processes has answered."""
+        jobs = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in range(2)]
+        wait(jobs)
+        return ["has ended" not in str(job.exception()) for job in jobs]
+
     with CompilerProcesses(2) as processes:
-        first = processes.compile(exported(), tmp_path / "0.pt2", SETTINGS)
-        second = processes.compile(exported(), tmp_path / "1.pt2", SETTINGS)
-        wait([first, second])
-        assert first.exception() is None
-        assert second.exception() is None
+        assert told(processes) == [True, True]
         assert len(processes._started) == 1
         processes._started[0].kill()
-        later = [processes.compile(exported(), tmp_path / f"{number}.pt2", SETTINGS) for number in (2, 3)]
-        wait(later)
-        lost = [each.exception() for each in later if each.exception()]
-    assert lost
-    assert all("has ended" in str(each) for each in lost)
-    assert len(list(tmp_path.iterdir())) == 2 + len(later) - len(lost)
+        assert sorted(told(processes)) in ([False, True], [False, False])
 
 
 def test_closing_ends_what_has_begun_and_begins_nothing_more(tmp_path: Path) -> None:

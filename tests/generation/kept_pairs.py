@@ -5,12 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import packages
@@ -19,7 +21,7 @@ from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.generation.warm_up import warm_up
-from helpers import left_padded, random_drafter, random_prompts, target_of
+from helpers import GROUPED, left_padded, random_drafter, random_prompts, random_target
 
 SETTINGS: dict[str, Any] = {
     "num_assistant_tokens": 3,
@@ -71,8 +73,14 @@ def load_exported(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     return run
 
 
-def make_pair() -> Eagle31Drafter:
-    return settle(random_drafter(target_of("llama"), aux_layers=[1, 2, 4]))
+@cache
+def kept_target() -> Any:
+    """A target of two layers: to export a step takes as long as it has layers. Shared: leave it as it is."""
+    return random_target(LlamaConfig(**GROUPED | {"num_hidden_layers": 2}))
+
+
+def make_pair(target: Any = None, **fields: Any) -> Eagle31Drafter:
+    return settle(random_drafter(target or kept_target(), aux_layers=[0, 1, 2], **fields))
 
 
 def settle(drafter: Eagle31Drafter) -> Eagle31Drafter:
@@ -87,7 +95,7 @@ def forgotten(drafter: Eagle31Drafter) -> Eagle31Drafter:
 
 
 def write(drafter: Eagle31Drafter | None, seed: int = 0, rows: int = 1, target: Any = None, **how: Any) -> Tensor:
-    target = target or target_of("llama")
+    target = target or kept_target()
     torch.manual_seed(seed)
     inputs = left_padded(random_prompts(rows, seed=seed))
     return target.generate(**inputs, assistant_model=drafter, **{"max_new_tokens": 40, **GREEDY, **how})

@@ -17,17 +17,16 @@ from kept_pairs import (
     exported_in,
     keep_graphs,
     kept_files,
+    kept_target,
     kinds,
     leave_the_compiler_out,
     make_pair,
-    settle,
     write,
 )
 
 from eagle31_hf.compiled import graphs
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from helpers import random_drafter, target_of
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +81,9 @@ def test_graphs_share_packed_weights(lent: Eagle31Drafter) -> None:
 
 def test_pieces_serve_weights_that_were_changed(lent: Eagle31Drafter) -> None:
     """A target that was trained further keeps its graphs, also while they are in use."""
-    target = copy.deepcopy(target_of("llama"))
-    drafter = settle(random_drafter(target, aux_layers=[1, 2, 4]))
-    for weight in (target.model.layers[2].mlp.up_proj.weight, target.lm_head.weight):
+    target = copy.deepcopy(kept_target())
+    drafter = make_pair(target)
+    for weight in (target.model.layers[1].mlp.up_proj.weight, target.lm_head.weight):
         with torch.no_grad():
             weight.mul_(-1.5)
         assert torch.equal(write(drafter, target=target), write(None, target=target))

@@ -82,7 +82,7 @@ def side_by_side(calls: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "each"), [("chain", 20), ("dynamic", 5), ("chain compiled", 5), ("dynamic compiled", 5), ("stock", 5)]
+    ("shape", "each"), [("chain", 8), ("dynamic", 3), ("chain compiled", 3), ("dynamic compiled", 3), ("stock", 3)]
 )
 def test_texts_are_those_of_one_call_after_the_other(shape: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)

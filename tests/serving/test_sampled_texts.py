@@ -81,8 +81,8 @@ def test_texts_in_a_crowd_are_those_of_generate(pair, rows: int) -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @torch.inference_mode()
 def test_a_text_takes_as_few_rounds_as_by_generate(pair, temperature: float) -> None:
-    """36 texts, counted: alone and with three others, by chains of the same length."""
-    samplings = [Sampling(temperature=temperature, seed=100 + number) for number in range(36)]
+    """Counted: alone and with three others, by chains of the same length."""
+    samplings = [Sampling(temperature=temperature, seed=100 + number) for number in range(2 * len(CONVERSATIONS))]
     rounds = tokens = 0
     with configured(pair.drafter, **CHAINS, speculation_loop="own"):
         for number, sampling in enumerate(samplings):
