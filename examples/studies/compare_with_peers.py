@@ -1,12 +1,13 @@
-"""The same drafter in vLLM and here: same texts, same acceptance, tokens per second in turns.
+"""The same drafter here, in vLLM and in economize, beside transformers' own ways: texts, acceptance, speed in turns.
 
-    make engines                                                    # once: vLLM in an environment of its own
-    python examples/studies/compare_with_vllm.py --out study        # the embedded pair on its own prompts
-    python examples/studies/compare_with_vllm.py --target FOLDER --drafter FOLDER --prompts chats.jsonl --out study
+    make engines                                                     # once: the others in an environment of their own
+    python examples/studies/compare_with_peers.py --out study        # the embedded pair on its own prompts
+    python examples/studies/compare_with_peers.py --target FOLDER --drafter FOLDER --prompts chats.jsonl --out study
 
 Every way writes all prompts, one after the other, in each turn; turns begin with another way each time. Texts have a
-fixed length. A table goes to standard output and to OUT/comparison.md, all figures to OUT/comparison.json. The exit
-code is 1 where texts differ, or acceptance differs by more than two points at any position.
+fixed length. A table goes to standard output and to OUT/comparison.md, all figures to OUT/comparison.json. A peer that
+does not take the drafter is left out, and the table says why. The exit code is 1 where texts differ, or acceptance
+differs by more than two points at any position.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 import transformers
-from engines.engine_process import EngineProcess, engine_python
+from engines.engine_process import EngineFailedError, EngineProcess, engine_python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
@@ -40,8 +41,9 @@ from eagle31_hf.texts.prompts import read_prompts
 
 TOLERANCE = 0.02
 """How far acceptance at a position may lie from ours."""
-PLAIN, EAGER, COMPILED = "transformers, plain", "eagle31, eager", "eagle31, compiled"
-VLLM_PLAIN, VLLM = "vLLM, plain", "vLLM, drafter"
+PLAIN, LOOKUP = "transformers, plain", "transformers, prompt lookup"
+EAGER, COMPILED = "eagle31, eager", "eagle31, compiled"
+WORKERS = {"vLLM": "vllm_worker.py", "economize": "economize_worker.py"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Result:
         first = self.turns[0]
         rounds = max(first.drafted_at, default=0)
         return 1 + sum(first.accepted_at) / rounds if rounds else None
+
+    def over(self, other: Result) -> list[float]:
+        """Its speed over another way's, turn by turn."""
+        return [ours / theirs for ours, theirs in zip(self.tok_per_s, other.tok_per_s, strict=True)]
 
     def equal_texts(self, to: Result) -> int:
         """How many texts are the other's, in every turn."""
@@ -125,12 +131,28 @@ def add_up(rows: Sequence[list[int]]) -> list[int]:
     return [sum(row[i] for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
 
 
-def by_vllm(engine: EngineProcess, new_tokens: int) -> Way:
+def by_prompt_lookup(target: Any, new_tokens: int) -> Way:
+    """Transformers' own drafts, from the text itself."""
+
+    def write(prompts: Sequence[list[int]]) -> Turn:
+        started, texts = time.perf_counter(), []
+        how = {"max_new_tokens": new_tokens, "do_sample": False, "prompt_lookup_num_tokens": 10}
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = target.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            texts.append(out[0, len(prompt) :].tolist())
+        return Turn(texts, time.perf_counter() - started)
+
+    return write
+
+
+def by_engine(engine: EngineProcess, new_tokens: int) -> Way:
     def write(prompts: Sequence[list[int]]) -> Turn:
         answer = engine.ask({"prompts": list(prompts), "new_tokens": new_tokens})
         counts = answer["counts"]
         accepted = [int(count) for count in counts.get("accepted_at", [])]
-        return Turn(answer["texts"], answer["seconds"], [int(counts.get("drafts", 0))] * len(accepted), accepted)
+        drafted = counts.get("drafted_at") or [int(counts.get("drafts", 0))] * len(accepted)
+        return Turn(answer["texts"], answer["seconds"], drafted, accepted)
 
     return write
 
@@ -154,7 +176,7 @@ def saved_drafter(given: argparse.Namespace, target: Any) -> Path:
         folder = given.out / "random-drafter"
         Eagle31Drafter.from_target(target).save_pretrained(folder)
     vllm = inspect_checkpoint(folder).engines[0]
-    if not vllm.reads:
+    if "vLLM" in given.peers and not vllm.reads:
         raise ConfigurationError(f"vLLM cannot read {folder}: {'; '.join(vllm.reasons)}; `eagle31 convert` it first")
     return folder
 
@@ -162,22 +184,31 @@ def saved_drafter(given: argparse.Namespace, target: Any) -> Path:
 def all_ways(
     given: argparse.Namespace, target: Any, drafter: Eagle31Drafter, engines: dict[str, EngineProcess]
 ) -> dict[str, Way]:
-    draft_backoff.ROUNDS_IN_VAIN = sys.maxsize  # vLLM drafts in every round, in vain or not: counts are compared
+    draft_backoff.ROUNDS_IN_VAIN = sys.maxsize  # others draft in every round, in vain or not: counts are compared
     chain = {
         "num_assistant_tokens": given.draft_tokens,
         "num_assistant_tokens_schedule": "constant",
         "draft_min_confidence": 0.0,
     }
-    ways = {PLAIN: by_transformers(target, given.new_tokens, None)}
+    ways = {PLAIN: by_transformers(target, given.new_tokens, None), LOOKUP: by_prompt_lookup(target, given.new_tokens)}
     for name, acceleration in ((EAGER, "eager"), (COMPILED, "compile")):
         if acceleration == "eager" or not given.eager:
             ways[name] = by_transformers(target, given.new_tokens, drafter, acceleration=acceleration, **chain)
-    return ways | {name: by_vllm(engine, given.new_tokens) for name, engine in engines.items()}
+    return ways | {name: by_engine(engine, given.new_tokens) for name, engine in engines.items()}
 
 
-def start_engines(given: argparse.Namespace, target: str, drafter: Path, stack: ExitStack) -> dict[str, EngineProcess]:
-    engines = {}
-    for name, drafts in ((VLLM_PLAIN, None), (VLLM, str(drafter.resolve()))):
+@dataclass
+class Engines:
+    """Other engines' processes by the way they write, and why peers were left out."""
+
+    running: dict[str, EngineProcess] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def start_engines(given: argparse.Namespace, target: str, drafter: Path, stack: ExitStack) -> Engines:
+    engines = Engines()
+    for peer, drafts in ((peer, drafts) for peer in given.peers for drafts in (None, str(drafter.resolve()))):
+        name = f"{peer}, {'plain' if drafts is None else 'drafter'}"
         settings = {
             "target": target,
             "drafter": drafts,
@@ -188,7 +219,10 @@ def start_engines(given: argparse.Namespace, target: str, drafter: Path, stack: 
         }
         log = given.out / f"{name.replace(', ', '-')}.log"
         print(f"loading {name} (its log: {log}) ...", file=sys.stderr, flush=True)
-        engines[name] = stack.enter_context(EngineProcess("vllm_worker.py", settings, log))
+        try:
+            engines.running[name] = stack.enter_context(EngineProcess(WORKERS[peer], settings, log))
+        except EngineFailedError as error:
+            engines.left_out[name] = str(error).splitlines()[-1]
     return engines
 
 
@@ -214,41 +248,45 @@ def findings(results: dict[str, Result]) -> list[str]:
         equal = result.equal_texts(results[PLAIN])
         if equal < count:
             wrong.append(f"{name}: {count - equal} of {count} texts differ from plain generate's")
-    ours, theirs = results[EAGER].acceptance, results[VLLM].acceptance
-    for position, (here, there) in enumerate(zip(ours, theirs, strict=True), 1):
-        if abs(here - there) > TOLERANCE:
-            wrong.append(f"acceptance at position {position}: {there:.3f} in vLLM, {here:.3f} here")
+    for peer, result in ((peer, results.get(f"{peer}, drafter")) for peer in WORKERS):
+        pairs = [] if result is None else zip(results[EAGER].acceptance, result.acceptance, strict=True)
+        for position, (here, there) in enumerate(pairs, 1):
+            if abs(here - there) > TOLERANCE:
+                wrong.append(f"acceptance at position {position}: {there:.3f} in {peer}, {here:.3f} here")
     return wrong
 
 
-def table(results: dict[str, Result]) -> str:
-    """Markdown: medians over the turns, their range, texts equal to plain, acceptance."""
+def table(results: dict[str, Result], left_out: dict[str, str]) -> str:
+    """Markdown: medians over the turns, their range, over plain, texts equal to plain, acceptance."""
     count = len(results[PLAIN].turns[0].texts)
     lines = [
-        "| | tokens/s, median (range) | texts as plain | acceptance length | accepted at position 1, 2, ... |",
-        "|---|---:|---:|---:|---|",
+        "| | tokens/s, median (range) | over plain | texts as plain | acceptance length | accepted at 1, 2, ... |",
+        "|---|---:|---:|---:|---:|---|",
     ]
     for name, result in results.items():
         speeds, length = result.tok_per_s, result.acceptance_length
         positions = " ".join(f"{value:.3f}" for value in result.acceptance)
         lines.append(
             f"| {name} | {median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) | "
+            f"{median(result.over(results[PLAIN])):.2f} | "
             f"{result.equal_texts(results[PLAIN])} of {count} | {'' if length is None else f'{length:.3f}'} | "
             f"{positions} |"
         )
-    if COMPILED in results:
-        pairs = zip(results[COMPILED].tok_per_s, results[VLLM].tok_per_s, strict=True)
-        ratios = [ours / theirs for ours, theirs in pairs]
-        lines += ["", f"{COMPILED} over {VLLM}, turn by turn: {', '.join(f'{ratio:.2f}' for ratio in ratios)}."]
+    ours = COMPILED if COMPILED in results else EAGER
+    for name in (name for name in results if name.endswith(", drafter")):
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in results[ours].over(results[name]))
+        lines += ["", f"{ours} over {name}, turn by turn: {ratios}."]
+    lines += [line for name, why in left_out.items() for line in ("", f"Left out: {name}: {why}")]
     return "\n".join(lines)
 
 
-def record(given: argparse.Namespace, results: dict[str, Result], engines: dict[str, EngineProcess]) -> dict[str, Any]:
+def record(given: argparse.Namespace, results: dict[str, Result], engines: Engines) -> dict[str, Any]:
     """Everything, with what it was measured on."""
     here = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
     figures = {
         name: {
             "tok_per_s": result.tok_per_s,
+            "over_plain": median(result.over(results[PLAIN])),
             "equal_texts": result.equal_texts(results[PLAIN]),
             "acceptance": result.acceptance,
             "acceptance_length": result.acceptance_length,
@@ -260,7 +298,8 @@ def record(given: argparse.Namespace, results: dict[str, Result], engines: dict[
         "date": date.today().isoformat(),
         "command": shlex.join(sys.argv),
         "settings": {name: str(value) for name, value in vars(given).items()},
-        "versions": {"here": here, **{name: engine.facts["versions"] for name, engine in engines.items()}},
+        "versions": {"here": here, **{name: engine.facts["versions"] for name, engine in engines.running.items()}},
+        "left_out": engines.left_out,
         "threads": torch.get_num_threads(),
         "load_before": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "prompts": len(results[PLAIN].turns[0].texts),
@@ -282,9 +321,9 @@ def study(given: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stack.enter_context(no_ends(target))
         engines = start_engines(given, name, folder, stack)
-        results = take_turns(all_ways(given, target, drafter, engines), prompts, given.turns)
+        results = take_turns(all_ways(given, target, drafter, engines.running), prompts, given.turns)
         everything = record(given, results, engines)
-    text = table(results)
+    text = table(results, engines.left_out)
     (given.out / "comparison.json").write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     (given.out / "comparison.md").write_text(text + "\n", encoding="utf-8")
     print(text)
@@ -299,13 +338,14 @@ def main() -> int:
     parser.add_argument("--drafter", help="its drafter; default: the embedded one")
     parser.add_argument("--random-drafter", action="store_true", help="a fresh drafter for the target in its place")
     parser.add_argument("--prompts", nargs="+", default=[], help="JSON lines of conversations; default: the embedded")
+    parser.add_argument("--peers", nargs="*", choices=list(WORKERS), default=list(WORKERS), help="default: all")
     parser.add_argument("--limit", type=int, default=25, help="conversations of each file")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--draft-tokens", type=int, default=5)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--context", type=int, help="vLLM's longest text; default: as long as is needed")
-    parser.add_argument("--eager", action="store_true", help="compile nothing, neither here nor in vLLM")
+    parser.add_argument("--context", type=int, help="longest text engines make room for; default: as needed")
+    parser.add_argument("--eager", action="store_true", help="compile nothing, neither here nor elsewhere")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     if given.target and not (given.drafter or given.random_drafter):
