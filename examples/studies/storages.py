@@ -1,61 +1,13 @@
-"""Bytes of storages as they come and go: what eager PyTorch allocates, for real tensors and for fake ones.
-
-On a machine without a card this sees what a computation takes, to within half a percent of the CPU allocator's own
-log. It cannot see workspaces inside kernels, nor tensors that no operation has made (a file mapped into memory).
-"""
+"""What rounds allocate, by the storages that they make."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from eagle31_hf.memory.storage_counter import StorageCounter
 
-_MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
-"""Operations whose input is new: `torch.tensor([...])` passes its storage through this one first."""
-
-
-class StorageCounter(TorchDispatchMode):
-    """Counts storages born while active: `live_bytes` now, `peak_bytes` at most since the last restart.
-
-    What was there before, weights for instance, is not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def restart_peak(self) -> None:
-        self.peak_bytes = self.live_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What goes in was there before, or was counted when it was made.
-        taken = () if func in _MADE_OUTSIDE else tree_leaves((args, kwargs))
-        old = {leaf.untyped_storage()._cdata for leaf in taken if isinstance(leaf, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in old:
-                self._count(leaf.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._release, key, num_bytes)
-
-    def _release(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= num_bytes
+__all__ = ["Allocation", "StorageCounter", "count_storages"]
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,55 @@ def closed_form_parameters(config: PreTrainedConfig) -> int:
     return embeddings + config.num_hidden_layers * (attention + mlp + norms) + width
 
 
+def gated_delta_parameters(config: PreTrainedConfig) -> int:
+    """Of a Qwen3.5 or 3.6, whose attention has a gate as wide as its queries."""
+    width, heads = config.hidden_size, config.linear_num_value_heads
+    keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+    mixed = 2 * keys + values
+    projections = width * (mixed + 2 * values + 2 * heads)
+    mixer = projections + mixed * config.linear_conv_kernel_dim + 2 * heads + config.linear_value_head_dim
+    q_rows, kv_rows = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    attention = width * (3 * q_rows + 2 * kv_rows) + 2 * config.head_dim
+    if experts := getattr(config, "num_experts", 0):
+        mlp = 3 * width * (experts * config.moe_intermediate_size + config.shared_expert_intermediate_size)
+        mlp += (experts + 1) * width
+    else:
+        mlp = 3 * width * config.intermediate_size
+    kinds = config.layer_types
+    layers = sum(mixer if kind == "linear_attention" else attention for kind in kinds) + len(kinds) * (mlp + 2 * width)
+    return 2 * config.vocab_size * width + layers + width
+
+
+def mamba_parameters(config: PreTrainedConfig) -> int:
+    """Of a Nemotron-H whose blocks are Mamba 2, attention or experts without a gate."""
+    width, heads = config.hidden_size, config.mamba_num_heads
+    inner = heads * config.mamba_head_dim
+    mixed = inner + 2 * config.n_groups * config.ssm_state_size
+    q_rows, kv_rows = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    routed, shared = config.moe_intermediate_size, config.moe_shared_expert_intermediate_size
+    blocks = {
+        "linear_attention": width * (inner + mixed + heads) + mixed * (config.conv_kernel + 1) + 3 * heads
+        + inner + inner * width,
+        "full_attention": width * (2 * q_rows + 2 * kv_rows),
+        "moe": config.n_routed_experts * (2 * width * routed + width) + 2 * width * shared,
+    }  # fmt: skip
+    return 2 * config.vocab_size * width + sum(blocks[kind] + width for kind in config.layers_block_type) + width
+
+
+CLOSED_FORMS = {
+    "qwen3_5_text": gated_delta_parameters,
+    "qwen3_5_moe_text": gated_delta_parameters,
+    "nemotron_h": mamba_parameters,
+}
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_counted_parameters_equal_published_totals_and_the_closed_form(name: str) -> None:
     config, published = TARGETS[name].config, TARGETS[name].num_parameters
     inventory = weight_inventory(config)
     assert len(TARGETS) >= 12
-    assert inventory.num_parameters == published == closed_form_parameters(config)
+    closed_form = CLOSED_FORMS.get(config.model_type, closed_form_parameters)
+    assert inventory.num_parameters == published == closed_form(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -6,9 +6,13 @@ import pytest
 import torch
 from batches import plain, read_in_pieces, text_of, write_all
 
+from eagle31_hf.cache.states import StateLayer
+from eagle31_hf.memory.apply_plan import plan_of_run
+from eagle31_hf.memory.ledger import UPDATE, MemorySettings
+from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from families import recurrent_target
-from helpers import random_drafter
+from helpers import configured, random_drafter
 
 ROWS = 3
 
@@ -48,3 +52,44 @@ def test_a_turn_is_resumed_where_the_last_one_ended_and_nowhere_else() -> None:
         assert third.usage.cached_tokens == 0, "a state cannot go back"
     for text in (first, second, third):
         assert text.writer.tokens == plain(target, list(text.request.prompt), 12)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_serve_holds_is_planned(rows: int) -> None:
+    """Its rows, written and parked, and the states of the prompt that is read beside them."""
+    target = recurrent_target("qwen3_5_text")
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    with torch.inference_mode(), configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule="constant"):
+        batch = TextBatch(drafter, max_rows=rows, context=64, prefill_chunk=16)
+        for number in range(rows):
+            read_in_pieces(batch, text_of([5 + number, *range(6, 20)], 12), writing=False)
+        batch.round()
+        layers: list[StateLayer] = [*batch.cache.with_states, *batch._reader.cache.with_states]
+        found = sum(layer.state_bytes for layer in layers)
+    ledger = plan_of_run(drafter, MemorySettings(64, rows, 4)).ledger
+    planned = sum(term.num_bytes for term in ledger if "states" in term.name and UPDATE in term.moments)
+    one_set = rows * read_target(target).shape.states.num_bytes
+    assert found * 0.98 <= planned <= found + one_set, "no more than a set of each row too many"
+
+
+def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
+    """A request that was cancelled while it was read, and all that a failure takes along."""
+    target = recurrent_target("qwen3_5_text")
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    prompt = list(range(5, 25))
+    with torch.inference_mode():
+        batch = TextBatch(drafter, max_rows=ROWS, context=64, prefill_chunk=16)
+        batch.begin(text_of(prompt, 8))
+        batch.read(8)
+        batch.drop_reading()
+        read_in_pieces(batch, text_of(prompt, 8), writing=False)
+        batch.round()
+        batch.reset()
+        held = [state for layer in batch.cache.with_states for state in layer.held_states(0).values()]
+        assert held
+        assert not any(state.any() for state in held)
+        again = text_of(prompt, 8)
+        read_in_pieces(batch, again, writing=False)
+        while batch.texts:
+            batch.round()
+    assert again.writer.tokens == plain(target, prompt, 8)

@@ -151,7 +151,8 @@ def test_launches(family: str) -> None:
             rebuild_states(states, last)
         counts.append(rebuilding.count)
     print(f"{family}: launches of one mixer {taped} taped, {stepped} stepped; rebuilding all layers {counts}")
-    assert counts[1] <= 60, "of all layers together, for three tokens kept"
+    assert counts[1] <= 50, "of all layers together, for three tokens kept"
+    assert max(counts) <= 50 or family == "nemotron_h", "however many are kept; Mamba 2's kernel moves the state itself"
 
 
 @contextmanager

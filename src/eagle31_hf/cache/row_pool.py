@@ -147,10 +147,11 @@ def exchange_rows(layer: SlotLayer, one: int, other: int, length: int) -> None:
 
 def wipe_row(cache: SpeculativeCache, place: int) -> None:
     """Leave nothing of what was ever written to a row; how long it is does not change."""
-    for layer in cache.layers:
-        assert isinstance(layer, SlotLayer), "rows with states are not pooled"
+    for layer in cache.attending:
         for storage in layer.storages if layer.is_initialized else ():
             storage[place].zero_()
+    for states in cache.with_states:
+        states.wipe_states(place)
 
 
 def _slots_held(layer: SlotLayer, length: int) -> int:

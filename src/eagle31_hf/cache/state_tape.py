@@ -8,14 +8,19 @@ counts go together, and each stops where it would have stopped alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..trees.host_numbers import on_device
+
+NORM_EPS = 1e-6
+"""Of keys, in every kernel of this kind."""
 
 
 class Recurrence(Protocol):
@@ -23,6 +28,8 @@ class Recurrence(Protocol):
 
     head_dims: ClassVar[tuple[int, ...]]
     """Along which dimension each input lists heads: 2 where it has tokens, `(B, T, H, *)`."""
+    working_copies: ClassVar[int]
+    """States that moving on a state takes at its worst moment, itself included."""
 
     def final_state(self, inputs: Sequence[Tensor], state: Tensor, kept: Tensor | None) -> Tensor:
         """The state `(B, H, *, *)` after the tokens that are `kept` `(B, T)`, or all. `state` may be written over."""
@@ -48,6 +55,8 @@ class Recorded:
 class GatedDelta:
     """Gated delta net and Kimi delta attention: `S <- S exp(g)`, then `S <- S + beta k (v - k S)`.
 
+    Where the kernel is told more than that keys are to be normed, it moves states on itself.
+
     Attributes:
         kernel: the model's own for one token after the other.
         options: what it is told beside tensors.
@@ -56,17 +65,46 @@ class GatedDelta:
     kernel: Callable[..., tuple[Tensor, Tensor | None]]
     options: tuple[tuple[str, Any], ...]
     head_dims: ClassVar[tuple[int, ...]] = (2, 2, 2, 2, 2)
+    working_copies: ClassVar[int] = 2
 
     def final_state(self, inputs: Sequence[Tensor], state: Tensor, kept: Tensor | None) -> Tensor:
         query, key, value, decay, beta = inputs
         if kept is not None:
             per_head = kept[..., None]
             decay, beta = decay * (per_head if decay.dim() == 3 else per_head[..., None]), beta * per_head
+        named = inspect.signature(self.kernel).parameters  # it is handed much that it does not know
+        told = {name: setting for name, setting in self.options if name in named and setting is not None}
+        is_normed = bool(told.pop("use_qk_l2norm_in_kernel", False))
+        if not told:
+            return _gated_delta((key, value, decay, beta), state.float(), is_normed=is_normed)
         _, final = self.kernel(
             query, key, value, g=decay, beta=beta, initial_state=state, output_final_state=True, **dict(self.options)
         )
         assert final is not None, "output_final_state=True"
         return final
+
+
+def _gated_delta(inputs: Sequence[Tensor], state: Tensor, *, is_normed: bool) -> Tensor:
+    """The recurrence alone, in place and in float32 as kernels compute it: outputs, which are known already, would take
+    half of the launches.
+
+    Args:
+        inputs: keys `(B, T, Hk, K)`, values `(B, T, H, V)`, logs of decays `(B, T, H)` or `(B, T, H, K)`, betas
+            `(B, T, H)`.
+        state: `(B, H, K, V)`.
+    """
+    key, value, decay, beta = (each.float() for each in inputs)
+    if is_normed:
+        key = key * torch.rsqrt((key * key).sum(-1, keepdim=True) + NORM_EPS)
+    if key.shape[2] != state.shape[1]:
+        key = key.repeat_interleave(state.shape[1] // key.shape[2], dim=2)
+    decay = decay.exp()[..., None] if decay.dim() == 4 else decay.exp()[..., None, None]
+    learned_key, learned_value = key * beta[..., None], value * beta[..., None]
+    for t in range(key.shape[1]):
+        state.mul_(decay[:, t])
+        known = (state * learned_key[:, t, :, :, None]).sum(-2)
+        state.addcmul_(key[:, t, :, :, None], (learned_value[:, t] - known)[:, :, None])
+    return state
 
 
 @dataclass(frozen=True)
@@ -81,28 +119,70 @@ class SelectiveScan:
     kernel: Callable[..., Tensor]
     dt_softplus: bool
     head_dims: ClassVar[tuple[int, ...]] = (2, 2, 2, 2, 0, 0, 0)  # x, dt, B, C of each token; A, D, dt_bias
+    working_copies: ClassVar[int] = 6
 
     def final_state(self, inputs: Sequence[Tensor], state: Tensor, kept: Tensor | None) -> Tensor:
-        x, dt, *others = inputs
+        x, dt, b, _, a, _, dt_bias = inputs
         if kept is not None:
             dt = dt.masked_fill(~kept[..., None], float("-inf"))
-        self.scan((x, dt, *others), state)
+        for _output in self._steps((x, dt, b, b, a, dt_bias), None, state):  # outputs nobody wants need no C and no D
+            pass
         return state
 
     def scan(self, inputs: Sequence[Tensor], state: Tensor) -> Tensor:
         """Outputs `(B, T, H, P)`; the state is moved on."""
-        x, dt, b, c, a, d, dt_bias = inputs
+        *others, d, dt_bias = inputs
+        return torch.stack(list(self._steps((*others, dt_bias), d, state)), dim=1)
+
+    def _steps(self, inputs: Sequence[Tensor], d: Tensor | None, state: Tensor) -> Iterator[Tensor]:
+        """Outputs `(B, H, P)` of one token after the other."""
+        x, dt, b, c, a, dt_bias = inputs
         head_dim, state_size = x.shape[-1], b.shape[-1]
         a = a[:, None, None].expand(-1, head_dim, state_size)
-        d, dt_bias = (each[:, None].expand(-1, head_dim) for each in (d, dt_bias))
-        steps = [
-            self.kernel(
+        dt_bias, d = dt_bias[:, None].expand(-1, head_dim), None if d is None else d[:, None].expand(-1, head_dim)
+        for t in range(x.shape[1]):
+            yield self.kernel(
                 state, x[:, t], dt[:, t, :, None].expand(-1, -1, head_dim), a, b[:, t], c[:, t], d, z=None,
                 dt_bias=dt_bias, dt_softplus=self.dt_softplus,
-            )
-            for t in range(x.shape[1])
-        ]  # fmt: skip
-        return torch.stack(steps, dim=1)
+            )  # fmt: skip
+
+
+class Kernels(NamedTuple):
+    """Names, in modeling files, of a kernel for many tokens and of that for one, and what both compute."""
+
+    many: str
+    one: str
+    recurrence: type[GatedDelta] | type[SelectiveScan]
+    decays_by_channel: bool = False
+
+    def gate_bytes(self, state: Sequence[int], element_bytes: int) -> int:
+        """What a record of one token has beside what the convolution made.
+
+        Args:
+            state: shape of a row's recurrent state, `(H, *, *)`.
+            element_bytes: of the model's activations.
+        """
+        heads = state[0]
+        if self.recurrence is SelectiveScan:
+            return heads * element_bytes
+        return heads * ((state[1] if self.decays_by_channel else 1) * 4 + element_bytes)  # decays, in fp32, and betas
+
+
+RECORDED_KERNELS = (
+    Kernels("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", GatedDelta),
+    Kernels("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", GatedDelta, decays_by_channel=True),
+    Kernels("mamba2_chunk_scan", "mamba2_selective_state_update", SelectiveScan),
+)
+
+
+def kernels_of(mixer: nn.Module) -> Kernels | None:
+    """Those that the mixer's forward calls, if they can be recorded."""
+    code = getattr(inspect.unwrap(type(mixer).forward), "__code__", None)
+    names, file = set(code.co_names) if code is not None else set(), sys.modules.get(type(mixer).__module__)
+    for kernels in RECORDED_KERNELS:
+        if {kernels.many, kernels.one} <= names and hasattr(file, kernels.many) and hasattr(file, kernels.one):
+            return kernels
+    return None
 
 
 def rebuild_states(taped: Sequence[tuple[Tensor, Recorded]], last: Sequence[int]) -> None:

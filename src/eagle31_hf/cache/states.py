@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import IncompatibleTargetError
@@ -266,8 +266,12 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what is committed and of what blocks leave."""
-        return sum(state.nbytes for states in (self._committed, self._nodes) for state in states.values())
+        """Bytes of what is committed, of what blocks leave, and of what is recorded of the last one."""
+        held = [*self._committed.values(), *self._nodes.values(), *self._windows.values()]
+        for recorded in self._records.values():
+            held += [tensor for tensor in recorded.inputs if not isinstance(tensor, nn.Parameter)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(storages.values())  # inputs are views of what the convolution made: that is what stays
 
     def release_nodes(self) -> None:
         """Give back what the next block makes again."""
@@ -299,6 +303,12 @@ class StateLayer(LinearAttentionLayer):
             if key not in self._committed:
                 self._own(key, state)
             self._committed[key][row].copy_(state[source_row])
+
+    def wipe_states(self, row: int) -> None:
+        """Leave nothing of what was ever written to a row."""
+        for state in self._committed.values():
+            state[row].zero_()
+        self.release_nodes()
 
     def exchange_states(self, one: int, other: int) -> None:
         """Let two rows change places."""

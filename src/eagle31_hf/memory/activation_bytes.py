@@ -7,6 +7,7 @@ tensors and confirmed by such traces in the tests. `T = B*C` tokens run at once,
     while a layer's MLP runs       4H + 3I per token: embeddings, layer input, residual, normed; gate, up, product
     while its attention runs       3H + 2 n_q d per token, and the mask repeated for each query head of a group; without
                                    a fused kernel keys and values, repeated for every query head
+    while a recurrent layer runs   what the model is seen to take on the meta device (`state_bytes`)
     always                         rotary tables, masks, the hidden states being tapped
 
 Left out: workspaces inside kernels, and padding of a mask whose row length is no multiple of 8.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..trees.shape import RESIDENT_QUERIES, repeats_mask
+from .state_bytes import StateShape
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class DecoderShape:
         element_bytes: of activations and of an unquantised cache.
         score_bytes: held per attention score by attention without a fused kernel; 0 with one.
         kv_by_layer: per layer, heads its cache tells apart and the elements a slot of one of them takes; empty: as
-            above. Latent attention caches less than it attends to; where layers differ, above are the widest's sizes.
+            above. Latent attention caches less than it attends to; where layers differ, above are the widest's sizes;
+            a layer that does not attend keeps nothing.
+        states: of layers that keep recurrent and convolution states; `None`: there are none.
     """
 
     hidden_size: int
@@ -46,6 +50,7 @@ class DecoderShape:
     element_bytes: int = 2
     score_bytes: int = 0
     kv_by_layer: tuple[tuple[int, int], ...] = ()
+    states: StateShape | None = None
 
     @property
     def num_layers(self) -> int:
@@ -138,7 +143,8 @@ def target_forward_bytes(shape: DecoderShape, block: Block, *, taps: int) -> int
     mlp = rows * (4 * shape.hidden_size + shape.mlp_units) * b
     norm = rows * (3 * b + 12) * shape.hidden_size  # fp32 copy, its square, the normed product
     attention = 3 * rows * shape.hidden_size * b + _attention_bytes(shape, block)
-    return always + max(mlp, norm, attention)
+    mixers = 0 if shape.states is None else rows * shape.states.forward_token
+    return always + max(mlp, norm, attention, mixers)
 
 
 def _attention_bytes(shape: DecoderShape, block: Block) -> int:

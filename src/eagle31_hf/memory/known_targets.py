@@ -1,6 +1,7 @@
 """Shapes of targets people run at home, so that plans and tables can be made without a network.
 
-Sizes are those of each model's published `config.json`; parameter totals those of its safetensors index.
+Sizes are those of each model's published `config.json`; parameter totals those of its safetensors index, of Qwen3.5 and
+3.6 those of GGUF files of the decoder alone.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
+
+NEMOTRON_3_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ def _target(
 
 
 def known_targets() -> dict[str, KnownTarget]:
-    """By the name people call them. Gemma 3 without its vision tower."""
+    """By the name people call them; decoders alone, without vision towers and heads for further tokens (MTP)."""
     return {
         "Llama 3.1 8B": _target(LlamaConfig, (4096, 14336, 32, 32, 8, 128256), 131072, 8_030_261_248),
         "Llama 3.1 70B": _target(LlamaConfig, (8192, 28672, 80, 64, 8, 128256), 131072, 70_553_706_496),
@@ -74,7 +81,33 @@ def known_targets() -> dict[str, KnownTarget]:
             sliding_window=1024,
             tie_word_embeddings=True,
         ),
+        **_hybrid_targets(),
     }
+
+
+def _hybrid_targets() -> dict[str, KnownTarget]:
+    """Those of which most layers keep a recurrent state instead of keys and values."""
+    return {
+        "Qwen3.5 9B": _target(
+            Qwen3_5TextConfig, (4096, 12288, 32, 16, 4, 248320), 262144, 8_953_803_264, head_dim=256,
+            linear_num_value_heads=32,
+        ),
+        "Qwen3.6 27B": _target(
+            Qwen3_5TextConfig, (5120, 17408, 64, 24, 4, 248320), 262144, 26_895_998_464, head_dim=256,
+            linear_num_value_heads=48,
+        ),
+        "Qwen3.6 35B-A3B": _target(
+            Qwen3_5MoeTextConfig, (2048, 512, 40, 16, 2, 248320), 262144, 34_660_610_688, head_dim=256,
+            linear_num_value_heads=32, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+        ),
+        "Nemotron 3 Nano 30B-A3B": _target(
+            NemotronHConfig, (2688, 1856, 52, 32, 2, 131072), 262144, 31_577_937_344, head_dim=128, mamba_num_heads=64,
+            mamba_head_dim=64, ssm_state_size=128, n_groups=8, n_routed_experts=128, num_experts_per_tok=6,
+            moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+            layers_block_type=[_BLOCKS[block] for block in NEMOTRON_3_NANO],
+        ),
+    }  # fmt: skip
 
 
 def find_known_target(name: str) -> KnownTarget | None:

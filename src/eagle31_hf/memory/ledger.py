@@ -37,6 +37,7 @@ from .captured_steps import FORMULA, input_output_bytes, recorded_lengths, works
 from .cards import Card
 from .drafter_facts import DrafterFacts
 from .quantization_schemes import SCHEMES, Quantization
+from .state_bytes import StateShape
 from .target_facts import TargetFacts
 
 LOAD, PREFILL, DRAFTER_PREFILL = "load", "prefill chunk", "drafter prefill"
@@ -137,9 +138,11 @@ def build_ledger(
 
 
 def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) -> bool:
-    """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device."""
+    """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device,
+    and layers with states are read eagerly."""
     waits = target.quantization.method == "bnb-int8" or settings.drafter_precision == "int8"
-    return settings.speculates and card.kind == "cuda" and settings.cache_type == "full" and not waits
+    is_captured = settings.cache_type == "full" and not waits and target.shape.states is None
+    return settings.speculates and card.kind == "cuda" and is_captured
 
 
 def bytes_by_moment(terms: tuple[LedgerTerm, ...]) -> dict[str, int]:
@@ -201,6 +204,7 @@ def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int, c
     accept = accept_bytes(shape, verify.rows) + verify.rows * tapped
     return [
         *_cache_terms("target", shape, settings, captured=captured),
+        *_state_terms(shape.states, settings),
         LedgerTerm("prefill activations", prefilled, _LAYER_FORMULA, (PREFILL,)),
         LedgerTerm("prefill logits", logits_bytes(shape, batch * batch), "B*B*V * b", (PREFILL, DRAFTER_PREFILL)),
         LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
@@ -252,6 +256,27 @@ def _cache_terms(owner: str, shape: DecoderShape, settings: MemorySettings, *, c
         LedgerTerm(f"{owner} cache, {kind}", stored, formula, KEPT if captured else RUNNING),
         LedgerTerm(f"{owner} layer unpacked", unpacked, "B * slots * n_kv(dk+dv) * b of one layer", RUNNING),
         LedgerTerm(f"{owner} mask", mask, "2^ceil(log2 N) * slots * b", RUNNING),
+    ]
+
+
+def _state_terms(states: StateShape | None, settings: MemorySettings) -> list[LedgerTerm]:
+    """Recurrent and convolution states: S bytes of one row, of which layers that keep a record of a chain have R."""
+    if states is None:
+        return []
+    batch, nodes, is_tree = settings.batch, settings.shape.nodes, settings.shape.is_tree
+    one = states.num_bytes
+    left, left_formula = states.block_bytes(nodes, is_tree=is_tree), "B*N*S" if is_tree else "B * (N*(S-R) + R)"
+    tape = states.tape_bytes(nodes, is_tree=is_tree)
+    rebuilding = states.rebuilding if tape else 0
+    return [
+        LedgerTerm("target states", batch * one, "B*S", RUNNING),
+        LedgerTerm("target states, of a chunk", batch * one, "B*S", (PREFILL, DRAFTER_PREFILL)),
+        LedgerTerm("target states, of a draft", batch * left, left_formula, ROUND),
+        LedgerTerm("target states, recorded", batch * tape, "B * layers * ((K+T)*2*channels*b + T*gates)", ROUND),
+        LedgerTerm(
+            "target states, rebuilt", batch * rebuilding, "B * recurrent states, 2 times (Mamba 2: 6)", (ACCEPT,)
+        ),
+        LedgerTerm("target states, snapshots", max(batch, 2) * one, "max(B, 2) * S", RUNNING),
     ]
 
 

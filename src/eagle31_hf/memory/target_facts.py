@@ -16,6 +16,7 @@ from .activation_bytes import DecoderShape
 from .folder_facts import PlainDecoder, read_plain_decoder
 from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import SCHEMES, Quantization, scheme
+from .state_bytes import state_shape
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
     """Activation and cache sizes of a model of this configuration.
 
     Raises:
-        MemoryPlanError: it has layers without keys and values (recurrent ones), which no draft can be verified on.
+        MemoryPlanError: it has layers that no draft can be verified on, or states that cannot be counted.
     """
     from ..cache.spans import kinds_from_config
 
@@ -157,11 +158,6 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         kept = kinds_from_config(text, None, 1)
     except IncompatibleTargetError as error:
         raise MemoryPlanError(str(error)) from error
-    if any(kept.num_states):
-        raise MemoryPlanError(
-            f"{text.model_type} has layers with recurrent states, whose bytes plans do not count yet; drafting works "
-            "without a plan"
-        )
     layers = sizes_by_layer(text)
     widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -180,7 +176,11 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         score_bytes=_score_bytes(
             text.model_type, attention, getattr(text, "_attn_implementation", None), packing.dtype_bytes
         ),
-        kv_by_layer=tuple((layer.cached_heads, layer.cached_elements) for layer in layers),
+        kv_by_layer=tuple(
+            (layer.cached_heads, layer.cached_elements) if attends else (0, 0)
+            for layer, attends in zip(layers, kept.attends, strict=True)
+        ),
+        states=state_shape(config, packing.dtype_bytes) if any(kept.num_states) else None,
     )
 
 

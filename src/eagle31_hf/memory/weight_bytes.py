@@ -169,12 +169,26 @@ def weight_inventory(config: PreTrainedConfig) -> WeightInventory:
         MemoryPlanError: transformers knows no causal language model for this configuration.
     """
     config_class: Any = type(config)
-    return _inventory(config_class, config.to_json_string(use_diff=False))
+    return _inventory(config_class, config_json(config))
+
+
+def config_json(config: PreTrainedConfig) -> str:
+    """All fields; unlike transformers' own text of them it reads back as it was where one is infinite."""
+    return json.dumps(config.to_dict(), default=str)
 
 
 @lru_cache(maxsize=32)
 def _inventory(config_class: Any, config_json: str) -> WeightInventory:
-    return inventory_of(_meta_model(_config_from_json(config_class, config_json)))
+    return inventory_of(meta_model(config_class, config_json))
+
+
+def meta_model(config_class: Any, config_json: str) -> PreTrainedModel:
+    """The bf16 model `AutoModelForCausalLM` makes of a configuration, without memory for its weights.
+
+    Raises:
+        MemoryPlanError: transformers knows no causal language model for this configuration.
+    """
+    return _meta_model(_config_from_json(config_class, config_json)).eval()
 
 
 def _config_from_json(config_class: type[PreTrainedConfig], config_json: str) -> PreTrainedConfig:

@@ -9,18 +9,16 @@ to where it would have gone.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..cache.state_tape import GatedDelta, Recorded, SelectiveScan
+from ..cache.state_tape import GatedDelta, Kernels, Recorded, SelectiveScan, kernels_of
 
 _running = threading.local()
 _SETTINGS = (bool, int, float, str, type(None))
@@ -57,26 +55,13 @@ def _selective_scan(single: Callable[..., Any], records: list[Recorded], args: t
     x, dt, a, b, c = args
     d, dt_bias, state = others
     recurrence = SelectiveScan(single, bool(kwargs.get("dt_softplus")))
-    inputs = (x, dt, b, c, a, d, dt_bias)
+    inputs = (x, dt.clone(), b, c, a, d, dt_bias)  # dt is a slice of a much larger projection, which may go
     records.append(Recorded(recurrence, inputs))  # type: ignore[arg-type]
     outputs = recurrence.scan(inputs, state)  # type: ignore[arg-type]
     return (outputs, state) if kwargs.get("return_final_states") else outputs
 
 
-@dataclass(frozen=True)
-class KernelPair:
-    """Names, in modeling files, of a kernel for many tokens and of that for one, and how the second does the first."""
-
-    many: str
-    one: str
-    answer: Callable[..., Any]
-
-
-PAIRS = (
-    KernelPair("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _gated_delta),
-    KernelPair("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _gated_delta),
-    KernelPair("mamba2_chunk_scan", "mamba2_selective_state_update", _selective_scan),
-)
+_ANSWERS: dict[type, Callable[..., Any]] = {GatedDelta: _gated_delta, SelectiveScan: _selective_scan}
 
 
 class KernelTape:
@@ -84,49 +69,46 @@ class KernelTape:
 
     Args:
         module: the file's.
-        pair: what its mixers call.
+        kernels: what its mixers call.
     """
 
     _held: ClassVar[dict[tuple[str, str], int]] = {}
     _lock: ClassVar = threading.Lock()
 
-    def __init__(self, module: Any, pair: KernelPair):
-        self._module, self._pair = module, pair
+    def __init__(self, module: Any, kernels: Kernels):
+        self._module, self._kernels = module, kernels
 
     @classmethod
     def of(cls, mixer: nn.Module) -> KernelTape | None:
-        """`None` where the mixer calls none of the pairs."""
-        names = set(inspect.unwrap(type(mixer).forward).__code__.co_names)
-        module = sys.modules.get(type(mixer).__module__)
-        for pair in PAIRS:
-            if {pair.many, pair.one} <= names and hasattr(module, pair.many) and hasattr(module, pair.one):
-                return cls(module, pair)
-        return None
+        """`None` where the mixer calls none that can be recorded."""
+        kernels = kernels_of(mixer)
+        return None if kernels is None else cls(sys.modules[type(mixer).__module__], kernels)
 
     def hold(self) -> None:
         """Intercept, until as many have let go."""
-        key = (self._module.__name__, self._pair.many)
+        key = (self._module.__name__, self._kernels.many)
         with self._lock:
             if not self._held.get(key):
-                setattr(self._module, self._pair.many, self._intercepting(getattr(self._module, self._pair.many)))
+                setattr(self._module, self._kernels.many, self._intercepting(getattr(self._module, self._kernels.many)))
             self._held[key] = self._held.get(key, 0) + 1
 
     def let_go(self) -> None:
         """The last one leaves the file as it was."""
-        key = (self._module.__name__, self._pair.many)
+        key = (self._module.__name__, self._kernels.many)
         with self._lock:
             self._held[key] -= 1
             if not self._held[key]:
-                setattr(self._module, self._pair.many, getattr(self._module, self._pair.many)._own)
+                setattr(self._module, self._kernels.many, getattr(self._module, self._kernels.many)._own)
 
     def _intercepting(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        module, pair = self._module, self._pair
+        module, kernels = self._module, self._kernels
 
         @functools.wraps(own)
         def kernel(*args: Any, **kwargs: Any) -> Any:
             records = None if torch.compiler.is_compiling() else getattr(_running, "records", None)
             if records is not None:
-                answered = pair.answer(getattr(module, pair.one), records, args, kwargs)
+                answer = _ANSWERS[kernels.recurrence]
+                answered = answer(getattr(module, kernels.one), records, args, kwargs)
                 if answered is not NotImplemented:
                     return answered
             return own(*args, **kwargs)

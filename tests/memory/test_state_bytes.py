@@ -1,0 +1,204 @@
+"""Recurrent and convolution states in a plan, against the bytes that caches hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from storages import StorageCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+
+from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.cache.state_tape import GatedDelta
+from eagle31_hf.cache.stock import StateSnapshot
+from eagle31_hf.memory.activation_bytes import Block, full_cache_bytes, target_forward_bytes
+from eagle31_hf.memory.apply_plan import plan_of_run
+from eagle31_hf.memory.cards import Card
+from eagle31_hf.memory.known_targets import known_targets
+from eagle31_hf.memory.ledger import PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
+from eagle31_hf.memory.target_facts import read_target
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.target.grouped_attention import attending_grouped
+from eagle31_hf.target.mixers import Mixers
+from families import RECURRENT_FAMILIES, recurrent_config, recurrent_target
+from helpers import configured, random_drafter
+
+FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1", "kimi_linear", "bamba")
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_assistant_tokens": 4},
+    "tree": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 17},
+    "none": {"num_assistant_tokens": 1},
+}
+
+
+def states_of(ledger: tuple[LedgerTerm, ...], moment: str) -> int:
+    """What caches hold: without the snapshot, and what comes and goes while states are rebuilt."""
+    held = {"target states", "target states, of a chunk", "target states, of a draft", "target states, recorded"}
+    return sum(term.num_bytes for term in ledger if term.name in held and moment in term.moments)
+
+
+@contextmanager
+def watched_caches() -> Iterator[dict[str, int]]:
+    """Most state bytes a cache has had, where a prompt's chunk was committed and where drafts were."""
+    held: dict[str, int] = {}
+    own = SpeculativeCache._settle_states
+
+    def settle(cache: SpeculativeCache, *args: Any) -> None:
+        moment = VERIFY if cache.placement.reading.keeps_nodes else PREFILL
+        now = sum(layer.state_bytes for layer in cache.with_states)
+        held[moment] = max(held.get(moment, 0), now)
+        own(cache, *args)
+
+    with mock.patch.object(SpeculativeCache, "_settle_states", settle):
+        yield held
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_what_caches_hold(family: str, rows: int, shape: str) -> None:
+    target = recurrent_target(family)
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    prompts = torch.randint(3, 96, (rows, 12), generator=torch.Generator().manual_seed(0))
+    settings = MemorySettings(
+        40, rows, SHAPES[shape]["num_assistant_tokens"], SHAPES[shape].get("draft_tree_size"), prefill_chunk=12
+    )
+    ledger = plan_of_run(drafter, settings).ledger
+    with configured(drafter, num_assistant_tokens_schedule="constant", **SHAPES[shape]), watched_caches() as held:
+        target.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=12, pad_token_id=0,
+            assistant_model=drafter,
+        )  # fmt: skip
+    for moment, found in held.items():
+        assert states_of(ledger, moment) == pytest.approx(found, rel=0.02), moment
+    assert held.keys() == {PREFILL, VERIFY}
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_keys_and_values_are_those_of_layers_that_attend(family: str) -> None:
+    if family == "mamba2":
+        pytest.skip("nothing attends")
+    model = recurrent_target(family)
+    config = model.config
+    shape = read_target(config, "fp32").shape
+    cache = SpeculativeCache.from_config(config, batch_size=1, capacity=32, block=8)
+    stock = DynamicCache(config=config.get_text_config())
+    model(torch.tensor([[5, 6, 7]]), **{CACHE_ARGUMENT: stock})
+    cache.load_dynamic(stock)
+    held = sum(layer.num_bytes for layer in cache.attending)
+    assert shape.kv_elements(32, 8) * 4 == held
+
+
+def test_a_snapshot_is_within_its_term() -> None:
+    target = recurrent_target("qwen3_5_text")
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    ids = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=target.config)
+    taken: list[StateSnapshot] = []
+    own = SpeculativeCache.held_states
+
+    def held_states(cache: SpeculativeCache) -> StateSnapshot:
+        taken.append(own(cache))
+        return taken[-1]
+
+    with configured(drafter, num_assistant_tokens=4), mock.patch.object(SpeculativeCache, "held_states", held_states):
+        target.generate(ids, max_new_tokens=4, pad_token_id=0, assistant_model=drafter, **{CACHE_ARGUMENT: cache})
+    (snapshot,) = taken
+    found = sum(state.nbytes for states in snapshot.states.values() for state in states.values())
+    (term,) = [t for t in plan_of_run(drafter, MemorySettings(40)).ledger if t.name == "target states, snapshots"]
+    assert found == term.num_bytes / 2
+
+
+AS_LARGE_AS_REAL_ONES: dict[str, dict[str, int]] = {
+    "qwen3_5_text": {
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "nemotron_h": {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", AS_LARGE_AS_REAL_ONES)
+def test_rebuilding_takes_what_is_planned(family: str) -> None:
+    target = recurrent_target(family, **AS_LARGE_AS_REAL_ONES[family])
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    ids = torch.randint(3, 96, (1, 8), generator=torch.Generator().manual_seed(0))
+    peaks: list[int] = []
+    own = SpeculativeCache._settle_states
+
+    def settle(cache: SpeculativeCache, *args: Any) -> None:
+        with StorageCounter() as counter:
+            own(cache, *args)
+        if cache.placement.reading.keeps_nodes and cache.placement.num_tokens > 1:
+            peaks.append(counter.peak_bytes)
+
+    with configured(drafter, num_assistant_tokens=4), mock.patch.object(SpeculativeCache, "_settle_states", settle):
+        target.generate(ids, max_new_tokens=8, pad_token_id=0, assistant_model=drafter)
+    states = read_target(target).shape.states
+    assert states is not None
+    assert states.rebuilding == pytest.approx(max(peaks), rel=0.05)
+
+
+def test_rounds_of_such_targets_are_not_captured() -> None:
+    """Nor is it planned that recordings stay."""
+    card = Card("a card", "cuda", 24 * 2**30, 24 * 2**30)
+    target = read_target(recurrent_config("qwen3_5_text"))
+    assert not captures_steps(target, card, MemorySettings(64))
+    assert captures_steps(replace(target, shape=replace(target.shape, states=None)), card, MemorySettings(64))
+    assert not any(term.name == "recordings" for term in build_ledger(target, None, card, MemorySettings(64)))
+
+
+def test_states_follow_the_dtype_or_do_not() -> None:
+    """Windows are kept in the model's dtype, recurrent states as its kernels leave them."""
+    config: PreTrainedConfig = recurrent_config("qwen3_5_text")
+    half, full = (read_target(config, dtype).shape.states for dtype in ("bf16", "fp32"))
+    assert half is not None
+    assert full is not None
+    assert half.rebuilding == full.rebuilding
+    recurrent = half.rebuilding // GatedDelta.working_copies
+    assert half.taped - recurrent == (full.taped - recurrent) / 2
+
+
+FOUR_LAYERS: dict[str, dict[str, Any]] = {
+    "Qwen3.5 9B": {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "Nemotron 3 Nano 30B-A3B": {
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUR_LAYERS)
+def test_the_peak_of_a_prompt_matches_a_trace(name: str) -> None:
+    """Of the second chunk of two, with fake tensors: most of it is what the reference kernels take for a token."""
+    known, chunk = known_targets()[name].config, 1024
+    fields = {**known.to_dict(), "vocab_size": 1000, **FOUR_LAYERS[name]}
+    config = type(known)(**{key: value for key, value in fields.items() if value is not None})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        mixers = Mixers.hold(model)
+        with torch.no_grad(), StorageCounter() as counter, attending_grouped(model.config):
+            cache = SpeculativeCache.from_config(config, batch_size=1, capacity=2 * chunk, block=chunk)
+            for _ in range(2):
+                cache.place(chunk)
+                counter.restart_peak()
+                model(
+                    torch.zeros(1, chunk, dtype=torch.long),
+                    attention_mask=cache.attention_mask(dtype=torch.bfloat16),
+                    position_ids=cache.position_ids(),
+                    logits_to_keep=1,
+                    **{CACHE_ARGUMENT: cache},
+                )
+                cache.commit(chunk)
+        mixers.let_go()
+    shape = read_target(config, "bf16").shape
+    assert shape.states is not None
+    held = full_cache_bytes(shape, 2 * chunk, chunk) + 2 * shape.states.num_bytes
+    planned = held + target_forward_bytes(shape, Block(1, chunk, 2 * chunk, 2 * chunk), taps=0)
+    assert planned == pytest.approx(counter.peak_bytes, rel=0.04)
