@@ -203,3 +203,32 @@ def test_a_pickle_is_downloaded_only_without_safetensors(tmp_path, monkeypatch, 
     wanted_pickle = [any("bin" in pattern for pattern in patterns) for patterns, *_ in asked]
     assert wanted_pickle == ([False] if has_safetensors else [False, True])
     assert all(rest == ["main", "t"] for _, *rest in asked)
+
+
+def test_a_folder_of_a_repository_is_a_drafter_of_its_own(tmp_path, monkeypatch):
+    """Two drafters of one target, of the whole vocabulary and of a part of it."""
+    folders = {"compressed": layout("midlayer"), "full": layout("midlayer", lm_head__weight=(20, 8))}
+    asked = []
+
+    def snapshot(repo_id, *, allow_patterns, ignore_patterns, **options):
+        asked.append((repo_id, tuple(allow_patterns), tuple(ignore_patterns)))
+        for name, tensors in folders.items():
+            if f"{name}/config.json" in allow_patterns:
+                whole = {key: tensor for key, tensor in tensors.items() if name != "full" or key not in ("d2t", "t2d")}
+                save(tmp_path / name, PLAIN | {"draft_vocab_size": 20 if name == "full" else 5}, whole)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(CheckpointNotFoundError, match=r"has no config\.json on the Hub; .*'someone/drafter/FOLDER'"):
+        read_checkpoint("someone/drafter")
+    assert read_checkpoint("someone/drafter/full").config.draft_vocab_size == 20
+    assert read_checkpoint("someone/drafter/compressed").config.draft_vocab_size == 5
+    assert {repo for repo, *_ in asked} == {"someone/drafter"}
+    assert asked[-1][1:] == (
+        ("compressed/config.json", "compressed/*.safetensors", "compressed/model.safetensors.index.json"),
+        ("compressed/*/*",),
+    )
+    with pytest.raises(CheckpointNotFoundError, match=r"no config\.json on the Hub; check the folder's name"):
+        read_checkpoint("someone/drafter/half")
+    with pytest.raises(CheckpointNotFoundError, match="its folders compressed, full have; pass one of them"):
+        read_checkpoint(tmp_path)

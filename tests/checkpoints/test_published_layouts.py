@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoints import D2T, LAYER_0, PLAIN, SAFEAILAB, SPECFORGE, layout, random_tensors, save, speculators_config
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import expected_shapes, inspect_checkpoint, read_checkpoint
 from eagle31_hf.errors import CheckpointFormatError
+from families import recurrent_target
 from helpers import SHARED
 
 
@@ -202,3 +204,69 @@ def test_ids_that_no_engine_looks_for_are_read_and_told(tmp_path, place):
     assert not summary.notes, "that key has one meaning"
     for engine in summary.engines:
         assert any(f"does not look for layer ids in {place}" in reason for reason in engine.reasons)
+
+
+# --- published for targets of which most layers keep states ----------------------------------------------------------
+# Every block counts, whatever it keeps: Nemotron's experts have blocks of their own.
+
+NEMOTRON = ["linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe"]
+HYBRID_DRAFTERS = {
+    # Qwen3.6-27B, EAGLE 3.1 by SpecForge, and Qwen3.5-9B and 397B-A17B, which name no layers
+    "specdrift": (SPECFORGE | {"fc_norm": True, "norm_output": True}, "layers.0", 64, [2, 32, 61]),
+    "sharegpt": (SPECFORGE, "midlayer", 32, [2, 16, 29]),
+    # Qwen3.5-MoE, by speculators, whose ids are those of the states that enter layers
+    "a1-agents": (speculators_config(eagle_aux_hidden_state_layer_ids=[3, 19, 39]), "layers.0", 40, [3, 19, 39]),
+    # Qwen3-Coder-Next, whose taps are the outputs of layers that attend
+    "coder-next": (
+        SPECFORGE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 23, 47]}},
+        "midlayer",
+        48,
+        [3, 23, 47],
+    ),
+    # Nemotron-Cascade-2-30B-A3B, whose drafter sees a window
+    "cascade": (
+        PLAIN
+        | {
+            "eagle_aux_hidden_state_layer_ids": [2, 26, 48],
+            "sliding_window": 4096,
+            "layer_types": ["sliding_attention"],
+        },
+        "midlayer",
+        52,
+        [2, 26, 48],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYBRID_DRAFTERS)
+def test_drafters_for_hybrids(tmp_path, name):
+    config, first_layer, blocks, layers = HYBRID_DRAFTERS[name]
+    norms = {f"fc_norm__{slot}__weight": (8,) for slot in range(3)} if config.get("fc_norm") else {}
+    checkpoint = read_checkpoint(save(tmp_path, config, layout(first_layer, **norms)))
+    assert checkpoint.config.resolve_aux_layers(blocks) == tuple(layers)
+    assert checkpoint.config.is_eagle31 == (name == "specdrift")
+    assert checkpoint.config.sliding_window == (4096 if name == "cascade" else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "fields"),
+    [
+        ("a1-agents", "qwen3_5_moe_text", {"num_hidden_layers": 40, "layer_types": None}),
+        ("cascade", "nemotron_h", {"layers_block_type": (NEMOTRON * 8)[:52]}),
+    ],
+)
+def test_a_drafter_for_a_hybrid_reads_its_blocks_and_writes_its_text(tmp_path, name, family, fields):
+    config, first_layer, blocks, layers = HYBRID_DRAFTERS[name]
+    sizes = {"hidden_size": 8, "vocab_size": 20, "intermediate_size": 12}
+    target = recurrent_target(family, **sizes, **fields)
+    drafter = Eagle31Drafter.from_pretrained(save(tmp_path, config, layout(first_layer)), target=target)
+    binding = drafter.require_binding()
+    assert len(binding.layers) == blocks
+    ids = torch.tensor([[3, 5, 7, 11]])
+    with torch.no_grad(), binding.capturing():
+        out = target(ids, output_hidden_states=True)
+        aux = binding.take_aux()
+    assert torch.equal(aux, torch.cat([out.hidden_states[layer] for layer in layers], -1))
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    assert torch.equal(target.generate(ids, **how, assistant_model=drafter), target.generate(ids, **how))
+    assert drafter.stats.loop == "own", drafter.stats.reason

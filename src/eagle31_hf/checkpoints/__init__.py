@@ -2,7 +2,8 @@
 
 from .checkpoint import Checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
 from .checks import expected_shapes
-from .files import holds_checkpoint, holds_drafter, resolve_checkpoint
+from .files import holds_checkpoint
+from .finding import holds_drafter, resolve_checkpoint
 from .formats import FORMATS
 from .packed import PackingScheme, packable_shapes, published_weights
 from .summary import CheckpointSummary, EngineVerdict

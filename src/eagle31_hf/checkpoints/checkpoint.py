@@ -24,15 +24,8 @@ from .checks import (
     check_vocabulary_map,
 )
 from .config_fields import StoredConfig, read_config_fields, read_places, write_config_fields
-from .files import (
-    CONFIG_FILE,
-    StoredTensors,
-    TensorInfo,
-    open_tensors,
-    refuse_gguf,
-    replace_checkpoint,
-    resolve_checkpoint,
-)
+from .files import CONFIG_FILE, StoredTensors, TensorInfo, open_tensors, replace_checkpoint
+from .finding import refuse_other_contents, resolve_checkpoint
 from .formats import (
     LATENT_SIZES,
     Format,
@@ -215,7 +208,7 @@ def inspect_checkpoint(
 
 
 def _read_headers(folder: Path, *, to_load: bool = True) -> _Headers:
-    refuse_gguf(folder)
+    refuse_other_contents(folder)
     raw_config = read_json(folder / CONFIG_FILE)
     _check_sections(raw_config)
     stored = open_tensors(folder)

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from ..errors import (
     CheckpointError,
     CheckpointFormatError,
-    CheckpointNotFoundError,
     IncompatibleTargetError,
     UnsafeCheckpointError,
 )
@@ -30,11 +29,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
-GGUF_SUFFIX = ".gguf"
-_GGUF_ADVICE = (
-    "is llama.cpp's format for drafters and cannot be read here (only targets can be GGUF files); pass the drafter it "
-    "was converted from: a folder or Hub id with config.json and safetensors"
-)
 _LONGEST_NAME = 255  # bytes, on every common file system
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
@@ -68,96 +62,6 @@ class StoredTensors:
             with _open_safetensors(path) as shard:
                 loaded.update({name: shard.get_tensor(name) for name in names if self._shard_of[name] == path})
         return loaded
-
-
-# ---------------------------------------------------------------- finding
-
-
-def resolve_checkpoint(
-    path_or_id: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-) -> Path:
-    """The local folder of a checkpoint, downloading config and weights if `path_or_id` is a Hub id.
-
-    A `.bin` file is fetched only where there is no safetensors file. A local folder wins over a Hub id of that name.
-
-    Raises:
-        CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
-    """
-    if (folder := _local_folder(path_or_id)) is not None:
-        return folder
-    from huggingface_hub import errors as hub
-
-    options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-    try:
-        found = _download(str(path_or_id), [CONFIG_FILE, "*.safetensors", INDEX_FILE], options)
-        if not any(found.glob("*.safetensors")):
-            found = _download(str(path_or_id), [CONFIG_FILE, PICKLE_FILE], options)
-    except (OSError, hub.HFValidationError, hub.EntryNotFoundError) as error:
-        raise CheckpointNotFoundError(_why_not_found(str(path_or_id), revision, error)) from error
-    return found
-
-
-def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
-    """The folder of that name, if there is one."""
-    try:
-        folder = Path(path_or_id).expanduser()
-        if folder.is_dir():
-            return folder
-        is_there = folder.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no such user, a NUL
-        raise CheckpointNotFoundError(
-            f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({_cause(error)}); check the path"
-        ) from error
-    if is_there and folder.suffix.lower() == GGUF_SUFFIX:
-        raise CheckpointFormatError(f"{folder} {_GGUF_ADVICE}")
-    if is_there:
-        raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
-    return None
-
-
-def refuse_gguf(folder: Path) -> None:
-    """Raises:
-    CheckpointFormatError: all that lies in `folder` is a drafter in llama.cpp's format.
-    """
-    if not (folder / CONFIG_FILE).exists() and any(folder.glob(f"*{GGUF_SUFFIX}")):
-        raise CheckpointFormatError(f"{folder} holds a GGUF file, which {_GGUF_ADVICE}")
-
-
-def _cause(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def _download(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
-    import huggingface_hub
-
-    found = huggingface_hub.snapshot_download(
-        repo_id, allow_patterns=patterns, ignore_patterns=["*/*"], **options
-    )  # subfolders hold other checkpoints
-    return Path(found)
-
-
-def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
-    from huggingface_hub import errors as hub
-
-    local = "or pass a local folder that holds config.json and the weights"
-    if isinstance(error, hub.GatedRepoError):
-        return f"{name!r} is gated: accept its terms on its Hub page and pass token=…, {local}"
-    if isinstance(error, hub.RevisionNotFoundError):
-        return f"{name!r} has no revision {revision!r}; check its branches and tags, {local}"
-    if isinstance(error, hub.RepositoryNotFoundError):
-        return f"{name!r} is neither a local folder nor a Hub id this account can see; check the spelling, {local}"
-    if isinstance(error, hub.HFValidationError):
-        return f"{name!r} is no existing folder and cannot be a Hub id ('owner/name'); check the path"
-    return (
-        f"{name!r} is no local folder, is not (completely) in the local cache, and the Hub could not be asked "
-        f"(offline, HF_HUB_OFFLINE, local_files_only or no network: {type(error).__name__}); connect once to download "
-        f"it, {local}"
-    )
 
 
 # ---------------------------------------------------------------- reading
@@ -301,22 +205,6 @@ def _unpickle(path: Path) -> Any:
 
 
 # ---------------------------------------------------------------- writing
-
-
-def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
-    """Whether an EAGLE-3 drafter lies there, sound or not: its weights have the `fc` that fuses hidden states.
-
-    Only headers are read, of a folder or of what is downloaded from the Hub.
-
-    Raises:
-        CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
-    """
-    folder = resolve_checkpoint(path_or_id)
-    try:
-        names = open_tensors(folder).infos
-    except CheckpointFormatError:
-        return False
-    return any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
 
 
 def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collection[str] | None = ()) -> None:

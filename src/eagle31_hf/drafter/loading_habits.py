@@ -18,7 +18,7 @@ _ANSWERS = {
     "attn_implementation": "the drafter attends by torch's SDPA: leave it out",
     "low_cpu_mem_usage": "a checkpoint is always read once, straight into place: leave it out",
     "use_safetensors": "safetensors are taken wherever there are any: leave it out",
-    "subfolder": "pass the folder itself, after downloading it, or its Hub id",
+    "subfolder": "pass it with the id, 'owner/name/folder', or the folder itself",
     "config": "what the weights are is read from the checkpoint: leave it out, or make Eagle31Drafter(config)",
     "use_auth_token": "pass token=",
     "max_memory": "leave it out, or pass memory='auto' to plan target and drafter together",

@@ -15,7 +15,8 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoints.files import GGUF_SUFFIX, refuse_drafter_as_target
+from ..checkpoints.files import refuse_drafter_as_target
+from ..checkpoints.finding import GGUF_SUFFIX
 from ..checkpoints.gguf_header import read_gguf_header
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError
 from .precision import SHORT_NAMES, quick_dtype

@@ -1,0 +1,141 @@
+"""Where a drafter's checkpoint lies: a folder, or a repository of the Hub, of which what is needed is downloaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointFormatError, CheckpointNotFoundError
+from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors
+from .json_files import shown
+
+GGUF_SUFFIX = ".gguf"
+_GGUF_ADVICE = (
+    "is llama.cpp's format for drafters and cannot be read here (only targets can be GGUF files); pass the drafter it "
+    "was converted from: a folder or Hub id with config.json and safetensors"
+)
+
+
+def resolve_checkpoint(
+    path_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The local folder of a checkpoint, downloading config and weights if `path_or_id` is a Hub id.
+
+    A `.bin` file is fetched only where there is no safetensors file. A local folder wins over a Hub id of that name. A
+    repository may keep drafters in folders: `owner/name/folder` is one of them.
+
+    Raises:
+        CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
+    """
+    if (folder := _local_folder(path_or_id)) is not None:
+        return folder
+    from huggingface_hub import errors as hub
+
+    repo_id, inner = _repository(str(path_or_id))
+    options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    try:
+        found = _download(repo_id, inner, [CONFIG_FILE, "*.safetensors", INDEX_FILE], options)
+        if not any(found.glob("*.safetensors")):
+            found = _download(repo_id, inner, [CONFIG_FILE, PICKLE_FILE], options)
+    except (OSError, hub.HFValidationError, hub.EntryNotFoundError) as error:
+        raise CheckpointNotFoundError(_why_not_found(str(path_or_id), revision, error)) from error
+    if not (found / CONFIG_FILE).exists():
+        wanted = "check the folder's name" if inner else f"if it keeps drafters in folders, pass '{repo_id}/FOLDER'"
+        raise CheckpointNotFoundError(f"{shown(str(path_or_id))} has no {CONFIG_FILE} on the Hub; {wanted}")
+    return found
+
+
+def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
+    """The folder of that name, if there is one."""
+    try:
+        folder = Path(path_or_id).expanduser()
+        if folder.is_dir():
+            return folder
+        is_there = folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no such user, a NUL
+        raise CheckpointNotFoundError(
+            f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({_cause(error)}); check the path"
+        ) from error
+    if is_there and folder.suffix.lower() == GGUF_SUFFIX:
+        raise CheckpointFormatError(f"{folder} {_GGUF_ADVICE}")
+    if is_there:
+        raise CheckpointNotFoundError(f"{folder} is a file; pass the folder that holds it and its {CONFIG_FILE}")
+    return None
+
+
+def refuse_other_contents(folder: Path) -> None:
+    """Raises:
+    CheckpointFormatError: all that lies in `folder` is a drafter in llama.cpp's format.
+    CheckpointNotFoundError: drafters lie in folders below it.
+    """
+    if (folder / CONFIG_FILE).exists():
+        return
+    if any(folder.glob(f"*{GGUF_SUFFIX}")):
+        raise CheckpointFormatError(f"{folder} holds a GGUF file, which {_GGUF_ADVICE}")
+    if inner := sorted(path.parent for path in folder.glob(f"*/{CONFIG_FILE}")):
+        names = ", ".join(path.name for path in inner)
+        raise CheckpointNotFoundError(
+            f"{folder} has no {CONFIG_FILE}, but its folders {names} have; pass one of them: {inner[0]}"
+        )
+
+
+def _cause(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _repository(name: str) -> tuple[str, str]:
+    """The id of a repository, and the folder in it, empty if it is not one of `owner/name/folder`."""
+    parts = name.split("/")
+    is_inner = len(parts) == 3 and all(parts) and not name.startswith(".")
+    return ("/".join(parts[:2]), parts[2]) if is_inner else (name, "")
+
+
+def _download(repo_id: str, inner: str, patterns: list[str], options: dict[str, Any]) -> Path:
+    """These files of the repository, or of one folder of it: other folders hold other checkpoints."""
+    import huggingface_hub
+
+    wanted = [f"{inner}/{pattern}" for pattern in patterns] if inner else patterns
+    others = [f"{inner}/*/*"] if inner else ["*/*"]
+    found = huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=others, **options)
+    return Path(found) / inner
+
+
+def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
+    from huggingface_hub import errors as hub
+
+    local = "or pass a local folder that holds config.json and the weights"
+    if isinstance(error, hub.GatedRepoError):
+        return f"{name!r} is gated: accept its terms on its Hub page and pass token=…, {local}"
+    if isinstance(error, hub.RevisionNotFoundError):
+        return f"{name!r} has no revision {revision!r}; check its branches and tags, {local}"
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return f"{name!r} is neither a local folder nor a Hub id this account can see; check the spelling, {local}"
+    if isinstance(error, hub.HFValidationError):
+        return f"{name!r} is no existing folder and cannot be a Hub id ('owner/name'); check the path"
+    return (
+        f"{name!r} is no local folder, is not (completely) in the local cache, and the Hub could not be asked "
+        f"(offline, HF_HUB_OFFLINE, local_files_only or no network: {type(error).__name__}); connect once to download "
+        f"it, {local}"
+    )
+
+
+def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
+    """Whether an EAGLE-3 drafter lies there, sound or not: its weights have the `fc` that fuses hidden states.
+
+    Only headers are read, of a folder or of what is downloaded from the Hub.
+
+    Raises:
+        CheckpointNotFoundError: no such folder or id, no access to it, or no network to ask.
+    """
+    folder = resolve_checkpoint(path_or_id)
+    try:
+        names = open_tensors(folder).infos
+    except CheckpointFormatError:
+        return False
+    return any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
