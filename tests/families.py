@@ -268,7 +268,11 @@ def recurrent_target(family: str, **fields: Any) -> Any:
     """A target that remembers: fresh ones forget their states within two tokens, and wrong ones would not show."""
     if family in LATE_FAMILIES and family not in hf.CONFIG_MAPPING:
         pytest.skip(f"transformers {hf.__version__} has no {family}")
-    model = random_target(recurrent_config(family, **fields))
+    return remembering(random_target(recurrent_config(family, **fields)))
+
+
+def remembering(model: Any) -> Any:
+    """The same, with recurrent layers that forget slowly."""
     dice = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -286,3 +290,26 @@ def clamped_target(family: str) -> Any:
         if name.endswith("dt_bias"):
             weight.data.fill_(-2.0)
     return model
+
+
+# --- hybrids that see -------------------------------------------------------------------------------------------------
+
+
+def _hybrid_vl(kind: str, fields: dict[str, Any]) -> Any:
+    scaling = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    text = {**fields, "rope_parameters": {**scaling, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+    tower = {**QWEN_TOWER, "num_position_embeddings": 16}
+    config = getattr(hf, f"{kind}Config")(text_config=text, vision_config=tower, **QWEN_IDS)
+    return remembering(getattr(hf, f"{kind}ForConditionalGeneration")(config))
+
+
+SEEING_HYBRIDS: dict[str, SeeingFamily] = {
+    "qwen3_5": SeeingFamily(
+        lambda: _hybrid_vl("Qwen3_5", RECURRENT_FAMILIES["qwen3_5_text"]), is_marked=True, is_in_patches=True,
+        extra=_grid,
+    ),
+    "qwen3_5_moe": SeeingFamily(
+        lambda: _hybrid_vl("Qwen3_5Moe", RECURRENT_FAMILIES["qwen3_5_moe_text"]), is_marked=True, is_in_patches=True,
+        extra=_grid,
+    ),
+}  # fmt: skip

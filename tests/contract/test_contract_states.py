@@ -24,7 +24,7 @@ from eagle31_hf.cache.placement import Placement
 from eagle31_hf.cache.states import CONVOLUTION, LastNodes, StateLayer
 from eagle31_hf.decoding.carried_cache import BEFORE_THE_ANSWER
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT, cache_argument
-from families import RECURRENT_FAMILIES, clamped_target, recurrent_target
+from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, clamped_target, recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded, switching_policies
 
 pytestmark = pytest.mark.contract
@@ -39,7 +39,7 @@ SOME = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba", "zaya", "falcon_h1")
 
 @cache
 def pair(family: str) -> tuple[Any, Eagle31Drafter]:
-    model = recurrent_target(family)
+    model = SEEING_HYBRIDS[family].model() if family in SEEING_HYBRIDS else recurrent_target(family)
     return model, random_drafter(model, aux_layers=[1, 2, 3])
 
 
@@ -181,6 +181,45 @@ def test_sampled_text_is_plains(family: str, shape: str) -> None:
             assert torch.equal(model.generate(**inputs, **how, assistant_model=drafter), plain)
         assert drafter.stats is not None
         assert drafter.stats.loop == "own", drafter.stats.reason
+
+
+# --- hybrids that see ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "shape"), [*product(SEEING_HYBRIDS, SHAPES)])
+def test_hybrids_that_see_read_text(family: str, shape: str) -> None:
+    for lengths in ([23], [1, 3, 30, 12]):
+        inputs = prompts(lengths)
+        inputs["input_ids"] = inputs["input_ids"] % 80  # no token of a picture
+        drafter = assert_plain(family, inputs, SHAPES[shape])
+        assert drafter.stats is not None
+        assert drafter.stats.accepted > 0, "nothing was tried"
+
+
+@pytest.mark.parametrize(("family", "shape"), [*product(SEEING_HYBRIDS, SHAPES)])
+def test_hybrids_read_pictures(family: str, shape: str) -> None:
+    """Alone, each picture another text, and in a ragged batch of three, each row its own picture."""
+    alone = [SEEING_HYBRIDS[family].inputs(picture) for picture in (1, 2)]
+    model, _ = pair(family)
+    assert not torch.equal(*(greedy(model, inputs) for inputs in alone)), "or nothing is tested"
+    for inputs in (*alone, SEEING_HYBRIDS[family].inputs(1, rows=3, padding=[0, 5, 2])):
+        drafter = assert_plain(family, inputs, SHAPES[shape])
+        assert drafter.stats is not None
+        assert drafter.stats.accepted > 0, "nothing was tried"
+
+
+def test_a_picture_is_seen_in_the_next_turn() -> None:
+    """What the cache holds of it, states and all, is gone on from; what is passed is text."""
+    model, drafter = pair("qwen3_5")
+    inputs = SEEING_HYBRIDS["qwen3_5"].inputs(1)
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        past = DynamicCache(config=model.config.get_text_config())
+        first = greedy(model, inputs, 8, **assistant, **{CACHE_ARGUMENT: past})
+        more = torch.cat((first, torch.tensor([[7, 9, 11]])), 1)
+        second = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+        texts.append(greedy(model, second, 8, **assistant, **{CACHE_ARGUMENT: past}))
+    assert torch.equal(*texts)
 
 
 # --- controls ---------------------------------------------------------------------------------------------------------
