@@ -1,5 +1,7 @@
 """What a round's forwards cost alone: which are timed, at which widths, and the means of them."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter, qua
 from eagle31_hf.evidence.bare import drafted_depths, requested_shape
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.trees.shape import DraftShape
-from helpers import drafter_of, use_fixed_shapes_only
+from families import recurrent_target
+from helpers import drafter_of, random_drafter, use_fixed_shapes_only
 
 
 def test_depth_shares_follow_where_chains_ended():
@@ -43,6 +46,34 @@ def test_bare_costs_weigh_the_widths_that_occurred(drafter, monkeypatch):
     assert {tuple(shape) for shape in seen} == {(1, 1), (1, 5), (1, 3)}
     assert (costs.verified_tokens, costs.drafter_steps) == (4.0, 3.0)
     assert meter.cache.lengths == [9], "nothing is committed: the context stays as long as it was"
+
+
+@torch.no_grad()
+def test_bare_forwards_read_states_as_rounds_do():
+    """A chain at once, as far as its kernels can be recorded, a tree node by node; not by the code for prompts."""
+    target = recurrent_target("qwen3_5_text")
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    binding, seen = drafter.require_binding(), []
+    forward = binding.forward
+
+    def watched(ids, positions, mask, cache, **how):
+        out = forward(ids, positions, mask, cache, **how)
+        layer, placement = cache.with_states[0], cache.placement
+        seen.append(
+            (ids.shape[1], placement.reading.keeps_nodes, bool(layer._records), len(next(iter(layer._nodes.values()))))
+        )
+        return out
+
+    with mock.patch.object(binding, "forward", watched):
+        for shape in (CHAIN, DraftShape(4, top_k=2, size=8)):
+            BareMeter(drafter, torch.arange(9)[None], shape).measure()
+    taped = binding.mixers.taped
+    assert set(seen) == {
+        (9, False, False, 1),
+        (1, True, False, 1),
+        (5, True, taped, 1 if taped else 5),
+        (8, True, False, 8),
+    }
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from eagle31_hf.training.data.packing import PackedDocuments, collate, pack
 from eagle31_hf.training.data.rendering import Document
 from eagle31_hf.training.distillation.features import compute_features
+from families import recurrent_target
+from helpers import random_drafter
 
 
 @settings(deadline=None, max_examples=50)
@@ -21,10 +24,16 @@ def test_packing_keeps_every_document_whole(lengths: list[int], seed: int) -> No
     assert pack(lengths, 20, seed=seed) == rows
 
 
-def test_packed_documents_do_not_see_each_other(target, drafter) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "nemotron_h", "lfm2"])
+def test_packed_documents_do_not_see_each_other(family: str, target, drafter) -> None:
+    """Neither by attention nor in recurrent states."""
+    if family != "llama":
+        target = recurrent_target(family)
+        drafter = random_drafter(target, aux_layers=[1, 2, 3])
     generator = torch.Generator().manual_seed(0)
+    vocabulary = target.config.vocab_size - 10
     documents = [
-        Document(str(i), torch.randint(3, 8000, (length,), generator=generator).tolist(), [True] * length)
+        Document(str(i), torch.randint(3, vocabulary, (length,), generator=generator).tolist(), [True] * length)
         for i, length in enumerate((9, 5, 7, 6))
     ]
     data = PackedDocuments(documents, 16, seed=1)
@@ -34,7 +43,10 @@ def test_packed_documents_do_not_see_each_other(target, drafter) -> None:
         start = 0
         for number in numbers:
             ids = torch.tensor([documents[number].input_ids])
-            alone = target(ids).logits[0]
-            assert torch.allclose(packed.logits[index, start : start + ids.shape[1]], alone, atol=1e-3)
+            alone = compute_features(drafter.require_binding(), ids, torch.arange(ids.shape[1])[None])
+            at = slice(start, start + ids.shape[1])
+            assert torch.allclose(packed.logits[index, at], target(ids).logits[0], atol=1e-3)
+            assert torch.allclose(packed.aux[index, at], alone.aux[0], atol=1e-3)
+            assert torch.allclose(packed.head_input[index, at], alone.head_input[0], atol=1e-3)
             start += ids.shape[1]
     assert max(map(len, data.rows)) > 1

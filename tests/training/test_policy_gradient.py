@@ -13,9 +13,10 @@ from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate, pack_row
 from eagle31_hf.training.data.rendering import Document
 from eagle31_hf.training.policy.policy_model import PolicyModel, chain_policy_loss
-from eagle31_hf.training.policy.rollouts import chain_logits, choose_contexts, roll_out_chains
+from eagle31_hf.training.policy.rollouts import Contexts, chain_logits, choose_contexts, roll_out_chains
 from eagle31_hf.training.settings import DistillationSettings, PolicySettings
-from helpers import seeded
+from families import recurrent_target
+from helpers import random_drafter, seeded
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +107,21 @@ def test_policy_settings_that_make_no_sense_are_refused() -> None:
         PolicySettings(temperature=0.0).check()
     with pytest.raises(ConfigurationError, match=r"reward is 'tree'; wanted one of \('text', 'chain'\)"):
         PolicySettings(reward="tree").check()
+
+
+def test_rollouts_on_a_target_with_states_are_its_own_words() -> None:
+    """Contexts of unlike length: what the target says along a chain is what it says of the whole text."""
+    model = recurrent_target("qwen3_5_text")
+    drafter = random_drafter(model, aux_layers=[1, 2, 3])
+    dice = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 90, (length,), generator=dice).tolist() for length in (9, 4)]
+    tokens = torch.tensor([row + [0] * (9 - len(row)) for row in rows])
+    contexts = Contexts(tokens=tokens, lengths=[9, 4], roots=torch.tensor([5, 7]))
+    with seeded(0):
+        rollout = roll_out_chains(drafter, contexts, depth=3, samples=2, temperature=1.0)
+    for number, chain in enumerate(rollout.tokens.tolist()):
+        row = number // 2
+        text = torch.tensor([[*rows[row], int(contexts.roots[row]), *chain[:-1]]])
+        with torch.no_grad():
+            alone = model(text).logits[0, -3:].log_softmax(-1)
+        torch.testing.assert_close(rollout.target_log_probs[number], alone, atol=1e-4, rtol=1e-4)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...cache.block_reading import BlockReading
 from ...compiled.captured import maker_at_hand
 from ...compiled.draft_session import CompiledDrafting
 from ...compiled.graphs import Graphs
@@ -256,14 +257,17 @@ class BareMeter:
 
     def _target_over(self, width: int) -> Callable[[], object]:
         cache = self.cache
-        cache.place(width)
         tokens = self.context[:, -1:].expand(-1, width)
+        # A chain's mask: trees are masked as densely, so they cost the same. Not so layers with states: they read a
+        # chain at once where they can, and a tree node by node.
+        chain = torch.arange(-1, width - 1, device=tokens.device).clamp(min=0).expand(len(tokens), -1)
+        reading = BlockReading.of_drafts(chain if self.shape.top_k > 1 and width > 1 else None)
+        cache.place(width, reading=reading)
         positions = cache.position_ids()
-        # A chain's mask: trees are masked as densely, so they cost the same.
         mask = cache.attention_mask(dtype=self.binding.compute_dtype)
 
         def verify() -> None:
-            cache.place(width)
+            cache.place(width, reading=reading)
             self.binding.forward(tokens, positions, mask, cache)
 
         return verify

@@ -43,6 +43,8 @@ class TargetFeatures:
 @torch.no_grad()
 def compute_features(binding: TargetBinding, input_ids: Tensor, position_ids: Tensor) -> TargetFeatures:
     """One target forward over packed rows `(B, T)`: positions that restart at 0 separate the documents."""
+    if binding.has_states and int((position_ids == 0).sum()) > len(input_ids):
+        return _features_apart(binding, input_ids, position_ids)
     with binding.masked_attention(), binding.capturing(), _head_inputs(binding) as seen:
         output = binding.model(
             input_ids=input_ids.to(binding.input_device),
@@ -50,6 +52,22 @@ def compute_features(binding: TargetBinding, input_ids: Tensor, position_ids: Te
             use_cache=False,
         )
         return TargetFeatures(aux=binding.take_aux(), head_input=seen[-1], logits=output.logits)
+
+
+def _features_apart(binding: TargetBinding, input_ids: Tensor, position_ids: Tensor) -> TargetFeatures:
+    """The same where layers with states would read on from one document into the next: each is a row of its own."""
+    width = input_ids.shape[1]
+    starts = (position_ids == 0).flatten().nonzero().flatten().tolist()
+    spans = list(zip(starts, [*starts[1:], input_ids.numel()], strict=True))
+    documents = [input_ids.flatten()[start:end] for start, end in spans]
+    rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)  # pads behind a document change nothing in it
+    positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+    apart = compute_features(binding, rows, positions)
+    packed = []
+    for states in (apart.aux, apart.head_input, apart.logits):
+        parts = [row[: end - start] for row, (start, end) in zip(states, spans, strict=True)]
+        packed.append(torch.cat(parts).reshape(-1, width, states.shape[-1]))
+    return TargetFeatures(*packed)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...cache.block_reading import BlockReading
 from ...cache.speculative import SpeculativeCache
 from ...drafter.drafter import Eagle31Drafter
 from ...drafter.propose import DraftChoice, propose_chain
@@ -124,7 +125,7 @@ def _prefill(drafter: Eagle31Drafter, contexts: Contexts, nodes: int) -> _Prefil
         masks_by_type=binding.masks_by_type,
         device=tokens.device,
     )
-    cache.place(longest)
+    cache.place(longest, reading=BlockReading(counts=contexts.lengths))
     mask = cache.attention_mask(dtype=binding.compute_dtype)
     out = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1)
     cache.commit(contexts.lengths)
