@@ -115,7 +115,8 @@ def train(given: argparse.Namespace) -> tuple[Path, Path]:
         report = train_drafter(
             TrainingSettings(
                 target=str(target), prompts=tuple(given.prompts), held_out=tuple(given.held_out), out=drafter,
-                max_rows=given.max_rows, minutes=given.drafter_minutes, max_new_tokens=64,
+                max_rows=given.max_rows, max_steps=given.drafter_steps, max_new_tokens=64,
+                minutes=None if given.drafter_steps else given.drafter_minutes,
                 eval_new_tokens=given.new_tokens,
             )
         )  # fmt: skip
@@ -172,6 +173,7 @@ def parser() -> argparse.ArgumentParser:
     told.add_argument("--layers", type=int, default=8)
     told.add_argument("--target-minutes", type=float, default=12.0)
     told.add_argument("--drafter-minutes", type=float, default=8.0)
+    told.add_argument("--drafter-steps", type=int, help="so many steps instead, for a try")
     told.add_argument("--max-rows", type=int, default=400, help="conversations of each file the drafter learns from")
     told.add_argument("--limit", type=int, default=4, help="prompts of each held-out file")
     told.add_argument("--new-tokens", type=int, default=96)

@@ -16,7 +16,7 @@ def test_the_study_runs(tmp_path: Path) -> None:
     chats.write_text("\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(40)))
     told = tmp_path / "record.json"
     arguments = [str(chats), "--held-out", str(chats), "--out", str(tmp_path / "hybrid"), "--json", str(told),
-                 "--target-minutes", "0.001", "--drafter-minutes", "0.2", "--max-rows", "8", "--layers", "4",
+                 "--target-minutes", "0.001", "--drafter-steps", "1", "--max-rows", "8", "--layers", "4",
                  "--limit", "1", "--new-tokens", "12", "--repeats", "1"]  # fmt: skip
     small_hybrid.main(arguments)
     record = json.loads(told.read_text())
