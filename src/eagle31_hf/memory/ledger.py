@@ -50,7 +50,9 @@ ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
 # Checkpoints of the other methods are packed already.
 _PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4", "hqq", "torchao-int8", "torchao-fp8")
-_LAYER_FORMULA = "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with masks repeated n_q/n_kv times"
+_LAYER_FORMULA = (
+    "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with masks repeated n_q/n_kv times; recurrent layers: as seen"
+)
 _DRAFTER_FORMULA = "hidden states + b*T * max(7H + 4I, attention)"
 
 CACHE_TYPES = ("full", "int8", "fp8")

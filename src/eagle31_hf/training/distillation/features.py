@@ -55,19 +55,25 @@ def compute_features(binding: TargetBinding, input_ids: Tensor, position_ids: Te
 
 
 def _features_apart(binding: TargetBinding, input_ids: Tensor, position_ids: Tensor) -> TargetFeatures:
-    """The same where layers with states would read on from one document into the next: each is a row of its own."""
-    width = input_ids.shape[1]
+    """The same where layers with states would read on from one document into the next: each is a row of its own.
+
+    Those of similar length are read together; pads behind a document change nothing in it.
+    """
     starts = (position_ids == 0).flatten().nonzero().flatten().tolist()
     spans = list(zip(starts, [*starts[1:], input_ids.numel()], strict=True))
-    documents = [input_ids.flatten()[start:end] for start, end in spans]
-    rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)  # pads behind a document change nothing in it
-    positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
-    apart = compute_features(binding, rows, positions)
-    packed = []
-    for states in (apart.aux, apart.head_input, apart.logits):
-        parts = [row[: end - start] for row, (start, end) in zip(states, spans, strict=True)]
-        packed.append(torch.cat(parts).reshape(-1, width, states.shape[-1]))
-    return TargetFeatures(*packed)
+    alike: dict[int, list[tuple[int, int]]] = {}
+    for start, end in spans:
+        alike.setdefault((end - start).bit_length(), []).append((start, end))
+    parts: dict[int, tuple[Tensor, ...]] = {}  # by where a document starts
+    for group in alike.values():
+        rows = torch.nn.utils.rnn.pad_sequence([input_ids.flatten()[slice(*span)] for span in group], batch_first=True)
+        positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+        apart = compute_features(binding, rows, positions)
+        for row, (start, end) in enumerate(group):
+            states = (apart.aux, apart.head_input, apart.logits)
+            parts[start] = tuple(each[row, : end - start] for each in states)
+    joined = (torch.cat(column) for column in zip(*(parts[start] for start in starts), strict=True))
+    return TargetFeatures(*(states.reshape(*input_ids.shape, -1) for states in joined))
 
 
 @contextmanager
