@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import GatedDelta
 from eagle31_hf.cache.stock import StateSnapshot
+from eagle31_hf.errors import MemoryPlanError
+from eagle31_hf.memory import state_bytes
 from eagle31_hf.memory.activation_bytes import Block, full_cache_bytes, target_forward_bytes
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.cards import Card
@@ -26,7 +28,7 @@ from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.target.grouped_attention import attending_grouped
 from eagle31_hf.target.mixers import Mixers
-from families import RECURRENT_FAMILIES, recurrent_config, recurrent_target
+from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, recurrent_config, recurrent_target
 from helpers import configured, random_drafter
 
 FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1", "kimi_linear", "bamba")
@@ -152,6 +154,26 @@ def test_rounds_of_such_targets_are_not_captured() -> None:
     assert not captures_steps(target, card, MemorySettings(64))
     assert captures_steps(replace(target, shape=replace(target.shape, states=None)), card, MemorySettings(64))
     assert not any(term.name == "recordings" for term in build_ledger(target, None, card, MemorySettings(64)))
+
+
+def test_a_model_that_does_not_run_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> int:
+        raise RuntimeError("elements are asked for")
+
+    monkeypatch.setattr(state_bytes, "_forward_bytes", failing)
+    state_bytes._found.cache_clear()
+    with pytest.raises(MemoryPlanError, match=r"Qwen3_5ForCausalLM cannot be counted .* \(elements are asked for\)"):
+        read_target(recurrent_config("qwen3_5_text"))
+
+
+@pytest.mark.parametrize("family", SEEING_HYBRIDS)
+def test_hybrids_that_see_are_planned(family: str) -> None:
+    """By their text's states."""
+    model = SEEING_HYBRIDS[family].model()
+    shape, text = read_target(model).shape, read_target(model.config.get_text_config()).shape
+    assert shape.states is not None
+    assert text.states is not None
+    assert shape.states.rebuilding == text.states.rebuilding > 0
 
 
 def test_states_follow_the_dtype_or_do_not() -> None:

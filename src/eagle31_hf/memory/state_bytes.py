@@ -115,12 +115,20 @@ def _found(config_class: Any, config_json: str) -> _Found:
 
     model = meta_model(config_class, config_json)
     kernels = {getattr(mixer, "layer_idx", None): kernels_of(mixer) for mixer in model.modules() if kernels_of(mixer)}
-    layers = tuple(_StateLayer(states, kernels.get(index)) for index, states in _states_of_a_token(model).items())
+    try:
+        states_of = _states_of_a_token(model)
+        forward_token = _forward_token_bytes(model) if kernels else 0
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        raise MemoryPlanError(
+            f"the states of {type(model).__name__} cannot be counted without running it "
+            f"({str(error).splitlines()[0][:160]}); drafting works without a plan"
+        ) from error
+    layers = tuple(_StateLayer(states, kernels.get(index)) for index, states in states_of.items())
     # A chunk that goes on from another lies beside its convolution's window once more.
     columns = max(
         (2 * state.shape[0] for layer in layers for state in layer.states if not state.is_recurrent), default=0
     )
-    return _Found(layers, _forward_token_bytes(model) + columns if kernels else 0)
+    return _Found(layers, forward_token + columns if forward_token else 0)
 
 
 def _forward_token_bytes(model: Any) -> int:
@@ -184,15 +192,8 @@ def _states_of_a_token(model: Any) -> dict[int, tuple[_State, ...]]:
     from ..cache.states import RECURRENT
     from ..cache.stock import read_stock_layers
 
-    try:
-        with torch.no_grad():
-            cache = _cache_in(model(torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True))
-        held = read_stock_layers(cache)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        raise MemoryPlanError(
-            f"the states of {type(model).__name__} cannot be counted without running it "
-            f"({str(error).splitlines()[0][:160]}); drafting works without a plan"
-        ) from error
+    with torch.no_grad():
+        cache = _cache_in(model(torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True))
     return {
         index: tuple(
             _State(
@@ -202,6 +203,6 @@ def _states_of_a_token(model: Any) -> dict[int, tuple[_State, ...]]:
             )
             for (kind, _), state in layer.states.items()
         )
-        for index, layer in held.items()
+        for index, layer in read_stock_layers(cache).items()
         if layer.states
     }
