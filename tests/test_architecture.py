@@ -131,6 +131,29 @@ def test_no_module_imports_the_package_root():
     assert not [module for module, others in import_graph().items() if ROOT in others]
 
 
+ROUND_STEPS = {
+    "propose_chain", "propose_dynamic_tree", "grow_tree", "Verification", "CompiledVerification", "CompiledDrafting",
+    "RoundGraph", "accept_chosen", "accept_tree_walk", "match_prefix", "draft_scores", "ScoresByRow",
+}  # fmt: skip
+NOT_ROUNDS = {
+    "generation.stock_loop": "drafts for transformers' own assisted loop, which verifies and accepts",
+    "generation.continuation": "compares one tree behind a prompt with the model going on by itself",
+}
+
+
+def test_only_decoding_drafts_verifies_and_accepts():
+    """Whoever writes texts drives rounds. Training goes along texts that are written, below `decoding`."""
+    others = {"generation", "serving", "evidence", "cli"}
+    found = [
+        f"{module} uses {node.id}"
+        for module, path in MODULES.items()
+        if room_of(module) in others and module not in NOT_ROUNDS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name) and node.id in ROUND_STEPS
+    ]
+    assert not found
+
+
 def test_there_is_no_import_cycle():
     TopologicalSorter(import_graph()).prepare()  # raises CycleError, naming the cycle
 

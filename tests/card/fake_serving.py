@@ -6,28 +6,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_card import Counting, Work
-from fake_rounds import buffers_of
-from torch import Tensor
+from fake_card import CARD, Counting, Work
+from fake_rounds import ACCEPTED, buffers_of
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import captured
+from eagle31_hf.sampling.draw import PositionNoise
 from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.written_text import WrittenText
 
-DRAFTED, ACCEPTED = 5, 3
-
-
-def answer(tensor: Tensor) -> Any:
-    """What `accept_drafts` asks for: drafts, parents, and the target's choice, which differs from the third draft."""
-    if tensor.dtype == torch.bool:
-        return False
-    if tensor.dim() < 2:
-        return 0.0 if tensor.dim() == 0 else [5] * len(tensor)
-    rows, nodes = len(tensor) // 3, tensor.shape[1]
-    return [[5] * nodes] * rows + [[0, *range(nodes - 1)]] * rows + [[5, 5] + [7] * (nodes - 2)] * rows
+DRAFTED = 5
 
 
 class Writer:
@@ -42,8 +32,13 @@ class Writer:
         return len(tokens), ""
 
 
-def serve(counting: Counting, drafter: Eagle31Drafter, rows: int, rounds: int) -> tuple[list[Work], list[str]]:
-    """Rounds of greedy texts, no two of one length; work of each, and why something was not captured."""
+GREEDY = Sampling(temperature=0)
+
+
+def serve(
+    counting: Counting, drafter: Eagle31Drafter, rows: int, rounds: int, sampling: Sampling = GREEDY
+) -> tuple[list[Work], list[str]]:
+    """Rounds of texts, no two of one length; work of each, and why something was not captured."""
     drafter.generation_config.num_assistant_tokens = DRAFTED
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
     with (
@@ -53,7 +48,7 @@ def serve(counting: Counting, drafter: Eagle31Drafter, rows: int, rounds: int) -
     ):
         batch = TextBatch(drafter, max_rows=rows, context=4096, prefill_chunk=512)
         for row in range(rows):
-            read(batch, [5] * (1100 + 10 * row))
+            read(batch, [5] * (1100 + 10 * row), sampling)
         works = []
         for _ in range(rounds):
             counting.follow(buffers_of(batch.cache))
@@ -63,10 +58,12 @@ def serve(counting: Counting, drafter: Eagle31Drafter, rows: int, rounds: int) -
     return works, batch.stats.fallbacks
 
 
-def read(batch: TextBatch, prompt: list[int]) -> None:
-    request = TextRequest(tuple(prompt), 100, Sampling(temperature=0), ignore_eos=True)
+def read(batch: TextBatch, prompt: list[int], sampling: Sampling) -> None:
+    request = TextRequest(tuple(prompt), 100, sampling, ignore_eos=True)
     writer: Any = Writer()
-    left = batch.begin(WrittenText(request, writer, TokenChooser(request.sampling, len(prompt))))
+    chooser = TokenChooser(request.sampling, len(prompt))
+    chooser._noise = PositionNoise(1, batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
+    left = batch.begin(WrittenText(request, writer, chooser))
     while left > 0:
         batch.read(512)
         left -= 512

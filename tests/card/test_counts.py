@@ -23,6 +23,7 @@ import fake_serving
 from fake_card import Work
 from fake_rounds import ACCEPTED, Text, Written, fake_pair, write
 
+from eagle31_hf.serving.requests import Sampling
 from eagle31_hf.target import grouped_attention
 from eagle31_hf.trees.shape import DraftShape
 
@@ -118,18 +119,17 @@ def test_captured_rounds_are_two_graphs_and_record_nothing_more(setting: str) ->
 
 
 def test_the_most_that_a_sampled_round_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All drafts are accepted. Now and then the noise ahead lies at both ends of its ring, and once in 48 tokens rotary
-    tables are made for the next ones."""
+    """All drafts are accepted. Now and then the noise ahead lies at both ends of its ring."""
     monkeypatch.setattr(fake_rounds, "ACCEPTED", 6)
     with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
         found = write(counting, drafter, Text(captured=True, do_sample=True), 10)
-    assert Counter(each.launches for each in found.rounds[1:]) == {12: 6, 14: 2, 24: 1}
+    assert Counter(each.launches for each in found.rounds[1:]) == {12: 7, 14: 2}
 
 
 def test_rows_that_are_alike_share_a_round() -> None:
     work, found = last("Llama 3.1 8B", Text(captured=True, rows=4, prompt=8000))
     assert (work.waits, work.blocking_copies, work.copied) == (1, 0, 0), work.where
-    assert work.launches == 24, work.names  # half of them make and pick rotary tables
+    assert work.launches == 7, work.names
     assert work.read <= 1.1 * found.visible_bytes[-1]
 
 
@@ -147,15 +147,25 @@ def test_the_next_texts_record_nothing() -> None:
     assert [[len(each.recorded) for each in found.rounds] for found in made] == [[3, 0], [0, 0], [0, 0]]
 
 
-def test_a_server_waits_once_for_all_its_texts() -> None:
-    """By three graphs, since texts come and go between them: the target's, what the drafter reads, its drafts."""
-    with fake_pair(TARGETS["Llama 3.1 8B"], answers=fake_serving.answer) as (counting, drafter):
-        works, fallbacks = fake_serving.serve(counting, drafter, rows=4, rounds=3)
+SERVED = {
+    "greedy": (Sampling(temperature=0), 7),
+    "sampled": (Sampling(temperature=0.7, seed=1), 7 + 4 * ACCEPTED + 2),
+    "penalty": (Sampling(temperature=0, repetition_penalty=1.05), 10),
+}
+"""What four texts of one kind ask for, and what the host starts beside the two graphs: of drawn texts the noise of each
+token that was written, laid beside each other, of penalised ones these tokens."""
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_servers_round_is_two_graphs_and_one_wait(kind: str) -> None:
+    sampling, outside = SERVED[kind]
+    with fake_pair(TARGETS["Llama 3.1 8B"]) as (counting, drafter):
+        works, fallbacks = fake_serving.serve(counting, drafter, 4, ROUNDS, sampling)
     assert not fallbacks
-    assert [len(work.recorded) for work in works] == [3, 0, 0]
-    assert len(works[-1].replayed) == 3
+    assert [len(work.recorded) for work in works] == [3, 0, 0]  # drafting once, and the two
+    assert len(works[-1].replayed) == 2
     assert (works[-1].waits, works[-1].blocking_copies, works[-1].copied) == (1, 0, 0), works[-1].where
-    assert works[-1].launches == 39, works[-1].names
+    assert works[-1].launches == outside, works[-1].names
 
 
 def test_a_packed_target_is_captured_as_any() -> None:

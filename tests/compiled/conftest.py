@@ -32,7 +32,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Acceptance, Acceptance
     def accept_twice(self: RoundGraph, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy) -> Any:
         made, noise = in_a_graph(self, tree, logits, aux, by), by.noise
         if made is not None:
-            scores = self.step.warping.of_nodes(logits)
+            scores = self.step.choosing.warping.of_nodes(logits)
             rows = torch.arange(len(logits))[:, None]
             choice = argmax(scores) if noise is None else choose(scores, noise[rows, tree.depths])
             kept.append((made[0], accept_chosen(tree, choice)))

@@ -132,7 +132,7 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
                 monkeypatch.context() as m,
             ):
                 if not at_once:
-                    m.setattr(CompiledDrafting, "chain", lambda *_: None)
+                    m.setattr(CompiledDrafting, "whole", lambda *_: None)
                     m.setattr(RoundGraph, "__call__", lambda *_: None)
                 torch.manual_seed(3)
                 texts.append(target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, do_sample=sample))
@@ -157,7 +157,7 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
             drafted.clear()
             with monkeypatch.context() as m:
                 if not at_once:
-                    m.setattr(CompiledDrafting, "tree", lambda *_: None)
+                    m.setattr(CompiledDrafting, "whole", lambda *_: None)
                     m.setattr(RoundGraph, "__call__", lambda *_: None)
                 plain, ours = write(drafter, random_prompts(size), **NARROW)
             assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0

@@ -24,7 +24,7 @@ from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, packages
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
-from eagle31_hf.decoding.accept import Acceptor
+from eagle31_hf.decoding.accept import Acceptor, GoingDown
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
@@ -138,7 +138,7 @@ def test_a_repetition_penalty_where_asking_the_device_takes_time(
         self.host_sync_is_free = False
 
     monkeypatch.setattr(Acceptor, "__init__", on_a_card)
-    monkeypatch.setattr(Acceptor, "_accept_by_level", failing(AssertionError("waits for every level")))
+    monkeypatch.setattr(GoingDown, "accept", failing(AssertionError("waits for every level")))
     with configured(pair, acceleration="eager"):
         assert torch.equal(write(pair, 3, rows, **how), write(None, 3, rows, **how))
 

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import pytest
-from batches import plain, text_of, write_all
+import torch
+from batches import plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, inputs
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from eagle31_hf.serving.requests import Sampling
-from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target, target_of
+from helpers import (
+    CONFIGS,
+    configured,
+    demo_tokenizer,
+    drafter_of,
+    random_drafter,
+    random_prompts,
+    random_target,
+    target_of,
+)
 from recorder import Recorder
 
 ROWS = 3
 SAMPLED = Sampling(temperature=0.9, top_k=20, seed=5)
+PENALISED = Sampling(temperature=0.8, seed=6, repetition_penalty=1.3)
+TOLD = [demo_tokenizer()(text)["input_ids"] for text in ("Tell me a story.", "What is a dog", "The sun is")]
+POISON = 90
+"""A token whose embedding is no number where a test makes it so."""
 
 
 @pytest.fixture
@@ -57,6 +71,58 @@ def test_sampled_texts_are_those_of_eager_rounds(drafter: Eagle31Drafter, record
     assert not recorder.recorded
     assert write_all(batch_of(drafter), new_texts(SAMPLED)) == wanted
     assert recorder.replayed > 20
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_rounds_of_texts_that_choose_alike_are_two_graphs(sampling: Sampling | None, recorder: Recorder) -> None:
+    drafter, texts = drafter_of("demo-target"), [text_of(prompt, 40, sampling) for prompt in TOLD]
+    drafter.require_binding().compiled = None  # what another test recorded is not counted here
+    with configured(drafter, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
+        batch, replayed = batch_of(drafter), list[int]()
+        with torch.inference_mode():
+            for text in texts:
+                read_in_pieces(batch, text, writing=False)
+            while len(batch.texts) == ROWS:
+                before, recorded = recorder.replayed, recorder.recorded
+                at_end = min(text.writer.remaining for text in texts) < 5
+                batch.round()
+                replayed.append(recorder.replayed - before)
+                if at_end or recorder.recorded > recorded:
+                    replayed.pop()
+        assert set(replayed) == {2}
+        assert batch.stats.acceptance_length > 1.3
+        written = [list(text.writer.tokens) for text in texts]
+        with configured(drafter, acceleration="eager"):
+            again = [text_of(prompt, 40, sampling) for prompt in TOLD]
+            whole = write_all(batch_of(drafter), again)
+    assert all(tokens == eager[: len(tokens)] for tokens, eager in zip(written, whole, strict=True))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), SAMPLED], ids=["greedy", "sampled"])
+def test_a_row_whose_scores_are_no_numbers_ends_alone(sampling: Sampling, recorder: Recorder) -> None:
+    """What a graph goes on with behind a token that is none is nobody's."""
+    target = random_target(CONFIGS["llama"]())
+    drafter = random_drafter(target, aux_layers=[1, 2, 4])
+    with torch.no_grad():
+        target.get_input_embeddings().weight[POISON] = torch.nan
+        target.get_output_embeddings().weight[POISON] = 0.0  # nobody else writes it
+    drafter.generation_config.num_assistant_tokens = 3
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    prompts = [[token for token in prompt if token != POISON] for prompt in random_prompts(2, seed=8)]
+    wanted = write_all(batch_of(drafter), [text_of(prompt, 20, sampling) for prompt in prompts])
+    batch, texts = batch_of(drafter), [text_of(prompt, 20, sampling) for prompt in prompts]
+    harmful = text_of([5, 6, 7, POISON], 20, sampling)
+    with torch.inference_mode():
+        for text in (*texts[:1], harmful, *texts[1:]):
+            read_in_pieces(batch, text, writing=False)
+        ends = {id(text): output for text, output in batch.round() if output.finish is not None}
+        assert list(ends) == [id(harmful)]
+        assert "no numbers" in ends[id(harmful)].error
+        while batch.texts:
+            batch.round()
+    assert [text.writer.tokens for text in texts] == wanted
+    assert batch.stats.fallbacks == []
+    assert "advance" in {key.kind for key in batch.graphs.keys if key.rows == ROWS}
 
 
 def test_what_was_recorded_serves_the_next_texts(drafter: Eagle31Drafter, recorder: Recorder) -> None:

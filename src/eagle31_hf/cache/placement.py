@@ -28,10 +28,12 @@ class Placement:
         self.reserved_slots = 0  # slots a full layer must own
         self.reserved_rows: int | None = None  # rows its buffers have; `None`: as many as there are rows
         self.position_offsets: Tensor | None = None  # (A, B): what a row's slots are short of its positions, by axis
+        self.row_changes = 0  # how often rows have joined, left or changed places
         self.set_batch(batch_size)
 
     def set_batch(self, batch_size: int) -> None:
         """So many empty rows."""
+        self.row_changes += 1
         self._lengths_tensor = torch.zeros(batch_size, dtype=torch.long, device=self.device)
         self.set_lengths([0] * batch_size)
 

@@ -6,6 +6,7 @@ They take a `FixedShapeCache` and the slots they write in it, and give NamedTupl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
 from ..drafter.session import DraftState, NextTokenProbs
-from ..sampling.draw import argmax
+from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import DraftWarping
 from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.shape import DraftShape
@@ -24,14 +25,6 @@ from .graph_makers import Step
 Rotary = tuple[Tensor, Tensor]  # cosines and sines (B, T, d)
 
 
-class StepOutput(NamedTuple):
-    """Logits `(B, T, Vd)`, feedback `(B, T, H)` and, of a single position, the distribution that follows from them."""
-
-    logits: Tensor
-    feedback: Tensor
-    next_token: NextTokenProbs | None = None
-
-
 class DraftedChain(NamedTuple):
     """A drafted chain of `K` tokens: the distribution `(B, 1, S)` that the first was chosen by, by which a graph is
     checked, and target ids `(B, K + 1)`, the root's first."""
@@ -39,7 +32,7 @@ class DraftedChain(NamedTuple):
     first_probs: Tensor
     tokens: Tensor
 
-    def to_tree(self, depth: int) -> DraftTree:
+    def to_tree(self, shape: DraftShape, depth: int) -> DraftTree:
         """Its first `depth` tokens behind the root."""
         return DraftTree.chain(self.tokens[:, : depth + 1])
 
@@ -54,9 +47,10 @@ class GrownTree(NamedTuple):
     ancestors: Tensor
     scores: Tensor
 
-    def to_tree(self, shape: DraftShape) -> DraftTree:
+    def to_tree(self, shape: DraftShape, depth: int) -> DraftTree:
+        """Made for this shape, of no more than `depth` levels."""
         most = self.tokens.shape[1] - 1
-        return DraftTree(
+        tree = DraftTree(
             self.tokens,
             self.parents,
             self.depths,
@@ -65,6 +59,7 @@ class GrownTree(NamedTuple):
             max_children=min(shape.top_k, most),
             scores=self.scores,
         )
+        return tree.cut_to(depth)
 
 
 def draft_step(drafter: Eagle31Drafter, *, single: bool = False) -> Step:
@@ -72,15 +67,23 @@ def draft_step(drafter: Eagle31Drafter, *, single: bool = False) -> Step:
 
     def draft(
         tokens: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, mask: Tensor | None, cache: FixedShapeCache
-    ) -> StepOutput:
+    ) -> DraftState:
         block = cache.at(slots)
         if mask is None:
             mask = block.mask(feedback.dtype)
         out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, block)  # type: ignore[arg-type]
         logits = drafter.draft_logits(out.normed)
-        return StepOutput(logits, out.feedback, NextTokenProbs.of(logits[:, 0]) if single else None)
+        return DraftState(logits, out.feedback, NextTokenProbs.of(logits[:, 0]) if single else None)
 
     return draft
+
+
+def rotary_of(drafter: Eagle31Drafter, slots: Tensor, count: int, tables: Rotary | None) -> Rotary:
+    """Rotations `(B, count, d)` of positions from the first of the slots `(B, T)` on, which are positions, too; or the
+    `tables` of a drafter that must be told them."""
+    if tables is not None:
+        return tables
+    return drafter.rotary(slots[:, :1] + torch.arange(count, device=slots.device))
 
 
 def absorb_step(drafter: Eagle31Drafter) -> Step:
@@ -88,12 +91,12 @@ def absorb_step(drafter: Eagle31Drafter) -> Step:
 
     def absorb(
         tokens: Tensor, aux: Tensor, slots: Tensor, rotary: Rotary, last: Tensor, cache: FixedShapeCache
-    ) -> StepOutput:
+    ) -> DraftState:
         hidden, block = drafter.fuse_aux(aux), cache.at(slots)
         out = drafter.decode(drafter.embed(tokens), hidden, rotary, block.mask(hidden.dtype), block)  # type: ignore[arg-type]
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         logits = drafter.draft_logits(out.normed[rows, last][:, None])  # (B, 1, Vd)
-        return StepOutput(logits, out.feedback[rows, last][:, None], NextTokenProbs.of(logits[:, 0]))
+        return DraftState(logits, out.feedback[rows, last][:, None], NextTokenProbs.of(logits[:, 0]))
 
     return absorb
 
@@ -115,33 +118,53 @@ class ChosenBy(NamedTuple):
         return ChosenBy(noise, None if self.seen is None else fill("seen", self.seen))
 
 
-class GraphSampling(NamedTuple):
+@dataclass(frozen=True)
+class GraphChoice:
     """How a graph chooses tokens.
 
     Attributes:
-        sample: by noise; else the likeliest one.
-        warping: the target's processors, if they change which token is chosen; `None` leaves scores as they are.
+        draws: by noise; else the likeliest is taken.
+        warping: the target's processors; `None` where drafts cannot be shown to them.
+        checks: the target's token is `V`, which is none, where no score is a number. So it is of drawn ones.
     """
 
-    sample: bool
+    draws: bool
     warping: DraftWarping | None
-
-    @classmethod
-    def of(cls, *, sample: bool, warping: DraftWarping | None) -> GraphSampling:
-        """Of a greedy draft processors that look at scores alone change nothing."""
-        decides = warping is not None and warping.key and (sample or warping.needs_seen)
-        return cls(sample, warping if decides else None)
+    checks: bool = False
 
     @property
     def key(self) -> tuple:
-        return self.sample, () if self.warping is None else self.warping.key
+        """Of the target's tokens."""
+        key = self.draws, () if self.warping is None else self.warping.key
+        return (*key, "checked") if self.checks and not self.draws else key
 
-    def choice(self, by: ChosenBy) -> DraftChoice:
+    def of_target(self, logits: Tensor, by: ChosenBy) -> Tensor:
+        """The target's token after each node, `(B, N)`, by its logits, noise and what was seen there `(B, N, V)`."""
+        if self.warping is not None and (self.warping.key or self.draws):
+            logits = self.warping.of_nodes(logits, by.seen)
+        if by.noise is not None:
+            return choose(logits, by.noise)
+        return likeliest(logits) if self.checks else argmax(logits)
+
+    @property
+    def draft_key(self) -> tuple:
         """Of draft tokens."""
-        return DraftChoice(self.warping, *by) if self.sample or self.warping is not None else BARE_CHOICE
+        warping = self._of_drafts
+        return self.draws, () if warping is None else warping.key
+
+    def of_drafts(self, by: ChosenBy) -> DraftChoice:
+        """Of draft tokens."""
+        warping = self._of_drafts
+        return DraftChoice(warping, *by) if self.draws or warping is not None else BARE_CHOICE
+
+    @property
+    def _of_drafts(self) -> DraftWarping | None:
+        """Of a greedy draft processors that look at scores alone change nothing."""
+        warping = self.warping
+        return warping if warping is not None and warping.key and (self.draws or warping.needs_seen) else None
 
 
-def chain_step(drafter: Eagle31Drafter, depth: int, sampling: GraphSampling) -> Step:
+def chain_step(drafter: Eagle31Drafter, depth: int, choosing: GraphChoice) -> Step:
     """A chain of `depth` tokens; the last one is not stepped over, though it has a slot."""
     ids, draft = drafter.draft_ids, draft_step(drafter)
 
@@ -150,11 +173,12 @@ def chain_step(drafter: Eagle31Drafter, depth: int, sampling: GraphSampling) -> 
         feedback: Tensor,
         slots: Tensor,
         roots: Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         by: ChosenBy,
         cache: FixedShapeCache,
     ) -> DraftedChain:
-        choice, logits, tokens, first = sampling.choice(by), root, [roots[:, None]], root  # tokens: (B, 1) each
+        rotary = rotary_of(drafter, slots, depth, rotary)
+        choice, logits, tokens, first = choosing.of_drafts(by), root, [roots[:, None]], root  # tokens: (B, 1) each
         for k in range(depth):
             scores, support = choice.rank(logits[:, -1], (), ids, depth=k)
             first = scores[:, None].softmax(-1, dtype=torch.float32) if k == 0 else first
@@ -168,7 +192,7 @@ def chain_step(drafter: Eagle31Drafter, depth: int, sampling: GraphSampling) -> 
     return chain
 
 
-def tree_step(drafter: Eagle31Drafter, shape: DraftShape, sampling: GraphSampling) -> Step:
+def tree_step(drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice) -> Step:
     """A dynamic tree as `grow_tree` grows it; writes `top_k * (depth - 1)` slots."""
     ids, top_k = drafter.draft_ids, shape.top_k
 
@@ -177,22 +201,28 @@ def tree_step(drafter: Eagle31Drafter, shape: DraftShape, sampling: GraphSamplin
         feedback: Tensor,
         slots: Tensor,
         roots: Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         by: ChosenBy,
         cache: FixedShapeCache,
     ) -> GrownTree:
         levels: list[Tensor] = []
+        turned = rotary_of(drafter, slots, shape.depth - 1, rotary)
 
         def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
             block = cache.at(slots[:, after : after + top_k])
-            cos, sin = (table[:, depth : depth + 1] for table in rotary)
+            cos, sin = (table[:, depth : depth + 1] for table in turned)
             mask = block.mask(feedback.dtype, ancestors)
             out = drafter.decode(drafter.embed(tokens), feedback, (cos, sin), mask, block)  # type: ignore[arg-type]
             levels.append(drafter.draft_logits(out.normed))
             return DraftState(levels[-1], out.feedback)
 
-        grown = grow_tree(DraftState(root, feedback), step, ids, roots, shape, sampling.choice(by))
+        grown = grow_tree(DraftState(root, feedback), step, ids, roots, shape, choosing.of_drafts(by))
         assert grown.scores is not None, "a dynamic tree has them"
         return GrownTree(levels[0], grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores)
 
     return tree
+
+
+def whole_step(drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice) -> Step:
+    """A whole draft of this shape."""
+    return tree_step(drafter, shape, choosing) if shape.is_tree else chain_step(drafter, shape.depth, choosing)

@@ -20,13 +20,12 @@ from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChosenBy,
     DraftedChain,
-    GraphSampling,
+    GraphChoice,
     GrownTree,
-    StepOutput,
+    Rotary,
     absorb_step,
-    chain_step,
     draft_step,
-    tree_step,
+    whole_step,
 )
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs
@@ -48,6 +47,8 @@ class CompiledDrafting:
         self.session, self.graphs = session, graphs
         self.drafter, self.draft_ids = session.drafter, session.draft_ids
         self.inputs = GraphInputs(session.cache)
+        kind = str(session.drafter.rotary_emb.rope_type)
+        self._asks_length = "dynamic" in kind or kind == "longrope"  # which a graph would have to ask the device
 
     @property
     def root(self) -> DraftState:
@@ -73,13 +74,13 @@ class CompiledDrafting:
         self.session.cache.place(size)
         if size > NODE_BUCKET or not self.session.has_root or not self.inputs.make_room(NODE_BUCKET):
             return eager()
-        output = self.graphs.run_or_eager(
+        state: DraftState = self.graphs.run_or_eager(
             GraphKey("absorb", rows, NODE_BUCKET, (self.inputs.num_slots,)),
             self.if_rows_pay(partial(absorb_step, self.drafter)),
             lambda: self._read_inputs(tokens, aux, rotary, counts),
-            lambda: _output(eager()),
+            eager,
         )
-        return _state(output)
+        return state
 
     def _read_inputs(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> tuple:
         inputs, rows = self.inputs, len(tokens)
@@ -115,105 +116,73 @@ class CompiledDrafting:
                 mask,
                 self.inputs.fixed,
             ),
-            lambda: _output(eager()),
+            eager,
         )
-        return DraftState(output.logits[:, :size], output.feedback[:, :size], output.next_token)
+        return DraftState(output.logits[:, :size], output.feedback[:, :size], output.known)
 
     def _mask(self, ancestors: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         """`None` for a chain, whose mask the graph makes itself."""
         mask = None if ancestors is None else self.session.cache.attention_mask(ancestors, dtype=self.session.dtype)
         return None if mask is None else self.inputs.fill_mask("mask", mask, shape)  # type: ignore[arg-type]
 
+    def rotary(self, count: int) -> Rotary | None:
+        """Tables of the next positions for a graph that cannot make them itself."""
+        return self.inputs.fill_rotary(self.session.rotary_depths(count), count) if self._asks_length else None
+
     # --- whole drafts --------------------------------------------------------------------------------------------
 
-    def chain(self, roots: Tensor, depth: int, sampling: GraphSampling, by: ChosenBy) -> DraftedChain | None:
-        """A chain of `depth` tokens in one graph; `None` where there is none.
+    def whole(
+        self, roots: Tensor, shape: DraftShape, depth: int, choosing: GraphChoice, by: ChosenBy
+    ) -> DraftTree | None:
+        """A chain or a dynamic tree in one graph; `None` where there is none.
 
         Args:
             roots: `(B,)` the last token of each row.
-            sampling: how tokens are chosen.
-            by: what they are chosen by, of the next `depth` positions.
+            shape: of the draft, where a text's end does not cut it.
+            depth: levels that are wanted.
+            choosing: how tokens are chosen.
+            by: what they are chosen by, of the next `shape.depth` positions.
         """
-        rows, root = self.session.cache.batch_size, self.root
+        root, levels, fill = self.root, shape.stepped_levels, self.inputs.fill
+        if shape.is_tree and (self.graphs.disabled_reason or depth < 2):
+            return None
+        if shape.is_tree and depth < shape.depth:  # the last of a text, not worth a graph
+            choice = choosing.of_drafts(by)
+            return grow_tree(root, self.session.step, self.draft_ids, roots, shape.cut_to(depth), choice)
         self.session.cache.place(1)
-        if not self.inputs.make_room(depth):
+        if not self.inputs.make_room(shape.top_k * levels):
             return None
-
-        def inputs() -> tuple:
-            fill = self.inputs.fill
-            return (
-                fill("root", root.logits),
-                fill("feedback", root.feedback),
-                self.inputs.slots(depth),
-                fill("roots", roots),
-                self.inputs.fill_rotary(self.session.rotary_depths(depth), depth),
-                by.through(fill),
-                self.inputs.fixed,
-            )
-
-        def first_probs() -> Tensor:
-            scores, _ = sampling.choice(by).rank(root.logits[:, 0], (), self.draft_ids, depth=0)
-            return scores[:, None].softmax(-1, dtype=torch.float32)
-
-        return self.graphs.run_or_eager(
-            GraphKey("chain", rows, depth, (self.inputs.num_slots,), sampling.key),
-            self.if_rows_pay(partial(chain_step, self.drafter, depth, sampling)),
-            inputs,
-            lambda: None,
-            reference=first_probs,
-        )
-
-    def tree(
-        self, roots: Tensor, shape: DraftShape, depth: int, sampling: GraphSampling, by: ChosenBy
-    ) -> DraftTree | None:
-        """A dynamic tree of `depth` levels in one graph; `None` where there is none.
-
-        Args:
-            roots: as in `chain`.
-            shape: of the tree, where a text's end does not cut it.
-            depth: levels.
-            sampling, by: as in `chain`.
-        """
-        rows, nodes = self.session.cache.batch_size, shape.top_k * (depth - 1)  # that are stepped over
-        if self.graphs.disabled_reason or not nodes:
-            return None
-        if depth < shape.depth:  # the last of a text, not worth a graph
-            choice = sampling.choice(by)
-            return grow_tree(self.root, self.session.step, self.draft_ids, roots, shape.cut_to(depth), choice)
-        self.session.cache.place(1)
-        if not self.inputs.make_room(nodes):
-            return None
-        root, fill = self.root, self.inputs.fill
-        grown: GrownTree | None = self.graphs.run_or_eager(
-            GraphKey("tree", rows, shape.nodes, (depth, shape.top_k, self.inputs.num_slots), sampling.key),
-            self.if_rows_pay(partial(tree_step, self.drafter, shape, sampling)),
+        drafted: DraftedChain | GrownTree | None = self.graphs.run_or_eager(
+            self._key_of(shape, choosing),
+            self.if_rows_pay(partial(whole_step, self.drafter, shape, choosing)),
             lambda: (
                 fill("root", root.logits),
                 fill("feedback", root.feedback),
-                self.inputs.slots(nodes),
+                self.inputs.slots(shape.top_k * levels),
                 fill("roots", roots),
-                self.inputs.fill_rotary(self.session.rotary_depths(depth - 1), depth - 1),
+                self.rotary(levels),
                 by.through(fill),
                 self.inputs.fixed,
             ),
             lambda: None,
-            reference=partial(_logits_of_first_level, self.session, shape.top_k, sampling.choice(by)),
+            reference=partial(_first_of_draft, self.session, shape, choosing.of_drafts(by)),
         )
-        return None if grown is None else grown.to_tree(shape)
+        return None if drafted is None else drafted.to_tree(shape, depth)
+
+    def _key_of(self, shape: DraftShape, choosing: GraphChoice) -> GraphKey:
+        rows, slots = self.session.cache.batch_size, self.inputs.num_slots
+        if shape.is_tree:
+            return GraphKey("tree", rows, shape.nodes, (shape.depth, shape.top_k, slots), choosing.draft_key)
+        return GraphKey("chain", rows, shape.depth, (slots,), choosing.draft_key)
 
 
-def _output(state: DraftState) -> StepOutput:
-    return StepOutput(state.logits, state.feedback, state.known)
-
-
-def _state(output: StepOutput) -> DraftState:
-    return DraftState(output.logits, output.feedback, output.next_token)
-
-
-def _logits_of_first_level(session: DraftSession, top_k: int, choice: DraftChoice) -> Tensor:
-    """What a tree's graph is checked by: logits `(B, top_k, Vd)` of the root's children."""
-    logits = session.root.logits[:, 0]
-    scores, _ = choice.rank(logits, (), session.draft_ids, depth=0, at_least=logits.shape[-1])
+def _first_of_draft(session: DraftSession, shape: DraftShape, choice: DraftChoice) -> Tensor:
+    """What a draft's graph is checked by: the distribution `(B, 1, S)` that a chain's first token is chosen by; of a
+    tree logits `(B, top_k, Vd)` of the root's children."""
+    logits, top_k = session.root.logits[:, 0], shape.top_k
+    scores, _ = choice.rank(logits, (), session.draft_ids, depth=0, at_least=logits.shape[-1] if shape.is_tree else 1)
+    if not shape.is_tree:
+        return scores[:, None].softmax(-1, dtype=torch.float32)
     children = scores.float().topk(top_k).indices  # (B, top_k)
     alone = torch.eye(top_k, dtype=torch.bool, device=children.device).expand(len(children), -1, -1)
     feedback = session.root.feedback.expand(-1, top_k, -1)

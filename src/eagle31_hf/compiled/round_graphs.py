@@ -18,20 +18,18 @@ from torch import Tensor
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import DraftState
 from ..sampling.acceptance import Acceptance, accept_chosen, for_host, match_prefix
-from ..sampling.draw import argmax, choose
-from ..sampling.logits_processing import DraftWarping
 from ..sampling.seen_tokens import seen_after, seen_at_nodes
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChosenBy,
     DraftedChain,
-    GraphSampling,
+    GraphChoice,
     GrownTree,
     Rotary,
     absorb_step,
-    chain_step,
-    tree_step,
+    rotary_of,
+    whole_step,
 )
 from .draft_session import CompiledDrafting
 from .fixed_cache import FixedShapeCache
@@ -44,23 +42,19 @@ class NextDraft:
 
     Attributes:
         state: of the drafter after each row's bonus.
-        rotary: tables `(B, T, d)` from the lengths before on.
         width: positions that were read.
         shape: of the draft.
         draft: what was drafted behind the bonus.
     """
 
     state: DraftState
-    rotary: Rotary
     width: int
     shape: DraftShape
     draft: DraftedChain | GrownTree
 
     def to_tree(self, depth: int) -> DraftTree:
         """The draft, of no more than `depth` levels."""
-        if isinstance(self.draft, DraftedChain):
-            return self.draft.to_tree(depth)
-        return self.draft.to_tree(self.shape).cut_to(depth)
+        return self.draft.to_tree(self.shape, depth)
 
 
 class RoundOutput(NamedTuple):
@@ -98,6 +92,11 @@ class GraphAcceptance(NamedTuple):
         bonus = self.acceptance.bonus[:, None]
         return torch.where(places == self.last[:, None], bonus, self.tokens.roll(-1, 1))
 
+    def to_read(self, vocabulary: int) -> GraphAcceptance:
+        """The same for the drafter to read, which knows no token `V`: whoever gets that one fails."""
+        bonus = self.acceptance.bonus.clamp(max=vocabulary - 1)
+        return self._replace(acceptance=self.acceptance._replace(bonus=bonus))
+
     def along(self, aux: Tensor) -> Tensor:
         """Hidden states `(B, W, A*Ht)` of the path, of all nodes' `(B, N, A*Ht)`."""
         return aux if self.is_chain else self.acceptance.along(aux)
@@ -111,37 +110,29 @@ class AcceptAndDraft(ABC):
 
     Attributes:
         width: nodes of the longest path, root included: `W`.
-        draft_slots: slots that drafting writes behind the bonus.
         levels: depths it needs rotary tables for.
+        draft_slots: slots that drafting writes behind the bonus.
         looks_ahead: positions whose noise it needs of a sampled text: of all it may accept and of the draft behind.
     """
 
-    width: int
-    draft_slots: int
-    levels: int
-
-    def __init__(self, drafter: Eagle31Drafter, shape: DraftShape, *, sample: bool, warping: DraftWarping):
-        self.drafter, self.shape, self.sample, self.warping = drafter, shape, sample, warping
-        self.sampling = GraphSampling.of(sample=sample, warping=warping)
+    def __init__(self, drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice):
+        self.drafter, self.shape, self.choosing = drafter, shape, choosing
+        self.width, self.levels = min(shape.depth, shape.nodes - 1) + 1, shape.stepped_levels
+        self.draft_slots = shape.top_k * self.levels
+        self._draft = whole_step(drafter, shape, choosing)
 
     @property
     def looks_ahead(self) -> int:
         return self.width + self.shape.depth
 
     @property
-    @abstractmethod
     def key_shape(self) -> tuple[int, ...]:
         """What tells its graph from others of as many nodes."""
+        return (self.shape.depth, self.shape.top_k) if self.shape.is_tree else ()
 
     @abstractmethod
     def accept(self, logits: Tensor, drafts: Any, by: ChosenBy) -> GraphAcceptance:
         """By the target's logits `(B, N, V)`; `drafts` as `inputs` gives them, noise of the next positions."""
-
-    @abstractmethod
-    def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: Any
-    ) -> DraftedChain | GrownTree:
-        """Draft behind the bonus `(B,)`, from the drafter's state after it, by noise of the positions behind it."""
 
     @abstractmethod
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Any:
@@ -160,25 +151,30 @@ class AcceptAndDraft(ABC):
             drafts: Any,
             aux: Tensor,
             slots: Tensor,
-            rotary: Rotary,
+            rotary: Rotary | None,
             by: ChosenBy,
             cache: FixedShapeCache,
         ) -> RoundOutput:
-            accepted = self.accept(logits, drafts, by)
+            turned = rotary_of(self.drafter, slots, width + self.levels, rotary)
+            acceptance, accepted = self.judge(logits, drafts, by)
             last, bonus = accepted.last, accepted.acceptance.bonus
-            cos, sin = (table[:, :width] for table in rotary)
+            cos, sin = (table[:, :width] for table in turned)
             read = absorb(accepted.following(), accepted.along(aux), slots[:, :width], (cos, sin), last, cache)
             rows = torch.arange(len(last), device=last.device)[:, None]
             behind = last[:, None] + torch.arange(1, 1 + self.draft_slots, device=last.device)
-            cos, sin = (table[rows, behind[:, : self.levels]] for table in rotary)
-            root = DraftState(read.logits, read.feedback)
+            cos, sin = (table[rows, behind[:, : self.levels]] for table in turned)
             following = self.chosen_behind(by, accepted)
-            draft = self.draft(root, bonus, slots[rows, behind], (cos, sin), following, cache)
+            draft = self._draft(read.logits, read.feedback, slots[rows, behind], bonus, (cos, sin), following, cache)
             tokens = drafts if isinstance(drafts, Tensor) else drafts.tokens
-            told = for_host(accepted.acceptance, tokens, read.logits[:, 0, :1].isnan().any())
-            return RoundOutput(read.logits, read.feedback, accepted.acceptance, draft, told)
+            told = for_host(acceptance, tokens, read.logits[:, 0, :1].isnan().any())
+            return RoundOutput(read.logits, read.feedback, acceptance, draft, told)
 
         return advance
+
+    def judge(self, logits: Tensor, drafts: Any, by: ChosenBy) -> tuple[Acceptance, GraphAcceptance]:
+        """What the target accepts, and the same for the drafter to read."""
+        accepted, gives_none = self.accept(logits, drafts, by), self.choosing.draws or self.choosing.checks
+        return accepted.acceptance, accepted.to_read(logits.shape[-1]) if gives_none else accepted
 
     def chosen_behind(self, by: ChosenBy, accepted: GraphAcceptance) -> ChosenBy:
         """What the next draft is chosen by, behind the bonus."""
@@ -190,27 +186,9 @@ class AcceptAndDraft(ABC):
             seen = seen_after(seen, accepted.tokens, accepted.acceptance.length, accepted.acceptance.bonus)
         return ChosenBy(noise, seen)
 
-    def target_choice(self, logits: Tensor, at_nodes: ChosenBy) -> Tensor:
-        """The target's token after each node, `(B, N)`, by noise `(B, N, V)` of its position if it is sampled, and by
-        the tokens of the text through it `(B, N, V)`."""
-        noise, seen = at_nodes
-        if not self.warping.key and noise is None:
-            return argmax(logits)
-        scores = self.warping.of_nodes(logits, seen)
-        return argmax(scores) if noise is None else choose(scores, noise)
-
 
 class ChainAcceptAndDraft(AcceptAndDraft):
     """From one chain of fixed length to the next."""
-
-    def __init__(self, drafter: Eagle31Drafter, shape: DraftShape, *, sample: bool, warping: DraftWarping):
-        super().__init__(drafter, shape, sample=sample, warping=warping)
-        self.width, self.draft_slots, self.levels = shape.depth + 1, shape.depth, shape.depth
-        self._chain = chain_step(drafter, shape.depth, self.sampling)
-
-    @property
-    def key_shape(self) -> tuple[int, ...]:
-        return ()
 
     def accept(self, logits: Tensor, drafts: Tensor, by: ChosenBy) -> GraphAcceptance:
         nodes = torch.arange(drafts.shape[1], device=drafts.device).expand(len(drafts), -1)
@@ -219,13 +197,8 @@ class ChainAcceptAndDraft(AcceptAndDraft):
             noise = noise[:, : self.width]  # in a chain, node = depth
         if seen is not None:
             seen = seen_at_nodes(seen, drafts, nodes[:, None] <= nodes[:, :, None])
-        best, bonus = match_prefix(drafts, self.target_choice(logits, ChosenBy(noise, seen)))
+        best, bonus = match_prefix(drafts, self.choosing.of_target(logits, ChosenBy(noise, seen)))
         return GraphAcceptance(Acceptance(nodes, best + 1, bonus, best), drafts, is_chain=True)
-
-    def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: Any
-    ) -> DraftedChain:
-        return self._chain(root.logits, root.feedback, slots, bonus, rotary, by, cache)
 
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Tensor:
         """Tokens `(B, K+1)`, root first."""
@@ -244,32 +217,17 @@ class TreeDrafts(NamedTuple):
 class TreeAcceptAndDraft(AcceptAndDraft):
     """From one dynamic tree to the next, grown as `grow_tree` does."""
 
-    def __init__(self, drafter: Eagle31Drafter, shape: DraftShape, *, sample: bool, warping: DraftWarping):
-        super().__init__(drafter, shape, sample=sample, warping=warping)
-        self.longest, self.children = min(shape.depth, shape.nodes - 1), min(shape.top_k, shape.nodes - 1)
-        self.width, self.levels = self.longest + 1, shape.depth - 1
-        self.draft_slots = shape.top_k * self.levels
-        self._tree = tree_step(drafter, shape, self.sampling)
-
-    @property
-    def key_shape(self) -> tuple[int, ...]:
-        return self.shape.depth, self.shape.top_k
-
     def accept(self, logits: Tensor, drafts: TreeDrafts, by: ChosenBy) -> GraphAcceptance:
         tokens, parents, depths, ancestors = drafts
         noise, seen = by
-        tree = DraftTree(tokens, parents, depths, ancestors, max_depth=self.longest, max_children=self.children)
+        children = min(self.shape.top_k, self.shape.nodes - 1)
+        tree = DraftTree(tokens, parents, depths, ancestors, max_depth=self.width - 1, max_children=children)
         if noise is not None:
             noise = noise[torch.arange(len(tokens), device=tokens.device)[:, None], depths]  # (B, N, V)
         if seen is not None:
             seen = seen_at_nodes(seen, tokens, ancestors)
-        acceptance = accept_chosen(tree, self.target_choice(logits, ChosenBy(noise, seen)))
+        acceptance = accept_chosen(tree, self.choosing.of_target(logits, ChosenBy(noise, seen)))
         return GraphAcceptance(acceptance, tokens.gather(1, acceptance.path), is_chain=False)
-
-    def draft(
-        self, root: DraftState, bonus: Tensor, slots: Tensor, rotary: Rotary, by: ChosenBy, cache: Any
-    ) -> GrownTree:
-        return self._tree(root.logits, root.feedback, slots, bonus, rotary, by, cache)
 
     def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> TreeDrafts:
         return TreeDrafts(
@@ -297,15 +255,13 @@ class RoundGraph:
     Args:
         drafting: the drafter's compiled steps.
         shape: of the drafts it accepts and makes; a chain without doubt, or a dynamic tree.
-        sample: whether tokens are drawn.
-        warping: the target's processors.
+        choosing: how tokens are chosen.
     """
 
-    def __init__(self, drafting: CompiledDrafting, shape: DraftShape, *, sample: bool, warping: DraftWarping):
+    def __init__(self, drafting: CompiledDrafting, shape: DraftShape, choosing: GraphChoice):
         kind = TreeAcceptAndDraft if shape.is_tree else ChainAcceptAndDraft
-        self.step = kind(drafting.drafter, shape, sample=sample, warping=warping)
+        self.step = kind(drafting.drafter, shape, choosing)
         self.drafting, self.shape = drafting, shape
-        self.sampling_key = (sample, warping.key)
 
     @property
     def looks_ahead(self) -> int:
@@ -335,7 +291,6 @@ class RoundGraph:
         session.cache.place(step.width)
         if not graph_inputs.make_room(step.width + step.draft_slots):
             return None
-        rotary = session.rotary_ahead(step.width + step.levels)
         aux = aux.to(device=session.device, dtype=session.dtype)
         by = by.through(lambda _name, tensor: tensor.to(session.device))
 
@@ -345,29 +300,29 @@ class RoundGraph:
                 step.inputs(tree, graph_inputs.fill),
                 graph_inputs.fill("aux", aux),
                 graph_inputs.slots(step.width + step.draft_slots),
-                graph_inputs.fill_rotary(rotary, step.width + step.levels),
+                drafting.rotary(step.width + step.levels),
                 by.through(graph_inputs.fill),
                 graph_inputs.fixed,
             )
 
         output: RoundOutput | None = drafting.graphs.run_or_eager(
-            GraphKey("advance", rows, tree.size, (*step.key_shape, graph_inputs.num_slots), self.sampling_key),
+            GraphKey("advance", rows, tree.size, (*step.key_shape, graph_inputs.num_slots), step.choosing.key),
             drafting.if_rows_pay(step.make),
             inputs,
             lambda: None,
-            reference=lambda: self._logits_after_bonus(tree, logits, aux, rotary, by),
+            reference=lambda: self._logits_after_bonus(tree, logits, aux, by),
         )
         if output is None:
             return None
         state = DraftState(output.logits, output.feedback)
-        draft = NextDraft(state, rotary, step.width, self.shape, output.draft)
+        draft = NextDraft(state, step.width, self.shape, output.draft)
         return AcceptedAhead(output.acceptance, output.for_host, draft)
 
-    def _logits_after_bonus(self, tree: DraftTree, logits: Tensor, aux: Tensor, rotary: Rotary, by: ChosenBy) -> Tensor:
+    def _logits_after_bonus(self, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy) -> Tensor:
         """The drafter's logits after the bonus as eager code has them, by which the graph is checked."""
         drafts: Any = self.step.inputs(tree, lambda _name, tensor: tensor)
-        accepted = self.step.accept(logits, drafts, by)
-        cos, sin = (table[:, : self.step.width] for table in rotary)
+        _, accepted = self.step.judge(logits, drafts, by)
+        rotary = self.drafting.session.rotary_depths(self.step.width)
         counts = accepted.acceptance.length.tolist()
-        read = self.drafting.session.read(accepted.following(), accepted.along(aux), (cos, sin), counts)
+        read = self.drafting.session.read(accepted.following(), accepted.along(aux), rotary, counts)
         return read.logits

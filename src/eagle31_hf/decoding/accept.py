@@ -2,102 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..sampling.acceptance import Acceptance, accept_chosen
-from ..sampling.draw import argmax, choose
+from ..sampling.acceptance import Acceptance, accept_chosen, for_host
 from ..sampling.seen_tokens import seen_at_nodes
 from ..sampling.tree_walk import accept_tree_walk
 from ..trees.draft_tree import DraftTree
-from .request import DecodingRequest
+from ..trees.host_numbers import on_device
+from .choosing import ChoiceRule, Choosing
 from .round import Accepted, RoundBatch
 
 
 class Acceptor:
-    """One generation's acceptance of drafts: what the target chooses is kept.
+    """Acceptance of drafts: what the target chooses is kept.
 
     Args:
-        request: what is written.
+        choosing: how.
+        device: where tokens lie.
     """
 
-    def __init__(self, request: DecodingRequest):
-        self.request, self.processing = request, request.processing
-        self.host_sync_is_free = request.sequences.prompts.device.type == "cpu"
+    def __init__(self, choosing: Choosing, device: torch.device):
+        self.choosing = choosing
+        self.host_sync_is_free = device.type == "cpu"
 
     def __call__(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Accepted:
-        """What is accepted, and the processed scores of the accepted nodes (raw logits where nothing changes them).
+        """What is accepted, and the processed scores of the accepted nodes where somebody may want them (raw logits
+        where nothing changes them).
 
         Args:
             tree: drafts.
             logits: the target's `(B, N, V)`.
             batch: the rows.
         """
-        scores = self._score_all_nodes(tree, logits, batch)
-        if scores is None:
-            return self._accept_by_level(tree, logits, batch)
-        return Accepted(tree, self._accept_chosen(tree, self._choose_all(tree, scores, batch), batch.live), scores)
+        rules, noise = self.choosing.choice_rules(batch), self.choosing.noise_for(batch, tree.max_depth + 1)
+        scored = [self._score_all_nodes(rule, tree, logits, batch) for rule in rules]
+        chosen = [
+            None if scores is None else _choose_all(rule, tree, scores, noise)
+            for rule, scores in zip(rules, scored, strict=True)
+        ]
+        at_once = [choice for choice in chosen if choice is not None]
+        if len(at_once) < len(rules):
+            walk = GoingDown(tree, logits, batch, noise)
+            return Accepted(tree, walk.accept(rules, chosen), walk.scores)
+        acceptance = self._accept_chosen(tree, _joined(rules, at_once), batch.live)
+        return Accepted(tree, acceptance, scored[0] if len(rules) == 1 and scored[0] is not None else {})
 
-    def _accept_by_level(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Accepted:
-        request, tokens, rows = self.request, tree.tokens, batch.rows
-        decided: dict[tuple[int, int], Tensor] = {}
-        noise = request.noise_ahead(batch, tree.max_depth + 1)
-        for row in rows:
-            request.asked.forget_before(row, request.sequences.length(row))
-
-        def choose_after(walking: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
-            nodes, batch_rows = [path[-1] for path in paths], [rows[b] for b in walking]
-
-            def prefix(i: int) -> Tensor:
-                return request.sequences.prefix(batch_rows[i], tokens[walking[i], paths[i][1:]])
-
-            scores = self.processing.row_scores(prefix, logits[walking, nodes], batch_rows, request.asked)  # (R, V)
-            decided.update(zip(zip(walking, nodes, strict=True), scores, strict=True))
-            depths = [len(path) - 1 for path in paths]
-            chosen = (argmax(scores) if noise is None else choose(scores, noise[walking, depths])).tolist()
-            lengths = [
-                request.sequences.length(row) + len(path) - 1 for row, path in zip(batch_rows, paths, strict=True)
-            ]
-            return request.keep_choice(batch_rows, lengths, chosen)
-
-        def ends(b: int, nodes: int, token: int) -> bool:
-            return request.sequences.ends_with(rows[b], token, after=nodes - 1)
-
-        # Processors asked in order are done when the text is: a grammar has nothing to say about what comes behind.
-        acceptance = accept_tree_walk(tree, choose_after, batch.live, ends if self.processing.in_order else None)
-        return Accepted(tree, acceptance, decided)
-
-    def _score_all_nodes(self, tree: DraftTree, logits: Tensor, batch: RoundBatch) -> Tensor | None:
-        """What the target decides by, `(B, N, V)`: processed scores, or the raw logits where arg-max needs no more.
+    def _score_all_nodes(
+        self, rule: ChoiceRule, tree: DraftTree, logits: Tensor, batch: RoundBatch
+    ) -> Tensor | None:  # fmt: skip
+        """What the target decides by, `(R, N, V)`: processed scores, or the raw logits where arg-max needs no more.
 
         `None` where processors want to see each prefix. On a CPU a repetition penalty does, too: to penalize the few
         tokens that are asked about takes less there than a mask over all.
         """
-        request = self.request
-        if not self.processing.scores_only:
-            seen = None if self.host_sync_is_free else request.seen_before(batch)
+        processing = rule.processing
+        if not processing.scores_only:
+            asks_host = self.host_sync_is_free or not processing.warps_drafts
+            seen = None if asks_host else self.choosing.seen_before(batch)
             if seen is None:
                 return None
-            return self.processing.draft_warping.of_nodes(logits, seen_at_nodes(seen, tree.tokens, tree.ancestors))
-        if self.processing.is_empty and not request.do_sample and not request.keep_scores:
-            return logits
+            at_nodes = seen_at_nodes(rule.of(seen), rule.of(tree.tokens), rule.of(tree.ancestors))
+            return processing.draft_warping.of_nodes(rule.of(logits), at_nodes)
+        if processing.is_empty and not rule.draws and not self.choosing.wants_scores:
+            return rule.of(logits)
 
         def prefix(b: int, node: int) -> Tensor:
             raise AssertionError("processors that look at scores alone ask for no prefix")
 
-        return self.processing.node_scores(logits, prefix, batch.rows)
-
-    def _choose_all(self, tree: DraftTree, scores: Tensor, batch: RoundBatch) -> Tensor:
-        """The target's token after every node, `(B, N)`."""
-        noise = self.request.noise_ahead(batch, tree.max_depth + 1)  # (B, D + 1, V)
-        if noise is None:
-            return argmax(scores)
-        if not tree.is_chain:
-            rows = torch.arange(len(scores), device=scores.device)[:, None]
-            noise = noise[rows, tree.positions]
-        return choose(scores, noise)
+        return processing.node_scores(rule.of(logits), prefix, [rule.rows[b] for b in rule.places])
 
     def _accept_chosen(self, tree: DraftTree, choice: Tensor, live: Sequence[int]) -> Acceptance:
         if tree.is_chain or not self.host_sync_is_free:
@@ -106,3 +82,102 @@ class Acceptor:
         return accept_tree_walk(
             tree, lambda rows, paths: [chosen[b][p[-1]] for b, p in zip(rows, paths, strict=True)], live
         )
+
+
+def _choose_all(rule: ChoiceRule, tree: DraftTree, scores: Tensor, noise: Tensor | None) -> Tensor:
+    """The target's token after every node, `(R, N)`, by noise `(B, D + 1, V)` of the round."""
+    if noise is None or not rule.draws:
+        return rule.choose(scores, None)
+    noise = rule.of(noise)
+    if not tree.is_chain:
+        rows = torch.arange(len(scores), device=scores.device)[:, None]
+        noise = noise[rows, rule.of(tree.positions)]
+    return rule.choose(scores, noise)
+
+
+def _joined(rules: Sequence[ChoiceRule], chosen: Sequence[Tensor]) -> Tensor:
+    """`(B, N)` of all rows, of `(R, N)` of each rule's."""
+    if len(rules) == 1:
+        return chosen[0]
+    order = [place for rule in rules for place in rule.places]
+    return torch.cat(list(chosen))[on_device([order.index(b) for b in range(len(order))], chosen[0].device)]
+
+
+class GoingDown:
+    """Acceptance that asks processors which look at prefixes only where the text goes.
+
+    Args:
+        tree, logits, batch: as of `Acceptor`.
+        noise: of the round's positions, `(B, D + 1, V)`.
+
+    Attributes:
+        scores: processed ones of the nodes that were asked about, by place and node.
+    """
+
+    def __init__(self, tree: DraftTree, logits: Tensor, batch: RoundBatch, noise: Tensor | None):
+        self.tree, self.logits, self.batch, self.noise = tree, logits, batch, noise
+        self.scores: dict[tuple[int, int], Tensor] = {}
+
+    def accept(self, rules: Sequence[ChoiceRule], chosen: Sequence[Tensor | None]) -> Acceptance:
+        """By the target's tokens after all nodes of a rule's rows, `(R, N)`; `None` where they are to be asked."""
+        known: dict[int, list[int]] = {}
+        rule_of = {b: rule for rule in rules for b in rule.places}
+        for rule, choice in zip(rules, chosen, strict=True):
+            known |= {} if choice is None else dict(zip(rule.places, choice.tolist(), strict=True))
+
+        def choose_after(walking: Sequence[int], paths: Sequence[list[int]]) -> list[int]:
+            path_of = dict(zip(walking, paths, strict=True))
+            found = {b: known[b][path[-1]] for b, path in path_of.items() if b in known}
+            for rule in rules:
+                asked = {b: path for b, path in path_of.items() if b not in known and rule_of[b] is rule}
+                found |= self._ask(rule, asked) if asked else {}
+            return [found[b] for b in walking]
+
+        def ends(b: int, nodes: int, token: int) -> bool:
+            return b not in known and (ends := rule_of[b].ends) is not None and ends(b, nodes, token)
+
+        return accept_tree_walk(self.tree, choose_after, self.batch.live, ends)
+
+    def _ask(self, rule: ChoiceRule, paths: dict[int, list[int]]) -> dict[int, int]:
+        """By place, the target's token after the last node of each path."""
+        batch, tokens, places = self.batch, self.tree.tokens, list(paths)
+        nodes, depths = [path[-1] for path in paths.values()], [len(path) - 1 for path in paths.values()]
+        prefixes = [batch.sequences.prefix(batch.rows[b], tokens[b, path[1:]]) for b, path in paths.items()]
+        lengths, rows = [prefix.shape[1] for prefix in prefixes], [rule.rows[b] for b in places]
+        if rule.asked is not None and not any(depths):
+            for row, length in zip(rows, lengths, strict=True):
+                rule.asked.forget_before(row, length)
+        logits = self.logits[places, nodes]
+        scores = rule.processing.row_scores(lambda i: prefixes[i], logits, rows, rule.asked)  # (R, V)
+        self.scores |= zip(zip(places, nodes, strict=True), scores, strict=True)
+        noise = None if self.noise is None else self.noise[places, depths]
+        chosen = rule.keep(places, lengths, rule.choose(scores, noise).tolist())
+        return dict(zip(places, chosen, strict=True))
+
+
+class SyncedRound(NamedTuple):
+    """Accepted nodes and new tokens per row, past the row's end too; whether what the drafter made is of no use."""
+
+    paths: list[list[int]]
+    emitted: list[list[int]]
+    is_broken: bool
+
+
+def sync_accepted(accepted: Accepted, is_broken: Callable[[], Tensor]) -> SyncedRound:
+    """The round's one wait for the device.
+
+    Args:
+        accepted: by the target.
+        is_broken: asked where no graph has said it: `()` whether the drafter's scores are no numbers.
+    """
+    tree, acceptance, _, packed = accepted
+    if packed is None:
+        packed = for_host(acceptance, tree.tokens, is_broken())
+    told = packed.tolist()
+    paths: list[list[int]] = []
+    emitted: list[list[int]] = []
+    for _, count, bonus, *rest in told:
+        nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
+        paths.append(nodes)
+        emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
+    return SyncedRound(paths, emitted, any(row[0] for row in told))

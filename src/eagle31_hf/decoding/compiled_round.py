@@ -7,57 +7,59 @@ before the host has seen where the text ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
 from ..compiled.captured import maker_at_hand
-from ..compiled.draft_graphs import ChosenBy, GraphSampling
+from ..compiled.draft_graphs import ChosenBy, GraphChoice
 from ..compiled.draft_session import CompiledDrafting
 from ..compiled.graphs import Graphs
 from ..compiled.round_graphs import NextDraft, RoundGraph
 from ..compiled.verify import CompiledVerification
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.hindsight import Hindsight
 from ..drafter.session import absorbed
 from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .eager_round import EagerRound, aux_of_path, propose
+from .choosing import ChoiceRule, Choosing, only_rule
+from .eager_round import EagerRound, propose
 from .pair_caches import PairCaches
-from .request import DecodingRequest
 from .round import Accepted, RoundBatch, Written
+
+MOST_ROUND_GRAPHS = 64
+"""Shapes and ways to choose that are remembered; what is recorded for them is `Graphs`' business."""
 
 LIVE_SHARE = 0.25
 """Share of a compiled batch that must need tokens for the others to stay in it; measured on a small pair only."""
 
 
-class CompiledRound:
-    """A `Round` by graphs, where they can be had. Arguments are `EagerRound`'s; the caches must have a drafter.
+class CompiledRound(EagerRound):
+    """Rounds by graphs, where they can be had; the caches must have a drafter.
 
     Over caches of 8 bits, which compiled code cannot read, the target stays eager.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, request: DecodingRequest, clock: PhaseClock):
+    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
         assert caches.drafter is not None, "without a drafter there is nothing to compile for"
-        self.eager = EagerRound(drafter, caches, request, clock)
-        self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
-        maker = request.graph_maker or maker_at_hand(self.eager.binding)
-        were_seen = request.graph_maker is not None and maker.weights_seen
+        super().__init__(drafter, caches, choosing, clock)
+        maker = choosing.graph_maker or maker_at_hand(self.binding)
+        were_seen = choosing.graph_maker is not None and maker.weights_seen
         self.graphs = (Graphs.now(drafter) if were_seen else Graphs.of(drafter)).made_by(maker)
         self.drafting = CompiledDrafting(caches.drafter, self.graphs)
         self.verification: CompiledVerification | None = None
-        if request.stats.cache_type == "full":
-            most = request.shape.nodes
-            self.verification = CompiledVerification(self.eager.binding, caches.target, self.graphs, most_nodes=most)
+        if choosing.stats.cache_type == "full":
+            most = choosing.shape.nodes
+            self.verification = CompiledVerification(self.binding, caches.target, self.graphs, most_nodes=most)
         else:
-            self.request.stats.fall_back("verification is not compiled over a cache in 8 bits")
-        self._round_graphs: dict[DraftShape, RoundGraph] = {}
+            self.choosing.stats.fall_back("verification is not compiled over a cache in 8 bits")
+        self._round_graphs: dict[Hashable, RoundGraph] = {}
         self._next: NextDraft | None = None
+        self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
         self._by_graphs = True  # whether this round's drafts are
         self._rests = False  # whether nothing is drafted because it would be in vain
-        self.request.stats.fall_back(self.graphs.disabled_reason)
+        self.choosing.stats.fall_back(self.graphs.disabled_reason)
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         made, self._next = self._next, None
@@ -65,41 +67,38 @@ class CompiledRound:
         self._by_graphs = plan is not None and depth > 0 and plan.tokens is None
         self._rests = plan is not None and plan.skips
         if plan is None or not self._by_graphs:
-            return self.eager.draft(batch)
+            return super().draft(batch)
         with self.clock.phase("draft"):
             self.drafting.catch_up()
             tree = None
-            if made is not None and _serves(made.shape, plan.shape):
+            same_rows = self._made_for == self.caches.target.placement.row_changes
+            if made is not None and same_rows and _serves(made.shape, plan.shape):
                 tree = made.to_tree(depth)
             if tree is None:
                 tree = self._whole_draft(plan.shape, depth, batch)
-            return propose(self.drafting, batch, self.request, self.drafter) if tree is None else tree
+            return propose(self.drafting, batch, self.choosing, self.drafter) if tree is None else tree
 
     def _whole_draft(self, shape: DraftShape, depth: int, batch: RoundBatch) -> DraftTree | None:
         """A draft by one graph; `None` where there is none."""
-        request = self.request
-        processing = request.processing
-        warping = processing.draft_warping if processing.warps_drafts else None
-        sampling = GraphSampling.of(sample=request.do_sample, warping=warping)
-        by = self._chosen_by(batch, shape.depth)
-        if shape.is_tree:
-            return self.drafting.tree(batch.roots, shape, depth, sampling, by)
-        is_never_asked = processing.in_order and not processing.can_fork
-        if shape.min_confidence or not (processing.warps_drafts or is_never_asked):
+        rule = only_rule(self.choosing, batch)
+        if rule is None:
             return None
-        chain = self.drafting.chain(batch.roots, shape.depth, sampling, by)
-        return None if chain is None else chain.to_tree(depth)
+        processing = rule.processing
+        is_never_asked = processing.in_order and not processing.can_fork
+        if not shape.is_tree and (shape.min_confidence or not (processing.warps_drafts or is_never_asked)):
+            return None
+        return self.drafting.whole(batch.roots, shape, depth, _in_graphs(rule), self._chosen_by(batch, shape.depth))
 
     def _chosen_by(self, batch: RoundBatch, ahead: int) -> ChosenBy:
-        return ChosenBy(self.request.noise_ahead(batch, ahead), self.request.seen_before(batch))
+        return ChosenBy(self.choosing.noise_for(batch, ahead), self.choosing.seen_before(batch))
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         if self.verification is None:
-            return self.eager.verify(tree)
-        self.request.stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
-        with self.clock.phase("verify"), self.eager.binding.capturing():
+            return super().verify(tree)
+        self.choosing.stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
+        with self.clock.phase("verify"), self.binding.capturing():
             output = self.verification(tree, rests=self._rests)
-        self.request.stats.fall_back(self.graphs.disabled_reason)
+        self.choosing.stats.fall_back(self.graphs.disabled_reason)
         return output
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
@@ -109,53 +108,49 @@ class CompiledRound:
             with self.clock.phase("draft"):
                 made = graph(tree, verified.logits, verified.aux, self._chosen_by(batch, graph.looks_ahead))
             if made is not None:
-                self._next = made.draft
+                self._next, self._made_for = made.draft, self.caches.target.placement.row_changes
                 return Accepted(tree, made.acceptance, {}, made.for_host)
-        return self.eager.accept(tree, verified, batch)
+        return super().accept(tree, verified, batch)
 
     def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:
         """What accepts drafts of the planned shape and makes the next ones, where nobody else asks for scores."""
-        request, plan = self.request, batch.plan
+        plan, rule = batch.plan, only_rule(self.choosing, batch)
         if plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
             return None
-        if request.keep_scores or request.keep_logits or not request.processing.warps_drafts:
+        if rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:
             return None
-        if plan.shape not in self._round_graphs:
-            self._round_graphs[plan.shape] = RoundGraph(
-                self.drafting, plan.shape, sample=request.do_sample, warping=request.processing.draft_warping
-            )
-        return self._round_graphs[plan.shape]
+        choosing = _in_graphs(rule)
+        key = plan.shape, choosing.key
+        if key not in self._round_graphs:
+            if len(self._round_graphs) == MOST_ROUND_GRAPHS:  # each of a server's clients may ask for something else
+                self._round_graphs.clear()
+            self._round_graphs[key] = RoundGraph(self.drafting, plan.shape, choosing)
+        return self._round_graphs[key]
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
-        counts = written.counts
-        self.caches.target.keep(written.paths, counts)
         made, session = self._next, self.caches.drafter
         if made is None or session is None:
-            self._absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
-            return
+            return super().commit(accepted, verified, written)
+        self.caches.target.keep(written.paths, written.counts)
         with self.clock.phase("draft"):
-            session.commit(made.state, made.rotary, counts, made.width)
+            session.commit(made.state, None, written.counts, made.width)
 
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
-        return self.eager.read_prompts(tokens, aux, counts)
-
-    def look_back(self, batch: RoundBatch) -> Hindsight:
-        return self.eager.look_back(batch)
-
-    def _absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+    def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
+        """Read this at once where drafts are made by graphs, else leave it to the next one."""
         if not self._by_graphs:
-            self.eager.absorb(tokens, aux)
+            super().absorb(tokens, aux)
         elif aux is not None:
             with self.clock.phase("draft"):
                 self.drafting.absorb(*absorbed(tokens, aux))
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self._next = None
-        self.caches.select_rows(rows)
-
     def keeps_ended_rows(self, num_live: int) -> bool:
         compiled = self.verification is not None and not self.graphs.disabled_reason
         return compiled and num_live >= LIVE_SHARE * self.caches.batch_size
+
+
+def _in_graphs(rule: ChoiceRule) -> GraphChoice:
+    warping = rule.processing.draft_warping if rule.processing.warps_drafts else None
+    return GraphChoice(rule.draws, warping, checks=rule.fails_alone)
 
 
 def _serves(made: DraftShape, planned: DraftShape) -> bool:

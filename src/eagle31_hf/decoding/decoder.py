@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +19,13 @@ from torch import Tensor
 from ..compiled.captured import maker_at_hand
 from ..compiled.graphs import Graphs
 from ..drafter.drafter import Eagle31Drafter
-from ..sampling.acceptance import for_host
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
+from .accept import sync_accepted
 from .carried_cache import BEFORE_THE_ANSWER, CacheExport
+from .choosing import Choosing
 from .compiled_round import CompiledRound
 from .draft_policy import DraftPlan, RoundState, RoundStats
 from .eager_round import EagerRound
@@ -39,18 +39,18 @@ logger = logging.getLogger(__name__)
 
 
 def make_round(
-    drafter: Eagle31Drafter, caches: PairCaches, request: DecodingRequest, clock: PhaseClock, *, compiled: bool
+    drafter: Eagle31Drafter, caches: PairCaches, choosing: Choosing, clock: PhaseClock, *, compiled: bool
 ) -> Round:
     """Rounds over these caches, by graphs where they can be had or by eager code."""
     if not compiled or caches.drafter is None:
-        return EagerRound(drafter, caches, request, clock)
+        return EagerRound(drafter, caches, choosing, clock)
     if caches.target.has_states:
-        request.stats.fall_back("rounds are not compiled where the target keeps recurrent states")
-        return EagerRound(drafter, caches, request, clock)
+        choosing.stats.fall_back("rounds are not compiled where the target keeps recurrent states")
+        return EagerRound(drafter, caches, choosing, clock)
     if caches.drafter.cache.has_windows:
-        request.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
-        return EagerRound(drafter, caches, request, clock)
-    return CompiledRound(drafter, caches, request, clock)
+        choosing.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
+        return EagerRound(drafter, caches, choosing, clock)
+    return CompiledRound(drafter, caches, choosing, clock)
 
 
 class SpeculativeDecoder:
@@ -223,9 +223,11 @@ class SpeculativeDecoder:
         request, rows = self.request, self.rows
         scores = request.processing.row_scores(lambda b: self.sequences.prefix(rows[b]), logits, rows, request.asked)
         request.begin(scores.shape[-1])
-        noise = request.noise_ahead(batch, 1)
+        noise = request.noise_for(batch, 1)
         choice = scores.argmax(-1) if noise is None else choose(scores, noise[:, 0])
-        chosen = request.keep_choice(rows, [self.sequences.length(row) for row in rows], choice.tolist())
+        (rule,) = request.choice_rules(batch)
+        lengths = [self.sequences.length(row) for row in rows]
+        chosen = rule.keep(range(len(rows)), lengths, choice.tolist())
         self._collect({b: [(scores[b], logits[b])] for b in batch.live})
         return chosen
 
@@ -369,31 +371,3 @@ class SpeculativeDecoder:
                 self.sequences.scores[row].extend(scores for scores, _ in taken)
             if self.request.keep_logits:
                 self.sequences.logits[row].extend(logits.float() for _, logits in taken)
-
-
-class SyncedRound(NamedTuple):
-    """Accepted nodes and new tokens per row, past the row's end too; whether what the drafter made is of no use."""
-
-    paths: list[list[int]]
-    emitted: list[list[int]]
-    is_broken: bool
-
-
-def sync_accepted(accepted: Accepted, is_broken: Callable[[], Tensor]) -> SyncedRound:
-    """The round's one wait for the device.
-
-    Args:
-        accepted: by the target.
-        is_broken: asked where no graph has said it: `()` whether the drafter's scores are no numbers.
-    """
-    tree, acceptance, _, packed = accepted
-    if packed is None:
-        packed = for_host(acceptance, tree.tokens, is_broken())
-    told = packed.tolist()
-    paths: list[list[int]] = []
-    emitted: list[list[int]] = []
-    for _, count, bonus, *rest in told:
-        nodes, tokens = rest[:count], rest[acceptance.path.shape[1] :]
-        paths.append(nodes)
-        emitted.append([*(tokens[node] for node in nodes[1:]), bonus])
-    return SyncedRound(paths, emitted, any(row[0] for row in told))

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..drafter.draft_scores import GrammarDrafts, draft_scores
+from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow, draft_scores
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.hindsight import FirstDrafts, Hindsight
-from ..drafter.propose import DraftChoice, DraftStepper, propose_chain, propose_dynamic_tree
+from ..drafter.hindsight import Hindsight
+from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, propose_chain, propose_dynamic_tree
 from ..drafter.session import absorbed
 from ..generation_config import DraftLength
 from ..stats import PhaseClock
@@ -21,8 +21,8 @@ from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
 from ..trees.host_numbers import on_device
 from .accept import Acceptor
+from .choosing import Choosing, only_rule, warp_drafts
 from .pair_caches import PairCaches
-from .request import DecodingRequest
 from .round import Accepted, RoundBatch, Written
 
 
@@ -32,14 +32,14 @@ class EagerRound:
     Args:
         drafter: attached.
         caches: of target and drafter.
-        request: what is written.
+        choosing: how the texts choose their tokens.
         clock: charged with the seconds of drafting and verifying.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, request: DecodingRequest, clock: PhaseClock):
-        self.drafter, self.caches, self.request, self.clock = drafter, caches, request, clock
+    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
+        self.drafter, self.caches, self.choosing, self.clock = drafter, caches, choosing, clock
         self.binding = drafter.require_binding()
-        self.acceptor = Acceptor(request)
+        self.acceptor = Acceptor(choosing, caches.target.device)
         self._verify = Verification(self.binding, caches.target)
 
     def draft(self, batch: RoundBatch) -> DraftTree:
@@ -52,7 +52,7 @@ class EagerRound:
             if session is None:
                 return DraftTree.chain(batch.roots[:, None])
             session.catch_up()
-            return propose(session, batch, self.request, self.drafter)
+            return propose(session, batch, self.choosing, self.drafter)
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         capturing = self.binding.capturing() if self.caches.drafter is not None else nullcontext()
@@ -71,7 +71,7 @@ class EagerRound:
         session = self.caches.drafter
         if session is None:
             return Hindsight()
-        first = self._first_drafts(None)
+        first = self.choosing.first_drafts(None)
         if first is not None:
             return session.absorb_judging(tokens, aux, counts, first)
         session.absorb(tokens, aux, counts)
@@ -82,23 +82,11 @@ class EagerRound:
         if session is None:
             return Hindsight()
         with self.clock.phase("draft"):
-            first = self._first_drafts(batch)
+            first = self.choosing.first_drafts(batch)
             if first is not None:
                 return session.look_back(first)
             session.catch_up()
             return Hindsight()
-
-    def _first_drafts(self, batch: RoundBatch | None) -> FirstDrafts | None:
-        """How a draft's first token is chosen, behind what was written last or (no batch) in a prompt; `None` where
-        that depends on more than the drafter's scores."""
-        request = self.request
-        if not request.processing.fits_draft_vocabulary:
-            return None
-        children = request.shape.top_k
-        if not request.do_sample:
-            return FirstDrafts(children)
-        noise = None if batch is None else partial(request.noise_behind, batch)
-        return FirstDrafts(children, request.processing.draft_warping.of_nodes, noise)
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         """Leave it to the next draft to read this: before a pause that need not be soon, at a text's end never."""
@@ -118,26 +106,54 @@ class EagerRound:
         return False
 
 
-def propose(session: DraftStepper, batch: RoundBatch, request: DecodingRequest, drafter: Eagle31Drafter) -> DraftTree:
+def propose(session: DraftStepper, batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter) -> DraftTree:
     """What the drafter proposes step by step, as planned."""
     assert batch.plan is not None, "somebody wants drafts"
     shape, depth, roots = batch.plan.shape, batch.draft_depth, batch.roots
-    processing = request.processing
-    noise, seen = request.noise_ahead(batch, depth), request.seen_before(batch)
-    warps = processing.warps_drafts and not processing.is_empty and (noise is not None or seen is not None)
-    choice = DraftChoice(processing.draft_warping if warps else None, noise, seen)
+    choice = _draft_choice(batch, choosing, drafter, depth)
     if shape.is_tree:
         return propose_dynamic_tree(session, roots, shape.cut_to(depth), choice)
-    length = DraftLength(depth, shape.min_confidence)
-    if processing.warps_drafts:
-        return propose_chain(session, roots, length, choice)
+    return propose_chain(session, roots, DraftLength(depth, shape.min_confidence), choice)
+
+
+def _draft_choice(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter, depth: int) -> DraftChoice:
+    """How tokens of a draft of so many levels are chosen."""
+    assert batch.plan is not None, "somebody wants drafts"
+    rule, noise = only_rule(choosing, batch), choosing.noise_for(batch, depth)
+    if rule is not None and rule.processing.warps_drafts:
+        seen = choosing.seen_before(batch)
+        warps = not rule.processing.is_empty and (noise is not None or seen is not None)
+        return DraftChoice(rule.processing.draft_warping if warps else None, noise, seen)
+    if batch.plan.shape.is_tree:  # processors that look at prefixes would be asked at each node
+        return DraftChoice(None, noise)
+    if rule is None or rule.fails_alone or rule.processing.can_fork:
+        return DraftChoice(_scores_by_row(batch, choosing, drafter), noise)
 
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
 
-    grammar = GrammarDrafts(batch.live, batch.sequences.rules.eos_ids, request.stats.fall_back)
-    scores = draft_scores(drafter, processing, prefix, batch.rows, do_sample=request.do_sample, grammar=grammar)
-    return propose_chain(session, roots, length, DraftChoice(scores, noise))
+    return DraftChoice(draft_scores(drafter, rule.processing, prefix, batch.rows, do_sample=rule.draws), noise)
+
+
+def _scores_by_row(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter) -> DraftScores | None:
+    """Drafts of each row keep to its grammar, or whatever else may be copied, and to how its tokens are drawn."""
+    rules, texts = choosing.choice_rules(batch), batch.sequences
+    grammar = GrammarDrafts(batch.live, texts.eos_ids, choosing.stats.fall_back)
+    scorers = {
+        b: InGrammar(rule.processing, partial(texts.prefix, batch.rows[b]), rule.rows[b], grammar)
+        for rule in rules
+        if rule.processing.can_fork
+        for b in rule.places
+        if b in grammar.live
+    }
+    by_row = ScoresByRow(drafter, scorers) if scorers else None
+    if by_row is None and not any(rule.draws for rule in rules):
+        return None
+
+    def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        return warp_drafts(rules, logits.float() if by_row is None else by_row(logits, drafted))
+
+    return scores
 
 
 def given_chain(batch: RoundBatch, tokens: Sequence[Sequence[int]], depth: int) -> DraftTree:

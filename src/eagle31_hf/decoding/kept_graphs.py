@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
 FOLDER = "graphs"
+STEPS = 2
+"""Counted up when steps take other inputs: packages of before are not theirs."""
 
 LENT_WEIGHTS = "weights-lent"
 """Folder of graphs that serve whatever weights a pair of these shapes has."""
@@ -257,6 +259,7 @@ def pair_folder(drafter: Eagle31Drafter, state: ModelState) -> Path:
     known_by = setting_of(drafter, compiled=True), network, str(vars(binding.text_config)), str(vars(drafter.config))
     if known_by not in history.folder_names:
         key = calibration_key(drafter, compiled=True) | {"processor": _processor(), "network": network}
+        key["steps"] = STEPS
         key["adapters"] = _versions_of("peft", "accelerate")
         history.folder_names[known_by] = digest_of(key)
     return cache_folder() / FOLDER / history.folder_names[known_by]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar, Self
 
 import torch
 
@@ -27,6 +28,8 @@ class PairCaches:
 
     target: SpeculativeCache
     drafter: DraftSession | None
+    target_kind: ClassVar[type[SpeculativeCache]] = SpeculativeCache
+    session_kind: ClassVar[type[DraftSession]] = DraftSession
 
     @classmethod
     def make(
@@ -41,7 +44,7 @@ class PairCaches:
         exact_sizes: bool = False,
         cache_type: str = "full",
         device: torch.device | None = None,
-    ) -> PairCaches:
+    ) -> Self:
         """Empty caches, which own no memory until something is written.
 
         Args:
@@ -59,7 +62,7 @@ class PairCaches:
         target = sizes(shape.target_capacity(length), shape.block(chunk))
         read_at_once = positions_read_at_once(drafter, chunk)
         own = sizes(shape.drafter_capacity(length), shape.drafter_block(read_at_once))
-        cache = SpeculativeCache.from_config(
+        cache = cls.target_kind.from_config(
             binding.text_config,
             batch_size=batch_size,
             **target._asdict(),
@@ -67,7 +70,7 @@ class PairCaches:
             cache_type=cache_type,
             device=device or binding.input_device,
         )
-        return cls(cache, DraftSession(drafter, batch_size=batch_size, **own._asdict()))
+        return cls(cache, cls.session_kind(drafter, batch_size=batch_size, **own._asdict()))
 
     def write_in(self, kept: KeptBuffers) -> None:
         """Store keys and values in memory that outlives these caches, unless another text is writing there."""
@@ -75,6 +78,11 @@ class PairCaches:
             self.target.write_in(kept, "target")
             if self.drafter is not None:
                 self.drafter.cache.write_in(kept, "drafter")
+
+    @property
+    def num_bytes(self) -> int:
+        """Allocated for keys, values and states."""
+        return self.target.num_bytes + (0 if self.drafter is None else self.drafter.cache.num_bytes)
 
     @property
     def batch_size(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..compiled.graph_makers import GraphMaker
+from ..drafter.hindsight import FirstDrafts
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
@@ -16,6 +17,7 @@ from ..stats import SpeculationStats
 from ..target.prompt_forward import PromptForward
 from ..trees.shape import DraftShape
 from .carried_cache import CacheExport, CacheResume
+from .choosing import ChoiceRule
 from .draft_backoff import DraftBackoff
 from .draft_policy import DraftPolicy
 from .round import RoundBatch
@@ -74,21 +76,37 @@ class DecodingRequest:
             device = self.sequences.prompts.device
             self.noise = PositionNoise(self.sequences.batch_size, vocabulary, device)
 
-    def noise_ahead(self, batch: RoundBatch, count: int) -> Tensor | None:
-        """Noise `(B, count, V)` of each row's next tokens; `None` for a greedy text."""
-        return None if self.noise is None else self.noise.window(batch.rows, batch.written, count)
+    @property
+    def wants_scores(self) -> bool:
+        return self.keep_scores or self.keep_logits
+
+    def choice_rules(self, batch: RoundBatch) -> list[ChoiceRule]:
+        """One for all rows."""
+
+        def ends(place: int, nodes: int, token: int) -> bool:
+            return self.sequences.ends_with(batch.rows[place], token, after=nodes - 1)
+
+        # Processors asked in order are done when the text is: a grammar has nothing to say about what comes behind.
+        until = ends if self.processing.in_order else None
+        return [
+            ChoiceRule(range(len(batch.rows)), self.processing, self.do_sample, batch.rows, self.asked, until)
+        ]  # fmt: skip
+
+    def noise_for(self, batch: RoundBatch, count: int, *, behind: int = 0) -> Tensor | None:
+        """Noise `(B, count, V)` of each row's tokens, from so many behind its end on; `None` for a greedy text."""
+        if self.noise is None:
+            return None
+        return self.noise.window(batch.rows, [written - behind for written in batch.written], count)
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         """Which tokens each row has, `(B, V)`; `None` where nobody asks."""
         return None if self.seen is None else self.seen.of(batch.rows, self.sequences.new)
 
-    def noise_behind(self, batch: RoundBatch, count: int) -> Tensor:
-        """Noise `(B, count, V)` of each row's last tokens."""
-        assert self.noise is not None, "the text is sampled"
-        return self.noise.window(batch.rows, [written - count for written in batch.written], count)
-
-    def keep_choice(self, rows: Sequence[int], lengths: Sequence[int], tokens: list[int]) -> list[int]:
-        """`tokens` chosen after prefixes of these lengths; those chosen before where somebody may have seen them."""
-        if not self.processing.in_order:
-            return tokens
-        return [self.asked.choose(*each) for each in zip(rows, lengths, tokens, strict=True)]
+    def first_drafts(self, batch: RoundBatch | None) -> FirstDrafts | None:
+        """As `Choosing` has it."""
+        if not self.processing.fits_draft_vocabulary:
+            return None
+        if not self.do_sample:
+            return FirstDrafts(self.shape.top_k)
+        noise = None if batch is None else lambda count: self.noise_for(batch, count, behind=count)
+        return FirstDrafts(self.shape.top_k, self.processing.draft_warping.of_nodes, noise)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..drafter.hindsight import Hindsight
@@ -21,10 +22,34 @@ from ..trees.draft_tree import DraftTree
 from ..trees.host_numbers import on_device
 from .draft_policy import DraftPlan
 from .pair_caches import PairCaches
-from .text import Sequences
 
 # Processed scores (V,) of a node, by (row of the caches, node); or of all nodes, (B, N, V).
 NodeScores = Tensor | Mapping[tuple[int, int], Tensor]
+
+
+class Texts(Protocol):
+    """The texts that rounds write, as far as rounds look into them."""
+
+    @property
+    def new(self) -> Sequence[Sequence[int]]:
+        """New tokens of each text."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where their tokens belong."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end texts, behind which no drafts are wanted."""
+
+    def last_token(self, row: int) -> int:
+        """Of a text, its prompt's last one if nothing was written."""
+
+    def remaining_tokens(self, row: int) -> int:
+        """Tokens a text may still get."""
+
+    def prefix(self, row: int, drafted: Tensor) -> Tensor:
+        """Ids `(1, t)` of a text with some `drafted` ones `(n,)` behind it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +63,7 @@ class RoundBatch:
         plan: what to draft; `None` where nothing can be.
     """
 
-    sequences: Sequences
+    sequences: Texts
     rows: Sequence[int]
     live: Sequence[int]
     plan: DraftPlan | None = None
@@ -46,7 +71,7 @@ class RoundBatch:
     @cached_property
     def roots(self) -> Tensor:
         """`(B,)` the last token of each row, brought to the device where somebody asks: graphs have them there."""
-        return on_device([self.sequences.new[row][-1] for row in self.rows], self.sequences.prompts.device)
+        return on_device([self.sequences.last_token(row) for row in self.rows], self.sequences.device)
 
     @property
     def written(self) -> list[int]:
@@ -105,41 +130,32 @@ class Round(Protocol):
     @property
     def caches(self) -> PairCaches:
         """All that outlives a round."""
-        ...
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         """This round's drafts as planned, or fewer where there is no room for as many."""
-        ...
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         """Logits `(B, N, V)` and, for a drafter, hidden states `(B, N, A*Ht)` of every node, in one target forward."""
-        ...
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
         """What the target says to the drafts. Waits for the device only where that is free."""
-        ...
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
-        ...
 
     def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         """Let the drafter read the end of the prompts and each row's first token, arguments as of
         `DraftSession.absorb`, and judge it by them as `look_back` does."""
-        ...
 
     def look_back(self, batch: RoundBatch) -> Hindsight:
         """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said. Before
         a round's `draft`."""
-        ...
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the caches only."""
-        ...
 
     def keeps_ended_rows(self, num_live: int) -> bool:
         """Whether ended rows had better stay in the batch while so many need tokens: graphs are made for its size."""
-        ...
 
 
 class RoundWrapper:

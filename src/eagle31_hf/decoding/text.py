@@ -85,6 +85,18 @@ class Sequences:
     def batch_size(self) -> int:
         return self.prompts.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        return self.prompts.device
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.rules.eos_ids
+
+    def last_token(self, row: int) -> int:
+        """A row's latest new token."""
+        return self.new[row][-1]
+
     def length(self, row: int) -> int:
         """Tokens of a row as `generate` counts them, left padding included."""
         return self.prompts.shape[1] + len(self.new[row])

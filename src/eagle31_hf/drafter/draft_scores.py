@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ def draft_scores(
     rows: Sequence[int],
     *,
     do_sample: bool,
-    grammar: GrammarDrafts | None = None,
 ) -> DraftScores | DraftWarping | None:
     """Draft logits to processed scores, step by step; `None` where logits decide as they are.
 
@@ -39,11 +37,7 @@ def draft_scores(
         prefix: of the `b`-th row.
         rows: the row of the whole batch each row is.
         do_sample: tokens are drawn; for an arg-max, scores that keep their order are as good as processed ones.
-        grammar: wanted where processors that keep state may be copied; `None`: drafts know nothing of them.
     """
-    if processing.can_fork and grammar is not None:
-        scorers = {b: InGrammar(processing, partial(prefix, b), rows[b], grammar) for b in grammar.live}
-        return ScoresByRow(drafter, scorers)
     if processing.is_empty or processing.in_order:  # those are never shown drafts
         return None
     if processing.fits_draft_vocabulary:
@@ -61,7 +55,7 @@ class GrammarDrafts:
     """What drafting inside a grammar needs to know beside the processors.
 
     Attributes:
-        live: rows that are drafted for.
+        live: places of rows that are drafted for.
         eos_ids: tokens that end a text: a grammar is not asked what comes behind.
         report: told in words why drafts of a text are made outside the grammar.
     """

@@ -49,7 +49,7 @@ class FirstDrafts:
 
     children: int = 1
     warping: Callable[[Tensor], Tensor] | None = None
-    noise: Callable[[int], Tensor] | None = None
+    noise: Callable[[int], Tensor | None] | None = None
 
     def accepted(self, logits: Tensor, tokens: Tensor, draft_ids: Tensor | None) -> Tensor:
         """How many of these would have been accepted; of a sampled text's prompt what is expected of it. A scalar.
@@ -63,7 +63,9 @@ class FirstDrafts:
             logits = self.warping(logits)
             if self.noise is None:
                 return _probability_of(tokens, logits.softmax(-1), draft_ids).sum()
-            noise = self.noise(logits.shape[1]).to(logits.device)
+            noise = self.noise(logits.shape[1])
+            assert noise is not None, "the text is sampled"
+            noise = noise.to(logits.device)
             logits = perturbed(logits, noise[..., : logits.shape[-1]] if draft_ids is None else noise[..., draft_ids])
         likeliest = logits.topk(self.children, dim=-1).indices  # (B, n, k)
         return (to_target_ids(likeliest, draft_ids) == tokens[..., None]).any(-1).sum()

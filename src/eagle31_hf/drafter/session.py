@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,8 +36,7 @@ class NextTokenProbs(NamedTuple):
         return cls(probs, *probs.max(-1))
 
 
-@dataclass(frozen=True)
-class DraftState:
+class DraftState(NamedTuple):
     """The drafter after some positions.
 
     Attributes:
@@ -72,11 +70,13 @@ class DraftSession:
         slab: slots to grow by; default: `SLAB` for rows that may get longer than that.
     """
 
+    cache_kind: type[SpeculativeCache] = SpeculativeCache
+
     def __init__(self, drafter: Eagle31Drafter, *, batch_size: int, capacity: int, block: int, slab: int | None = None):
         self.drafter = drafter
         # Attributes of a module cost 10 to 100 us each: asked once.
         self.device, self.dtype, self.draft_ids = drafter.device, drafter.dtype, drafter.draft_ids
-        self.cache = SpeculativeCache(
+        self.cache = self.cache_kind(
             layer_windows(drafter),
             batch_size=batch_size,
             capacity=capacity,
@@ -218,21 +218,23 @@ class DraftSession:
             state = (read or self.read)(tokens[:, start:end], aux[:, start:end], rotary, valid)
             self.commit(state, (cos, sin), valid, end - start)
 
-    def commit(self, state: DraftState, rotary: tuple[Tensor, Tensor], counts: Sequence[int], width: int) -> None:
+    def commit(
+        self, state: DraftState, rotary: tuple[Tensor, Tensor] | None, counts: Sequence[int], width: int
+    ) -> None:
         """Keep what was read of each row's `width` positions.
 
         Args:
             state: after each row's last position.
-            rotary: tables `(B, T, d)` from the lengths before on.
+            rotary: tables `(B, T, d)` from the lengths before on, if somebody has made them.
             counts: as in `absorb`.
         """
-        cos, sin = rotary
-        if _may_view(counts, width):
-            self.cache.commit(counts)
-            self._rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
-        else:
-            self.cache.commit(counts)
-            self._rotary = _columns_from(rotary, counts)
+        self.cache.commit(counts)
+        if rotary is not None and _may_view(counts, width):
+            cos, sin = rotary
+            rotary = cos[:, counts[0] :], sin[:, counts[0] :]  # at least as many depths as a new table has
+        elif rotary is not None:
+            rotary = _columns_from(rotary, counts)
+        self._rotary = rotary
         self._root = self._merged(state, counts)
         if self.cache.longest > self._trained_length:
             warn_of_length(self.drafter)
@@ -351,9 +353,13 @@ class DraftSession:
         """Go on with these rows only."""
         self.catch_up()
         self.cache.select_rows(rows)
+        self._take_root(rows)
+
+    def _take_root(self, rows: Sequence[int]) -> None:
+        """What is known after these rows is known from now on."""
         self._rotary = None
         if self._root is not None:
-            index = torch.tensor(rows, device=self._root.logits.device)
+            index = on_device(list(rows), self._root.logits.device).long()
             self._root = DraftState(self._root.logits[index], self._root.feedback[index])
 
 

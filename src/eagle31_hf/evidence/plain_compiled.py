@@ -93,7 +93,7 @@ class PlainCompiledRound(RoundWrapper):
 
     def __init__(self, drafter: Eagle31Drafter, inner: EagerRound):
         super().__init__(inner)
-        self.binding, self.clock, self.stats = drafter.require_binding(), inner.clock, inner.request.stats
+        self.binding, self.clock, self.stats = drafter.require_binding(), inner.clock, inner.choosing.stats
         self.graphs = Graphs.of(drafter).made_by(maker_at_hand(self.binding))
         self.inputs = GraphInputs(inner.caches.target)
 

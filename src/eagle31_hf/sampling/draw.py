@@ -34,6 +34,12 @@ def argmax(scores: Tensor) -> Tensor:
     return scores.max(-1).indices  # `argmax` takes two to three times as long on a CPU in bf16
 
 
+def likeliest(scores: Tensor) -> Tensor:
+    """`argmax`, and `V`, as `choose` has it, where no score is a number."""
+    best = scores.max(-1)
+    return best.indices.masked_fill(~(best.values > float("-inf")), scores.shape[-1])
+
+
 def choose(scores: Tensor, noise: Tensor) -> Tensor:
     """The token that sampling draws, `(..., V)` -> `(...)`: `torch.multinomial` of one sample by this noise.
 

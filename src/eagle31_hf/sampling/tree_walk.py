@@ -8,7 +8,6 @@ same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -21,13 +20,6 @@ Choose = Callable[[Sequence[int], Sequence[list[int]]], list[int]]
 Ends = Callable[[int, int, int], bool]
 
 
-class Walk(NamedTuple):
-    """Accepted nodes of each row from the root down, and the target's token after the last of them."""
-
-    paths: list[list[int]]
-    bonus: list[int]
-
-
 def accept_tree_walk(tree: DraftTree, choose: Choose, rows: Sequence[int], ends: Ends | None = None) -> Acceptance:
     """Keep the longest path whose every token is what the target chose at its parent. Waits for the device.
 
@@ -38,25 +30,8 @@ def accept_tree_walk(tree: DraftTree, choose: Choose, rows: Sequence[int], ends:
         ends: after the end of a row's text nothing more is asked about it; the last token is then its bonus, drafted or
             not. `None`: whoever writes the text cuts it.
     """
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     longest, device = tree.max_depth + 1, tree.tokens.device
-    paths, bonus = walk(tree.tokens.tolist(), tree.parents.tolist(), longest, choose, rows, ends)
-    return Acceptance(
-        path=torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device),
-        length=torch.tensor([len(path) for path in paths], device=device),
-        bonus=torch.tensor(bonus, device=device),
-        best=torch.tensor([path[-1] for path in paths], device=device),
-    )
-
-
-def walk(
-    tokens: Sequence[Sequence[int]],
-    parents: Sequence[Sequence[int]],
-    longest: int,
-    choose: Choose,
-    rows: Sequence[int],
-    ends: Ends | None = None,
-) -> Walk:
-    """`accept_tree_walk` on the host, which knows `tokens` and `parents` of each row's nodes and the `longest` path."""
     paths, bonus, walking = [[0] for _ in tokens], [0] * len(tokens), list(rows)
     while walking:
         chosen = choose(walking, [paths[row] for row in walking])
@@ -70,7 +45,12 @@ def walk(
                 paths[row].append(child)
                 further.append(row)
         walking = further
-    return Walk(paths, bonus)
+    return Acceptance(
+        path=torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=device),
+        length=torch.tensor([len(path) for path in paths], device=device),
+        bonus=torch.tensor(bonus, device=device),
+        best=torch.tensor([path[-1] for path in paths], device=device),
+    )
 
 
 def _child(parents: Sequence[int], tokens: Sequence[int], node: int, token: int) -> int | None:

@@ -51,14 +51,14 @@ class BatchDrafts:
 
         Args:
             context: tokens of a row, about.
-            remaining: most tokens that one of them may still get.
+            remaining: most tokens that one of them may still get; the round itself cuts the draft to that.
         """
         length = self.length(rows)
         if self._calibration is not None and rows != self._rows:
             self._share_rounds(self._calibration, rows, context)
-        largest = DraftShape(min(length.depth, remaining - 1), min_confidence=length.min_confidence)
-        if largest.depth < 1:
+        if remaining < 2:
             return DraftPlan(DraftShape(depth=0))
+        largest = DraftShape(length.depth, min_confidence=length.min_confidence)
         plan = self._policy.next_draft(RoundState(largest, range(rows), None, remaining))
         depth = min(plan.shape.depth, largest.depth)
         return plan if plan.skips else DraftPlan(DraftShape(depth, min_confidence=length.min_confidence))

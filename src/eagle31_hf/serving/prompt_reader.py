@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..cache.row_pool import RowPool, resume_row, wipe_row
-from ..cache.speculative import SpeculativeCache
+from ..cache.row_pool import resume_row, wipe_row
+from ..decoding.pair_caches import PairCaches
 from ..decoding.prefill import ChunkedPrefill, PrefillState
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.session import DraftSession, DraftState
+from ..drafter.session import DraftState
 from ..errors import UnsupportedGenerationError
+from .pooled_caches import PooledCaches
 from .written_text import WrittenText
 
 
@@ -18,23 +19,16 @@ class PromptReader:
 
     Args:
         drafter: attached.
-        cache, session: of one row, for the target and the drafter.
-        pools: of the batch, target's and drafter's, whose rows prompts may be resumed from.
+        caches: of one row.
+        pools: of the batch, whose rows prompts may be resumed from.
         piece: most prompt tokens of one forward.
     """
 
-    def __init__(
-        self,
-        drafter: Eagle31Drafter,
-        cache: SpeculativeCache,
-        session: DraftSession,
-        *,
-        pools: tuple[RowPool, RowPool],
-        piece: int,
-    ):
-        self.drafter, self.cache, self.session = drafter, cache, session
-        self.pools, self.piece = pools, piece
-        self._chunks = ChunkedPrefill(drafter.require_binding(), cache, session)
+    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, pools: PooledCaches, *, piece: int):
+        assert caches.drafter is not None, "just made"
+        self.drafter, self.pools, self.piece = drafter, pools, piece
+        self.cache, self.session = caches.target, caches.drafter
+        self._chunks = ChunkedPrefill(drafter.require_binding(), self.cache, self.session)
         self._reading: PrefillState | None = None
         self._start = self._position = 0  # of what is read, in the prompt; within what is read
         self._text: WrittenText | None = None
@@ -44,17 +38,13 @@ class PromptReader:
         assert self._text is not None, "begin comes first"
         return self._text
 
-    @property
-    def num_bytes(self) -> int:
-        return self.cache.num_bytes + self.session.cache.num_bytes
-
     def begin(self, text: WrittenText, place: int, length: int) -> int:
         """Start behind the first `length` tokens of the row at `place`. Returns how many are left to read."""
         self.reset()
         self._text, self._start = text, length
         if length:
-            for own, pool in zip((self.cache, self.session.cache), self.pools, strict=True):
-                resume_row(own, pool, place, length)
+            resume_row(self.cache, self.pools.target, place, length)
+            resume_row(self.session.cache, self.pools.drafter.cache, place, length)
             self.session._rotary = None
         rest = list(text.request.prompt[length:])
         self._reading = PrefillState([rest], unread=1, device=self.drafter.require_binding().input_device)

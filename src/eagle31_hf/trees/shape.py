@@ -50,6 +50,11 @@ class DraftShape:
         """Most positions the drafter writes in a round: what it drafts, or what it reads of an accepted path."""
         return max(1, self.depth * self.top_k, self.nodes)
 
+    @property
+    def stepped_levels(self) -> int:
+        """Levels that have slots in a whole draft's graph: all of a chain, of a tree all but the last."""
+        return self.depth - self.is_tree
+
     def target_capacity(self, length: int) -> int:
         """Slots per row of the target's cache for texts of up to `length` tokens."""
         return length + self.nodes

@@ -1,0 +1,123 @@
+"""The texts of a batch as rounds see them: each chooses its tokens in its own way, and fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compiled.graph_makers import GraphMaker
+from ..decoding.choosing import ChoiceRule, warp_drafts
+from ..decoding.round import RoundBatch
+from ..drafter.hindsight import FirstDrafts
+from ..sampling.seen_tokens import SeenTokens
+from ..stats import SpeculationStats
+from ..target.binding import TargetBinding
+from ..trees.host_numbers import on_device
+from ..trees.shape import DraftShape
+from .choosing import ScoreShape, TokenChooser
+from .written_text import WrittenText
+
+
+class SeenTexts(NamedTuple):
+    """Which tokens some texts have."""
+
+    texts: list[WrittenText]
+    tokens: SeenTokens
+
+
+def seen_in(prompts: Sequence[Sequence[int]], scores: ScoreShape) -> SeenTokens:
+    """Which tokens these have, of any length each."""
+    width = max(map(len, prompts))
+    pads = [width - len(prompt) for prompt in prompts]
+    ids = [[*[0] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
+    return SeenTokens(on_device(ids, scores.device), scores.vocabulary, pads)
+
+
+class BatchTexts:
+    """What `decoding.round.Texts` and `decoding.choosing.Choosing` ask, of texts that come and go.
+
+    Args:
+        binding: of the target.
+        shape: the largest draft of a round.
+        stats: told where drafts are made without a text's grammar.
+        graph_maker: as in `Choosing`.
+
+    Attributes:
+        texts: by place.
+    """
+
+    wants_scores = False
+    eos_ids: frozenset[int] = frozenset()  # where texts end is their writers' affair: drafts go on
+
+    def __init__(
+        self, binding: TargetBinding, shape: DraftShape, stats: SpeculationStats, graph_maker: GraphMaker | None
+    ):  # fmt: skip
+        self.texts: list[WrittenText] = []
+        self.shape, self.stats, self.graph_maker = shape, stats, graph_maker
+        self.device = binding.input_device
+        self._seen: SeenTexts | None = None
+        self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
+
+    # --- what was written ------------------------------------------------------------------------------------------
+
+    @property
+    def new(self) -> list[list[int]]:
+        return [text.writer.tokens for text in self.texts]
+
+    def last_token(self, row: int) -> int:
+        return self.texts[row].last_token
+
+    def remaining_tokens(self, row: int) -> int:
+        return self.texts[row].writer.remaining
+
+    def prefix(self, row: int, drafted: Tensor) -> Tensor:
+        return torch.cat((on_device(self.texts[row].tokens, self.device), drafted.to(self.device)))[None]
+
+    # --- how tokens are chosen -------------------------------------------------------------------------------------
+
+    @property
+    def _choosers(self) -> list[TokenChooser]:
+        return [text.chooser for text in self.texts]
+
+    def choice_rules(self, batch: RoundBatch) -> list[ChoiceRule]:
+        """One for the rows of each kind, and for each row whose prefixes have to be looked at."""
+        alike: dict[Hashable, list[int]] = {}
+        for place, chooser in enumerate(self._choosers):
+            alike.setdefault(place if chooser.kind is None else chooser.kind, []).append(place)
+        rows = [0] * len(self.texts)  # each text's processors know of one row
+        firsts = [(places, self.texts[places[0]].chooser) for places in alike.values()]
+        return [ChoiceRule(places, one.processing, one.draws, rows, fails_alone=True) for places, one in firsts]
+
+    def noise_for(self, batch: RoundBatch, count: int, *, behind: int = 0) -> Tensor | None:
+        """Of greedy rows beside drawn ones it is 1, which changes no choice."""
+        if not any(chooser.draws for chooser in self._choosers):
+            return None
+        greedy = torch.ones((), device=self._scores.device).expand(count, self._scores.vocabulary)
+        noise = [
+            chooser.noise(written - behind, count, self._scores) if chooser.draws else greedy
+            for chooser, written in zip(self._choosers, batch.written, strict=True)
+        ]
+        return noise[0][None] if len(noise) == 1 else torch.stack(noise)
+
+    def seen_before(self, batch: RoundBatch) -> Tensor | None:
+        if not any(chooser.needs_seen for chooser in self._choosers):
+            return None
+        if self._seen is None or self._seen.texts != self.texts:
+            self._seen = SeenTexts(
+                list(self.texts), seen_in([text.request.prompt for text in self.texts], self._scores)
+            )
+        return self._seen.tokens.of(range(len(self.texts)), self.new)
+
+    def first_drafts(self, batch: RoundBatch | None) -> FirstDrafts:
+        if batch is None or not any(chooser.draws for chooser in self._choosers):
+            return FirstDrafts()
+
+        rules = self.choice_rules(batch)
+
+        def warping(logits: Tensor) -> Tensor:
+            return torch.stack([warp_drafts(rules, each.float()) for each in logits.unbind(1)], 1)
+
+        return FirstDrafts(1, warping, lambda count: self.noise_for(batch, count, behind=count))

@@ -1,0 +1,59 @@
+"""Both sides of a batch whose rows come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.row_pool import RowPool
+from ..decoding.pair_caches import PairCaches
+from ..drafter.session import DraftSession, DraftState
+
+
+class PooledDraftSession(DraftSession):
+    """The drafter's side of a batch whose rows come and go."""
+
+    cache: RowPool
+    cache_kind = RowPool
+
+    def join(self, other: DraftSession) -> None:
+        """Take the only row of another session behind the others."""
+        self.catch_up()
+        self.cache.join(other.cache)
+        self._rotary = None
+        own, new = self._root, other.root
+        self._root = new if own is None else DraftState(
+            torch.cat((own.logits, new.logits)), torch.cat((own.feedback, new.feedback))
+        )  # fmt: skip
+
+    def leave(self, place: int) -> None:
+        """Let a row go; the last one takes its place."""
+        self.catch_up()
+        rows = list(range(self.cache.batch_size))
+        self.cache.leave(place)
+        rows[place] = rows[-1]
+        self._take_root(rows[:-1])
+
+
+@dataclass
+class PooledCaches(PairCaches):
+    """Pools of rows for target and drafter, of which none is live yet."""
+
+    target: RowPool
+    drafter: PooledDraftSession
+    target_kind = RowPool
+    session_kind = PooledDraftSession
+
+    def join(self, other: PairCaches) -> int:
+        """Take the only row of others behind the live ones. Returns its place."""
+        assert other.drafter is not None, "a server has one"
+        place = self.target.join(other.target)
+        self.drafter.join(other.drafter)
+        return place
+
+    def leave(self, place: int) -> int:
+        """Park a live row behind the others; the last one takes its place. Returns where the parked row lies."""
+        parked = self.target.leave(place)
+        self.drafter.leave(place)
+        return parked
