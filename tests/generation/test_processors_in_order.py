@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from eagle31_hf.decoding import accept, out_of_memory
+from eagle31_hf.decoding import choosing, out_of_memory
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.eager_round import EagerRound
 from helpers import (
@@ -176,7 +176,7 @@ def test_nothing_is_shown_twice_where_memory_runs_out(
     faults = (
         (EagerRound, "accept"),
         (SpeculativeDecoder, "choose_first"),
-        (accept, chooses),
+        (choosing, chooses),
         (hf.TopKLogitsWarper, "__call__"),
     )
     for (owner, name), seed in product(faults, range(4 if do_sample else 1)):
