@@ -138,13 +138,13 @@ def _draft_choice(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter
 def _scores_by_row(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter) -> DraftScores | None:
     """Drafts of each row keep to its grammar, or whatever else may be copied, and to how its tokens are drawn."""
     rules, texts = choosing.choice_rules(batch), batch.sequences
-    grammar = GrammarDrafts(batch.live, texts.eos_ids, choosing.stats.fall_back)
+    grammar = GrammarDrafts(texts.eos_ids, choosing.stats.fall_back)
     scorers = {
         b: InGrammar(rule.processing, partial(texts.prefix, batch.rows[b]), rule.rows[b], grammar)
         for rule in rules
         if rule.processing.can_fork
         for b in rule.places
-        if b in grammar.live
+        if b in batch.live
     }
     by_row = ScoresByRow(drafter, scorers) if scorers else None
     if by_row is None and not any(rule.draws for rule in rules):

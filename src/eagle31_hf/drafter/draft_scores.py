@@ -55,12 +55,10 @@ class GrammarDrafts:
     """What drafting inside a grammar needs to know beside the processors.
 
     Attributes:
-        live: places of rows that are drafted for.
         eos_ids: tokens that end a text: a grammar is not asked what comes behind.
         report: told in words why drafts of a text are made outside the grammar.
     """
 
-    live: Sequence[int]
     eos_ids: frozenset[int]
     report: Callable[[str], None]
 

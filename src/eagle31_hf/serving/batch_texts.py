@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +18,6 @@ from ..trees.host_numbers import on_device
 from ..trees.shape import DraftShape
 from .choosing import ScoreShape, TokenChooser
 from .written_text import WrittenText
-
-
-class SeenTexts(NamedTuple):
-    """Which tokens some texts have."""
-
-    texts: list[WrittenText]
-    tokens: SeenTokens
 
 
 def seen_in(prompts: Sequence[Sequence[int]], scores: ScoreShape) -> SeenTokens:
@@ -58,7 +50,7 @@ class BatchTexts:
         self.texts: list[WrittenText] = []
         self.shape, self.stats, self.graph_maker = shape, stats, graph_maker
         self.device = binding.input_device
-        self._seen: SeenTexts | None = None
+        self._seen: tuple[list[WrittenText], SeenTokens] | None = None  # of these texts
         self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
 
     # --- what was written ------------------------------------------------------------------------------------------
@@ -105,11 +97,10 @@ class BatchTexts:
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         if not any(chooser.needs_seen for chooser in self._choosers):
             return None
-        if self._seen is None or self._seen.texts != self.texts:
-            self._seen = SeenTexts(
-                list(self.texts), seen_in([text.request.prompt for text in self.texts], self._scores)
-            )
-        return self._seen.tokens.of(range(len(self.texts)), self.new)
+        if self._seen is None or self._seen[0] != self.texts:
+            prompts = [text.request.prompt for text in self.texts]
+            self._seen = list(self.texts), seen_in(prompts, self._scores)
+        return self._seen[1].of(range(len(self.texts)), self.new)
 
     def first_drafts(self, batch: RoundBatch | None) -> FirstDrafts:
         if batch is None or not any(chooser.draws for chooser in self._choosers):
