@@ -32,7 +32,7 @@ OWN = {**SHAPES, **COMPILED}
 STOCK = {"speculation_loop": "stock"}
 LOOPS = {"stock": STOCK, **SHAPES}
 EVERY = {**LOOPS, **COMPILED}
-NEW_TOKENS = 18
+NEW_TOKENS = 24
 SHORT = 10
 NOT_WHOLE = [name for name in TARGETS if name not in WHOLE]
 EVERY_TARGET = [*WHOLE, *(pytest.param(name, marks=pytest.mark.contract) for name in NOT_WHOLE)]
