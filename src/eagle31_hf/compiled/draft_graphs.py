@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..drafter.draft_state import DraftState, NextTokenProbs
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
-from ..drafter.session import DraftState, NextTokenProbs
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import DraftWarping
 from ..trees.draft_tree import DraftTree, to_target_ids

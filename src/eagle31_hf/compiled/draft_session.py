@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..cache.graph_sizes import NODE_BUCKET, step_width
+from ..drafter.draft_state import DraftState
 from ..drafter.propose import DraftChoice, grow_tree
-from ..drafter.session import DraftSession, DraftState
+from ..drafter.session import DraftSession
 from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.host_numbers import on_device
 from ..trees.shape import DraftShape

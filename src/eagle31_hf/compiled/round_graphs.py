@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.session import DraftState
 from ..sampling.acceptance import Acceptance, accept_chosen, for_host, match_prefix
 from ..sampling.seen_tokens import seen_after, seen_at_nodes
 from ..trees.draft_tree import DraftTree

@@ -20,7 +20,7 @@ from ..sampling.logits_processing import DraftWarping
 from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.dynamic import TreeGrowth
 from ..trees.shape import DraftShape
-from .session import DraftState, NextTokenProbs
+from .draft_state import DraftState, NextTokenProbs
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).
 DraftScores = Callable[[Tensor, Sequence[Tensor]], Tensor]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..stats import SpeculationStats
 
 PLAIN, PLAIN_COMPILED = "plain generate", "plain compiled"
 """The methods that draft nothing, by which others are measured."""
@@ -29,6 +34,25 @@ class Drafting:
     verify_s: float
     other_s: float
     passes: int = 0
+
+    @classmethod
+    def of(cls, stats: SpeculationStats | None) -> Drafting | None:
+        """A copy of what the call's statistics say; `None` where nothing was drafted for it."""
+        if stats is None:
+            return None
+        return cls(**copy.deepcopy({each.name: getattr(stats, each.name) for each in fields(cls)}))
+
+
+def digest_of(tokens: Sequence[int]) -> str:
+    """What stands for an answer in a record, which holds no text."""
+    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
+
+
+def served_by(stats: SpeculationStats | None) -> str:
+    """The loop that wrote the text, and why where it was not the first choice; empty where ours was not asked."""
+    if stats is None or not stats.reason:
+        return "" if stats is None else stats.loop
+    return f"{stats.loop}: {stats.reason}"
 
 
 @dataclass(frozen=True)

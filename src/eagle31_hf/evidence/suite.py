@@ -7,8 +7,6 @@ Seeds depend on the turn alone, so a run that was stopped goes on as if it had n
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -34,7 +32,7 @@ from ..target.device_clock import now
 from ..target.served_processing import processing_of
 from ..texts.prompts import Prompt
 from .bare import drafted_depths
-from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict
+from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, digest_of, served_by
 from .exactness import SampledBy, judge
 from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off
 from .methods import Method, Output, all_methods, early_exit_refusal
@@ -206,13 +204,13 @@ class BenchmarkRun:
             new_tokens=sum(map(len, answers)),
             seconds=seconds,
             first_token_s=clock.arrivals[0][0] - started if clock.arrivals else seconds,
-            texts=[_digest(answer) for answer in answers],
-            drafting=_drafting(written),
+            texts=[digest_of(answer) for answer in answers],
+            drafting=Drafting.of(written.stats),
             target_passes=self._passes.count - passes if written.stats is None and not method.compiled else None,
             peak_bytes=self.peak.read(),
             energy_j=used,
             bare_round_s=None if bare is None else bare.round_s,
-            served_by=_served_by(written),
+            served_by=served_by(written.stats),
         )
         if turn.batch_size == 1:
             record = self._with_arrivals(record, clock, turn.tasks[0], answers[0], written.stats is not None)
@@ -374,7 +372,7 @@ class BenchmarkRun:
         return SampledBy(seed, row, len(turn.tasks), processing.draft_warping)
 
     def _verdict(self, task: Task, answer: list[int], plain: list[int], sampled: SampledBy | None) -> Verdict:
-        key = (task.prompt.id, _digest(answer), _digest(plain))
+        key = (task.prompt.id, digest_of(answer), digest_of(plain))
         if key not in self._judged:
             widest = max(
                 (shape.nodes for method in self._methods_seen() for shape in method.shapes.values()), default=8
@@ -393,24 +391,6 @@ class _Call:
     answers: list[list[int]]
 
 
-def _digest(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
-
-
 def _common(names: Iterator[str] | Any) -> str:
     found = set(names)
     return found.pop() if len(found) == 1 else "mixed"
-
-
-def _served_by(written: Output) -> str:
-    stats = written.stats
-    if stats is None or not stats.reason:
-        return "" if stats is None else stats.loop
-    return f"{stats.loop}: {stats.reason}"
-
-
-def _drafting(written: Output) -> Drafting | None:
-    if written.stats is None:
-        return None
-    told: dict[str, Any] = {field.name: getattr(written.stats, field.name) for field in fields(Drafting)}
-    return Drafting(**copy.deepcopy(told))

@@ -8,7 +8,8 @@ import torch
 
 from ..cache.row_pool import RowPool
 from ..decoding.pair_caches import PairCaches
-from ..drafter.session import DraftSession, DraftState
+from ..drafter.draft_state import DraftState
+from ..drafter.session import DraftSession
 
 
 class PooledDraftSession(DraftSession):

@@ -7,8 +7,8 @@ import torch
 from ..cache.row_pool import resume_row, wipe_row
 from ..decoding.pair_caches import PairCaches
 from ..decoding.prefill import ChunkedPrefill, PrefillState
+from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.session import DraftState
 from ..errors import UnsupportedGenerationError
 from .pooled_caches import PooledCaches
 from .written_text import WrittenText

@@ -23,7 +23,7 @@ from eagle31_hf.decoding.calibration.measure import InTurn
 from eagle31_hf.decoding.draft_policy import DraftPlan
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.drafter.session import NextTokenProbs
+from eagle31_hf.drafter.draft_state import NextTokenProbs
 from eagle31_hf.generation import own_loop
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.shape import DraftShape
