@@ -21,11 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_drafts_pay import DEFAULT, MOST_SLOWER, PLAIN, RANDOM, Way, configured, measure, ratio, summary
+from adaptive_drafts_pay import (
+    DEFAULT,
+    MOST_SLOWER,
+    PLAIN,
+    RANDOM,
+    Way,
+    configured,
+    measure,
+    ratio,
+    summary,
+    untrained_drafter,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
 
-from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import target_path
@@ -129,18 +139,6 @@ def train(given: argparse.Namespace) -> tuple[Path, Path]:
     return target, drafter
 
 
-def untrained_drafter(pair: Pair, folder: Path) -> Eagle31Drafter:
-    """Of the trained one's shape."""
-    untrained = Eagle31Drafter.from_pretrained(folder, target=pair.target)
-    untrained.generation_config.acceleration = pair.drafter.generation_config.acceleration
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in untrained.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=0.02)
-    return untrained
-
-
 def chains(pair: Pair, prompts: list[Prompt], given: argparse.Namespace) -> dict[str, Any]:
     """Chains of one length over plain decoding, beside the ceiling by bare forwards."""
     settings = RunSettings(
@@ -156,7 +154,7 @@ def chains(pair: Pair, prompts: list[Prompt], given: argparse.Namespace) -> dict
 
 def defaults(pair: Pair, folder: Path, prompts: list[Prompt], given: argparse.Namespace) -> list[dict[str, Any]]:
     """The default with the trained drafter and with an untrained one, beside plain decoding."""
-    ways = [Way(PLAIN), Way(DEFAULT, pair.drafter), Way(RANDOM, untrained_drafter(pair, folder))]
+    ways = [Way(PLAIN), Way(DEFAULT, pair.drafter), Way(RANDOM, untrained_drafter(pair, str(folder)))]
     PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=False)
     with ends_off(pair.target):
         found = measure(pair, ways, prompts, 0.0, argparse.Namespace(**vars(given), graphs=False))

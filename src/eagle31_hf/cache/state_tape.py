@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -72,7 +73,7 @@ class GatedDelta:
         if kept is not None:
             per_head = kept[..., None]
             decay, beta = decay * (per_head if decay.dim() == 3 else per_head[..., None]), beta * per_head
-        named = inspect.signature(self.kernel).parameters  # it is handed much that it does not know
+        named = _parameters_of(self.kernel)  # it is handed much that it does not know
         told = {name: setting for name, setting in self.options if name in named and setting is not None}
         is_normed = bool(told.pop("use_qk_l2norm_in_kernel", False))
         if not told:
@@ -82,6 +83,12 @@ class GatedDelta:
         )
         assert final is not None, "output_final_state=True"
         return final
+
+
+@lru_cache
+def _parameters_of(kernel: Callable[..., Any]) -> frozenset[str]:
+    """Names: asked in every round."""
+    return frozenset(inspect.signature(kernel).parameters)
 
 
 def _gated_delta(inputs: Sequence[Tensor], state: Tensor, *, is_normed: bool) -> Tensor:

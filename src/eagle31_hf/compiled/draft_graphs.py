@@ -164,19 +164,31 @@ class GraphChoice:
         return warping if warping is not None and warping.key and (self.draws or warping.needs_seen) else None
 
 
+class DraftInputs(NamedTuple):
+    """What a whole draft starts from.
+
+    Attributes:
+        root, feedback: the drafter's logits `(B, 1, Vd)` and feedback `(B, 1, H)` behind each row's last token.
+        slots: `(B, S)` that the draft writes.
+        roots: `(B,)` the last token of each row.
+        rotary: of its levels; `None`: made from the slots.
+        by: what tokens are chosen by.
+    """
+
+    root: Tensor
+    feedback: Tensor
+    slots: Tensor
+    roots: Tensor
+    rotary: Rotary | None
+    by: ChosenBy
+
+
 def chain_step(drafter: Eagle31Drafter, depth: int, choosing: GraphChoice) -> Step:
     """A chain of `depth` tokens; the last one is not stepped over, though it has a slot."""
     ids, draft = drafter.draft_ids, draft_step(drafter)
 
-    def chain(
-        root: Tensor,
-        feedback: Tensor,
-        slots: Tensor,
-        roots: Tensor,
-        rotary: Rotary | None,
-        by: ChosenBy,
-        cache: FixedShapeCache,
-    ) -> DraftedChain:
+    def chain(told: DraftInputs, cache: FixedShapeCache) -> DraftedChain:
+        root, feedback, slots, roots, rotary, by = told
         rotary = rotary_of(drafter, slots, depth, rotary)
         choice, logits, tokens, first = choosing.of_drafts(by), root, [roots[:, None]], root  # tokens: (B, 1) each
         for k in range(depth):
@@ -196,27 +208,21 @@ def tree_step(drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice)
     """A dynamic tree as `grow_tree` grows it; writes `top_k * (depth - 1)` slots."""
     ids, top_k = drafter.draft_ids, shape.top_k
 
-    def tree(
-        root: Tensor,
-        feedback: Tensor,
-        slots: Tensor,
-        roots: Tensor,
-        rotary: Rotary | None,
-        by: ChosenBy,
-        cache: FixedShapeCache,
-    ) -> GrownTree:
+    def tree(told: DraftInputs, cache: FixedShapeCache) -> GrownTree:
         levels: list[Tensor] = []
-        turned = rotary_of(drafter, slots, shape.depth - 1, rotary)
+        turned = rotary_of(drafter, told.slots, shape.depth - 1, told.rotary)
 
         def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
-            block = cache.at(slots[:, after : after + top_k])
+            block = cache.at(told.slots[:, after : after + top_k])
             cos, sin = (table[:, depth : depth + 1] for table in turned)
             mask = block.mask(feedback.dtype, ancestors)
             out = drafter.decode(drafter.embed(tokens), feedback, (cos, sin), mask, block)  # type: ignore[arg-type]
             levels.append(drafter.draft_logits(out.normed))
             return DraftState(levels[-1], out.feedback)
 
-        grown = grow_tree(DraftState(root, feedback), step, ids, roots, shape, choosing.of_drafts(by))
+        grown = grow_tree(
+            DraftState(told.root, told.feedback), step, ids, told.roots, shape, choosing.of_drafts(told.by)
+        )
         assert grown.scores is not None, "a dynamic tree has them"
         return GrownTree(levels[0], grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores)
 

@@ -21,6 +21,7 @@ from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChosenBy,
     DraftedChain,
+    DraftInputs,
     GraphChoice,
     GrownTree,
     Rotary,
@@ -157,12 +158,14 @@ class CompiledDrafting:
             self._key_of(shape, choosing),
             self.if_rows_pay(partial(whole_step, self.drafter, shape, choosing)),
             lambda: (
-                fill("root", root.logits),
-                fill("feedback", root.feedback),
-                self.inputs.slots(shape.top_k * levels),
-                fill("roots", roots),
-                self.rotary(levels),
-                by.through(fill),
+                DraftInputs(
+                    fill("root", root.logits),
+                    fill("feedback", root.feedback),
+                    self.inputs.slots(shape.top_k * levels),
+                    fill("roots", roots),
+                    self.rotary(levels),
+                    by.through(fill),
+                ),
                 self.inputs.fixed,
             ),
             lambda: None,

@@ -24,6 +24,7 @@ from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChosenBy,
     DraftedChain,
+    DraftInputs,
     GraphChoice,
     GrownTree,
     Rotary,
@@ -55,6 +56,25 @@ class NextDraft:
     def to_tree(self, depth: int) -> DraftTree:
         """The draft, of no more than `depth` levels."""
         return self.draft.to_tree(self.shape, depth)
+
+
+class RoundInputs(NamedTuple):
+    """What a round's end starts from.
+
+    Attributes:
+        logits, aux: the target's `(B, N, V)` and `(B, N, A*Ht)` of all nodes.
+        drafts: as `AcceptAndDraft.inputs` gives them.
+        slots: of all that may be accepted and of the draft behind it.
+        rotary: of as many positions; `None`: made from the slots.
+        by: what tokens are chosen by.
+    """
+
+    logits: Tensor
+    drafts: Any
+    aux: Tensor
+    slots: Tensor
+    rotary: Rotary | None
+    by: ChosenBy
 
 
 class RoundOutput(NamedTuple):
@@ -146,15 +166,8 @@ class AcceptAndDraft(ABC):
         """
         width, absorb = self.width, absorb_step(self.drafter)
 
-        def advance(
-            logits: Tensor,
-            drafts: Any,
-            aux: Tensor,
-            slots: Tensor,
-            rotary: Rotary | None,
-            by: ChosenBy,
-            cache: FixedShapeCache,
-        ) -> RoundOutput:
+        def advance(verified: RoundInputs, cache: FixedShapeCache) -> RoundOutput:
+            logits, drafts, aux, slots, rotary, by = verified
             turned = rotary_of(self.drafter, slots, width + self.levels, rotary)
             acceptance, accepted = self.judge(logits, drafts, by)
             last, bonus = accepted.last, accepted.acceptance.bonus
@@ -164,7 +177,8 @@ class AcceptAndDraft(ABC):
             behind = last[:, None] + torch.arange(1, 1 + self.draft_slots, device=last.device)
             cos, sin = (table[rows, behind[:, : self.levels]] for table in turned)
             following = self.chosen_behind(by, accepted)
-            draft = self._draft(read.logits, read.feedback, slots[rows, behind], bonus, (cos, sin), following, cache)
+            next_draft = DraftInputs(read.logits, read.feedback, slots[rows, behind], bonus, (cos, sin), following)
+            draft = self._draft(next_draft, cache)
             tokens = drafts if isinstance(drafts, Tensor) else drafts.tokens
             told = for_host(acceptance, tokens, read.logits[:, 0, :1].isnan().any())
             return RoundOutput(read.logits, read.feedback, acceptance, draft, told)
@@ -295,15 +309,15 @@ class RoundGraph:
         by = by.through(lambda _name, tensor: tensor.to(session.device))
 
         def inputs() -> tuple:
-            return (
+            verified = RoundInputs(
                 graph_inputs.fill("target logits", logits),
                 step.inputs(tree, graph_inputs.fill),
                 graph_inputs.fill("aux", aux),
                 graph_inputs.slots(step.width + step.draft_slots),
                 drafting.rotary(step.width + step.levels),
                 by.through(graph_inputs.fill),
-                graph_inputs.fixed,
             )
+            return verified, graph_inputs.fixed
 
         output: RoundOutput | None = drafting.graphs.run_or_eager(
             GraphKey("advance", rows, tree.size, (*step.key_shape, graph_inputs.num_slots), step.choosing.key),

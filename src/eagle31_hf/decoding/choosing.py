@@ -7,9 +7,10 @@ by whose noise) it asks here. Rows that choose by one rule are handled together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..compiled.graph_makers import GraphMaker
@@ -46,10 +47,17 @@ class ChoiceRule:
     asked: AskedOnce | None = None
     ends: Callable[[int, int, int], bool] | None = None
     fails_alone: bool = False
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def index(self, device: torch.device) -> Tensor:
+        """Its places on a device, where they are brought once."""
+        if device not in self._indices:
+            self._indices[device] = on_device(list(self.places), device)
+        return self._indices[device]
 
     def of(self, tensor: Tensor) -> Tensor:
         """These rows of a tensor `(B, ...)`."""
-        return tensor if len(self.places) == len(tensor) else tensor[on_device(list(self.places), tensor.device)]
+        return tensor if len(self.places) == len(tensor) else tensor[self.index(tensor.device)]
 
     def choose(self, scores: Tensor, noise: Tensor | None) -> Tensor:
         """Tokens `(...)` by processed scores `(..., V)` and, where they are drawn, noise of the same shape."""
@@ -97,9 +105,8 @@ class Choosing(Protocol):
         that depends on more than the drafter's scores."""
 
 
-def only_rule(choosing: Choosing, batch: RoundBatch) -> ChoiceRule | None:
-    """The rule of all rows, if they share one."""
-    rules = choosing.choice_rules(batch)
+def only_one(rules: Sequence[ChoiceRule]) -> ChoiceRule | None:
+    """The rule of all rows, if these are no more."""
     return rules[0] if len(rules) == 1 else None
 
 
@@ -109,6 +116,6 @@ def warp_drafts(rules: Sequence[ChoiceRule], scores: Tensor) -> Tensor:
     for rule in rules:
         processing = rule.processing
         if rule.draws and processing.fits_draft_vocabulary and not processing.is_empty:
-            index = on_device(list(rule.places), scores.device)
+            index = rule.index(scores.device)
             scores = scores.index_copy(0, index, processing.draft_warping(scores[index]))
     return scores

@@ -23,7 +23,7 @@ from ..stats import PhaseClock
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .choosing import ChoiceRule, Choosing, only_rule
+from .choosing import ChoiceRule, Choosing, only_one
 from .eager_round import EagerRound, propose
 from .pair_caches import PairCaches
 from .round import Accepted, RoundBatch, Written
@@ -80,7 +80,7 @@ class CompiledRound(EagerRound):
 
     def _whole_draft(self, shape: DraftShape, depth: int, batch: RoundBatch) -> DraftTree | None:
         """A draft by one graph; `None` where there is none."""
-        rule = only_rule(self.choosing, batch)
+        rule = only_one(self.choosing.choice_rules(batch))
         if rule is None:
             return None
         processing = rule.processing
@@ -114,7 +114,7 @@ class CompiledRound(EagerRound):
 
     def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:
         """What accepts drafts of the planned shape and makes the next ones, where nobody else asks for scores."""
-        plan, rule = batch.plan, only_rule(self.choosing, batch)
+        plan, rule = batch.plan, only_one(self.choosing.choice_rules(batch))
         if plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
             return None
         if rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:

@@ -21,7 +21,7 @@ from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
 from ..trees.host_numbers import on_device
 from .accept import Acceptor
-from .choosing import Choosing, only_rule, warp_drafts
+from .choosing import ChoiceRule, Choosing, only_one, warp_drafts
 from .pair_caches import PairCaches
 from .round import Accepted, RoundBatch, Written
 
@@ -119,7 +119,8 @@ def propose(session: DraftStepper, batch: RoundBatch, choosing: Choosing, drafte
 def _draft_choice(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter, depth: int) -> DraftChoice:
     """How tokens of a draft of so many levels are chosen."""
     assert batch.plan is not None, "somebody wants drafts"
-    rule, noise = only_rule(choosing, batch), choosing.noise_for(batch, depth)
+    rules, noise = choosing.choice_rules(batch), choosing.noise_for(batch, depth)
+    rule = only_one(rules)
     if rule is not None and rule.processing.warps_drafts:
         seen = choosing.seen_before(batch)
         warps = not rule.processing.is_empty and (noise is not None or seen is not None)
@@ -127,7 +128,8 @@ def _draft_choice(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter
     if batch.plan.shape.is_tree:  # processors that look at prefixes would be asked at each node
         return DraftChoice(None, noise)
     if rule is None or rule.fails_alone or rule.processing.can_fork:
-        return DraftChoice(_scores_by_row(batch, choosing, drafter), noise)
+        grammar = GrammarDrafts(batch.sequences.eos_ids, choosing.stats.fall_back)
+        return DraftChoice(_scores_by_row(batch, rules, grammar, drafter), noise)
 
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
@@ -135,12 +137,12 @@ def _draft_choice(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter
     return DraftChoice(draft_scores(drafter, rule.processing, prefix, batch.rows, do_sample=rule.draws), noise)
 
 
-def _scores_by_row(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter) -> DraftScores | None:
+def _scores_by_row(
+    batch: RoundBatch, rules: Sequence[ChoiceRule], grammar: GrammarDrafts, drafter: Eagle31Drafter
+) -> DraftScores | None:
     """Drafts of each row keep to its grammar, or whatever else may be copied, and to how its tokens are drawn."""
-    rules, texts = choosing.choice_rules(batch), batch.sequences
-    grammar = GrammarDrafts(texts.eos_ids, choosing.stats.fall_back)
     scorers = {
-        b: InGrammar(rule.processing, partial(texts.prefix, batch.rows[b]), rule.rows[b], grammar)
+        b: InGrammar(rule.processing, partial(batch.sequences.prefix, batch.rows[b]), rule.rows[b], grammar)
         for rule in rules
         if rule.processing.can_fork
         for b in rule.places

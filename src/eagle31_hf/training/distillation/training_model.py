@@ -52,6 +52,7 @@ class DistillationModel(nn.Module):
 
     def forward(
         self,
+        *,
         input_ids: Tensor,
         loss_mask: Tensor,
         document_ids: Tensor,

@@ -101,9 +101,9 @@ class PolicyModel(DistillationModel):
         """The stage-1 drafter."""
         return self._anchor[0]
 
-    def forward(self, *args: Any, **inputs: Any) -> LossOutput:
+    def forward(self, **inputs: Any) -> LossOutput:
         """As `DistillationModel.forward`, with the acceptance objective added."""
-        output = super().forward(*args, **inputs)
+        output = super().forward(**inputs)
         batch = packed(inputs)
         contexts = choose_contexts(batch, self.policy.contexts)
         if contexts is None:

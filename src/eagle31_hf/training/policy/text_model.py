@@ -110,6 +110,7 @@ class TextModel(DistillationModel):
 
     def forward(
         self,
+        *,
         input_ids: Tensor,
         loss_mask: Tensor,
         document_ids: Tensor,
