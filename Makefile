@@ -20,12 +20,13 @@ quick: lint  ## lint, and every sixth test of each file that is neither slow nor
 	$(TEST) --slice 6 -m "not slow and not contract and not gpu and not engines"
 
 # Mypy and mkdocs use one core each: the contract tests run beside them. Of their cases each version has every other one.
-test:  ## every check but `make thorough`: lint, docs, all tests, contract tests on the newest or the oldest transformers
+test:  ## every check but `make thorough`: lint, docs, tests, contract tests on the newest or the oldest transformers
 	@$(MAKE) --no-print-directory --jobs 3 lint docs oldest SHARE="--contract-share 1"
 	$(TEST) -m "not engines" --contract-share 0
 
-thorough: oldest  ## all tests, every contract test on both versions of transformers: before a release
-	$(TEST) -m "not engines"
+thorough: SHARE := --thorough
+thorough: oldest  ## all tests and cases, every contract test on both versions of transformers: before a release
+	$(TEST) -m "not engines" --thorough
 
 oldest: $(OLDEST)/.installed  ## the contract tests on the oldest supported transformers
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers as t; print('oldest supported: transformers', t.__version__)"

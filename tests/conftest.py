@@ -17,9 +17,12 @@ from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.target.binding import TargetBinding
 from helpers import SHARED
 from hub_stand_in import hub
-from slices import shared_out, sliced
+from slices import shared_out, sliced, spread
 
 __all__ = ["hub"]  # a fixture of all
+
+CONTRACT_CASES = 2
+"""One in so many of each contract test's cases is run by `make test`, on one of the two versions of transformers."""
 
 avoid_unusable_tiles()  # before any test multiplies; processes that tests start inherit it
 
@@ -61,11 +64,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run every other case of each contract test; the other share is for another version of transformers",
     )
 
+    parser.addoption("--thorough", action="store_true", help="also run what is marked thorough (`make thorough`)")
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests out that the options leave out, of those that marks and names have left."""
     every, share = config.getoption("slice"), config.getoption("contract_share")
+    if not config.getoption("thorough") and not any("::" in asked for asked in config.args):
+        _keep(config, items, spread([(item.nodeid, _one_in(item)) for item in items]))
     if every < 1:
         raise pytest.UsageError(f"got --slice {every}; wanted 1 (all tests) or more")
     if every > 1:
@@ -80,6 +87,12 @@ def _keep(config: pytest.Config, items: list[pytest.Item], tests: list[str]) -> 
     kept = set(tests)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+
+
+def _one_in(item: pytest.Item) -> int:
+    """Of how many of its test's cases one is run; of 0, none."""
+    mark = item.get_closest_marker("thorough")
+    return mark.kwargs.get("every", 0) if mark else CONTRACT_CASES if item.get_closest_marker("contract") else 1
 
 
 def _family(item: pytest.Item) -> str:

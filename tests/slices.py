@@ -1,4 +1,4 @@
-"""Which tests `make quick` runs, and which contract tests `make test` runs on which version of transformers."""
+"""Which tests `make quick` and `make test` run, and on which version of transformers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,29 @@ def sliced(tests: Iterable[tuple[str, str]], every: int) -> list[str]:
 def shared_out(tests: Iterable[str], share: int) -> list[str]:
     """Of the cases of each test every other one; a test without cases is in both shares.
 
-    Cases are put in an order of their own first: in that of their parameters every other one often has the same value.
-
     Args:
         tests: node ids.
         share: 0 or 1.
     """
+    return [case for each in _cases(tests) for place, case in enumerate(each) if len(each) == 1 or place % 2 == share]
+
+
+def spread(tests: Iterable[tuple[str, int]]) -> list[str]:
+    """Of the cases of each test one in so many; of 0, none.
+
+    Args:
+        tests: node ids, each with that number.
+    """
+    every = dict(tests)
+    return [
+        case for each in _cases(every) for place, case in enumerate(each) if every[case] and place % every[case] == 0
+    ]
+
+
+def _cases(tests: Iterable[str]) -> list[list[str]]:
+    """Cases of each test, in an order of their own: in that of their parameters every other one often has the same
+    value."""
     cases = defaultdict[str, list[str]](list)
     for test in tests:
         cases[test.partition("[")[0]].append(test)
-    return [
-        case
-        for each in cases.values()
-        for place, case in enumerate(sorted(each, key=lambda test: crc32(test.encode())))
-        if len(each) == 1 or place % 2 == share
-    ]
+    return [sorted(each, key=lambda test: crc32(test.encode())) for each in cases.values()]

@@ -1,6 +1,6 @@
 """`make quick` leaves no file out and takes one family of each test; versions share the cases of contract tests."""
 
-from slices import shared_out, sliced
+from slices import shared_out, sliced, spread
 
 TESTS = [("a.py::one[llama]", "llama"), ("a.py::one[gemma]", "gemma"), ("a.py::two", ""), ("a.py::three", "")]
 OTHER = [("b.py::one[gemma]", "gemma"), ("b.py::one[llama]", "llama")]
@@ -31,3 +31,10 @@ def test_each_case_is_in_one_share_and_a_test_without_cases_in_both():
 def test_shares_do_not_go_by_the_order_of_parameters():
     for share in (0, 1):
         assert {case[-2] for case in shared_out(CASES, share) if "[" in case} == {"1", "3"}
+
+
+def test_of_cases_marked_so_one_in_three_is_run_and_unmarked_tests_are_whole():
+    marked = [(case, 3) for case in CASES] + [("a.py::two", 1), ("a.py::three", 0), ("b.py::one[x]", 3)]
+    kept = spread(marked)
+    assert len(set(kept) & set(CASES)) == 3
+    assert set(kept) - set(CASES) == {"a.py::two", "b.py::one[x]"}

@@ -95,6 +95,7 @@ LAYOUTS = {"full": [None, None], "window": [None, WINDOW, WINDOW]}
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("length", EDGES)
+@pytest.mark.thorough(every=3)
 def test_rejected_tokens_leave_no_trace(kind: str, layout: str, batch_size: int, length: int) -> None:
     """A block of 8 of which any number is kept, at every offset around a block's edge."""
     lengths = [length + 3 * b for b in range(batch_size)]

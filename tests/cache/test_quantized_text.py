@@ -147,5 +147,6 @@ def demo_acceptance_length(kind: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.thorough(every=2)
 def test_the_trained_drafter_drafts_as_well_over_such_a_cache(kind: str) -> None:
     assert demo_acceptance_length(kind) > 0.9 * demo_acceptance_length("full") > 2

@@ -238,6 +238,7 @@ def reference_logits(
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thorough(every=2)
 def test_drafts_are_the_formulas(name: str, tmp_path) -> None:
     case = CASES[name]
     tensors, target = network(case), make_target()

@@ -117,6 +117,7 @@ def drafted() -> Iterator[list[tuple[DraftTree, list[int]]]]:
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+@pytest.mark.thorough(every=2)
 def test_a_chain_at_once_is_the_chain_step_by_step(
     family: str, sample: bool, uncompiled: None, drafted: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def sizes() -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
+@pytest.mark.thorough(every=3)
 def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None, sizes: list[tuple[int, int]]) -> None:
     """Graphs are made for the size a batch begins with; a few rows are cheaper without."""
     drafter = pair_of(family)
@@ -234,6 +236,7 @@ def test_ended_rows_leave_where_verification_stays_eager(uncompiled: None, sizes
 
 @pytest.mark.parametrize("top_k", [0, 7])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+@pytest.mark.thorough(every=2)
 def test_sampling_draws_the_same_tokens(
     family: str, top_k: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +267,7 @@ JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # settings of
 
 @pytest.mark.parametrize("way", JUDGED)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second with a reduced draft vocabulary
+@pytest.mark.thorough(every=2)
 def test_drafts_are_judged_at_once_as_by_the_eager_rule(family: str, way: str, uncompiled: None, judged: list) -> None:
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
     target, (fields, sampling, nodes) = drafter.require_binding().model, JUDGED[way]

@@ -73,6 +73,7 @@ OTHER_BATCHES = by_pair(pairwise(NOT_WHOLE, [*OWN], range(len(GROUPS)), allowed=
     ],
     ids=lambda value: f"{len(value)} batches" if isinstance(value, list) else value,
 )
+@pytest.mark.thorough(every=3)
 def test_own_loop_writes_the_plain_text(name: str, shape: str, indices: list[int]) -> None:
     """506 prompts over all targets: batches of 1, 3 and 8, ragged, chunked and not, right and wrong drafts."""
     ties, sizes = 0, set()
@@ -97,6 +98,7 @@ def test_own_loop_writes_the_plain_text(name: str, shape: str, indices: list[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_TARGET)
+@pytest.mark.thorough(every=4)
 def test_stock_loop_writes_the_plain_text(name: str) -> None:
     """205 prompts over all targets, every K from 1 to 8: three of them with each prompt on whole families, else one."""
     ties = 0
@@ -110,6 +112,7 @@ def test_stock_loop_writes_the_plain_text(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_TARGET)
+@pytest.mark.thorough(every=4)
 def test_own_chain_at_every_depth(name: str) -> None:
     """208 prompts over all targets, alone and in batches, every K from 1 to 8: as above."""
     sizes = (1, 3, 4) if name == "demo-target" else (1, 8, 8, 8)
@@ -125,6 +128,7 @@ def test_own_chain_at_every_depth(name: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.thorough(every=4)
 def test_random_drafter_on_the_demo_target(loop: str) -> None:
     drafter = random_drafter(target_of("demo-target"), draft_vocab_size=512)
     with configured(drafter, **LOOPS[loop]):

@@ -33,6 +33,7 @@ def has_rows(name: str, loop: str, size: int) -> bool:
 @pytest.mark.parametrize(
     ("name", "loop", "size"), matrix([*FAMILIES, "demo-target"], [*EVERY], (1, 3, 8), allowed=has_rows)
 )
+@pytest.mark.thorough(every=4)
 def test_end_of_sequence_inside_a_draft(name: str, loop: str, size: int) -> None:
     free = batch_of(name, size)
     new = free.plain[:, free.prompt_length :]

@@ -116,6 +116,7 @@ def test_several_texts_of_one_prompt(shape: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.thorough(every=4)
 def test_what_is_drafted_does_not_change_the_text(shape: str, size: int) -> None:
     """Nothing, the drafter's tokens or others, as many as dice say, anew in every round."""
     batch = batch_of("qwen3", size, **SAMPLED["top_k"], max_new_tokens=40)
@@ -153,6 +154,7 @@ def test_drafts_from_the_text_do_not_change_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("setting", ["bare", "top_p"])
+@pytest.mark.thorough(every=4)
 def test_drafts_by_the_targets_noise_are_accepted(setting: str) -> None:
     """More of them than of arg-max drafts, which know nothing of the noise; and trees of 16 nodes above chains."""
     lengths = {}

@@ -80,6 +80,7 @@ def stats_of(name: str = "llama"):
     ("name", "shape", "rows", "acceleration"),
     matrix(["llama", "gemma3"], [*SHAPES], (1, 3), ("eager", "compile")),  # the third row ends first
 )
+@pytest.mark.thorough(every=3)
 def test_switching_in_every_round_writes_the_plain_text(name: str, shape: str, rows: int, acceleration: str) -> None:
     plain = plain_text(rows, name)
     length = plain.shape[1] - NEW_TOKENS
@@ -116,6 +117,7 @@ def test_every_schedule_writes_the_plain_text(
 @pytest.mark.parametrize("costs", [*COSTS])
 @pytest.mark.parametrize("schedule", STEERED)
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
+@pytest.mark.thorough(every=3)
 def test_a_seed_writes_the_same_text_twice(schedule: str, acceleration: str, costs: str) -> None:
     """Dear drafts rest, and their drafter is judged by what it would have drafted meanwhile."""
     fields = {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}
@@ -191,6 +193,7 @@ def test_what_changes_is_told_with_its_reason() -> None:
 
 @pytest.mark.parametrize("looks_up", [False, True])
 @pytest.mark.parametrize("costs", [CHEAP_DRAFTS, DEAR_DRAFTS], ids=["cheap", "dear"])
+@pytest.mark.thorough(every=2)
 def test_a_random_drafter_writes_at_plain_speed_by_counted_costs(
     costs: Calibration, looks_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +285,7 @@ def broken_from(eagle: Eagle31Drafter, call: int) -> Iterator[None]:
 @pytest.mark.contract
 @pytest.mark.parametrize("call", [1, 12])
 @pytest.mark.parametrize(("loop", "shape"), [("stock", "chain"), *(("own", shape) for shape in SHAPES)])
+@pytest.mark.thorough(every=2)
 def test_a_drafter_of_nan_is_done_without(loop: str, shape: str, call: int, caplog: pytest.LogCaptureFixture) -> None:
     rows = (1,) if loop == "stock" else (1, 3)
     with configured(drafter_of("llama"), num_assistant_tokens=3, speculation_loop=loop, **SHAPES[shape]) as eagle:
@@ -309,6 +313,7 @@ def test_graphs_of_nan_are_done_without() -> None:
 
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.thorough(every=2)
 def test_what_a_rest_passed_over_is_read_at_once(rows: int, acceleration: str) -> None:
     """The drafter then drafts what it would have drafted without a rest."""
     drafts: dict[bool, list[list[int]]] = {}

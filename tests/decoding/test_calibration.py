@@ -263,6 +263,7 @@ def test_measuring_that_fails_stops_nothing(
 
 
 @pytest.mark.parametrize("step_s", [0.0, -3600.0, float("nan")], ids=["stands still", "jumps back", "is broken"])
+@pytest.mark.thorough(every=3)
 def test_a_clock_that_jumps_makes_no_calibration(
     step_s: float, soon_due: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,6 +63,7 @@ def no_leak() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "batch"), [("chain", 3), ("tree", 1)])  # the others: the next test
+@pytest.mark.thorough(every=2)
 def test_a_module_runs_out_of_memory_at_any_call(shape: str, batch: int, no_leak: None) -> None:
     """In the first chunk, in a later one, in the first drafts and verifications, in later rounds."""
     points = 0
@@ -77,6 +78,7 @@ def test_a_module_runs_out_of_memory_at_any_call(shape: str, batch: int, no_leak
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "batch"), [("chain", 1), ("tree", 3)])
+@pytest.mark.thorough(every=2)
 def test_a_step_runs_out_of_memory_at_any_call(shape: str, batch: int, no_leak: None) -> None:
     """Before and after each step of the loop, in a text whose rows end at different times."""
     reached, points = set(), 0
@@ -112,6 +114,7 @@ def test_a_cache_that_cannot_grow_grows_by_less(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("mistral", "chain"), ("mistral", "tree"), ("gemma3", "tree")])
+@pytest.mark.thorough(every=3)
 def test_windows_that_have_slid_are_read_again(name: str, shape: str) -> None:
     """A ring cannot be rolled back: the caches are made anew from the text."""
     for place in ("absorb", "copy", "keep", "commit", "write", "verify", "rows of the cache"):

@@ -104,6 +104,7 @@ def drafted_oddly(tree: DraftTree) -> bool:
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("place", DRAFTED)
+@pytest.mark.thorough(every=2)
 def test_what_was_drafted_when_memory_ran_out_decides_about_no_draw(place: str, shape: str, times: int) -> None:
     """A repeated round that drew anew would have fewer of the tokens that had been drafted before it."""
     when, holds = DRAFTED[place]

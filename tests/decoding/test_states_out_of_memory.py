@@ -33,6 +33,7 @@ def written(family: str, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "batch"), [("qwen3_5_text", 1), ("qwen3_5_text", 3), ("nemotron_h", 1), ("jamba", 3)]
 )
+@pytest.mark.thorough(every=4)
 def test_text_is_what_it_would_have_been(family: str, batch: int) -> None:
     model, drafter = pair(family)
     inputs = left_padded(random_prompts(batch, seed=batch, longest=20))

@@ -41,6 +41,7 @@ HEADS = {"plain head": {}, "packed head": {"llm_int8_skip_modules": []}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "packing", "head"), matrix([*FAMILIES], [*PACKINGS], [*HEADS]))
+@pytest.mark.thorough(every=2)
 def test_packed_targets_write_their_plain_text(saved: dict[str, Path], family: str, packing: str, head: str) -> None:
     target = load(saved[family], packing, **HEADS[head])
     packed_head = target.get_output_embeddings()
@@ -62,6 +63,7 @@ def test_a_packed_target_in_bf16_writes_its_plain_text(saved: dict[str, Path], p
 @pytest.mark.parametrize(
     ("packing", "head"), [("nf4-dq", "plain head"), ("nf4", "packed head"), ("int8", "packed head")]
 )
+@pytest.mark.thorough(every=3)
 def test_the_packed_demo_target_writes_its_plain_text(saved: dict[str, Path], packing: str, head: str) -> None:
     target = load(saved["demo-target" if head == "plain head" else "demo-target, untied"], packing, **HEADS[head])
     drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)

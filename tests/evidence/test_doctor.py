@@ -189,6 +189,7 @@ def _by_hand(drafter: Eagle31Drafter, text: TargetText, start: int, depth: int) 
     ],
     ids=["layers one low", "feedback not normed", "residual normed"],
 )
+@pytest.mark.thorough(every=3)
 def test_a_wrong_configuration_is_named(
     planted: dict[str, Any], named: dict[str, Any], target: Any, many: list[TargetText]
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "parted.json"
     parted_texts.main(["--texts", "2", "--new-tokens", "24", "--json", str(record)])

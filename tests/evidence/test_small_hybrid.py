@@ -10,6 +10,7 @@ import small_hybrid
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_study_runs(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "It is four."}]
     chats = tmp_path / "chats.jsonl"

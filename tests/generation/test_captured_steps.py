@@ -112,6 +112,7 @@ PENALTY: dict[str, Any] = {"repetition_penalty": 1.3}
 @pytest.mark.parametrize("how", [GREEDY | PENALTY, SAMPLING | PENALTY], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("tree", [{}, {"draft_top_k": 2, "draft_tree_size": 6}], ids=["chain", "tree"])
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.thorough(every=2)
 def test_a_repetition_penalty(
     rows: int, tree: dict[str, int], how: dict[str, Any], pair: Eagle31Drafter, recorder: Recorder
 ) -> None:

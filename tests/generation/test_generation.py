@@ -198,6 +198,7 @@ FIGURES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "name"), FIGURES)
+@pytest.mark.thorough(every=4)
 def test_demo_drafters_reach_the_figures_of_their_cards(which: str, name: str) -> None:
     """75 prompts, greedy, a chain of 5, fp32, at most 128 new tokens, end at EOS; in batches of like length."""
     ours = drafter_of("demo-target")

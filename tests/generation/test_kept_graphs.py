@@ -206,6 +206,7 @@ def test_texts_that_warm_up_say_nothing_of_the_drafter(warmed: Eagle31Drafter) -
 
 
 @pytest.mark.parametrize("tries_products", [False, True])
+@pytest.mark.thorough(every=2)
 def test_graphs_are_compiled_together_unless_products_are_timed(
     tries_products: bool, pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_graphs_are_compiled_together_unless_products_are_timed(
 
 
 @pytest.mark.parametrize("told", [GREEDY, SAMPLING, {"max_time": 100.0, "prefill_chunk_size": 4, **GREEDY}])
+@pytest.mark.thorough(every=3)
 def test_a_text_waits_for_what_it_asked_for(
     pair: Eagle31Drafter, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +256,7 @@ def test_a_text_waits_for_what_it_asked_for(
     assert kept_files(".json") == before
 
 
+@pytest.mark.thorough
 def test_a_longer_text_waits_once_more(pair: Eagle31Drafter) -> None:
     with configured(pair, acceleration="compile"):
         assert torch.equal(write(pair), write(None))
@@ -428,6 +431,7 @@ def turn_inputs_around() -> None:
 
 
 @pytest.mark.parametrize("break_", [cut_packages_short, break_what_is_told, turn_inputs_around])
+@pytest.mark.thorough(every=3)
 def test_what_is_broken_is_done_without_and_made_anew(
     warmed: Eagle31Drafter, break_: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -457,6 +461,7 @@ def test_a_graph_that_disagrees_is_given_up(warmed: Eagle31Drafter, monkeypatch:
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no C++ compiler"), OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.thorough(every=2)
 def test_without_a_compiler_or_room_nothing_is_kept(
     pair: Eagle31Drafter, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,8 +496,10 @@ BARE_DRAWS: dict[str, Any] = {"do_sample": True, "top_k": 0}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("largest_held", "compiled", "how"),
-    [(graphs.FROZEN_BYTES, {"advance"}, BARE_DRAWS), (0, {"verify", "advance"}, GREEDY)],
-    ids=["held, drawn", "lent, greedy"],
+    [
+        pytest.param(graphs.FROZEN_BYTES, {"advance"}, BARE_DRAWS, id="held, drawn"),
+        pytest.param(0, {"verify", "advance"}, GREEDY, id="lent, greedy", marks=pytest.mark.thorough),
+    ],
 )
 def test_compiled_packages(
     largest_held: int, compiled: set[str], how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

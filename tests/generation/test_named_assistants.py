@@ -111,6 +111,7 @@ def by_pipeline():
         ),
     ],
 )
+@pytest.mark.thorough(every=2)
 def test_importing_the_package_is_enough(imports: str, calls: str, told: list[str]) -> None:
     """No class of ours is touched: the package changes transformers when that is first used."""
     code = BY_NAME_ALONE.format(imports=imports, calls=calls, target=str(demo_target_path()), drafter=str(DEMO_DRAFTER))

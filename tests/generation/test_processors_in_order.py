@@ -166,6 +166,7 @@ def test_the_stock_loop_would_show_drafts(processor: Any) -> None:
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.thorough(every=2)
 def test_nothing_is_shown_twice_where_memory_runs_out(
     shape: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "run"), COMBINATIONS, ids=str)
+@pytest.mark.thorough(every=3)
 def test_target_peaks_match_a_trace(name: str, run: Run) -> None:
     config = TARGETS[name]
     traced_peaks, predicted = trace_target(config, run), predicted_target(config, run)
@@ -199,6 +200,7 @@ PACKED_RUNS = [
 
 
 @pytest.mark.parametrize(("name", "run"), PACKED_RUNS, ids=str)
+@pytest.mark.thorough(every=4)
 def test_target_peaks_with_an_eight_bit_cache_match_a_trace(name: str, run: Run) -> None:
     fields = {k: v for k, v in TARGETS[name].to_dict().items() if k != "layer_types"}
     config = type(TARGETS[name])(**{**fields, "num_hidden_layers": 12})
@@ -256,6 +258,7 @@ def test_drafter_peaks_match_a_trace(run: Run) -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["full", "int8", "fp8"])
+@pytest.mark.thorough(every=3)
 def test_ledger_matches_prefill_drafter_and_verification_run_together(cache_type: str) -> None:
     """Target and drafter side by side, hidden states handed over chunk by chunk, as the decoding loop does."""
     run = Run(8192, 1024, 7, cache_type=cache_type, slab=1024)

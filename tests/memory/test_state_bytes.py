@@ -64,6 +64,7 @@ def watched_caches() -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.thorough(every=3)
 def test_states_are_what_caches_hold(family: str, rows: int, shape: str) -> None:
     target = recurrent_target(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 3])

@@ -21,6 +21,7 @@ ROWS = 3
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "lfm2", "falcon_h1"])
+@pytest.mark.thorough(every=2)
 def test_texts_are_plains(family: str) -> None:
     target = recurrent_target(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 3])

@@ -74,6 +74,7 @@ def test_sampled_texts_are_those_of_eager_rounds(drafter: Eagle31Drafter, record
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.thorough(every=3)
 def test_rounds_of_texts_that_choose_alike_are_two_graphs(sampling: Sampling | None, recorder: Recorder) -> None:
     drafter, texts = drafter_of("demo-target"), [text_of(prompt, 40, sampling) for prompt in TOLD]
     drafter.require_binding().compiled = None  # what another test recorded is not counted here

@@ -57,6 +57,7 @@ def ask(engine, prompt, sampling):
     return told, last[0].usage.cached_tokens
 
 
+@pytest.mark.thorough(every=2)
 def test_a_seed_writes_the_same_again_to_the_last_bit(half, engine):
     """First with nothing to begin from; then from its own row, after others' texts, and from a row that goes on."""
     prompts = [encode_chat(half.tokenizer, list(messages)[:1]) for messages in CONVERSATIONS[:4]]
@@ -85,6 +86,7 @@ def test_a_seed_writes_the_same_again_to_the_last_bit(half, engine):
     assert ask(engine, shared, seeded) == (of_shared, 0)
 
 
+@pytest.mark.thorough(every=2)
 def test_a_text_without_a_seed_is_not_read_again(half, engine):
     prompt = encode_chat(half.tokenizer, list(CONVERSATIONS[0])[:1])
     ask(engine, prompt, Sampling(temperature=1.0))

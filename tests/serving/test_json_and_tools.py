@@ -45,6 +45,7 @@ def test_an_answer_follows_its_json_schema(client):
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5, "logit_bias": {"300": 2}}])
+@pytest.mark.thorough(every=2)
 def test_json_is_drafted_inside_its_grammar(client, monkeypatch, how):
     """The same texts as without, alone and beside others, by more accepted drafts: where one token alone may come."""
     pytest.importorskip("llguidance")

@@ -11,6 +11,7 @@ STUDY = Path(__file__).parents[2] / "examples" / "studies" / "load_on_server.py"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_nothing_is_lost_or_wrong_in_a_crowd(tmp_path, monkeypatch):
     record = tmp_path / "load.json"
     told = ["--seconds", "15", "--clients", "8", "--requests", "20", "--json", str(record)]

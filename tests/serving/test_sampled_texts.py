@@ -69,6 +69,7 @@ MIXED = [
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @torch.inference_mode()
+@pytest.mark.thorough(every=4)
 def test_texts_in_a_crowd_are_those_of_generate(pair, rows: int) -> None:
     with configured(pair.drafter, **CHAINS):
         texts, batch = write(pair, MIXED, rows=rows)
@@ -80,6 +81,7 @@ def test_texts_in_a_crowd_are_those_of_generate(pair, rows: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @torch.inference_mode()
+@pytest.mark.thorough(every=2)
 def test_a_text_takes_as_few_rounds_as_by_generate(pair, temperature: float) -> None:
     """Counted: alone and with three others, by chains of the same length."""
     samplings = [Sampling(temperature=temperature, seed=100 + number) for number in range(2 * len(CONVERSATIONS))]

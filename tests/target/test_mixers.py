@@ -47,6 +47,7 @@ def greedy(model: Any, ids: Tensor, new_tokens: int = 12, **kwargs: Any) -> Tens
 IDS = torch.tensor([[5, 17, 23, 8, 41, 9]])
 
 
+@pytest.mark.thorough(every=2)
 def test_detaching_leaves_the_target_as_it_was(target: Any) -> None:
     plain = greedy(target, IDS)
     first, second = attached(target), attached(target)
@@ -59,6 +60,7 @@ def test_detaching_leaves_the_target_as_it_was(target: Any) -> None:
     assert torch.equal(greedy(target, IDS), plain)
 
 
+@pytest.mark.thorough(every=2)
 def test_a_copy_is_a_target_of_its_own(target: Any) -> None:
     drafter = attached(target)
     plain = greedy(target, IDS)
@@ -149,6 +151,7 @@ def read_prompt_of_another() -> Any:
     return read_prompt(binding).to_dynamic(binding.text_config)
 
 
+@pytest.mark.thorough(every=2)
 def test_plain_generation_in_another_thread_is_plain(target: Any) -> None:
     drafter = attached(target)
     plain = greedy(target, IDS, 24)

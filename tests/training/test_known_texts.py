@@ -42,6 +42,7 @@ def prompts() -> list[EvaluationPrompt]:
 
 
 @pytest.mark.parametrize("depth", [3, 8])
+@pytest.mark.thorough(every=2)
 def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: list, depth: int) -> None:
     texts = write_texts(drafter.require_binding(), prompts, 0.0, max_new_tokens=NEW_TOKENS)
     found = rounds_of(drafter, texts, DraftShape(depth))
@@ -57,6 +58,7 @@ def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: l
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("shape", [DraftShape(4), DraftShape(4, top_k=3, size=10)], ids=["chain", "tree"])
+@pytest.mark.thorough(every=3)
 def test_rounds_are_those_of_generate(
     drafter: Eagle31Drafter, prompts: list, monkeypatch: pytest.MonkeyPatch, temperature: float, shape: DraftShape
 ) -> None:

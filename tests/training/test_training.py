@@ -59,6 +59,7 @@ def losses_of(trainer: DistillationTrainer) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("optimizer", ["auto", "adamw"])
+@pytest.mark.thorough(every=2)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, optimizer: str) -> None:
     whole = make_trainer(tmp_path / "whole", steps=6, name=optimizer)
     whole.train()
@@ -74,6 +75,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, optimizer: st
 
 
 @pytest.mark.parametrize("optimizer", ["auto", "adamw"])
+@pytest.mark.thorough(every=2)
 def test_training_fits_a_small_text(tmp_path: Path, optimizer: str) -> None:
     trainer = make_trainer(tmp_path, steps=30, batch=4, name=optimizer, save_strategy="no")
     trainer.train_dataset = PackedDocuments(make_documents(2), ROW, seed=0)
@@ -255,6 +257,7 @@ def train_together(folder: Path, batch: int, processes: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
     train_together(tmp_path, 4, 1)
     for process in start_group(2, train_together, tmp_path, 2, 2, log=tmp_path / "log"):

@@ -69,6 +69,7 @@ INTERRUPTIONS: dict[str, Callable[[BaseProcess], None]] = {
 }
 
 
+@pytest.mark.thorough
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
     """One run is stopped in each way, later every time, and told to go on."""
     whole, out = tmp_path / "whole" / "out", tmp_path / "stopped" / "out"

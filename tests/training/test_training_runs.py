@@ -108,6 +108,7 @@ def joint_run(rows: str, out: str, batch_rows: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_write_and_train_as_one(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))

@@ -67,6 +67,7 @@ SMALL_TARGET = RoundCosts(((1, 0.0072), (2, 0.0085), (8, 0.0087), (16, 0.0093), 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.4, 0.45, 0.5, 0.6, 0.8])
 @pytest.mark.parametrize("costs", [COSTS["fp32"], COSTS["bf16"], COSTS["gpu"], SMALL_TARGET])
+@pytest.mark.thorough(every=4)
 def test_chance_alone_begins_few_rests(costs: RoundCosts, rate: float) -> None:
     """Short texts whose drafts are right by chance: near break-even a dozen bad rounds say little of the next ones."""
     texts = [drawn(rate, 256, seed) for seed in range(40)]
