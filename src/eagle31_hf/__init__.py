@@ -14,6 +14,7 @@ from .generation.first_use import install_at_first_use
 
 if TYPE_CHECKING:
     from .configuration_eagle31 import Eagle31Config
+    from .drafter.assistant import NoDrafter
     from .drafter.drafter import Eagle31Drafter
     from .errors import Eagle31Error
     from .generation.stock_loop import Eagle31CandidateGenerator
@@ -29,6 +30,7 @@ __all__ = [
     "Eagle31Error",
     "Eagle31GenerationConfig",
     "MemoryPlan",
+    "NoDrafter",
     "SpeculationStats",
     "plan_memory",
 ]
@@ -40,6 +42,7 @@ _MODULES = {
     "Eagle31Error": "errors",
     "Eagle31GenerationConfig": "generation_config",
     "MemoryPlan": "memory",
+    "NoDrafter": "drafter.assistant",
     "SpeculationStats": "stats",
     "plan_memory": "memory",
 }

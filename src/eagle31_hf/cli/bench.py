@@ -139,7 +139,7 @@ def _real(source: PairSource, prompts: str | None, limit: int, batch: int) -> Su
     chats = CONVERSATIONS[:limit] if prompts is None else [one.opening for one in read_prompts([prompts], limit)]
     drafting = Drafting(schedule="constant")  # methods of one length: what is compared is the loop
     pair = load_pair(source, drafting, batch=batch, on_plan=lambda plan: print_decision(make_console(), plan))
-    return Subject(pair.name, pair.drafter, [encode(pair, chat)["input_ids"][0] for chat in chats])
+    return Subject(pair.name, pair.eagle, [encode(pair, chat)["input_ids"][0] for chat in chats])
 
 
 def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> Subject:

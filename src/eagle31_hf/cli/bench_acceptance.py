@@ -52,7 +52,7 @@ def acceptance(
     """Acceptance of drafters on the same texts, exactly: no draft is drawn, and the target writes each text once."""
     asked = read_prompts(prompts, limit) if prompts else embedded_prompts()[:limit]
     pair = load_pair(PairSource(target, drafters[0], dtype, device))
-    loaded = [pair.drafter, *(Eagle31Drafter.from_pretrained(name, target=pair.target) for name in drafters[1:])]
+    loaded = [pair.eagle, *(Eagle31Drafter.from_pretrained(name, target=pair.target) for name in drafters[1:])]
     layers = {layer for drafter in loaded for layer in drafter.require_binding().aux_layers}
     openings = [EvaluationPrompt(encode(pair, p.opening)["input_ids"][0].tolist(), p.category) for p in asked]
     console = make_console()
@@ -64,7 +64,7 @@ def acceptance(
                 progress.advance(task, count / len(openings))
                 progress.refresh()
 
-            binding = pair.drafter.require_binding()
+            binding = pair.eagle.require_binding()
             texts = write_texts(
                 binding, openings, served_at, max_new_tokens=new_tokens, layers=layers, seed=seed, on_prompts=show
             )

@@ -202,14 +202,14 @@ def _measure(
     pair = subject.pair
     notes: list[dict[str, Any]] = []
     measured = BenchmarkRun(
-        pair.drafter,
+        pair.eagle,
         subject.tasks(settings.new_tokens),
         settings,
         marks=ThinkMarks.of(pair.tokenizer),
         note=notes.append,
     )
     first_line = {
-        **run_facts(pair.drafter, pair.tokenizer, subject.names),
+        **run_facts(pair.eagle, pair.tokenizer, subject.names),
         "counted": gauge_names(measured.peak, measured.energy),
         "price_per_hour": price_per_hour,
         "settings": {**settings_facts(settings), "all_turns": subject.all_turns},

@@ -49,7 +49,9 @@ def chat(
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
     console = make_console()
     read = _reader(console)
-    pair = load_pair(source, drafting, on_plan=lambda plan: print_decision(console, plan))
+    pair = load_pair(
+        source, drafting, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
+    )  # fmt: skip
     session = ChatSession(
         pair.target,
         pair.drafter,

@@ -65,7 +65,7 @@ def doctor(
         _calibrate(console, pair, json_path)
         return
     patient = Patient(
-        drafter=pair.drafter,
+        drafter=pair.eagle,
         tokenizer=pair.tokenizer,
         conversations=given or _own_conversations(pair)[:limit],
         encode=lambda conversation: encode(pair, conversation),
@@ -88,9 +88,9 @@ def doctor(
 
 def _calibrate(console: Console, pair: Pair, json_path: Path | None) -> None:
     """Measure the pair, keep it, and show what drafts must bring."""
-    compiled = captured_graphs(pair.drafter) is not None
+    compiled = captured_graphs(pair.eagle) is not None
     with console.status("measuring forwards"):
-        measured = PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=compiled)
+        measured = PairHistory.of(pair.eagle).calibrate(pair.eagle, compiled=compiled)
     write_json(json_path, {**origin(), "target": pair.name, "compiled": compiled, **measured.to_dict()})
     for each in measured.contexts:
         console.print(_cost_table(each, measured.costs(each.context)))

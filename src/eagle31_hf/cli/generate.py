@@ -80,7 +80,9 @@ def generate(
     question = {"role": "user", "content": _read_prompt(prompt, prompt_file)}
     messages = (question,) if system is None else ({"role": "system", "content": system}, question)
     console = make_console()
-    pair = load_pair(source, drafting, on_plan=lambda plan: print_decision(console, plan))
+    pair = load_pair(
+        source, drafting, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
+    )  # fmt: skip
     answer = AnswerSettings(max_new_tokens, temperature)
     if seed is not None:
         torch.manual_seed(seed)
@@ -88,7 +90,7 @@ def generate(
         [Prompt("your prompt", "yours", "yours", messages)],
         streamed=1,
         names=(source.target, source.drafter),
-        compare=compare,
+        compare=compare and source.has_drafter,  # the table is about a drafter
         compiled=source.acceleration == "compile",
     )
     _show(pair, shown, answer, json_path)
@@ -144,7 +146,7 @@ def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | No
     assert pair.drafter.stats is not None, "an answer has been written"
     record["stats"] = pair.drafter.stats.to_dict()
     if shown.compare:
-        compiled = shown.compiled or was_written_by_kept_graphs(pair.drafter)
+        compiled = shown.compiled or was_written_by_kept_graphs(pair.eagle)
         record |= _measure(console, pair, tasks, replace(shown, compiled=compiled), answer)
     else:
         console.print(terminal.stats_line(pair.drafter.stats))
@@ -172,7 +174,7 @@ def _measure(
     console: Console, pair: Pair, tasks: Sequence[Task], shown: Shown, answer: AnswerSettings
 ) -> dict[str, Any]:
     settings = pair_settings(
-        pair.drafter,
+        pair.eagle,
         new_tokens=max(answer.max_new_tokens, FEWEST_MEASURED_TOKENS),
         temperature=answer.temperature,
         repeats=REPEATS,
@@ -193,9 +195,7 @@ def _measure(
             if note["kind"] == "warm-up" and note["method"].endswith("compiled"):
                 progress.console.print(f"  {terminal.shown_name(note['method'])}: ready after {note['seconds']:.0f} s")
 
-        summary = measure_pair(
-            pair.drafter, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=show
-        )
+        summary = measure_pair(pair.eagle, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=show)
     console.print(terminal.conditions_line(summary))
     console.print(terminal.pair_table(summary))
     for line in terminal.pair_notes(summary):

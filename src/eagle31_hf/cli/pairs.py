@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
 from ..demo import Messages, drafter_path, target_path
+from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError
@@ -26,12 +27,14 @@ from .option_groups import option
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+NONE = "none"
+"""What `--drafter` is told where there is none."""
 _SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A drafter attached to its target.
+    """A drafter attached to its target, or the target without one (`NoDrafter`).
 
     `name` is what people call the target; `uses_embedded_target` tells the shipped demo model from any other; `plan` is
     the memory plan it was loaded under, if one was asked for.
@@ -39,10 +42,16 @@ class Pair:
 
     name: str
     target: PreTrainedModel
-    drafter: Eagle31Drafter
+    drafter: Assistant
     tokenizer: PreTrainedTokenizerBase
     uses_embedded_target: bool = False
     plan: MemoryPlan | None = None
+
+    @property
+    def eagle(self) -> Eagle31Drafter:
+        """The drafter, for commands that are about one: `load_pair` refuses them a pair without it."""
+        assert isinstance(self.drafter, Eagle31Drafter), "refused before anything was loaded"
+        return self.drafter
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,9 @@ class PairSource:
     target: str | None = field(
         default=None, metadata=option("Folder, Hub id or .gguf file; default: the embedded one.")
     )
-    drafter: str | None = field(default=None, metadata=option("Folder or Hub id of a drafter for that target."))
+    drafter: str | None = field(
+        default=None, metadata=option("Folder or Hub id of a drafter for that target; none: drafts are looked up.")
+    )
     dtype: DTypeName = field(
         default="auto", metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.")
     )
@@ -111,6 +122,11 @@ class PairSource:
         return SHORT_NAMES.get(self.dtype, self.dtype)
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether one is asked for; a folder that is called none is `./none`."""
+        return self.drafter != NONE
+
+    @property
     def target_name(self) -> str:
         """Folder or id of the target, the embedded one's if none is named."""
         return self.target or str(target_path())
@@ -127,7 +143,7 @@ class Drafting:
         default="calibrated", metadata=option("How the draft length follows what is accepted; serve drafts one length.")
     )
 
-    def apply_to(self, drafter: Eagle31Drafter) -> None:
+    def apply_to(self, drafter: Assistant) -> None:
         """Set what was asked for; the rest stays as it is, as a memory plan may have decided it."""
         asked: dict[str, Any] = {"num_assistant_tokens": self.draft_tokens, "draft_tree_size": self.tree_size}
         asked["draft_top_k"] = self.tree_width if self.tree_width > 1 else None
@@ -144,10 +160,12 @@ def load_pair(
     *,
     batch: int = 1,
     on_plan: Callable[[MemoryPlan], None] = lambda plan: None,
+    may_lack_drafter: bool = False,
 ) -> Pair:
     """Load target, tokenizer and drafter, and attach them.
 
     Args:
+        may_lack_drafter: whether `--drafter none` makes sense; if not, it is refused before anything is loaded.
         batch: rows a memory plan has to leave room for.
         on_plan: shown the memory plan before anything is loaded, if one was asked for.
 
@@ -159,7 +177,12 @@ def load_pair(
         MemoryPlanError: the plan does not fit, or was made for another target or card.
     """
     if source.target is not None and source.drafter is None:
-        raise ConfigurationError(f"no drafter given for {source.target!r}; name one trained for it with --drafter")
+        without = ", or pass --drafter none to write without one" if may_lack_drafter else ""
+        raise ConfigurationError(
+            f"no drafter given for {source.target!r}; name one trained for it with --drafter{without}"
+        )
+    if not source.has_drafter:
+        _check_without_drafter(drafting, may_lack_drafter=may_lack_drafter)
     placed = _placement(source)
     plan = make_plan(source, drafting, batch=batch)
     if plan is not None:
@@ -172,7 +195,7 @@ def load_pair(
         _load_adapter(target, source.adapter)
     if source.chat_template is not None:
         tokenizer.chat_template = source.chat_template.read_text(encoding="utf-8")
-    drafter = Eagle31Drafter.from_pretrained(source.drafter or drafter_path(), target=target, memory=plan)
+    drafter = _load_assistant(source, target, plan)
     if source.cache_type != "auto":
         drafter.generation_config.cache_type = source.cache_type
     drafter.generation_config.acceleration = source.acceleration
@@ -185,6 +208,36 @@ def load_pair(
         uses_embedded_target=source.target is None,
         plan=plan,
     )
+
+
+def _load_assistant(source: PairSource, target: PreTrainedModel, plan: MemoryPlan | None) -> Assistant:
+    if source.has_drafter:
+        return Eagle31Drafter.from_pretrained(source.drafter or drafter_path(), target=target, memory=plan)
+    alone = NoDrafter(target)
+    if plan is not None:
+        plan.check_target(target)
+        alone.memory_plan = plan
+        alone.generation_config.prefill_chunk_size = plan.settings.prefill_chunk
+        alone.generation_config.cache_type = plan.settings.cache_type
+    return alone
+
+
+def _check_without_drafter(drafting: Drafting, *, may_lack_drafter: bool) -> None:
+    if not may_lack_drafter:
+        raise ConfigurationError(
+            "got --drafter none, but this command is about a drafter; name one, or use generate, chat, serve or "
+            "warmup, which do without one"
+        )
+    asked = {
+        f"--schedule {drafting.schedule}": drafting.schedule in ("pid", "heuristic"),
+        f"--tree-width {drafting.tree_width}": drafting.tree_width > 1,
+        f"--tree-size {drafting.tree_size}": drafting.tree_size is not None,
+    }
+    if refused := [option for option, is_asked in asked.items() if is_asked]:
+        raise ConfigurationError(
+            f"got {', '.join(refused)} with --drafter none: without a drafter chains are looked up in the text, of up "
+            "to --draft-tokens; leave it out"
+        )
 
 
 def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPlan | None:
@@ -207,11 +260,11 @@ def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPl
     return plan_memory(
         source.target_name,
         quantization=_planned_weights(source),
-        drafter=source.drafter or drafter_path(),
+        drafter=(source.drafter or drafter_path()) if source.has_drafter else None,
         card=one_card(source.card or ()),
         context=source.context,
         batch=batch,
-        draft_tokens=drafting.draft_tokens,
+        draft_tokens=drafting.draft_tokens if source.has_drafter else 0,
         tree_size=drafting.tree_size,
         cache_type=None if source.cache_type == "auto" else source.cache_type,
     )

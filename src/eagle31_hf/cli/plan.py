@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
 from ..memory.report import LEDGER_COLUMNS, decision_rows, frontier_rows, ledger_rows, plot_ledger
@@ -22,7 +23,9 @@ def plan(
         str,
         typer.Argument(help="Hub id, folder or .gguf file of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
     ],
-    drafter: Annotated[str | None, typer.Option(help="Folder or Hub id; default: one shaped like the target.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder or Hub id; none; default: one shaped like the target.")
+    ] = None,
     quantization: Annotated[str | None, typer.Option("--quant", help="E.g. bf16, bnb-nf4-dq, bnb-int8.")] = None,
     card: Annotated[
         list[str] | None, typer.Option(help="E.g. 'RTX 4090', 'M3 Ultra' or 24GiB; default: this machine.")
@@ -41,14 +44,18 @@ def plan(
     traceback: TracebackOption = False,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""
+    if drafter == "none" and (draft_tokens or tree_size):
+        raise ConfigurationError(
+            "got --drafter none with --draft-tokens or --tree-size; a plan without a drafter has none"
+        )
     made = plan_memory(
         target,
         quantization=quantization,
-        drafter=drafter,
+        drafter=None if drafter == "none" else drafter,
         card=one_card(card or ()),
         context=context,
         batch=batch,
-        draft_tokens=draft_tokens,
+        draft_tokens=0 if drafter == "none" else draft_tokens,
         tree_size=tree_size,
         prefill_chunk=prefill_chunk,
         margin=margin,

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from ..decoding.pair_history import PairHistory
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, Eagle31Error, MemoryPlanError
 from ..memory import MemoryPlan
 from .option_groups import expand_options
@@ -65,7 +66,9 @@ def serve(
     rows = max_batch + READING_ROWS
     asked = source.context if source.memory is None else None  # of a row, where nothing is planned
     loaded = replace(source, context=None) if asked else source
-    pair = load_pair(loaded, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows))
+    pair = load_pair(
+        loaded, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows), may_lack_drafter=True
+    )
     _calibrate_once(console, pair)
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
@@ -119,6 +122,8 @@ def _print_requests() -> None:
 
 def _calibrate_once(console: Console, pair: Pair) -> None:
     """Measure what rounds take on this machine, unless that is known: a batch rests where drafts do not pay."""
+    if not isinstance(pair.drafter, Eagle31Drafter):
+        return
     history, drafter = PairHistory.of(pair.drafter), pair.drafter
     if drafter.generation_config.num_assistant_tokens_schedule == "constant":
         return

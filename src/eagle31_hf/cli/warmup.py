@@ -6,14 +6,16 @@ from time import perf_counter
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from ..compiled.graph_makers import GraphKey
+from ..decoding.calibration.calibration import Calibration
 from ..decoding.pair_history import PairHistory
 from ..evidence.provenance import origin
 from ..generation.warm_up import warm_up
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
-from .pairs import AnswerSettings, PairSource, load_pair
+from .pairs import AnswerSettings, Pair, PairSource, load_pair
 
 
 @expand_options
@@ -27,7 +29,7 @@ def warmup(
 ) -> None:
     """Compile a pair's graphs for this machine, time rounds by them, and keep both. Takes minutes, once."""
     console = make_console()
-    pair = load_pair(source)
+    pair = load_pair(source, may_lack_drafter=True)
     started, kinds = perf_counter(), list[str]()
     with console.status("looking for graphs") as status:
 
@@ -40,15 +42,20 @@ def warmup(
         made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **how)
     seconds = perf_counter() - started
     measured = PairHistory.of(pair.drafter).calibration(pair.drafter, compiled=True)
-    assert measured is not None, "warming up ends with it"
-    record = {"graphs": [repr(key) for key in made], "seconds": seconds, "calibration": measured.to_dict()}
+    calibration = None if measured is None else measured.to_dict()
+    record = {"graphs": [repr(key) for key in made], "seconds": seconds, "calibration": calibration}
     write_json(json_path, {**origin(), "target": pair.name, **record})
     if made:
         console.print(f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them.")
     else:
         console.print("All graphs were there already.")
+    if measured is not None:  # a target alone is not timed
+        _print_rounds(console, pair, measured, sampled=temperature > 0)
+
+
+def _print_rounds(console: Console, pair: Pair, measured: Calibration, *, sampled: bool) -> None:
     drafts = pair.drafter.generation_config.draft_length(
-        device_type=pair.drafter.device.type, batch_size=1, sampled=temperature > 0, compiled=True
+        device_type=pair.drafter.device.type, batch_size=1, sampled=sampled, compiled=True
     ).depth
     rounds = measured.costs(0).rounds(drafts)
     console.print(

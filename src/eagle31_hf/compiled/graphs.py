@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.kept_buffers import KeptBuffers
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..target.binding import TargetBinding
 from .graph_makers import GraphKey, GraphMaker, MakesNone, OtherInputsError, RecordingFailedError, Step
 from .packages import freezing
@@ -91,7 +91,7 @@ class Graphs:
         return view
 
     @classmethod
-    def of(cls, drafter: Eagle31Drafter, state: ModelState | None = None) -> Graphs:
+    def of(cls, drafter: Assistant, state: ModelState | None = None) -> Graphs:
         """Those of the drafter's binding as the target is now, of which graphs have weights and state built in.
 
         After weights have changed they are fresh ones. After something else has, all graphs are let go.
@@ -119,7 +119,7 @@ class Graphs:
         return binding.compiled
 
     @classmethod
-    def now(cls, drafter: Eagle31Drafter) -> Graphs:
+    def now(cls, drafter: Assistant) -> Graphs:
         """Those that were last asked for, without another look at the weights."""
         return drafter.require_binding().compiled or cls.of(drafter)
 

@@ -44,7 +44,7 @@ class CompiledVerification:
         self._attention = binding.attention
 
     def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
-        """As `Verification`; the binding must be capturing.
+        """As `Verification`; the binding must be capturing if there is a drafter.
 
         Args:
             rests: whether a single token is one of many, for which a graph pays; not so the last one of a text.
@@ -64,7 +64,9 @@ class CompiledVerification:
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self.eager(tree),
         )
-        return output if size == nodes else TargetOutput(output.logits[:, :size], output.aux[:, :size])
+        if size == nodes:
+            return output
+        return TargetOutput(output.logits[:, :size], None if output.aux is None else output.aux[:, :size])
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""

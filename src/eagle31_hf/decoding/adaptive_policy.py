@@ -9,8 +9,7 @@ from ..drafter.hindsight import Hindsight
 from ..trees.shape import DraftShape
 from .adaptive.controller import Decision, DraftController, Source
 from .adaptive.prompt_lookup import NOTHING, Lookup, TextIndex
-from .draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
-from .text import Sequences
+from .draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class AdaptivePolicy(DraftPolicy):
         self._plan: tuple[Decision, DraftPlan] | None = None  # the last of the drafter's drafts; most are alike
         self._index, self._indexed_row, self._prompt_length = TextIndex(), -1, 0
         self._pending: PendingLookup | None = None
-        self._sequences: Sequences | None = None
+        self._sequences: ReadTexts | None = None
 
     def record_prompts(self, hindsight: Hindsight) -> None:
         """Tell the controller."""
@@ -107,7 +106,7 @@ class AdaptivePolicy(DraftPolicy):
             self._pending, self._sequences = PendingLookup(row, len(sequences.new[row]), lookup), sequences
         return lookup
 
-    def _read_on(self, row: int, sequences: Sequences) -> None:
+    def _read_on(self, row: int, sequences: ReadTexts) -> None:
         """Bring the index up to date with the text of a row."""
         if row != self._indexed_row:
             self._index, self._indexed_row = TextIndex(sequences.text(row)), row

@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from ..cache.speculative import SpeculativeCache
 from ..cache.stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers, refill_stock_layers
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..drafter.packed_linear import packed_tensors
 from ..drafter.session import DraftSession
 from ..errors import UnsupportedGenerationError
@@ -137,7 +137,7 @@ class CarriedCache:
         cache: as `generate` hands it over, empty or not; refilled by `close`.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, cache: DynamicCache):
+    def __init__(self, drafter: Assistant, cache: DynamicCache):
         binding = drafter.require_binding()
         self.cache = cache
         self.config: PreTrainedConfig = binding.text_config

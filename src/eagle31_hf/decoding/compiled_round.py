@@ -17,7 +17,7 @@ from ..compiled.draft_session import CompiledDrafting
 from ..compiled.graphs import Graphs
 from ..compiled.round_graphs import NextDraft, RoundGraph
 from ..compiled.verify import CompiledVerification
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..drafter.session import absorbed
 from ..stats import PhaseClock
 from ..target.binding import TargetOutput
@@ -36,18 +36,18 @@ LIVE_SHARE = 0.25
 
 
 class CompiledRound(EagerRound):
-    """Rounds by graphs, where they can be had; the caches must have a drafter.
+    """Rounds by graphs, where they can be had. Without a drafter these are the target's verification alone.
 
     Over caches of 8 bits, which compiled code cannot read, the target stays eager.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
-        assert caches.drafter is not None, "without a drafter there is nothing to compile for"
+    def __init__(self, drafter: Assistant, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
         super().__init__(drafter, caches, choosing, clock)
         maker = choosing.graph_maker or maker_at_hand(self.binding)
         were_seen = choosing.graph_maker is not None and maker.weights_seen
         self.graphs = (Graphs.now(drafter) if were_seen else Graphs.of(drafter)).made_by(maker)
-        self.drafting = CompiledDrafting(caches.drafter, self.graphs)
+        session = caches.drafter
+        self.drafting = None if session is None else CompiledDrafting(session, self.graphs)
         self.verification: CompiledVerification | None = None
         if choosing.stats.cache_type == "full":
             most = choosing.shape.nodes
@@ -64,9 +64,9 @@ class CompiledRound(EagerRound):
     def draft(self, batch: RoundBatch) -> DraftTree:
         made, self._next = self._next, None
         plan, depth = batch.plan, batch.draft_depth
-        self._by_graphs = plan is not None and depth > 0 and plan.tokens is None
-        self._rests = plan is not None and plan.skips
-        if plan is None or not self._by_graphs:
+        self._by_graphs = self.drafting is not None and plan is not None and depth > 0 and plan.tokens is None
+        self._rests = self.drafting is None or (plan is not None and plan.skips)
+        if self.drafting is None or plan is None or not self._by_graphs:
             return super().draft(batch)
         with self.clock.phase("draft"):
             self.drafting.catch_up()
@@ -75,10 +75,12 @@ class CompiledRound(EagerRound):
             if made is not None and same_rows and _serves(made.shape, plan.shape):
                 tree = made.to_tree(depth)
             if tree is None:
-                tree = self._whole_draft(plan.shape, depth, batch)
-            return propose(self.drafting, batch, self.choosing, self.drafter) if tree is None else tree
+                tree = self._whole_draft(self.drafting, plan.shape, depth, batch)
+            return propose(self.drafting, batch, self.choosing, self.drafting.drafter) if tree is None else tree
 
-    def _whole_draft(self, shape: DraftShape, depth: int, batch: RoundBatch) -> DraftTree | None:
+    def _whole_draft(
+        self, drafting: CompiledDrafting, shape: DraftShape, depth: int, batch: RoundBatch
+    ) -> DraftTree | None:
         """A draft by one graph; `None` where there is none."""
         rule = only_one(self.choosing.choice_rules(batch))
         if rule is None:
@@ -87,7 +89,7 @@ class CompiledRound(EagerRound):
         is_never_asked = processing.in_order and not processing.can_fork
         if not shape.is_tree and (shape.min_confidence or not (processing.warps_drafts or is_never_asked)):
             return None
-        return self.drafting.whole(batch.roots, shape, depth, _in_graphs(rule), self._chosen_by(batch, shape.depth))
+        return drafting.whole(batch.roots, shape, depth, _in_graphs(rule), self._chosen_by(batch, shape.depth))
 
     def _chosen_by(self, batch: RoundBatch, ahead: int) -> ChosenBy:
         return ChosenBy(self.choosing.noise_for(batch, ahead), self.choosing.seen_before(batch))
@@ -96,7 +98,7 @@ class CompiledRound(EagerRound):
         if self.verification is None:
             return super().verify(tree)
         self.choosing.stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
-        with self.clock.phase("verify"), self.binding.capturing():
+        with self.clock.phase("verify"), self.capturing():
             output = self.verification(tree, rests=self._rests)
         self.choosing.stats.fall_back(self.graphs.disabled_reason)
         return output
@@ -115,7 +117,7 @@ class CompiledRound(EagerRound):
     def _round_graph(self, batch: RoundBatch) -> RoundGraph | None:
         """What accepts drafts of the planned shape and makes the next ones, where nobody else asks for scores."""
         plan, rule = batch.plan, only_one(self.choosing.choice_rules(batch))
-        if plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
+        if self.drafting is None or plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
             return None
         if rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:
             return None
@@ -137,7 +139,7 @@ class CompiledRound(EagerRound):
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         """Read this at once where drafts are made by graphs, else leave it to the next one."""
-        if not self._by_graphs:
+        if self.drafting is None or not self._by_graphs:
             super().absorb(tokens, aux)
         elif aux is not None:
             with self.clock.phase("draft"):

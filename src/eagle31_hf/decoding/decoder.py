@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..compiled.captured import maker_at_hand
 from ..compiled.graphs import Graphs
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 def make_round(
-    drafter: Eagle31Drafter, caches: PairCaches, choosing: Choosing, clock: PhaseClock, *, compiled: bool
+    drafter: Assistant, caches: PairCaches, choosing: Choosing, clock: PhaseClock, *, compiled: bool
 ) -> Round:
     """Rounds over these caches, by graphs where they can be had or by eager code."""
-    if not compiled or caches.drafter is None:
+    if not compiled:
         return EagerRound(drafter, caches, choosing, clock)
     if caches.target.has_states:
         choosing.stats.fall_back("rounds are not compiled where the target keeps recurrent states")
         return EagerRound(drafter, caches, choosing, clock)
-    if caches.drafter.cache.has_windows:
+    if caches.drafter is not None and caches.drafter.cache.has_windows:
         choosing.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
         return EagerRound(drafter, caches, choosing, clock)
     return CompiledRound(drafter, caches, choosing, clock)
@@ -57,7 +57,7 @@ class SpeculativeDecoder:
     """One generation with our own loop: `run` it, or `prefill` and then `step` while there are `rows`.
 
     Args:
-        drafter: attached; its binding's target verifies.
+        drafter: attached, or `NoDrafter`; its binding's target verifies.
         request: what to write.
         wrap_round: put around the rounds, to look into them or to change a step.
         compiled: compute rounds by graphs; default: as the drafter's settings say.
@@ -74,7 +74,7 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        drafter: Eagle31Drafter,
+        drafter: Assistant,
         request: DecodingRequest,
         wrap_round: Callable[[Round], Round] | None = None,
         *,
@@ -275,7 +275,7 @@ class SpeculativeDecoder:
         """What the policy wants of this round; it is not asked where nothing can be drafted."""
         live_rows = [self.rows[b] for b in batch.live]
         remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
-        if remaining < 2 or self.caches.drafter is None or self.largest.depth < 1:
+        if remaining < 2 or self.largest.depth < 1:
             return None
         policy, state = self.request.policy, RoundState(self.largest, live_rows, self.sequences, remaining)
         plan = policy.next_draft(state)

@@ -6,13 +6,26 @@ target is about to say: so the text is the target's own whatever it decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ..drafter.hindsight import Hindsight
 from ..trees.shape import DraftShape
-from .text import Sequences
+
+
+class ReadTexts(Protocol):
+    """The texts of a generation, or of a server, as far as policies look into them."""
+
+    @property
+    def new(self) -> Sequence[Sequence[int]]:
+        """New tokens of each text."""
+
+    def text(self, row: int) -> Sequence[int]:
+        """Prompt and new tokens."""
+
+    def identity(self, row: int) -> Hashable:
+        """Which text this is, in every round."""
 
 
 class RoundState(NamedTuple):
@@ -21,13 +34,13 @@ class RoundState(NamedTuple):
     Attributes:
         largest: the largest draft there is room for; a plan that asks for more is cut to it.
         rows: rows of `sequences` that need tokens, in the order of the batch.
-        sequences: prompts and what was written so far; not to be changed. `None` in a server's batch.
+        sequences: prompts and what was written so far; not to be changed. `None` where a server's batch has a drafter.
         remaining_tokens: most tokens that one of these rows may still get.
     """
 
     largest: DraftShape
     rows: Sequence[int]
-    sequences: Sequences | None
+    sequences: ReadTexts | None
     remaining_tokens: int
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..drafter.assistant import Assistant
 from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow, draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import Hindsight
@@ -36,7 +37,7 @@ class EagerRound:
         clock: charged with the seconds of drafting and verifying.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
+    def __init__(self, drafter: Assistant, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
         self.drafter, self.caches, self.choosing, self.clock = drafter, caches, choosing, clock
         self.binding = drafter.require_binding()
         self.acceptor = Acceptor(choosing, caches.target.device)
@@ -52,12 +53,15 @@ class EagerRound:
             if session is None:
                 return DraftTree.chain(batch.roots[:, None])
             session.catch_up()
-            return propose(session, batch, self.choosing, self.drafter)
+            return propose(session, batch, self.choosing, session.drafter)
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        capturing = self.binding.capturing() if self.caches.drafter is not None else nullcontext()
-        with self.clock.phase("verify"), capturing:
+        with self.clock.phase("verify"), self.capturing():
             return self._verify(tree)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around a forward of the target: hidden states are kept where there is a drafter to read them."""
+        return nullcontext() if self.caches.drafter is None else self.binding.capturing()
 
     def accept(self, tree: DraftTree, verified: TargetOutput, batch: RoundBatch) -> Accepted:
         return self.acceptor(tree, verified.logits, batch)

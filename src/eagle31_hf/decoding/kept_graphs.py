@@ -29,6 +29,7 @@ from ..compiled.own_files import make_own_folder, why_not_ours
 from ..compiled.packages import GraphPackages, name_of, prefix_of, tensors_by_name
 from ..compiled.round_graphs import RoundGraph
 from ..compiled.seen_state import ModelState
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import ScoreProcessing
@@ -77,7 +78,7 @@ class CompilesAhead:
         begun: what is being compiled; each waits until it is kept.
     """
 
-    drafter: Eagle31Drafter
+    drafter: Assistant
     packages: GraphPackages
     processes: CompilerProcesses
     on_compile: Callable[[GraphKey], None]
@@ -148,7 +149,7 @@ FEWEST_CAPTURED_TOKENS = 48
 
 
 def graph_maker(
-    drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing, *, new_tokens: int
+    drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing, *, new_tokens: int
 ) -> GraphMaker | None:
     """Where a generation's graphs come from, by the drafter's `acceleration`; `None` if it is to be eager.
 
@@ -171,14 +172,21 @@ def graph_maker(
         return graphs.maker if graphs is not None and pays else None
     packages = kept_packages(drafter)
     names = frozenset() if packages is None else packages.names()
-    sampling = requested.sampled, processing.draft_warping.key
-    wanted = prefix_of(GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling))
+    wanted = prefix_of(_first_graph(drafter, requested, processing))
     if packages is None or not any(name.startswith(wanted) for name in names):
         return None
     return LoadsKept(packages, names)
 
 
-def captured_graphs(drafter: Eagle31Drafter) -> Graphs | None:
+def _first_graph(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> GraphKey:
+    """What rounds by graphs cannot do without."""
+    if not isinstance(drafter, Eagle31Drafter):
+        return GraphKey("verify", requested.rows, 1)
+    sampling = requested.sampled, processing.draft_warping.key
+    return GraphKey("advance", requested.rows, requested.shape.nodes, sampling=sampling)
+
+
+def captured_graphs(drafter: Assistant) -> Graphs | None:
     """Those of a pair whose steps are captured as they are met; `None` where they are not."""
     binding, config = drafter.require_binding(), drafter.generation_config
     capture = CAPTURES.get(binding.head_device.type)
@@ -190,12 +198,14 @@ def captured_graphs(drafter: Eagle31Drafter) -> Graphs | None:
     return graphs.made_by(CapturesSteps(capture))
 
 
-def why_unsuited(drafter: Eagle31Drafter, requested: RequestedDraft, processing: ScoreProcessing) -> str:
+def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> str:
     """Why graphs do not serve a generation; empty where rounds always draft one shape, by scores that nobody else asks
     for. Arguments are `graph_maker`'s."""
     schedule = drafter.generation_config.num_assistant_tokens_schedule
     if drafter.require_binding().has_states:
         return "its target keeps recurrent states, which graphs do not step yet"
+    if not isinstance(drafter, Eagle31Drafter):  # verification alone
+        return ""
     if not RoundGraph.serves(requested.shape):
         return "graphs draft chains of one length and dynamic trees, and doubt may end these drafts earlier"
     if not processing.warps_drafts:
@@ -205,7 +215,7 @@ def why_unsuited(drafter: Eagle31Drafter, requested: RequestedDraft, processing:
     return ""
 
 
-def kept_packages(drafter: Eagle31Drafter) -> GraphPackages | None:
+def kept_packages(drafter: Assistant) -> GraphPackages | None:
     """Those of this pair on this machine, if there are any."""
     if not (cache_folder() / FOLDER).is_dir():  # a look at the models takes longer
         return None
@@ -227,14 +237,14 @@ def _say(what: str) -> None:
         logger.warning("eagle31: %s; steps stay eager", what)
 
 
-def packages_in(folder: Path, drafter: Eagle31Drafter, graphs: Graphs) -> GraphPackages:
+def packages_in(folder: Path, drafter: Assistant, graphs: Graphs) -> GraphPackages:
     """Those of this pair that lie there. Graphs that hold weights have a folder for each state these were ever in."""
     own = folder / (weights_digest(drafter, graphs) if graphs.freezes_weights else LENT_WEIGHTS)
     models = nn.ModuleList([drafter.require_binding().model, drafter])
     return GraphPackages(own, models, graphs.cutter, graphs.settings)
 
 
-def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
+def refusal(drafter: Assistant, graphs: Graphs) -> str:
     """Why no graphs are kept for this pair; empty if they can be."""
     device = drafter.require_binding().head_device.type
     if drafter.generation_config.stored_cache_type != "full":
@@ -250,13 +260,14 @@ def refusal(drafter: Eagle31Drafter, graphs: Graphs) -> str:
     return code_of_others(graphs.state) or graphs.disabled_reason
 
 
-def pair_folder(drafter: Eagle31Drafter, state: ModelState) -> Path:
+def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     """Of a pair's graphs in this `state` of the target, whatever its weights: by configurations, precision, versions
     and machine."""
     history, binding = PairHistory.of(drafter), drafter.require_binding()
     network = repr(state.told)
     # What the key is made of, as it lies there: to make the key takes a millisecond.
-    known_by = setting_of(drafter, compiled=True), network, str(vars(binding.text_config)), str(vars(drafter.config))
+    own = str(vars(drafter.config)) if isinstance(drafter, Eagle31Drafter) else ""
+    known_by = setting_of(drafter, compiled=True), network, str(vars(binding.text_config)), own
     if known_by not in history.folder_names:
         key = calibration_key(drafter, compiled=True) | {"processor": _processor(), "network": network}
         key["steps"] = STEPS
@@ -265,11 +276,12 @@ def pair_folder(drafter: Eagle31Drafter, state: ModelState) -> Path:
     return cache_folder() / FOLDER / history.folder_names[known_by]
 
 
-def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
+def weights_digest(drafter: Assistant, graphs: Graphs) -> str:
     """Of all weights, bit for bit; a second or two for a gigabyte, once as long as they do not change."""
     if not graphs.digest:
         digest = hashlib.blake2b(digest_size=16)
-        _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
+        if isinstance(drafter, Eagle31Drafter):
+            _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
         for name, tensor in tensors_by_name(nn.ModuleList([drafter.require_binding().model, drafter])).items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -277,7 +289,7 @@ def weights_digest(drafter: Eagle31Drafter, graphs: Graphs) -> str:
     return graphs.digest
 
 
-def network_of(drafter: Eagle31Drafter) -> ModelState:
+def network_of(drafter: Assistant) -> ModelState:
     """A target's modules, what hangs on them and how they are set: adapters and hooks change what graphs compute."""
     return ModelState(drafter.require_binding().model)
 
@@ -313,7 +325,7 @@ def _processor() -> tuple[str, ...]:
 
 @contextmanager
 def compiling_ahead(
-    drafter: Eagle31Drafter, on_compile: Callable[[GraphKey], None] = lambda key: None
+    drafter: Assistant, on_compile: Callable[[GraphKey], None] = lambda key: None
 ) -> Iterator[CompilesAhead]:
     """While open, this pair's generations compile each graph they meet, and keep it for later processes.
 

@@ -11,7 +11,9 @@ import torch
 
 from ..cache import graph_sizes
 from ..cache.kept_buffers import KeptBuffers
+from ..cache.row_pool import wipe_row
 from ..cache.speculative import SpeculativeCache
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import SLAB, DraftSession, positions_read_at_once
 from ..trees.shape import DraftShape
@@ -23,7 +25,7 @@ class PairCaches:
 
     Attributes:
         target: keys and values of the target, up to the last token or the one before it.
-        drafter: the drafter's session, whose cache is one token behind; `None` once it was dropped.
+        drafter: the drafter's session, whose cache is one token behind; `None` without one, or once it was dropped.
     """
 
     target: SpeculativeCache
@@ -34,7 +36,7 @@ class PairCaches:
     @classmethod
     def make(
         cls,
-        drafter: Eagle31Drafter,
+        drafter: Assistant,
         shape: DraftShape,
         *,
         batch_size: int,
@@ -60,8 +62,6 @@ class PairCaches:
         binding = drafter.require_binding()
         sizes = partial(graph_sizes.cache_size, exact=exact_sizes) if for_graphs else eager_size
         target = sizes(shape.target_capacity(length), shape.block(chunk))
-        read_at_once = positions_read_at_once(drafter, chunk)
-        own = sizes(shape.drafter_capacity(length), shape.drafter_block(read_at_once))
         cache = cls.target_kind.from_config(
             binding.text_config,
             batch_size=batch_size,
@@ -70,6 +70,10 @@ class PairCaches:
             cache_type=cache_type,
             device=device or binding.input_device,
         )
+        if not isinstance(drafter, Eagle31Drafter):
+            return cls(cache, None)
+        read_at_once = positions_read_at_once(drafter, chunk)
+        own = sizes(shape.drafter_capacity(length), shape.drafter_block(read_at_once))
         return cls(cache, cls.session_kind(drafter, batch_size=batch_size, **own._asdict()))
 
     def write_in(self, kept: KeptBuffers) -> None:
@@ -103,6 +107,17 @@ class PairCaches:
         self.target.rollback(target)
         if self.drafter is not None:
             self.drafter.rollback(drafter)
+
+    def catch_up(self) -> None:
+        """Let the drafter read what it has put off."""
+        if self.drafter is not None:
+            self.drafter.catch_up()
+
+    def wipe_row(self, row: int) -> None:
+        """Leave nothing of a row, which may hold what is no number."""
+        wipe_row(self.target, row)
+        if self.drafter is not None:
+            wipe_row(self.drafter.cache, row)
 
     def forget_round(self) -> None:
         """Take back what an unfinished round has written: nothing of it was committed."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..stats import SpeculationStats
 from .adaptive.acceptance_rates import Prior
@@ -44,14 +45,14 @@ class PairHistory:
     _failed: bool = False
 
     @classmethod
-    def of(cls, drafter: Eagle31Drafter) -> PairHistory:
+    def of(cls, drafter: Assistant) -> PairHistory:
         """Of the drafter and the target it is attached to."""
         binding = drafter.require_binding()
         if binding.history is None:
             binding.history = cls()
         return binding.history
 
-    def calibration(self, drafter: Eagle31Drafter, *, compiled: bool) -> Calibration | None:
+    def calibration(self, drafter: Assistant, *, compiled: bool) -> Calibration | None:
         """What was measured of the pair as it is now, by this process or an earlier one; `None` if nothing was."""
         setting = setting_of(drafter, compiled=compiled)
         if setting not in self._calibrations:
@@ -68,7 +69,7 @@ class PairHistory:
         self.keep(drafter, measured, compiled=compiled)
         return measured
 
-    def keep(self, drafter: Eagle31Drafter, measured: Calibration, *, compiled: bool) -> None:
+    def keep(self, drafter: Assistant, measured: Calibration, *, compiled: bool) -> None:
         """Go by this from now on, and in later processes."""
         save(calibration_key(drafter, compiled=compiled), measured)
         self._calibrations[setting_of(drafter, compiled=compiled)] = measured
@@ -116,7 +117,7 @@ class PairHistory:
             self.prior = Prior((right + 0.5) / (tried + 1.0), min(float(tried), PRIOR_TOKENS))
 
 
-def setting_of(drafter: Eagle31Drafter, *, compiled: bool) -> Hashable:
+def setting_of(drafter: Assistant, *, compiled: bool) -> Hashable:
     """What of a `calibration_key` may change while a process runs."""
     binding = drafter.require_binding()
     attention = binding.attention

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..generation_config import DraftLength
 from ..stats import DraftEvent, SpeculationStats
@@ -22,10 +23,12 @@ from .adaptive.schedules import (
 from .adaptive_policy import AdaptivePolicy
 from .draft_backoff import DraftBackoff
 from .draft_policy import DraftPolicy
+from .lookup_policy import LookupPolicy
 from .pair_history import PairHistory
 
 NOMINAL_COSTS = RoundCosts(((1, 1.0), (8, 1.25), (64, 2.0)), drafter_step_s=0.06, absorb_s=0.08, round_s=0.05)
-"""Of a machine nothing is known about, in plain steps: what schedules that steer go by until it is calibrated."""
+"""Of a machine nothing is known about, in plain steps: what schedules that steer go by until it is calibrated, and
+what drafts of a target without a drafter are looked up by."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class RequestedDraft:
 
     @classmethod
     def of(
-        cls, drafter: Eagle31Drafter, length: DraftLength, *, rows: int, context: int, sampled: bool, compiled: bool
+        cls, drafter: Assistant, length: DraftLength, *, rows: int, context: int, sampled: bool, compiled: bool
     ) -> RequestedDraft:
         """By a drafter's settings, for drafts of `length`; the rest as above."""
         settings = drafter.generation_config
@@ -65,11 +68,13 @@ class RequestedDraft:
         )
 
 
-def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: SpeculationStats) -> DraftPolicy:
+def choose_policy(drafter: Assistant, requested: RequestedDraft, stats: SpeculationStats) -> DraftPolicy:
     """The policy of one generation; changes it makes are told in `stats.events`.
 
     Which one, and all it decides, depends on settings, counts, what earlier texts accepted, and the calibration.
     """
+    if not isinstance(drafter, Eagle31Drafter):
+        return LookupPolicy(NOMINAL_COSTS, requested.shape.depth, sampled=requested.sampled)
     schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
     if schedule == "constant":
         return DraftBackoff()
@@ -95,7 +100,7 @@ def choose_policy(drafter: Eagle31Drafter, requested: RequestedDraft, stats: Spe
     return AdaptivePolicy(controller, requested.shape, looks_up=requested.rows == 1, on_event=tell)
 
 
-def _schedule(drafter: Eagle31Drafter, name: str, table: RoundTable, requested: RequestedDraft) -> LengthSchedule:
+def _schedule(drafter: Assistant, name: str, table: RoundTable, requested: RequestedDraft) -> LengthSchedule:
     longest = requested.shape.depth
     shortest, _ = drafter.generation_config.steered_bounds(requested.start, compiled=requested.compiled)
     if requested.shape.is_tree:  # drafted whole, or not

@@ -123,6 +123,10 @@ class Sequences:
         """Ids of a row without its padding and the `skip` tokens after it."""
         return self.prompts[row, self.padding[row] + skip :].tolist() + self.new[row]
 
+    def identity(self, row: int) -> int:
+        """Which text this is: its row."""
+        return row
+
     def snapshot(self) -> Snapshot:
         """How far the text is now, to be able to take back what is written from here on."""
         return Snapshot([len(new) for new in self.new], list(self.stopped_at))

@@ -19,31 +19,25 @@ from ..checkpoints.files import CONFIG_FILE, WEIGHTS_FILE
 from ..checkpoints.formats import default_format
 from ..checkpoints.publish import PUBLISHED_FILES, HubTarget, prepare_upload, upload
 from ..configuration_eagle31 import Eagle31Config
-from ..errors import ConfigurationError, MemoryPlanError, NotAttachedError
+from ..errors import ConfigurationError, MemoryPlanError
 from ..generation_config import Eagle31GenerationConfig
 from ..memory import MemoryPlan
 from ..memory.apply_plan import apply_plan, plan_to_apply
-from ..stats import LastStats, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.quantized import gather_head_rows
-from ..target.self_test import probe_tree_verification, require_readable_states
+from ..target.self_test import require_readable_states
+from .assistant import Assistant
 from .default_config import default_config, with_distinct_states
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network, RotaryTables
-from .not_copied import NotCopiedList
 from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packed_linear, packed_tensors
 
 
-class Eagle31Drafter(Eagle31Network):
+class Eagle31Drafter(Assistant, Eagle31Network):
     """An EAGLE-3 / 3.1 drafter, to be passed as `model.generate(..., assistant_model=eagle)`.
 
     Attributes:
-        generation_config: run-time settings (`Eagle31GenerationConfig`): draft length, tree, loop.
-        stats: figures of the last `generate` call of this thread, of the last of all in a thread that made none; `None`
-            before the first.
-        binding: the target it is attached to, or `None`.
-        memory_plan: what it was loaded under, `None` if nothing was planned.
-        packing: how its matrices are packed, `None` if they are not.
+        packing: how its matrices are packed, `None` if they are not. Others are `Assistant`'s.
     """
 
     generation_config: Eagle31GenerationConfig
@@ -51,12 +45,7 @@ class Eagle31Drafter(Eagle31Network):
 
     def __init__(self, config: Eagle31Config):
         super().__init__(config)
-        self.generation_config = Eagle31GenerationConfig()
-        self._last_stats = LastStats()
-        self.memory_plan: MemoryPlan | None = None
         self._checkpoint_origin: dict[str, Any] = {}
-        # A list hides the target from nn.Module: it must not become our submodule, be saved, moved or copied with us.
-        self._bindings: list[TargetBinding] = NotCopiedList()
         self._head_rows: list[Tensor | nn.Module] = []
         self.packing: PackingScheme | None = None
         self._draft_ids: Tensor | None = None
@@ -295,9 +284,8 @@ class Eagle31Drafter(Eagle31Network):
 
     def detach(self) -> None:
         """Let go of the target: hooks removed, nothing shared any more."""
-        for binding in self._bindings:
-            binding.close()
-        self._bindings, self._head_rows = NotCopiedList(), []
+        super().detach()
+        self._head_rows = []
 
     def _bind(self, binding: TargetBinding) -> None:
         rows = None
@@ -309,10 +297,7 @@ class Eagle31Drafter(Eagle31Network):
         except Exception:
             binding.close()
             raise
-        self.detach()
-        with binding.aside():
-            probe_tree_verification(binding)
-        self._bindings = NotCopiedList([binding])
+        self._hold(binding)
         self._head_rows = [] if rows is None else [self._packed_rows(rows.to(self.device, self.dtype))]
 
     def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
@@ -321,32 +306,6 @@ class Eagle31Drafter(Eagle31Network):
         if self.packing is None or not self.packing.packs("lm_head", shape, rows.element_size()):
             return rows
         return pack_matrix(rows, self.packing)
-
-    @property
-    def binding(self) -> TargetBinding | None:
-        """The attached target, if any."""
-        return self._bindings[0] if self._bindings else None
-
-    def require_binding(self) -> TargetBinding:
-        """The attached target.
-
-        Raises:
-            NotAttachedError: there is none.
-        """
-        if not self._bindings:
-            raise NotAttachedError(
-                "this drafter is not attached to a target; call eagle.attach(target) or pass target= to from_pretrained"
-            )
-        return self._bindings[0]
-
-    @property
-    def stats(self) -> SpeculationStats | None:
-        """What happened in this thread's last generation; `None` before the first one."""
-        return self._last_stats.get()
-
-    @stats.setter
-    def stats(self, stats: SpeculationStats | None) -> None:
-        self._last_stats.set(stats)
 
     # --- vocabulary ----------------------------------------------------------------------------------------------
 

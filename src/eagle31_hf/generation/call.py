@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..decoding.text import StopRules
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..sampling.logits_processing import ScoreProcessing
 from ..target.cache_argument import CACHE_ARGUMENT
 
@@ -29,7 +29,7 @@ class Call:
     """
 
     model: Any
-    drafter: Eagle31Drafter
+    drafter: Assistant
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..checkpoints.config_fields import TARGET_MODEL
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding
 
@@ -16,9 +17,11 @@ logger = logging.getLogger(__name__)
 _told: WeakKeyDictionary[TargetBinding, set[str]] = WeakKeyDictionary()
 
 
-def tell_of_changes(drafter: Eagle31Drafter) -> None:
+def tell_of_changes(drafter: Assistant) -> None:
     """Log, once for every target and change, that acceptance may have suffered and where to see whether it has."""
     binding = drafter.require_binding()
+    if not isinstance(drafter, Eagle31Drafter):
+        return  # nothing has learnt from any target
     told = _told.setdefault(binding, set())
     for change in (_other_name(drafter, binding.model), _adapters(binding.model)):
         if change is not None and change not in told:

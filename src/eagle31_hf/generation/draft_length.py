@@ -5,12 +5,12 @@ from __future__ import annotations
 from transformers import GenerationConfig
 
 from ..decoding.default_length import default_length
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..generation_config import DraftLength
 
 
 def draft_length(
-    drafter: Eagle31Drafter, generation_config: GenerationConfig, *, batch_size: int, compiled: bool | None = None
+    drafter: Assistant, generation_config: GenerationConfig, *, batch_size: int, compiled: bool | None = None
 ) -> DraftLength:
     """How long drafts may get: what the `generate` call asks for, else the drafter's own settings.
 

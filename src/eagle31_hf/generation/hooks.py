@@ -15,6 +15,7 @@ from typing import Any
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..memory.allocator import advise_once
 from ..memory.apply_plan import plan_mismatch_reason
@@ -45,7 +46,7 @@ def install() -> None:
 def _dispatching(stock: Callable) -> Callable:
     @functools.wraps(stock)  # `generate` reads the signature
     def assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **given):
-        if isinstance(given.get("assistant_model"), Eagle31Drafter):
+        if isinstance(given.get("assistant_model"), Assistant):
             return _serve(
                 Call.read(self, input_ids, logits_processor, stopping_criteria, generation_config, given), stock
             )
@@ -60,7 +61,7 @@ def _validating(stock: Callable) -> Callable:
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         load_named_assistant(self, generation_mode_kwargs)
         drafter = generation_mode_kwargs.get("assistant_model")
-        if not isinstance(drafter, Eagle31Drafter):
+        if not isinstance(drafter, Assistant):
             return stock(self, generation_mode, generation_config, generation_mode_kwargs)
         check_before_work(self, drafter, generation_config)
         if generation_mode != GenerationMode.ASSISTED_GENERATION:

@@ -16,6 +16,7 @@ from ..decoding.pair_history import PairHistory
 from ..decoding.policy_choice import RequestedDraft, choose_policy
 from ..decoding.request import DecodingRequest
 from ..decoding.text import Sequences
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
@@ -55,7 +56,8 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         call.streamer.end()
     history = PairHistory.of(call.drafter)
     history.record(stats)
-    if call.drafter.generation_config.num_assistant_tokens_schedule != "constant":
+    is_steered = call.drafter.generation_config.num_assistant_tokens_schedule != "constant"
+    if is_steered and isinstance(call.drafter, Eagle31Drafter):
         history.calibrate_if_due(call.drafter, compiled=requested.compiled)
     if not call.generation_config.return_dict_in_generate:
         return ids

@@ -18,6 +18,7 @@ from transformers.cache_utils import QuantizedCache
 
 from ..cache.spans import unknown_layers
 from ..cache.stock import held_length
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
 from ..target.attention_functions import why_attention_is_unknown
@@ -169,6 +170,10 @@ AGAINST_OWN: tuple[Objection, ...] = (
 # --- against transformers' assisted loop ------------------------------------------------------------------------------
 
 
+def _nothing_that_drafts(call: Call) -> str | None:
+    return None if isinstance(call.drafter, Eagle31Drafter) else "there is no drafter"
+
+
 def _target_without_chains(call: Call) -> str | None:
     return call.drafter.require_binding().chain_unsupported_reason or None
 
@@ -221,6 +226,7 @@ def _layers_it_would_roll_back_in_part(call: Call) -> str | None:
 
 
 AGAINST_STOCK: tuple[Objection, ...] = (
+    _nothing_that_drafts,
     _one_forward_per_token,
     _unknown_noise,
     _sampled_scores_wanted,

@@ -21,6 +21,7 @@ from ..decoding.calibration.measure import measure_graphs, meet_graphs
 from ..decoding.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..decoding.pair_history import PairHistory, setting_of
 from ..decoding.policy_choice import RequestedDraft
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..target.served_processing import processing_of
@@ -35,12 +36,12 @@ NEW_TOKENS = 24
 
 
 def warm_up(
-    drafter: Eagle31Drafter, *, tokens: int, on_compile: Callable[[GraphKey], None] = lambda key: None, **how: Any
+    drafter: Assistant, *, tokens: int, on_compile: Callable[[GraphKey], None] = lambda key: None, **how: Any
 ) -> list[GraphKey]:
     """Compile what texts of up to `tokens` tokens take and calibrate it; both is kept, for `acceleration="auto"`.
 
     Args:
-        drafter: attached; its settings say what is drafted.
+        drafter: attached, or `NoDrafter`, for which nothing is calibrated; its settings say what is drafted.
         tokens: prompt and answer.
         on_compile: told of each graph before it is compiled.
         how: what later calls pass to `generate` beside prompts and lengths; graphs that draw tokens have it built in.
@@ -68,12 +69,13 @@ def warm_up(
     with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]), history.learning_nothing():
         maker.until_compiled(meet)
         _require_graphs(drafter)
-        measured = measure_graphs(drafter, **measuring)
-    history.keep(drafter, measured, compiled=True)
+        measured = measure_graphs(drafter, **measuring) if isinstance(drafter, Eagle31Drafter) else None
+    if measured is not None:
+        history.keep(drafter, measured, compiled=True)
     return maker.made
 
 
-def _write(drafter: Eagle31Drafter, length: int, how: dict[str, Any]) -> None:
+def _write(drafter: Assistant, length: int, how: dict[str, Any]) -> None:
     """A text behind a prompt of so many tokens."""
     binding = drafter.require_binding()
     model: Any = binding.model
@@ -84,7 +86,7 @@ def _write(drafter: Eagle31Drafter, length: int, how: dict[str, Any]) -> None:
     _require_graphs(drafter)
 
 
-def _require_graphs(drafter: Eagle31Drafter) -> None:
+def _require_graphs(drafter: Assistant) -> None:
     if reason := Graphs.of(drafter).disabled_reason:
         raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
 

@@ -17,18 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.row_pool import wipe_row
 from ..decoding.accept import sync_accepted
 from ..decoding.decoder import make_round
 from ..decoding.draft_policy import DraftPlan
 from ..decoding.kept_graphs import captured_graphs
 from ..decoding.pair_caches import PairCaches
 from ..decoding.round import RoundBatch, Written
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..stats import PhaseClock, SpeculationStats
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
-from .batch_drafts import BatchDrafts
+from .batch_drafts import batch_drafts, longest_draft
 from .batch_texts import BatchTexts
 from .pooled_caches import PooledCaches
 from .prompt_reader import PromptReader
@@ -49,28 +48,28 @@ class TextBatch:
     """The texts that are being written, and the one whose prompt is being read.
 
     Args:
-        drafter: attached; its target writes.
+        drafter: attached, or `NoDrafter`; its target writes.
         max_rows: most texts at once.
         context: most tokens of a text, prompt included.
         prefill_chunk: most prompt tokens of one forward.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, *, max_rows: int, context: int, prefill_chunk: int):
+    def __init__(self, drafter: Assistant, *, max_rows: int, context: int, prefill_chunk: int):
         self.drafter, self.binding = drafter, drafter.require_binding()
         self.max_rows, self.context, self.prefill_chunk = max_rows, context, prefill_chunk
         self.stats = SpeculationStats()
         self.clock = PhaseClock(self.stats)
-        self.drafts = BatchDrafts(drafter)
-        shape = DraftShape(self.drafts.longest)
+        shape = DraftShape(longest_draft(drafter))
         sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
         self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, **sizes)
         self.cache, self.session = self.caches.target, self.caches.drafter
-        windows = self.cache.has_windows or self.session.cache.has_windows
+        windows = self.cache.has_windows or (self.session is not None and self.session.cache.has_windows)
         self.graphs = None if windows else captured_graphs(drafter)
         maker = None if self.graphs is None else self.graphs.maker
         self._rows = BatchTexts(self.binding, shape, self.stats, maker)
         self.texts = self._rows.texts  # by place
+        self.drafts = batch_drafts(drafter, self._rows)
         self.rounds = make_round(drafter, self.caches, self._rows, self.clock, compiled=maker is not None)
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
@@ -86,7 +85,7 @@ class TextBatch:
 
     def begin(self, text: WrittenText) -> int:
         """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
-        self.session.catch_up()  # a drafter that rests is behind the rows that could be resumed from
+        self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
         place, length, even = self._longest_shared(text.request)
         text.usage = replace(text.usage, cached_tokens=length)
         text.even_tokens = min(even, self._whole_pieces(length))
@@ -125,7 +124,7 @@ class TextBatch:
             if request.is_repeatable and not self._is_exact:
                 length = min(even, self._whole_pieces(length))
             if length > best[1]:
-                if not (self.cache.can_resume(place, length) and self.session.cache.can_resume(place, length)):
+                if not self.caches.can_resume(place, length):
                     continue
                 best = (place, length, even)
         return best
@@ -167,9 +166,8 @@ class TextBatch:
         """
         place = self.texts.index(text)
         if not trusted:
-            self.session.catch_up()
-            wipe_row(self.cache, place)
-            wipe_row(self.session.cache, place)
+            self.caches.catch_up()
+            self.caches.wipe_row(place)
         parked = self.caches.leave(place)
         self._parked[parked] = HeldRow(text.tokens, text.even_tokens) if trusted else HeldRow([], 0)
         self.texts[place] = self.texts[-1]
@@ -177,7 +175,8 @@ class TextBatch:
 
     def reset(self) -> None:
         """Forget everything: after a failure nothing of the caches is trusted."""
-        self.session.rollback(self.session.cache.lengths)  # nor is what the drafter was to read
+        if self.session is not None:
+            self.session.rollback(self.session.cache.lengths)  # nor is what the drafter was to read
         for text in list(self.texts):
             self.leave(text, trusted=False)
         self._parked.clear()

@@ -8,15 +8,65 @@ from ..decoding.adaptive.controller import DraftController
 from ..decoding.adaptive.schedules import CalibratedSchedule
 from ..decoding.adaptive_policy import AdaptivePolicy
 from ..decoding.calibration.calibration import Calibration
+from ..decoding.default_length import default_length
 from ..decoding.draft_backoff import DraftBackoff
-from ..decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
+from ..decoding.draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
+from ..decoding.lookup_policy import LookupPolicy
 from ..decoding.pair_history import PairHistory
+from ..decoding.policy_choice import NOMINAL_COSTS
+from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import Hindsight
 from ..generation_config import DraftLength
 from ..trees.shape import DraftShape
 
 logger = logging.getLogger(__name__)
+
+
+def longest_draft(drafter: Assistant) -> int:
+    """Tokens of the longest chain of any round."""
+    return max(_length(drafter, rows).depth for rows in (1, 2))  # one row, and more of them
+
+
+def _length(drafter: Assistant, rows: int) -> DraftLength:
+    if isinstance(drafter, Eagle31Drafter):
+        return drafter.generation_config.draft_length(device_type=drafter.device.type, batch_size=rows)
+    return default_length(drafter, batch_size=rows, sampled=False)
+
+
+def batch_drafts(drafter: Assistant, texts: ReadTexts) -> BatchDrafts | BatchLookups:
+    """What a batch of these texts drafts."""
+    return BatchDrafts(drafter) if isinstance(drafter, Eagle31Drafter) else BatchLookups(drafter, texts)
+
+
+class BatchLookups:
+    """The same without a drafter: each text offers what followed when its last tokens were written before.
+
+    What a text has shown is kept with it, so the same text alone is written in rounds of the same widths again.
+
+    Args:
+        drafter: attached.
+        texts: of the batch.
+    """
+
+    def __init__(self, drafter: Assistant, texts: ReadTexts):
+        self.longest, self._texts = longest_draft(drafter), texts
+        self._policy = LookupPolicy(NOMINAL_COSTS, self.longest, sampled=True)  # the more careful of both
+
+    def next_draft(self, rows: int, *, context: int, remaining: int) -> DraftPlan:
+        """As `BatchDrafts.next_draft`."""
+        largest = DraftShape(self.longest if remaining > 1 else 0)
+        return self._policy.next_draft(RoundState(largest, range(rows), self._texts, remaining))
+
+    def text_joins(self, *, by_itself: bool = False) -> None:
+        """Nothing changes for the others."""
+
+    def record_hindsight(self, hindsight: Hindsight) -> None:
+        """Nobody looks back."""
+
+    def record(self, plan: DraftPlan, drafted: int, accepted: list[int]) -> None:
+        """As `BatchDrafts.record`."""
+        self._policy.record(RoundStats(plan, drafted, drafted, tuple(range(len(accepted))), tuple(accepted)))
 
 
 class BatchDrafts:
@@ -33,8 +83,7 @@ class BatchDrafts:
     """
 
     def __init__(self, drafter: Eagle31Drafter):
-        self.drafter = drafter
-        self.longest = max(self.length(rows).depth for rows in (1, 2))  # one row, and more of them
+        self.drafter, self.longest = drafter, longest_draft(drafter)
         is_steered = drafter.generation_config.num_assistant_tokens_schedule != "constant"
         self._calibration = PairHistory.of(drafter).calibration(drafter, compiled=False) if is_steered else None
         self._rows = 0
@@ -44,7 +93,7 @@ class BatchDrafts:
 
     def length(self, rows: int) -> DraftLength:
         """Of the longest chain for so many rows, and the doubt that ends it earlier."""
-        return self.drafter.generation_config.draft_length(device_type=self.drafter.device.type, batch_size=rows)
+        return _length(self.drafter, rows)
 
     def next_draft(self, rows: int, *, context: int, remaining: int) -> DraftPlan:
         """What to draft for so many rows.

@@ -65,6 +65,14 @@ class BatchTexts:
     def remaining_tokens(self, row: int) -> int:
         return self.texts[row].writer.remaining
 
+    def text(self, row: int) -> list[int]:
+        """Prompt and new tokens."""
+        return self.texts[row].tokens
+
+    def identity(self, row: int) -> WrittenText:
+        """Which text this is; its place may become another's."""
+        return self.texts[row]
+
     def prefix(self, row: int, drafted: Tensor) -> Tensor:
         return torch.cat((on_device(self.texts[row].tokens, self.device), drafted.to(self.device)))[None]
 

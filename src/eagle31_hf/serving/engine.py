@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..target.attention_functions import why_attention_is_unknown
 from .batch import TextBatch
-from .batch_drafts import BatchDrafts
+from .batch_drafts import longest_draft
 from .choosing import TokenChooser
 from .constraints import constraints_of
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
@@ -99,12 +99,12 @@ class Engine:
     """See the module's description.
 
     Args:
-        drafter: attached; its target writes.
+        drafter: attached, or `NoDrafter`; its target writes.
         tokenizer: the target's.
         settings: how much to take on.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
+    def __init__(self, drafter: Assistant, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
         self.drafter, self.tokenizer, self.settings = drafter, tokenizer, within_what_the_target_can(drafter, settings)
         settings = self.settings
         self.eos_ids = end_tokens(drafter, tokenizer)
@@ -304,7 +304,7 @@ def _deliver(job: Job, event: TextEvent) -> None:
         logger.exception("eagle31: a listener failed")
 
 
-def within_what_the_target_can(drafter: Eagle31Drafter, settings: EngineSettings) -> EngineSettings:
+def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> EngineSettings:
     """Settings under which texts that are written side by side do not feel each other.
 
     None gets so long that the target rotates it, and those beside it, otherwise; and they are written one after the
@@ -324,7 +324,7 @@ def within_what_the_target_can(drafter: Eagle31Drafter, settings: EngineSettings
     limit = binding.rotates_alike_up_to
     if limit is None:
         return settings
-    room = limit - BatchDrafts(drafter).longest
+    room = limit - longest_draft(drafter)
     if room < 2:
         raise UnsupportedGenerationError(
             f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "
@@ -341,7 +341,7 @@ def within_what_the_target_can(drafter: Eagle31Drafter, settings: EngineSettings
     return replace(settings, context=min(settings.context, room))
 
 
-def end_tokens(drafter: Eagle31Drafter, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_tokens(drafter: Assistant, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids after which the target's texts end, as `generate` takes them."""
     asked = drafter.require_binding().model.generation_config.eos_token_id
     ids = [asked] if isinstance(asked, int) else list(asked or ())

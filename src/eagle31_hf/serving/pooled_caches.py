@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.row_pool import RowPool
+from ..cache.row_pool import RowPool, resume_row
 from ..decoding.pair_caches import PairCaches
 from ..drafter.draft_state import DraftState
 from ..drafter.session import DraftSession
@@ -42,19 +42,32 @@ class PooledCaches(PairCaches):
     """Pools of rows for target and drafter, of which none is live yet."""
 
     target: RowPool
-    drafter: PooledDraftSession
+    drafter: PooledDraftSession | None
     target_kind = RowPool
     session_kind = PooledDraftSession
 
     def join(self, other: PairCaches) -> int:
         """Take the only row of others behind the live ones. Returns its place."""
-        assert other.drafter is not None, "a server has one"
         place = self.target.join(other.target)
-        self.drafter.join(other.drafter)
+        if self.drafter is not None and other.drafter is not None:
+            self.drafter.join(other.drafter)
         return place
 
     def leave(self, place: int) -> int:
         """Park a live row behind the others; the last one takes its place. Returns where the parked row lies."""
         parked = self.target.leave(place)
-        self.drafter.leave(place)
+        if self.drafter is not None:
+            self.drafter.leave(place)
         return parked
+
+    def can_resume(self, place: int, length: int) -> bool:
+        """As `RowPool.can_resume`, on both sides."""
+        of_drafter = self.drafter is None or self.drafter.cache.can_resume(place, length)
+        return of_drafter and self.target.can_resume(place, length)
+
+    def resume(self, other: PairCaches, place: int, length: int) -> None:
+        """Begin others, of one row, with the first `length` tokens of a row here, live or parked."""
+        resume_row(other.target, self.target, place, length)
+        if self.drafter is not None and other.drafter is not None:
+            resume_row(other.drafter.cache, self.drafter.cache, place, length)
+            other.drafter._rotary = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..cache.row_pool import resume_row, wipe_row
 from ..decoding.pair_caches import PairCaches
 from ..decoding.prefill import ChunkedPrefill, PrefillState
+from ..drafter.assistant import Assistant
 from ..drafter.draft_state import DraftState
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.session import DraftSession
 from ..errors import UnsupportedGenerationError
 from .pooled_caches import PooledCaches
 from .written_text import WrittenText
@@ -24,11 +24,10 @@ class PromptReader:
         piece: most prompt tokens of one forward.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, caches: PairCaches, pools: PooledCaches, *, piece: int):
-        assert caches.drafter is not None, "just made"
-        self.drafter, self.pools, self.piece = drafter, pools, piece
+    def __init__(self, drafter: Assistant, caches: PairCaches, pools: PooledCaches, *, piece: int):
+        self.binding, self.caches, self.pools, self.piece = drafter.require_binding(), caches, pools, piece
         self.cache, self.session = caches.target, caches.drafter
-        self._chunks = ChunkedPrefill(drafter.require_binding(), self.cache, self.session)
+        self._chunks = ChunkedPrefill(self.binding, self.cache, self.session)
         self._reading: PrefillState | None = None
         self._start = self._position = 0  # of what is read, in the prompt; within what is read
         self._text: WrittenText | None = None
@@ -43,13 +42,11 @@ class PromptReader:
         self.reset()
         self._text, self._start = text, length
         if length:
-            resume_row(self.cache, self.pools.target, place, length)
-            resume_row(self.session.cache, self.pools.drafter.cache, place, length)
-            self.session._rotary = None
+            self.pools.resume(self.caches, place, length)
         rest = list(text.request.prompt[length:])
-        self._reading = PrefillState([rest], unread=1, device=self.drafter.require_binding().input_device)
-        if len(rest) == 1:
-            self._start_midway()
+        self._reading = PrefillState([rest], unread=1, device=self.binding.input_device)
+        if len(rest) == 1 and self.session is not None:
+            _start_midway(self.session)
         return len(rest) - 1
 
     def read(self, num_tokens: int) -> None:
@@ -71,19 +68,20 @@ class PromptReader:
 
     def wipe(self) -> None:
         """Forget what was read, which may be no numbers, and leave nothing of it."""
-        wipe_row(self.cache, 0)
-        wipe_row(self.session.cache, 0)
+        self.caches.wipe_row(0)
         self.reset()
 
     def reset(self) -> None:
         """Forget what was read."""
         self.cache.reset()
-        self.session.rollback([0])
-        self.session._root = None
+        if self.session is not None:
+            self.session.rollback([0])
+            self.session._root = None
         self._reading, self._position, self._text = None, 0, None
 
-    def _start_midway(self) -> None:
-        """A prompt of one token: the drafter knows nothing yet, and guesses until the first round has told it more."""
-        drafter = self.drafter
-        hidden = torch.zeros(1, 1, drafter.config.hidden_size, device=drafter.device, dtype=drafter.dtype)
-        self.session._root = DraftState(drafter.draft_logits(hidden), hidden)
+
+def _start_midway(session: DraftSession) -> None:
+    """A prompt of one token: the drafter knows nothing yet, and guesses until the first round has told it more."""
+    drafter = session.drafter
+    hidden = torch.zeros(1, 1, drafter.config.hidden_size, device=drafter.device, dtype=drafter.dtype)
+    session._root = DraftState(drafter.draft_logits(hidden), hidden)

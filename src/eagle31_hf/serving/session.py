@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
@@ -84,7 +84,7 @@ class ChatSession:
     def __init__(
         self,
         target: PreTrainedModel,
-        drafter: Eagle31Drafter,
+        drafter: Assistant,
         tokenizer: PreTrainedTokenizerBase,
         *,
         system: str | None = None,

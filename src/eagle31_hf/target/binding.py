@@ -55,23 +55,25 @@ class TargetBinding:
 
     Args:
         target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
-        config: the drafter's configuration.
+        config: the drafter's configuration; `None` without a drafter: no layer is tapped.
 
     Raises:
         IncompatibleTargetError: the target is of a kind that cannot be served, or does not fit the drafter.
     """
 
-    def __init__(self, target: PreTrainedModel, config: Eagle31Config):
+    def __init__(self, target: PreTrainedModel, config: Eagle31Config | None):
         self.model = _unwrap(target)
         _require_decoder_only(self.model)
         self.text_config = self.model.config.get_text_config()
         self.layers = _decoder_layers(self.model, self.text_config.num_hidden_layers)
         self.embedding: Any = self.model.get_input_embeddings()
         self.lm_head = self.model.get_output_embeddings()
-        self._require_fit(config)
+        self._require_head()
+        if config is not None:
+            self._require_fit(config)
         self.vocabulary = self.vocabulary_sizes().logits
         self.sizes_attached = self.vocabulary_sizes()
-        self.aux_layers = config.resolve_aux_layers(len(self.layers))
+        self.aux_layers = () if config is None else config.resolve_aux_layers(len(self.layers))
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
         self.rotates_alike_up_to = rotates_alike_up_to(_decoder_of(self.model))  # tokens; `None`: any text
@@ -96,6 +98,20 @@ class TargetBinding:
         self.taps = HiddenStateTaps(self.model, self.layers, self.aux_layers)
         weakref.finalize(self, self.taps.close)  # of a drafter that is dropped without `detach`
 
+    def _require_head(self) -> None:
+        if self.lm_head is None:
+            raise IncompatibleTargetError(
+                f"{type(self.model).__name__} has no LM head; load the target with AutoModelForCausalLM"
+            )
+        require_working_head(self.lm_head, self.model.name_or_path or type(self.model).__name__)
+        sizes = self.vocabulary_sizes()
+        if min(sizes.embedded, sizes.logits) < sizes.configured:
+            raise IncompatibleTargetError(
+                f"the target's embedding has {sizes.embedded} rows and its head {sizes.logits}, fewer than its "
+                f"vocabulary of {sizes.configured}; was it resized after loading? Call target.resize_token_embeddings "
+                "to match its config"
+            )
+
     def _require_fit(self, config: Eagle31Config) -> None:
         text = self.text_config
         if text.hidden_size != config.target_hidden_size:
@@ -113,18 +129,7 @@ class TargetBinding:
                 f"the target projects its embedding and head (widths {widths}) to a hidden size of {text.hidden_size}, "
                 "and a drafter reads them as they are; there is no drafter for such targets"
             )
-        if self.lm_head is None:
-            raise IncompatibleTargetError(
-                f"{type(self.model).__name__} has no LM head; load the target with AutoModelForCausalLM"
-            )
-        require_working_head(self.lm_head, self.model.name_or_path or type(self.model).__name__)
         sizes = self.vocabulary_sizes()
-        if min(sizes.embedded, sizes.logits) < sizes.configured:
-            raise IncompatibleTargetError(
-                f"the target's embedding has {sizes.embedded} rows and its head {sizes.logits}, fewer than its "
-                f"vocabulary of {sizes.configured}; was it resized after loading? Call target.resize_token_embeddings "
-                "to match its config"
-            )
         if not all(map(config.knows_vocabulary_of, (sizes.embedded, sizes.logits))):
             raise IncompatibleTargetError(
                 f"the drafter was made for a vocabulary of {config.vocab_size} tokens, but the target has "

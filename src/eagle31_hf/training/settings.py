@@ -222,6 +222,8 @@ class TrainingSettings:
             raise ConfigurationError(
                 f"push is {self.push!r} without a license; a published card must state one, e.g. license='apache-2.0'"
             )
+        if self.drafter == "none":
+            raise ConfigurationError("drafter is 'none'; to train a fresh drafter leave drafter out")
         if self.drafter is not None and self.form:
             raise ConfigurationError(
                 f"drafter is {self.drafter!r}, which has its shape already; leave layers, heads and intermediate_size "

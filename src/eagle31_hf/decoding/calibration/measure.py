@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList
 
 from ...cache.graph_sizes import node_bucket
 from ...compiled.captured import CAPTURES, maker_at_hand
+from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
 from ...target.binding import TargetBinding
@@ -141,9 +142,7 @@ def measure_graphs(
     return Calibration(tuple(measured), 0.0, 0.0, in_buckets=not exact)
 
 
-def meet_graphs(
-    drafter: Eagle31Drafter, processing: ScoreProcessing, *, sampled: bool, contexts: Sequence[int]
-) -> None:
+def meet_graphs(drafter: Assistant, processing: ScoreProcessing, *, sampled: bool, contexts: Sequence[int]) -> None:
     """Let all graphs be made that `measure_graphs` would time, whose arguments these are."""
     for context in contexts:
         with _undisturbed():
@@ -151,12 +150,14 @@ def meet_graphs(
             _begin(drafter, context, kinds, processing, sampled=sampled, compiled=True)
 
 
-def _graph_rounds(drafter: Eagle31Drafter, *, sampled: bool) -> tuple[TimedRounds, ...]:
+def _graph_rounds(drafter: Assistant, *, sampled: bool) -> tuple[TimedRounds, ...]:
     """With a chain, with no draft, with one that was there already, and with a chain behind such a one.
 
     As they come in a text: chains follow one another, rests are long, between chains one draft is looked up.
     """
     length = default_length(drafter, batch_size=1, sampled=sampled, compiled=True)
+    if not isinstance(drafter, Eagle31Drafter):
+        return _rounds_without_drafter(DraftShape(length.depth))
     shape = DraftShape(length.depth)
     chain, rest, looked_up = DraftPlan(shape), DraftPlan.skip(), DraftPlan(shape, tokens=((0,) * shape.depth,))
     return (
@@ -165,6 +166,13 @@ def _graph_rounds(drafter: Eagle31Drafter, *, sampled: bool) -> tuple[TimedRound
         TimedRounds((looked_up,), 0, 1),
         TimedRounds((chain, looked_up), 1, 1),  # the first is made before any turn
     )
+
+
+def _rounds_without_drafter(shape: DraftShape) -> tuple[TimedRounds, ...]:
+    rest = TimedRounds((DraftPlan.skip(),))
+    if not shape.depth:
+        return (rest,)
+    return TimedRounds((DraftPlan(shape, tokens=((0,) * shape.depth,)),)), rest
 
 
 @contextmanager
@@ -242,7 +250,7 @@ def _rounds_s(
 
 
 def _begin(
-    drafter: Eagle31Drafter,
+    drafter: Assistant,
     context: int,
     kinds: Sequence[TimedRounds],
     processing: ScoreProcessing | None,

@@ -19,6 +19,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from ... import __version__
+from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import ConfigurationError
 from .calibration import Calibration
@@ -37,7 +38,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
 
 
-def calibration_key(drafter: Eagle31Drafter, *, compiled: bool) -> dict[str, Any]:
+def calibration_key(drafter: Assistant, *, compiled: bool) -> dict[str, Any]:
     """Everything the seconds depend on, JSON-ready."""
     binding = drafter.require_binding()
     device, config = binding.head_device, binding.text_config
@@ -52,15 +53,23 @@ def calibration_key(drafter: Eagle31Drafter, *, compiled: bool) -> dict[str, Any
         "quantization": str(getattr(getattr(binding.model, "hf_quantizer", None), "quantization_config", "")),
         "cache_type": drafter.generation_config.stored_cache_type,
         "dtype": str(binding.model.dtype),
-        "drafter": _shape_of(drafter.config),
-        "drafter_dtype": str(drafter.dtype),
-        "drafter_packing": str(drafter.packing),
+        **_of_network(drafter),
         "compiled": compiled,
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "eagle31_hf": __version__,
         },
+    }
+
+
+def _of_network(drafter: Assistant) -> dict[str, str]:
+    if not isinstance(drafter, Eagle31Drafter):
+        return {"drafter": "none"}
+    return {
+        "drafter": _shape_of(drafter.config),
+        "drafter_dtype": str(drafter.dtype),
+        "drafter_packing": str(drafter.packing),
     }
 
 

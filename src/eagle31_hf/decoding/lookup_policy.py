@@ -1,0 +1,103 @@
+"""A `DraftPolicy` for a target without a drafter: drafts are what followed the last time the same tokens were written.
+
+Texts that share their rounds share a draft's length. It is the one that is expected to bring the most tokens beyond
+what its wider forward costs; where none brings any, nothing is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+
+from ..trees.shape import DraftShape
+from .adaptive.costs import RoundCosts, RoundTable
+from .adaptive.lookup_rates import LookupRates
+from .adaptive.prompt_lookup import NOTHING, Lookup, TextIndex
+from .draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
+
+
+class RepeatingText:
+    """One text: what it offers, and how often that was right.
+
+    Args:
+        sampled: whether it is drawn.
+    """
+
+    def __init__(self, *, sampled: bool):
+        self.index, self.rates = TextIndex(), LookupRates(sampled=sampled)
+        self.offered, self._length = NOTHING, 0  # before the last round, and how long the text was then
+
+    def look_up(self, text: Sequence[int], length: int) -> Lookup:
+        """Up to `length` tokens that may follow `text`; asking twice changes nothing."""
+        self._follow(text)
+        self.offered, self._length = self.index.lookup(length), len(text)
+        return self.offered
+
+    def _follow(self, text: Sequence[int]) -> None:
+        if len(self.index) > len(text):  # memory ran out, and tokens were taken back
+            self.index.truncate(len(text))
+        self.index.extend(text[len(self.index) :])
+
+    def judge(self, text: Sequence[int]) -> None:
+        """Compare what was offered, drafted or not, with what was written."""
+        if self.offered.tokens:
+            self.rates.record(self.offered.match, self.offered.tokens, text[self._length :])
+        self.offered = NOTHING
+
+    def reach(self, longest: int) -> list[float]:
+        """Chance of each of `longest` draft tokens to be accepted; 0 where nothing is offered."""
+        offered = self.offered
+        known = self.rates.reach(offered.match, len(offered.tokens)) if offered.tokens else []
+        return (known + [0.0] * longest)[:longest]
+
+
+class LookupPolicy(DraftPolicy):
+    """Drafts from the texts themselves.
+
+    Args:
+        costs: what forwards take, in whatever unit.
+        longest: draft.
+        sampled: whether texts are drawn.
+    """
+
+    def __init__(self, costs: RoundCosts, longest: int, *, sampled: bool):
+        self._costs, self.longest, self._sampled = costs, longest, sampled
+        self._texts: dict[Hashable, RepeatingText] = {}
+        self._asked: ReadTexts | None = None
+        self._tables: dict[int, RoundTable] = {}  # by number of rows
+
+    def next_draft(self, state: RoundState) -> DraftPlan:
+        """What the texts offer, or nothing."""
+        assert state.sequences is not None, "texts are looked at"
+        self._asked = texts = state.sequences
+        keys = [texts.identity(row) for row in state.rows]
+        # Only these are kept: texts that have left are forgotten.
+        self._texts = {key: self._texts.get(key) or RepeatingText(sampled=self._sampled) for key in keys}
+        longest = min(self.longest, state.largest.depth, state.remaining_tokens - 1)
+        offers = [self._texts[key].look_up(texts.text(row), longest) for key, row in zip(keys, state.rows, strict=True)]
+        depth = self._best_length(longest)
+        tokens = tuple(offer.tokens[:depth] for offer in offers)
+        return DraftPlan(DraftShape(depth), tokens=tokens) if depth else DraftPlan(DraftShape(0))
+
+    def record(self, stats: RoundStats) -> None:
+        """Compare what was offered with what was written."""
+        assert self._asked is not None, "asked before"
+        for row in stats.rows:
+            if (text := self._texts.get(self._asked.identity(row))) is not None:
+                text.judge(self._asked.text(row))
+
+    def _best_length(self, longest: int) -> int:
+        """The draft that is most tokens ahead of writing on one by one, 0 if none is."""
+        rows = len(self._texts)
+        reach = [sum(chances) / rows for chances in zip(*(t.reach(longest) for t in self._texts.values()), strict=True)]
+        table = self._table(rows)
+        ahead = [
+            tokens - seconds / table.plain_s
+            for tokens, seconds in zip(accumulate(reach, initial=1.0), table.lookup_s, strict=False)
+        ]
+        return ahead.index(max(ahead))
+
+    def _table(self, rows: int) -> RoundTable:
+        if rows not in self._tables:
+            self._tables[rows] = self._costs.rounds(self.longest, rows=rows)
+        return self._tables[rows]

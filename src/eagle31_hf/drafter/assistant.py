@@ -1,0 +1,123 @@
+"""What `generate` takes as `assistant_model`: something that is attached to a target. With a network that drafts, it is
+an `Eagle31Drafter`; without one, it is `NoDrafter`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import NotAttachedError
+from ..generation_config import Eagle31GenerationConfig
+from ..memory import MemoryPlan
+from ..stats import LastStats, SpeculationStats
+from ..target.binding import TargetBinding
+from ..target.self_test import probe_tree_verification
+from .not_copied import NotCopiedList
+
+
+class Assistant(nn.Module):
+    """A target's assistant: run-time settings, the target, and figures of the last call.
+
+    Attributes:
+        generation_config: run-time settings (`Eagle31GenerationConfig`): draft length, loop, graphs.
+        stats: figures of the last `generate` call of this thread, of the last of all in a thread that made none; `None`
+            before the first.
+        binding: the target it is attached to, or `None`.
+        memory_plan: what it was loaded under, `None` if nothing was planned.
+        device, dtype: where it computes, and in what precision.
+    """
+
+    generation_config: Eagle31GenerationConfig
+    memory_plan: MemoryPlan | None
+    device: torch.device
+    dtype: torch.dtype
+
+    def __init__(self, *network: Any):
+        super().__init__(*network)
+        self.generation_config = Eagle31GenerationConfig()
+        self.memory_plan = None
+        self._last_stats = LastStats()
+        # A list hides the target from nn.Module: it must not become our submodule, be saved, moved or copied with us.
+        self._bindings: list[TargetBinding] = NotCopiedList()
+
+    def attach(self, target: PreTrainedModel) -> Assistant:
+        """Bind to `target`. Returns `self`."""
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        """Let go of the target: hooks removed, nothing shared any more."""
+        for binding in self._bindings:
+            binding.close()
+        self._bindings = NotCopiedList()
+
+    def _hold(self, binding: TargetBinding) -> None:
+        """Let go of the target before, and find out what this one can do."""
+        self.detach()
+        with binding.aside():
+            probe_tree_verification(binding)
+        self._bindings = NotCopiedList([binding])
+
+    @property
+    def binding(self) -> TargetBinding | None:
+        """The attached target, if any."""
+        return self._bindings[0] if self._bindings else None
+
+    def require_binding(self) -> TargetBinding:
+        """The attached target.
+
+        Raises:
+            NotAttachedError: there is none.
+        """
+        if not self._bindings:
+            raise NotAttachedError(
+                "this drafter is not attached to a target; call eagle.attach(target) or pass target= to from_pretrained"
+            )
+        return self._bindings[0]
+
+    @property
+    def stats(self) -> SpeculationStats | None:
+        """What happened in this thread's last generation; `None` before the first one."""
+        return self._last_stats.get()
+
+    @stats.setter
+    def stats(self, stats: SpeculationStats | None) -> None:
+        self._last_stats.set(stats)
+
+
+class NoDrafter(Assistant):
+    """A target without a drafter, to be passed as `model.generate(..., assistant_model=NoDrafter(model))`.
+
+    Our loop writes its text, which is plain `generate`'s, greedy or drawn (in half precision up to rounding). Drafts
+    are looked up where the text repeats itself (prompt lookup), for one row and for batches; the target's forwards are
+    graphs as `generation_config.acceleration` says. With `num_assistant_tokens_schedule="constant"` nothing is drafted.
+
+    Args:
+        target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
+
+    Raises:
+        IncompatibleTargetError: the target is of a kind that cannot be served.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        super().__init__()
+        self.attach(target)
+
+    def attach(self, target: PreTrainedModel) -> NoDrafter:
+        """Bind to `target`. Returns `self`.
+
+        Raises:
+            IncompatibleTargetError: what cannot be served, named. It stays as it was.
+        """
+        self._hold(TargetBinding(target, None))
+        return self
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.require_binding().head_device
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.require_binding().compute_dtype

@@ -1,0 +1,97 @@
+"""A server of a target without a drafter: each text is `generate`'s, alone and in a crowd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import text_of, write_all
+
+from eagle31_hf import NoDrafter
+from eagle31_hf.serving.batch import TextBatch
+from eagle31_hf.serving.prompts import encode_chat
+from eagle31_hf.serving.requests import Sampling
+from eagle31_hf.serving.session import ChatSession
+from helpers import seeded
+from loopback import Pair, chat, serving
+
+NEW_TOKENS = 40
+SAMPLINGS = [Sampling(temperature=0), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, top_k=20, seed=4)]
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> NoDrafter:
+    return NoDrafter(pair.target)
+
+
+def prompts_of(pair: Pair) -> list[list[int]]:
+    """Of unlike length; each says what it asks for twice, so that answers have something to quote."""
+    told = ("Book a table for two.", "What is the weather like?", "A bus to Portland, please, at noon.")
+    return [
+        encode_chat(pair.tokenizer, [{"role": "user", "content": f"{each} {each}"[: 30 + 20 * n]}])
+        for n, each in enumerate(told)
+    ]
+
+
+def generated(pair: Pair, prompt: list[int], sampling: Sampling) -> list[int]:
+    ids = torch.tensor([prompt])
+    how = {"temperature": sampling.temperature, "top_k": sampling.top_k} if sampling.draws else {}
+    with seeded(sampling.seed or 0):
+        out = pair.target.generate(
+            ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, max_new_tokens=NEW_TOKENS,
+            do_sample=sampling.draws, **how,
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: Pair, alone: NoDrafter) -> None:
+    batch = TextBatch(alone, max_rows=rows, context=512, prefill_chunk=32)
+    asked = [(prompt, sampling) for prompt in prompts_of(pair) for sampling in SAMPLINGS]
+    texts = [text_of(prompt, NEW_TOKENS, sampling) for prompt, sampling in asked]
+    assert write_all(batch, texts) == [generated(pair, *each) for each in asked]
+    assert batch.stats.accepted > 0
+    assert sum(text.usage.rounds for text in texts) < len(texts) * NEW_TOKENS
+    assert sum(text.usage.cached_tokens for text in texts) > 0, "prompts are begun where the last one began alike"
+
+
+def test_it_answers_by_the_api(pair: Pair, alone: NoDrafter) -> None:
+    with serving(Pair(pair.target, alone, pair.tokenizer)) as served:
+        answer = chat(served.client(), max_tokens=NEW_TOKENS)
+        again = chat(served.client(), max_tokens=NEW_TOKENS)
+    assert answer.choices[0].message.content == again.choices[0].message.content
+    assert answer.choices[0].message.content == pair.answer(
+        "What is the weather going to be like in Portland this weekend?", max_new_tokens=NEW_TOKENS
+    )
+
+
+def test_a_prompt_of_one_token(pair: Pair, alone: NoDrafter) -> None:
+    batch = TextBatch(alone, max_rows=2, context=512, prefill_chunk=32)
+    asked = [([5], SAMPLINGS[0]), ([7], SAMPLINGS[1])]
+    assert write_all(batch, [text_of(prompt, NEW_TOKENS, how) for prompt, how in asked]) == [
+        generated(pair, *each) for each in asked
+    ]
+
+
+def test_a_text_that_fails_leaves_nothing(pair: Pair, alone: NoDrafter) -> None:
+    """After a reset the same rows write the same texts."""
+    batch = TextBatch(alone, max_rows=2, context=512, prefill_chunk=32)
+    prompt = prompts_of(pair)[0]
+    with torch.inference_mode():
+        first = text_of(prompt, NEW_TOKENS)
+        batch.read(batch.begin(first))
+        batch.join()
+        batch.round()
+        batch.reset()
+        assert not batch.texts
+    (written,) = write_all(batch, [text_of(prompt, NEW_TOKENS)])
+    assert written == generated(pair, prompt, SAMPLINGS[0])
+
+
+def test_a_chat_goes_on_from_its_cache(pair: Pair, alone: NoDrafter) -> None:
+    session = ChatSession(pair.target, alone, pair.tokenizer, max_new_tokens=24)
+    for said in ("Book a table for two.", "At seven, please."):
+        answer = session.ask(said)
+        assert answer.content == pair.text(encode_chat(pair.tokenizer, session.messages[:-1]), max_new_tokens=24)
+    first, second = session.answers
+    assert second.stats.loop == "own"
+    assert second.stats.prefilled_tokens < second.prompt_tokens - first.prompt_tokens
