@@ -168,7 +168,6 @@ def import_all(machine: Machine) -> bool:
         import torch.profiler  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
-        import eagle31_hf.evidence.plain_compiled
         import eagle31_hf.evidence.synthetic
         import eagle31_hf.generation.own_loop
         import eagle31_hf.memory

@@ -13,11 +13,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
-from eagle31_hf import Eagle31Drafter, plan_memory
+from eagle31_hf import Eagle31Drafter, NoDrafter, plan_memory
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.default_length import default_length
 from eagle31_hf.decoding.request import DecodingRequest
-from eagle31_hf.evidence.plain_compiled import PlainDecoder
 from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.generation_config import Eagle31GenerationConfig
@@ -155,7 +154,7 @@ class LargePair:
 
     def plain_captured(self, prompts: PromptBatch, new: int, chunk: int | None = None) -> dict[str, Any]:
         """The target alone, by captured steps of one token; the second of two texts, which records nothing."""
-        make = partial(PlainDecoder, self.drafter)
+        make = partial(SpeculativeDecoder, NoDrafter(self.target), compiled=True)
         for _ in range(2):
             request = SyntheticRequest(new, DraftShape(0), LOT, prefill_chunk=chunk).to_decoding(prompts)
             found = self._timed(request, make)

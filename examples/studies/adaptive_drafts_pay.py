@@ -29,14 +29,11 @@ from typing import Any
 
 import torch
 
-from eagle31_hf import Eagle31Drafter
+from eagle31_hf import Eagle31Drafter, NoDrafter
 from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
-from eagle31_hf.decoding.kept_graphs import compiling_ahead
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.demo import drafter_path
 from eagle31_hf.evidence.gauges import TokenClock, ends_off
-from eagle31_hf.evidence.plain_compiled import write_plain_compiled
-from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 from eagle31_hf.generation.warm_up import warm_up
 from eagle31_hf.stats import variation, window_speeds, windows
@@ -57,7 +54,7 @@ class Way:
     """How to write: with which drafter and settings of it, or what else `generate` is told."""
 
     name: str
-    drafter: Eagle31Drafter | None = None
+    drafter: Eagle31Drafter | NoDrafter | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
 
@@ -86,7 +83,8 @@ def ways_of(pair: Pair, given: Any) -> list[Way]:
     constant = {"num_assistant_tokens_schedule": "constant"}
     untrained = Way(RANDOM, untrained_drafter(pair, given.drafter))
     if given.graphs:
-        return [Way(PLAIN), Way(FIXED_LENGTH, pair.drafter, constant), Way(DEFAULT, pair.drafter), untrained]
+        alone = Way(PLAIN, NoDrafter(pair.target), {"num_assistant_tokens_schedule": "constant"})
+        return [alone, Way(FIXED_LENGTH, pair.drafter, constant), Way(DEFAULT, pair.drafter), untrained]
     fixed = [Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED]
     doubt, lookup = Way(DOUBT, pair.drafter, constant), Way(LOOKUP, told={"prompt_lookup_num_tokens": 10})
     return [Way(PLAIN), *fixed, doubt, Way(DEFAULT, pair.drafter), lookup, untrained]
@@ -120,19 +118,14 @@ def configured(way: Way):
             setattr(config, name, value)
 
 
-def write(pair: Pair, way: Way, inputs: dict[str, Any], told: dict[str, Any], seed: int, *, graphs: bool):
+def write(pair: Pair, way: Way, inputs: dict[str, Any], told: dict[str, Any], seed: int):
     """New tokens, seconds, and when they came."""
     clock, assistant = TokenClock(), {} if way.drafter is None else {"assistant_model": way.drafter}
     torch.manual_seed(seed)
     with configured(way):
         started = time.perf_counter()
-        if graphs and way.drafter is None:
-            prompt = PromptBatch(inputs["input_ids"], inputs["attention_mask"])
-            with configured(Way(PLAIN, pair.drafter, {"acceleration": "compile"})), compiling_ahead(pair.drafter):
-                new, _ = write_plain_compiled(pair.drafter, prompt, clock, **told)
-        else:
-            out = pair.target.generate(**inputs, **told, **way.told, **assistant, streamer=clock)
-            new = out[:, inputs["input_ids"].shape[1] :]
+        out = pair.target.generate(**inputs, **told, **way.told, **assistant, streamer=clock)
+        new = out[:, inputs["input_ids"].shape[1] :]
         return new[0].tolist(), time.perf_counter() - started, started, clock
 
 
@@ -159,7 +152,7 @@ def measure(pair: Pair, ways: list[Way], prompts: list[Prompt], temperature: flo
             results = {}
             for way in ways[first:] + ways[:first]:
                 seed = 1000 * max(repeat, 0) + number
-                results[way.name] = write(pair, way, each, told, seed, graphs=given.graphs)
+                results[way.name] = write(pair, way, each, told, seed)
                 if repeat >= 0:
                     note(found[way.name], way, results[way.name])
             for way in ways if repeat >= 0 else ():

@@ -28,7 +28,6 @@ from eagle31_hf.decoding.accept import Acceptor, GoingDown
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.evidence.plain_compiled import write_plain_compiled
 from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from eagle31_hf.trees.shape import DraftShape
@@ -93,17 +92,12 @@ def test_what_is_to_be_compiled_is_captured_too(pair: Eagle31Drafter, recorder: 
 
 
 def test_benchmarks_run_by_what_texts_run_by(pair: Eagle31Drafter, recorder: Recorder) -> None:
-    """Plain decoding by graphs and drafts that are accepted by lot write through no `generate` call."""
+    """Drafts that are accepted by lot write through no `generate` call."""
     ids = torch.tensor(random_prompts(1))
     prompts = PromptBatch(ids, torch.ones_like(ids))
-    tokens, stats = write_plain_compiled(pair, prompts, None, max_new_tokens=12, **GREEDY)
-    assert recorder.replayed >= 9
-    assert not stats.fallbacks
-    before = recorder.replayed
     with configured(pair, acceleration="compile"):
         write_synthetic(pair, prompts, SyntheticRequest(12, DraftShape(3), (0.8, 0.7, 0.6), seed=0))
-    assert recorder.replayed > before
-    assert tokens.shape == (1, 12)
+    assert recorder.replayed
 
 
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3}

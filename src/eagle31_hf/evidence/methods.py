@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter
 from ..generation_config import FIXED_DEPTH
 from ..stats import SpeculationStats
@@ -20,7 +21,6 @@ from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
 from .bare import requested_shape
 from .calls import PLAIN, PLAIN_COMPILED
-from .plain_compiled import write_plain_compiled
 from .prompt_batches import PromptBatch
 from .run_settings import RunSettings
 from .synthetic import SyntheticRequest, write_synthetic
@@ -62,8 +62,12 @@ class Method:
     follows_seed: bool = True
 
 
-def all_methods(drafter: Eagle31Drafter, settings: RunSettings) -> list[Method]:
-    """Plain first; then transformers' alternatives, its assisted loop with our drafter, and our loop."""
+def all_methods(drafter: Eagle31Drafter, settings: RunSettings, alone: NoDrafter | None = None) -> list[Method]:
+    """Plain first; then transformers' alternatives, its assisted loop with our drafter, and our loop.
+
+    Args:
+        alone: the same target without a drafter, to be written by graphs; `None`: one of its own.
+    """
     methods = [Method(PLAIN, _by_generate(drafter, settings))]
     if settings.acceptance is None:
         exit_layers = max(1, drafter.require_binding().text_config.num_hidden_layers // 2)
@@ -76,7 +80,8 @@ def all_methods(drafter: Eagle31Drafter, settings: RunSettings) -> list[Method]:
             Method("stock loop", stock, one_row_only=True),
         ]
         if settings.compiled:
-            methods.append(Method(PLAIN_COMPILED, _by_target_alone(drafter, settings), compiled=True))
+            alone = alone or NoDrafter(drafter.require_binding().model)
+            methods.append(Method(PLAIN_COMPILED, _by_target_alone(alone, settings), compiled=True))
     tree = {"draft_top_k": settings.tree_width, "draft_tree_size": settings.tree_size}
     for acceleration in ("eager", "compile") if settings.compiled else ("eager",):
         for name, shape in (("chain", {}), ("tree", tree)):
@@ -94,7 +99,7 @@ def _own_loop(drafter: Eagle31Drafter, settings: RunSettings, name: str, overrid
     return Method(f"{name}{' compiled' * compiled}", own(drafter, settings, overrides), shapes, compiled)
 
 
-def _by_generate(drafter: Eagle31Drafter, settings: RunSettings, **how: Any) -> Write:
+def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write:
     model: Any = drafter.require_binding().model
 
     def write(prompts: PromptBatch, streamer: Any = None) -> Output:
@@ -114,10 +119,15 @@ def _by_drafter(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[
     return write
 
 
-def _by_target_alone(drafter: Eagle31Drafter, settings: RunSettings) -> Write:
+def _by_target_alone(alone: NoDrafter, settings: RunSettings) -> Write:
+    """Our loop without drafts, by graphs: what a drafter is worth beside a compiler is told by this alone."""
+    alone.generation_config.num_assistant_tokens_schedule = "constant"
+    alone.generation_config.acceleration = "compile"
+    alone.generation_config.speculation_loop = "own"
+    generate = _by_generate(alone, settings, assistant_model=alone)
+
     def write(prompts: PromptBatch, streamer: Any = None) -> Output:
-        with _configured(drafter, settings, {"acceleration": "compile"}):
-            return Output(*write_plain_compiled(drafter, prompts, streamer, **settings.to_generate()))
+        return Output(generate(prompts, streamer).tokens, alone.stats)
 
     return write
 

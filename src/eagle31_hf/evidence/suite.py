@@ -20,6 +20,7 @@ from torch import Tensor
 from ..compiled.captured import CAPTURES
 from ..decoding.calibration.bare_meter import BareCosts, BareMeter
 from ..decoding.kept_graphs import compiling_ahead
+from ..drafter.assistant import NoDrafter
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
 from ..generation_config import FIXED_DEPTH
@@ -106,6 +107,7 @@ class BenchmarkRun:
         self._bare: dict[tuple[str, int], list[BareCosts]] = {}
         self._left_out: set[str] = set()
         self._no_graphs = ""  # why there are none
+        self._alone = NoDrafter(self.binding.model) if settings.compiled else None
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class BenchmarkRun:
         return self._warm[key]
 
     def _wanted(self, temperature: float) -> list[Method]:
-        known = all_methods(self.drafter, self.settings.at(temperature))
+        known = all_methods(self.drafter, self.settings.at(temperature), self._alone)
         names = [method.name for method in known]
         unknown = [name for name in self.settings.methods if name not in names]
         if unknown:
