@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import errors as hub
 
 from ..errors import PublishingError
 from .card import CARD_FILE, PROFILE_FILE, RECORD_FILE, check_card, fill_card
+from .checkpoint import Checkpoint, write_checkpoint
 from .config_fields import TARGET_MODEL
 from .files import CONFIG_FILE, WEIGHTS_FILE
+from .formats import default_format
 from .json_files import get_path, read_json
 
 PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE, PROFILE_FILE)
@@ -19,30 +24,10 @@ PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE, PROFILE_FI
 
 
 @dataclass(frozen=True)
-class HubTarget:
-    """Where a drafter goes.
-
-    Attributes:
-        repo_id: `owner/name`; made if it does not exist.
-        token: with write rights; `None`: the one of `hf auth login`.
-        private: of a repository that is made now.
-        revision: branch; `None`: main.
-        create_pr: propose the files instead of committing them.
-        message: of the commit.
-    """
+class Upload:
+    """What goes to `repo_id`: files of `folder` by name, and the card's text, which may not be in the folder yet."""
 
     repo_id: str
-    token: str | bool | None = None
-    private: bool | None = None
-    revision: str | None = None
-    create_pr: bool = False
-    message: str = "Upload drafter"
-
-
-@dataclass(frozen=True)
-class Upload:
-    """What will be uploaded: files of `folder` by name, and the card's text, which may not be in the folder yet."""
-
     folder: Path
     card: str
     files: tuple[str, ...]
@@ -72,7 +57,7 @@ def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) ->
     if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if name not in present]:
         raise PublishingError(f"{folder} lacks {', '.join(missing)}; write the drafter there with save_pretrained")
     _refuse_local_paths(folder)
-    return Upload(folder, card, tuple(present))
+    return Upload(repo_id, folder, card, tuple(present))
 
 
 def _refuse_local_paths(folder: Path) -> None:
@@ -99,13 +84,27 @@ def _card(folder: Path, repo_id: str, license: str | None) -> str:
     return text
 
 
-def upload(prepared: Upload, to: HubTarget) -> str:
+def upload(
+    prepared: Upload,
+    *,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str = "Upload drafter",
+) -> str:
     """Commit all files at once; returns the commit's address.
+
+    Args:
+        token: with write rights; `None`: the one of `hf auth login`.
+        private: of a repository that is made now.
+        revision: branch; `None`: main.
+        create_pr: propose the files instead of committing them.
 
     Raises:
         PublishingError: no token, no rights, no network, or the Hub refused; the message says what to do.
     """
-    api = huggingface_hub.HfApi(token=to.token, library_name="eagle31_hf")
+    api = huggingface_hub.HfApi(token=token, library_name="eagle31_hf")
     operations = [
         huggingface_hub.CommitOperationAdd(
             name, prepared.card.encode() if name == CARD_FILE else str(prepared.folder / name)
@@ -113,15 +112,31 @@ def upload(prepared: Upload, to: HubTarget) -> str:
         for name in prepared.files
     ]
     try:
-        made = api.create_repo(to.repo_id, private=to.private, exist_ok=True)
-        if to.revision is not None and not to.create_pr:
-            api.create_branch(made.repo_id, branch=to.revision, exist_ok=True)
+        made = api.create_repo(prepared.repo_id, private=private, exist_ok=True)
+        if revision is not None and not create_pr:
+            api.create_branch(made.repo_id, branch=revision, exist_ok=True)
         commit = api.create_commit(
-            made.repo_id, operations, commit_message=to.message, revision=to.revision, create_pr=to.create_pr
+            made.repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr
         )
     except Exception as error:  # which HTTP client is underneath, with errors of its own, depends on the version
-        raise PublishingError(_why_refused(to.repo_id, error)) from error
+        raise PublishingError(_why_refused(prepared.repo_id, error)) from error
     return str(commit.pr_url or commit.commit_url)
+
+
+def publish_folder(folder: Path, repo_id: str, *, license: str | None = None, **options: Any) -> str:
+    """`prepare_upload`, then `upload` with `options`; returns the commit's address."""
+    return upload(prepare_upload(folder, repo_id, license=license), **options)
+
+
+def publish_checkpoint(checkpoint: Checkpoint, origin: Path, repo_id: str, **options: Any) -> str:
+    """The same for a checkpoint in memory, with the card and the records of `origin`, the folder it was read from."""
+    with TemporaryDirectory() as name:
+        folder = Path(name) / origin.name  # a card that nobody has changed is told by the folder's name in it
+        write_checkpoint(checkpoint, folder, format=default_format(checkpoint.config))
+        for record in set(PUBLISHED_FILES) - {CONFIG_FILE, WEIGHTS_FILE}:
+            if (origin / record).is_file():
+                shutil.copyfile(origin / record, folder / record)
+        return publish_folder(folder, repo_id, **options)
 
 
 def _why_refused(repo_id: str, error: Exception) -> str:

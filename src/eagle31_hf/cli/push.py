@@ -9,7 +9,7 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
-from ..checkpoints.publish import HubTarget, prepare_upload, upload
+from ..checkpoints.publish import prepare_upload, upload
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 
 
@@ -40,6 +40,6 @@ def push(
         write_json(json_path, record | {"uploaded": None})
         return
     console.print(table)
-    address = upload(prepared, HubTarget(repository, private=private, revision=revision, create_pr=create_pr))
+    address = upload(prepared, private=private, revision=revision, create_pr=create_pr)
     console.print(f"uploaded: {address}", soft_wrap=True)
     write_json(json_path, record | {"uploaded": address})

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -15,11 +13,10 @@ from transformers import AutoModel, PreTrainedModel
 
 from ..checkpoints import Checkpoint, PackingScheme, packable_shapes, read_checkpoint, write_checkpoint
 from ..checkpoints.config_fields import TARGET_MODEL
-from ..checkpoints.files import CONFIG_FILE, WEIGHTS_FILE
 from ..checkpoints.formats import default_format
-from ..checkpoints.publish import PUBLISHED_FILES, HubTarget, prepare_upload, upload
+from ..checkpoints.publish import publish_checkpoint, publish_folder
 from ..configuration_eagle31 import Eagle31Config
-from ..errors import ConfigurationError, MemoryPlanError
+from ..errors import ConfigurationError
 from ..generation_config import Eagle31GenerationConfig
 from ..memory import MemoryPlan
 from ..memory.apply_plan import apply_plan, plan_to_apply
@@ -30,7 +27,7 @@ from .assistant import Assistant
 from .default_config import default_config, with_distinct_states
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network, RotaryTables
-from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packed_linear, packed_tensors
+from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packed_tensors, put_packed
 
 
 class Eagle31Drafter(Assistant, Eagle31Network):
@@ -93,7 +90,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         answer_habits(habits)
         chosen_dtype(dtype, torch.float32)  # a misspelt one should not cost a download
         scheme = None if quantization_config is None else PackingScheme.of(quantization_config)
-        plan = _plan_to_keep_to(memory, target, pretrained_model_name_or_path)
+        plan = None if memory is None else plan_to_apply(memory, target, pretrained_model_name_or_path)
         if plan is not None and scheme is None:
             scheme = PLANNED_PACKING[plan.settings.drafter_precision]
         checkpoint = read_checkpoint(
@@ -130,25 +127,12 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         with torch.device("meta"):
             drafter = cls(checkpoint.config)
         drafter.rotary_emb = RotaryTables(checkpoint.config)  # its tables are computed, not stored
-        drafter._take_packed(checkpoint)
+        if checkpoint.scheme is not None:
+            drafter._choose_packing(checkpoint.scheme)
+            put_packed(drafter, checkpoint)
         drafter.load_canonical(checkpoint.tensors)
         drafter._checkpoint_origin = {"format": checkpoint.format, "metadata": checkpoint.metadata}
         return drafter
-
-    def _take_packed(self, checkpoint: Checkpoint) -> None:
-        """Put layers around the matrices that `checkpoint` holds packed."""
-        if checkpoint.scheme is None:
-            return
-        self._choose_packing(checkpoint.scheme)
-        for name, shape in packable_shapes(self.config).items():
-            tensors = {
-                part.rpartition(".")[2]: tensor
-                for part, tensor in checkpoint.packed.items()
-                if part.rpartition(".")[0] == name
-            }
-            if tensors:
-                bias = getattr(self.get_submodule(name), "bias", None)  # on meta: it comes with the rest
-                self.set_submodule(name, packed_linear(checkpoint.scheme, shape, tensors, bias))
 
     def _choose_packing(self, scheme: PackingScheme) -> None:
         """From now on packed matrices are of this scheme. A drafter packed already can only be asked for what it is."""
@@ -197,7 +181,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         repo_id = kwargs.pop("repo_id", folder.resolve().name)
         write_checkpoint(self.to_checkpoint(), folder, format=format or default_format(self.config))
         if push_to_hub:
-            self._upload(folder, repo_id, **kwargs)
+            publish_folder(folder, repo_id, **kwargs)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:  # type: ignore[override]
         """Put the drafter on the Hub with its card and the records beside it; returns the commit's address.
@@ -214,26 +198,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             PublishingError: the card lacks evidence, or the Hub refuses; the message says what is missing.
         """
         origin = Path(self.name_or_path or "unsaved").resolve()
-        with TemporaryDirectory() as name:
-            folder = Path(name) / origin.name  # a card that nobody has changed is told by the folder's name in it
-            write_checkpoint(self.to_checkpoint(), folder, format=default_format(self.config))
-            for record in set(PUBLISHED_FILES) - {CONFIG_FILE, WEIGHTS_FILE}:
-                if (origin / record).is_file():
-                    shutil.copyfile(origin / record, folder / record)
-            return self._upload(folder, repo_id, **options)
-
-    def _upload(
-        self,
-        folder: Path,
-        repo_id: str,
-        *,
-        license: str | None = None,
-        commit_message: str = "Upload drafter",
-        **options: Any,
-    ) -> str:
-        return upload(
-            prepare_upload(folder, repo_id, license=license), HubTarget(repo_id, message=commit_message, **options)
-        )
+        return publish_checkpoint(self.to_checkpoint(), origin, repo_id, **options)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -378,19 +343,6 @@ class Eagle31Drafter(Assistant, Eagle31Network):
 
 PLANNED_PACKING = {"full": None, "int8": PackingScheme("int8"), "nf4": PackingScheme("nf4", double_quant=True)}
 """What the drafter precisions of a memory plan stand for."""
-
-
-def _plan_to_keep_to(
-    memory: MemoryPlan | Literal["auto"] | None, target: PreTrainedModel | None, drafter: str | Path
-) -> MemoryPlan | None:
-    if memory is None:
-        return None
-    if target is None:
-        raise MemoryPlanError(
-            f"got memory={'a plan' if memory != 'auto' else memory!r} without a target; a plan is kept beside the "
-            "target it was made for: pass target="
-        )
-    return plan_to_apply(memory, target, drafter)
 
 
 AutoModel.register(Eagle31Config, Eagle31Drafter)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import PackingScheme
+from ..checkpoints import Checkpoint, PackingScheme, packable_shapes
 from ..errors import ConfigurationError
 from .fixed_dtypes import KeepsBufferDtypes
 
@@ -161,6 +161,20 @@ def pack_linears(
         bias = None if linear.bias is None else linear.bias.detach().to(device or linear.bias.device)
         packed = pack_matrix(linear.weight.detach().to(device or linear.weight.device), scheme, bias)
         network.set_submodule(name, packed)
+
+
+def put_packed(network: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put layers around the matrices that `checkpoint` holds packed; `network` may be on meta."""
+    assert checkpoint.scheme is not None
+    for name, shape in packable_shapes(checkpoint.config).items():
+        tensors = {
+            part.rpartition(".")[2]: tensor
+            for part, tensor in checkpoint.packed.items()
+            if part.rpartition(".")[0] == name
+        }
+        if tensors:
+            bias = getattr(network.get_submodule(name), "bias", None)  # on meta: it comes with the rest
+            network.set_submodule(name, packed_linear(checkpoint.scheme, shape, tensors, bias))
 
 
 def packed_modules(network: nn.Module) -> dict[str, PackedLinear]:

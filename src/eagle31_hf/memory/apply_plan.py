@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LARGEST_TERMS = 5
 
 
-def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedModel, drafter: Any) -> MemoryPlan:
+def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedModel | None, drafter: Any) -> MemoryPlan:
     """The plan a drafter is to be loaded under; refuses before its weights are read.
 
     Args:
@@ -34,8 +34,14 @@ def plan_to_apply(requested: MemoryPlan | Literal["auto"], target: PreTrainedMod
         drafter: folder, Hub id or configuration.
 
     Raises:
-        MemoryPlanError: it was made for another target or card, or has no room for a drafter, or not enough is free.
+        MemoryPlanError: there is no target; the plan was made for another one or another card, or has no room for a
+            drafter; or not enough is free.
     """
+    if target is None:
+        got = repr(requested) if requested == "auto" else "a plan"
+        raise MemoryPlanError(
+            f"got memory={got} without a target; a plan is kept beside the target it was made for: pass target="
+        )
     if requested != "auto" and not isinstance(requested, MemoryPlan):
         raise MemoryPlanError(f"got memory={requested!r}; wanted 'auto' or a plan of plan_memory(...)")
     card = measure_card(_device_of(target))
