@@ -1,9 +1,10 @@
-"""A cache's way in from transformers' own caches, and back out into them."""
+"""A cache as transformers meets it: what its code calls, and the way in from its own caches and back out into them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
@@ -16,7 +17,7 @@ from .stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stoc
 
 
 class ExchangingCache(Cache):
-    """What `SpeculativeCache` takes over and gives away; the rest of it is there."""
+    """What `SpeculativeCache` answers, takes over and gives away; the rest of it is there."""
 
     layers: list[SlotLayer | StateLayer]  # type: ignore[assignment]
     capacity: int
@@ -33,11 +34,41 @@ class ExchangingCache(Cache):
     def batch_size(self) -> int:
         return self._placement.batch_size
 
-    def reset(self) -> None:
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def select_rows(self, rows: Sequence[int]) -> None:
         raise NotImplementedError
 
     def _reserve(self, num_slots: int) -> None:
         raise NotImplementedError
+
+    # What transformers calls -----------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed tokens of the longest row, whichever layer is asked."""
+        return self._placement.longest
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select_rows(torch.arange(self.batch_size)[indices.cpu()].tolist())  # indices may be a boolean mask
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove `-tokens_to_remove` tokens from every row."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"got crop({tokens_to_remove}); wanted minus the number of tokens to remove, or 0")
+        self.rollback([max(length + tokens_to_remove, 0) for length in self.lengths])
+
+    def reset(self) -> None:
+        """Empty every row; buffers stay allocated."""
+        self.rollback([0] * self.batch_size)
+
+    # In and out ------------------------------------------------------------------------------------------------------
 
     def load_dynamic(self, dynamic: DynamicCache, padding: Sequence[int] | None = None) -> None:
         """Take over what a plain `generate` left in its cache.

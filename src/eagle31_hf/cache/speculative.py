@@ -375,8 +375,6 @@ class SpeculativeCache(ExchangingCache):
         self._ring_end, self._state_end = new.copy(), new.copy()
         self._placement.set_lengths(new)
 
-    # The rest of what a transformers cache does ----------------------------------------------------------------------
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row may repeat. Drops what is placed; the buffers are copied."""
         if not rows or not all(0 <= row < self.batch_size for row in rows):
@@ -392,26 +390,3 @@ class SpeculativeCache(ExchangingCache):
         self.offset_positions(None if offsets is None else offsets[:, rows])
         self._placement.set_batch(len(rows))
         self._placement.set_lengths([before[row] for row in rows])
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed tokens of the longest row, whichever layer is asked."""
-        return self.longest
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select_rows(beam_idx.tolist())
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.select_rows(torch.arange(self.batch_size)[indices.cpu()].tolist())  # indices may be a boolean mask
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.select_rows([row for row in range(self.batch_size) for _ in range(repeats)])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove `-tokens_to_remove` tokens from every row."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"got crop({tokens_to_remove}); wanted minus the number of tokens to remove, or 0")
-        self.rollback([max(length + tokens_to_remove, 0) for length in self.lengths])
-
-    def reset(self) -> None:
-        """Empty every row; buffers stay allocated."""
-        self.rollback([0] * self.batch_size)
