@@ -50,23 +50,14 @@ class DistillationModel(nn.Module):
         """Compute draft logits twice instead of keeping those of all steps: they are most of the memory."""
         self.gradient_checkpointing = True
 
-    def forward(
-        self,
-        *,
-        input_ids: Tensor,
-        loss_mask: Tensor,
-        document_ids: Tensor,
-        position_ids: Tensor,
-        written_at: Tensor,
-        aux: Tensor | None = None,
-        head_input: Tensor | None = None,
-    ) -> LossOutput:
-        """Token loss of a packed batch; see `PackedBatch` for the fields.
+    def forward(self, *, aux: Tensor | None = None, head_input: Tensor | None = None, **fields: Tensor) -> LossOutput:
+        """Token loss of a packed batch.
 
         Args:
             aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; computed by the target if absent.
+            fields: those of `PackedBatch`.
         """
-        batch = PackedBatch(input_ids, loss_mask, document_ids, position_ids, written_at)
+        batch = PackedBatch(**fields)
         aux, teacher = self.teacher_inputs(batch, aux, head_input)
         losses = step_losses(
             self.drafter,

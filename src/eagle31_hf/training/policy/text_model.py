@@ -108,30 +108,20 @@ class TextModel(DistillationModel):
         """`(B, T)`: starts, not positions that answer."""
         return written_starts(batch).float()
 
-    def forward(
-        self,
-        *,
-        input_ids: Tensor,
-        loss_mask: Tensor,
-        document_ids: Tensor,
-        position_ids: Tensor,
-        written_at: Tensor,
-        aux: Tensor | None = None,
-        head_input: Tensor | None = None,
-    ) -> LossOutput:
+    def forward(self, *, aux: Tensor | None = None, head_input: Tensor | None = None, **fields: Tensor) -> LossOutput:
         """As `DistillationModel.forward`."""
-        batch = PackedBatch(input_ids, loss_mask, document_ids, position_ids, written_at)
-        steps = self.settings.steps
+        batch = PackedBatch(**fields)
+        steps, ids = self.settings.steps, batch.input_ids.flatten()
         starts = written_starts(batch).flatten().nonzero().squeeze(1)  # (N,)
         behind = tokens_left(batch).flatten()[starts] - 1
-        temperature = written_at.flatten()[starts + 1]
+        temperature = batch.written_at.flatten()[starts + 1]
         aux, targets = self._targets(batch, starts, behind, aux, head_input)
         chances, sums, correct, counts = [], [], [], []
         for step, normed in enumerate(unroll(self.drafter, batch, aux, steps)):
             inside = behind >= 2 + step
             place = targets.place[(starts + 1 + step).clamp(max=len(targets.place) - 1)].clamp(min=0)
             logits = self.drafter.draft_logits(normed.flatten(0, 1)[starts]).float()  # (N, Vd)
-            token = input_ids.flatten()[(starts + 2 + step).clamp(max=input_ids.numel() - 1)]
+            token = ids[(starts + 2 + step).clamp(max=len(ids) - 1)]
             chance = self._chance(logits, targets, place, temperature, self._row_of(token))
             chances.append(torch.where(inside, chance, 0.0))
             best = targets.best[place]
