@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...drafter.drafter import Eagle31Drafter
@@ -94,16 +93,6 @@ class AcceptanceCounts:
         for position, (drafted, accepted) in enumerate(zip(other.drafted_at, other.accepted_at, strict=True)):
             self.drafted_at[position] += drafted
             self.accepted_at[position] += accepted
-
-    def to_tensor(self) -> Tensor:
-        """All counts as one int64 vector, to be summed over processes."""
-        return torch.tensor([self.rounds, self.accepted, *self.drafted_at, *self.accepted_at])
-
-    @classmethod
-    def from_tensor(cls, counts: Tensor, depth: int) -> AcceptanceCounts:
-        """What `to_tensor` gave."""
-        values = counts.tolist()
-        return cls(depth, values[0], values[1], values[2 : 2 + depth], values[2 + depth :])
 
 
 def evaluation_prompts(

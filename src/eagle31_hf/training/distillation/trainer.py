@@ -192,11 +192,12 @@ class DistillationTrainer(Trainer):
         found = measure_acceptance(drafter, mine, self.evaluation, self.on_measured)
         if self.args.world_size == 1:
             return found
-        depth = self.evaluation.depth
-        merged = {}
-        for category in sorted({prompt.category for prompt in self.prompts}):
-            counts = found.get(category, AcceptanceCounts(depth)).to_tensor().to(self.args.device)
-            merged[category] = AcceptanceCounts.from_tensor(self.accelerator.reduce(counts), depth)
+        merged = {
+            category: AcceptanceCounts(self.evaluation.depth) for category in sorted({p.category for p in self.prompts})
+        }
+        for of_one in gather_object([found]):
+            for category, counts in of_one.items():
+                merged[category].add(counts)
         return merged
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
