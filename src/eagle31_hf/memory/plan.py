@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
@@ -168,7 +168,6 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what the plan was made from (read back by `from_dict`), and the figures that follow from it."""
-        made_from = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         figures = {
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
@@ -177,7 +176,7 @@ class MemoryPlan:
             "bytes_by_moment": self.bytes_by_moment,
             "ledger": [asdict(term) for term in self.ledger],
         }
-        return {**made_from, "figures": figures}
+        return {**asdict(self), "figures": figures}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MemoryPlan:
@@ -194,12 +193,6 @@ class MemoryPlan:
     def to_json(self) -> str:
         """`to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2)
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else (
-        [_plain(item) for item in value] if isinstance(value, tuple) else value
-    )  # fmt: skip
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:

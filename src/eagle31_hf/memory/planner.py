@@ -8,6 +8,7 @@ the plan is a refusal that names the largest term and the nearest plans that do.
 from __future__ import annotations
 
 import importlib.util
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -229,18 +230,12 @@ def _candidates(request: _Request) -> list[MemorySettings]:
 
 
 def _longest_context(plan: MemoryPlan) -> int:
-    """Most tokens per row that fit with the plan's other settings, by bisection: bytes only grow with context."""
-    if not _fits_at(plan, 1):
-        return 0
-    fits, too_long = 1, _LARGEST_CONTEXT + 1
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        fits, too_long = (middle, too_long) if _fits_at(plan, middle) else (fits, middle)
-    return fits
+    """Most tokens per row that fit with the plan's other settings; 0: not even one does. Bytes only grow with it."""
 
+    def is_too_long(context: int) -> bool:
+        return not replace(plan, settings=replace(plan.settings, context=context)).fits
 
-def _fits_at(plan: MemoryPlan, context: int) -> bool:
-    return replace(plan, settings=replace(plan.settings, context=context)).fits
+    return bisect_left(range(1, _LARGEST_CONTEXT + 1), True, key=is_too_long)
 
 
 def _alternatives(request: _Request, target: Any, attention: str | None) -> tuple[Alternative, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from ..errors import TrainingError
 
 STEPS_FILE = "steps.json"
+MOST_STEPS = 2**40
 
 
 def steps_in_time(folder: Path, seconds_of: Callable[[int], float], left_s: float, *, resume: bool) -> int:
@@ -43,12 +45,4 @@ def steps_in_time(folder: Path, seconds_of: Callable[[int], float], left_s: floa
 
 def most_steps(seconds_of: Callable[[int], float], left_s: float) -> int:
     """The most steps that take no longer than that; 0: not even one does not."""
-    if seconds_of(1) > left_s:
-        return 0
-    fits, too_many = 1, 2
-    while seconds_of(too_many) <= left_s:
-        fits, too_many = too_many, 2 * too_many
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if seconds_of(middle) <= left_s else (fits, middle)
-    return fits
+    return bisect_right(range(1, MOST_STEPS), left_s, key=seconds_of)
