@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 
 import pytest
 import torch
@@ -169,15 +170,24 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segm
         (AllocatorSetup(EXPANDABLE), []),
         (AllocatorSetup({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}), []),
         (AllocatorSetup({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}), []),
-        (AllocatorSetup({}, system="Windows"), ["Sysmem Fallback"]),
-        (AllocatorSetup({}, is_wsl=True), ["Sysmem Fallback"]),
-        (AllocatorSetup(EXPANDABLE, is_wsl=True), ["Sysmem Fallback"]),
+        (AllocatorSetup({}, spills=True), ["Sysmem Fallback"]),
+        (AllocatorSetup(EXPANDABLE, spills=True), ["Sysmem Fallback"]),
     ],
 )
 def test_advice_fits_the_machine(setup: AllocatorSetup, said: list[str]) -> None:
     advice = allocator_advice(setup)
     assert len(advice) == len(said)
     assert all(words in line for words, line in zip(said, advice, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [("Windows", "11", True), ("Linux", "6.6.87-microsoft-standard-WSL2", True), ("Linux", "6.8.0-generic", False)],
+)
+def test_drivers_of_windows_spill(monkeypatch: pytest.MonkeyPatch, system: str, release: str, spills: bool) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert AllocatorSetup.of_this_process().spills == spills
 
 
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from .cards import driver_spills
 
 logger = logging.getLogger(__name__)
 
@@ -22,19 +23,16 @@ class AllocatorSetup:
 
     Attributes:
         settings: content of the variables in `VARIABLES`, empty ones left out.
-        system: `platform.system()`.
-        is_wsl: Linux inside Windows.
+        spills: see `cards.driver_spills`.
     """
 
     settings: Mapping[str, str]
-    system: str = "Linux"
-    is_wsl: bool = False
+    spills: bool = False
 
     @classmethod
     def of_this_process(cls) -> AllocatorSetup:
         settings = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-        is_wsl = "microsoft" in platform.release().lower()
-        return cls(settings, platform.system(), is_wsl)
+        return cls(settings, driver_spills())
 
     @property
     def expands_segments(self) -> bool:
@@ -46,11 +44,6 @@ class AllocatorSetup:
     def has_other_backend(self) -> bool:
         """cudaMallocAsync has no segments."""
         return "backend:cudamallocasync" in ",".join(self.settings.values()).lower().replace(" ", "")
-
-    @property
-    def spills(self) -> bool:
-        """Whether the driver moves to main memory, without an error and ten times slower, instead of running out."""
-        return self.is_wsl or self.system == "Windows"
 
 
 def allocator_advice(setup: AllocatorSetup) -> list[str]:

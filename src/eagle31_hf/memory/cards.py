@@ -57,7 +57,7 @@ class Card:
     @property
     def default_margin_bytes(self) -> int:
         """Left free unless told otherwise: 3 %, and 1.5 GiB where the driver spills instead of failing."""
-        spills = self.measured and self.kind == "cuda" and _driver_spills()
+        spills = self.measured and self.kind == "cuda" and driver_spills()
         return max(self.total_bytes * 3 // 100, _SPILL_MARGIN_BYTES if spills else 0)
 
     def is_same_as(self, other: Card) -> bool:
@@ -237,5 +237,6 @@ def _measure_metal() -> Card:
     return Card(f"Apple {platform.machine()}", "mps", total, usable, METAL_CONTEXT_BYTES, measured=True)
 
 
-def _driver_spills() -> bool:
+def driver_spills() -> bool:
+    """Whether the driver moves to main memory, without an error and ten times slower, instead of running out."""
     return platform.system() == "Windows" or "microsoft" in platform.release().lower()

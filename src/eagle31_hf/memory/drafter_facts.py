@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoints import inspect_checkpoint, packable_shapes
+from ..checkpoints.formats import filled
 from ..checkpoints.plain_config import PlainConfig
 from ..errors import MemoryPlanError
 from .activation_bytes import DecoderShape, DrafterShape
@@ -110,8 +111,8 @@ def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
 def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
     """Facts of a drafter of this configuration; parameter counts as in `modeling_eagle31`."""
     width, inner = config.hidden_size, config.intermediate_size
-    head_dim, kv_heads = _known(config.head_dim), _known(config.num_key_value_heads)
-    target_width, draft_vocab = _known(config.target_hidden_size), _known(config.draft_vocab_size)
+    head_dim, kv_heads = filled(config.head_dim), filled(config.num_key_value_heads)
+    target_width, draft_vocab = filled(config.target_hidden_size), filled(config.draft_vocab_size)
     qkv_rows = (config.num_attention_heads + 2 * kv_heads) * head_dim
     aux_width = config.num_aux_hidden_states * target_width
     linears: list[tuple[int, int]] = []
@@ -131,8 +132,8 @@ def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
         q_heads=config.num_attention_heads,
         # Latent attention has one key, latent and rotated part side by side, and one value, the latent.
         kv_heads=1 if latent else kv_heads,
-        key_dim=_known(config.kv_lora_rank) + head_dim if latent else head_dim,
-        value_dim=_known(config.kv_lora_rank) if latent else head_dim,
+        key_dim=filled(config.kv_lora_rank) + head_dim if latent else head_dim,
+        value_dim=filled(config.kv_lora_rank) if latent else head_dim,
         mlp_units=4 * inner,
         vocab_size=config.vocab_size,
         windows=(config.sliding_window,) * config.num_hidden_layers,
@@ -152,11 +153,6 @@ def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
 
 def _latent_elements(config: Eagle31Config) -> int:
     """Of one layer's latent attention, what is never packed: the matrix that makes keys and values, and two norms."""
-    rank, heads = _known(config.kv_lora_rank), config.num_attention_heads
-    made = heads * (_known(config.qk_nope_head_dim) + _known(config.v_head_dim)) * rank
+    rank, heads = filled(config.kv_lora_rank), config.num_attention_heads
+    made = heads * (filled(config.qk_nope_head_dim) + filled(config.v_head_dim)) * rank
     return made + rank + (config.q_lora_rank or 0)
-
-
-def _known(size: int | None) -> int:
-    assert size is not None, "Eagle31Config fills in the sizes left out"
-    return size
