@@ -26,12 +26,11 @@ LAYOUT = "eagle31_hf"
 """Marks a `quantization_config` whose tensors are laid out as here; bitsandbytes' own layout names them otherwise."""
 
 METHODS = ("int8", "nf4", "fp4")
-_FUSED = {  # our matrix -> the published ones it stands for
+FUSED_PROJECTIONS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.o_proj": ("self_attn.o_proj",),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down_proj": ("mlp.down_proj",),
 }
+"""Our matrix: the published ones it stacks, top row first."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def latent_matrices(config: Eagle31Config, read: int) -> dict[str, tuple[int, in
 
 def published_weights(module: str) -> list[str]:
     """Canonical names of the weights that the packed matrix `module` stands for."""
-    for fused, parts in _FUSED.items():
+    for fused, parts in FUSED_PROJECTIONS.items():
         if module.endswith(fused):
             return [f"{module.removesuffix(fused)}{part}.weight" for part in parts]
     return [f"{module}.weight"]

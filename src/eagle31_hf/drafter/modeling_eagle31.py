@@ -23,17 +23,12 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..checkpoints.packed import FUSED_PROJECTIONS
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .attention import AttendingCache, make_attention
 from .fixed_dtypes import KeepsBufferDtypes
 from .packed_linear import packed_tensors
-
-# Our fused parameter -> the checkpoint parameters it stacks, top row first.
-FUSED_PROJECTIONS = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ class Eagle31Network(PreTrainedModel):
     def canonical_tensors(self) -> dict[str, Tensor]:
         """Parameters and `d2t` under their published names, fused matrices split into views (no copy).
 
-        Packed matrices are not among them; they have no published names (`quantization.packed_tensors`).
+        Packed matrices are not among them; they have no published names (`packed_linear.packed_tensors`).
         """
         packed = packed_tensors(self)
         tensors: dict[str, Tensor] = {}
