@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..checkpoints import inspect_checkpoint, packable_shapes
+from ..checkpoints import expected_shapes, inspect_checkpoint, packable_shapes, published_weights
 from ..checkpoints.formats import filled
 from ..checkpoints.plain_config import PlainConfig
 from ..errors import MemoryPlanError
@@ -109,32 +109,24 @@ def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
 
 
 def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
-    """Facts of a drafter of this configuration; parameter counts as in `modeling_eagle31`."""
-    width, inner = config.hidden_size, config.intermediate_size
+    """Facts of a drafter of this configuration."""
     head_dim, kv_heads = filled(config.head_dim), filled(config.num_key_value_heads)
-    target_width, draft_vocab = filled(config.target_hidden_size), filled(config.draft_vocab_size)
-    qkv_rows = (config.num_attention_heads + 2 * kv_heads) * head_dim
-    aux_width = config.num_aux_hidden_states * target_width
-    linears: list[tuple[int, int]] = []
-    plain = aux_width * width + (width if config.fc_bias else 0) + width  # fc, final norm
-    plain += aux_width if config.aux_norm != "none" else 0
+    draft_vocab = filled(config.draft_vocab_size)
+    aux_width = config.num_aux_hidden_states * filled(config.target_hidden_size)
     packable = packable_shapes(config)
-    linears += [size for name, size in packable.items() if name != "lm_head"]
-    for layer in range(config.num_hidden_layers):
-        joins = layer == 0
-        plain += (3 if joins else 2) * width + (2 * head_dim if config.qk_norm else 0)
-        plain += (qkv_rows + width if config.attention_bias else 0) + (2 * inner + width if config.mlp_bias else 0)
-        plain += _latent_elements(config) if config.is_latent else 0
+    counted_apart = {weight for module in packable for weight in published_weights(module)}
+    counted_apart |= {"embed_tokens.weight", "lm_head.weight", "d2t"}
+    shapes = expected_shapes(config)
     reduced = draft_vocab < config.vocab_size
     latent = config.is_latent
     decoder = DecoderShape(
-        hidden_size=width,
+        hidden_size=config.hidden_size,
         q_heads=config.num_attention_heads,
         # Latent attention has one key, latent and rotated part side by side, and one value, the latent.
         kv_heads=1 if latent else kv_heads,
         key_dim=filled(config.kv_lora_rank) + head_dim if latent else head_dim,
         value_dim=filled(config.kv_lora_rank) if latent else head_dim,
-        mlp_units=4 * inner,
+        mlp_units=4 * config.intermediate_size,
         vocab_size=config.vocab_size,
         windows=(config.sliding_window,) * config.num_hidden_layers,
         element_bytes=element_bytes,
@@ -143,16 +135,9 @@ def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
         name=config.name_or_path or "one layer shaped like the target's",
         fingerprint=digest({**asdict(decoder), "aux": aux_width, "draft_vocab": draft_vocab}),
         shape=DrafterShape(decoder, aux_width, draft_vocab),
-        linears=tuple(linears),
-        head=(draft_vocab, width) if config.own_lm_head or reduced else None,
-        embedding_elements=config.vocab_size * width if config.own_embedding else 0,
-        plain_elements=plain,
+        linears=tuple(size for name, size in packable.items() if name != "lm_head"),
+        head=(draft_vocab, config.hidden_size) if config.own_lm_head or reduced else None,
+        embedding_elements=config.vocab_size * config.hidden_size if config.own_embedding else 0,
+        plain_elements=sum(math.prod(shape) for name, shape in shapes.items() if name not in counted_apart),
         fixed_bytes=(8 * draft_vocab if reduced else 0) + 2 * 4 * (head_dim // 2),
     )
-
-
-def _latent_elements(config: Eagle31Config) -> int:
-    """Of one layer's latent attention, what is never packed: the matrix that makes keys and values, and two norms."""
-    rank, heads = filled(config.kv_lora_rank), config.num_attention_heads
-    made = heads * (filled(config.qk_nope_head_dim) + filled(config.v_head_dim)) * rank
-    return made + rank + (config.q_lora_rank or 0)
