@@ -118,7 +118,7 @@ def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(binding.model.generation_config, "eos_token_id", [2, third])
         shorter = write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
-        patched.setattr(known_texts, "_until_end", lambda answer, model: answer[:1])
+        patched.setattr(known_texts, "until_end", lambda answer, ends: answer[:1])
         with pytest.raises(ConfigurationError, match="ends its text at once"):
             write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
     assert int(shorter.texts[0].text.ids[-1]) == third

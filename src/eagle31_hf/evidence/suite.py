@@ -32,6 +32,7 @@ from ..target.binding import TargetBinding
 from ..target.device_clock import now
 from ..target.served_processing import processing_of
 from ..texts.prompts import Prompt
+from ..training.data.padding import end_ids, until_end
 from .bare import drafted_depths
 from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, digest_of, served_by
 from .exactness import SampledBy, judge
@@ -255,16 +256,8 @@ class BenchmarkRun:
                     "generation config ends its texts early; remove it, since only texts of one length are compared"
                 )
             return tokens.tolist()
-        ends = self._ends()
-        answers = []
-        for row in tokens.tolist():
-            stop = next((place for place, token in enumerate(row, 1) if token in ends), len(row))
-            answers.append(row[:stop])
-        return answers
-
-    def _ends(self) -> set[int]:
-        eos: Any = self.binding.model.generation_config.eos_token_id
-        return set() if eos is None else set(eos) if isinstance(eos, list) else {eos}
+        ends = end_ids(self.binding.model)
+        return [until_end(row, ends) for row in tokens.tolist()]
 
     # --- methods ----------------------------------------------------------------------------------------------------
 

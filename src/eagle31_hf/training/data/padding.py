@@ -1,8 +1,8 @@
-"""Prompts of different length as one batch for `generate`."""
+"""Prompts of different length as one batch for `generate`, and where its texts end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,3 +25,15 @@ def pad_token_id(model: Any) -> int:
         if isinstance(value, int):
             return value
     return 0
+
+
+def end_ids(model: Any) -> set[int]:
+    """Tokens that end the target's texts, by its generation config."""
+    ends = model.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def until_end(answer: list[int], ends: Collection[int]) -> list[int]:
+    """An answer up to and with its end."""
+    stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
+    return answer[:stop]

@@ -15,7 +15,7 @@ from ...errors import ConfigurationError
 from ...texts.conversations import Conversation, Message, conversation_from_row
 from .disk import require_disk
 from .json_lines import append_lines, read_whole_lines
-from .padding import left_padded, pad_token_id
+from .padding import end_ids, left_padded, pad_token_id, until_end
 from .rendering import prompt_ids
 
 TURNS = ("each", "last", "none")
@@ -175,8 +175,7 @@ class _Writer:
         self.target: Any = target
         self.tokenizer = tokenizer
         self.settings = settings
-        ends = target.generation_config.eos_token_id if target.generation_config is not None else None
-        self.ends = set(ends) if isinstance(ends, list) else {ends}
+        self.ends = end_ids(target)
 
     def write(self, batch: list[Conversation], on_rows: Callable[[list[dict[str, Any]]], None]) -> None:
         """Write the answers of `batch`; `on_rows` gets the rows that have ended, after each token (most often none).
@@ -243,7 +242,7 @@ class _Writer:
 class _AsTheyEnd(StoppingCriteria):
     """Stops nothing: hands on the answers of a batch, each when it ends, and the rest when the batch does."""
 
-    def __init__(self, ends: set[int | None], add: Callable[[int, list[int]], None], tell: Callable[[], None]):
+    def __init__(self, ends: set[int], add: Callable[[int, list[int]], None], tell: Callable[[], None]):
         self._ends, self._add, self._tell = ends, add, tell
         self._ended: set[int] = set()
         self.prompt_length = 0
@@ -263,13 +262,7 @@ class _AsTheyEnd(StoppingCriteria):
     def _hand_on(self, index: int, ids: Any) -> None:
         if index not in self._ended:
             self._ended.add(index)
-            self._add(index, self._until_end(ids[index, self.prompt_length :].tolist()))
-
-    def _until_end(self, answer: list[int]) -> list[int]:
-        for position, token in enumerate(answer):
-            if token in self._ends:
-                return answer[: position + 1]
-        return answer
+            self._add(index, until_end(ids[index, self.prompt_length :].tolist(), self._ends))
 
 
 class _Row:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from ...errors import ConfigurationError, TrainingError
 from ...texts.conversations import Conversation
 from .json_lines import append_lines, read_whole_lines
-from .padding import left_padded, pad_token_id
+from .padding import end_ids, left_padded, pad_token_id
 from .prompt_sieve import PromptSieve
 
 SOURCE = "self"
@@ -217,8 +217,7 @@ class _PromptWriter:
 def _end_ids(target: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """What ends a user's words: the first token the template puts behind them, and what ends any text."""
     closing = tokenizer(user_turn(tokenizer, None).closing, add_special_tokens=False)["input_ids"]
-    ends = target.generation_config.eos_token_id
-    return {*closing[:1], *(ends if isinstance(ends, list) else [ends])} - {None}
+    return {*closing[:1], *end_ids(target)}
 
 
 class _MostHaveEnded(StoppingCriteria):

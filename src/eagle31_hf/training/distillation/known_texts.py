@@ -30,7 +30,7 @@ from ...sampling.logits_processing import DraftWarping, ScoreProcessing
 from ...target.binding import TargetBinding
 from ...target.served_processing import processing_of
 from ...trees.shape import DraftShape
-from ..data.padding import left_padded, pad_token_id
+from ..data.padding import end_ids, left_padded, pad_token_id, until_end
 from ..data.regeneration import sampling_options
 from .evaluation import EvaluationPrompt
 
@@ -178,22 +178,16 @@ def write_texts(
             sampled = None
             if temperature > 0:
                 sampled = SampledBatch(state, len(batch), binding.text_config.vocab_size, binding.input_device)
-            for row, (prompt, answer) in enumerate(zip(batch, out[:, ids.shape[1] :], strict=True)):
-                answer = _until_end(answer, model)
+            for row, (prompt, written) in enumerate(zip(batch, out[:, ids.shape[1] :].tolist(), strict=True)):
+                answer = until_end(written, end_ids(model))
                 if len(answer) > 1:
-                    whole = torch.cat((torch.tensor(prompt.input_ids, device=answer.device), answer))
+                    whole = torch.tensor([*prompt.input_ids, *answer], device=out.device)
                     text = _on_cpu(read_text(binding, whole, len(prompt.input_ids), kept))
                     found.append(KnownText(text, prompt.category, sampled, row))
             on_prompts(len(batch))
     if not found:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
     return KnownTexts(temperature, warping, max_new_tokens, tuple(found))
-
-
-def _until_end(answer: Tensor, model: Any) -> Tensor:
-    ends = model.generation_config.eos_token_id
-    ended = torch.isin(answer, answer.new_tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends]))
-    return answer[: int(ended.int().argmax()) + 1] if bool(ended.any()) else answer
 
 
 def _on_cpu(text: TargetText) -> TargetText:
