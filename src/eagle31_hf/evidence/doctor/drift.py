@@ -134,12 +134,10 @@ def plot_drift(curves: Sequence[DriftCurve], path: Any) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
     panels = (
         ("share of attention on the prompt's first tokens", lambda curve: curve.sink),
         ("share of attention on the draft's own tokens", lambda curve: curve.own),
@@ -161,4 +159,3 @@ def plot_drift(curves: Sequence[DriftCurve], path: Any) -> None:
         axis.set_ylim(0, 1.08 * highest or 1.0)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

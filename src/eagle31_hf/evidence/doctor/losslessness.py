@@ -20,7 +20,7 @@ from ...stats import Acceptance
 from ...target.served_processing import processing_of
 from ...training.data.regeneration import sampling_options
 from ..bare import requested_shape
-from ..calls import TIE
+from ..calls import TIE, served_by
 from ..exactness import TIE_ROUNDINGS, SampledBy, judge
 
 
@@ -117,7 +117,7 @@ def compare_texts(
         stats = drafter.stats
         assert stats is not None, "generate leaves its figures"
         drafted.append(stats)
-        loops[f"{stats.loop}: {stats.reason}" if stats.reason else stats.loop] += 1
+        loops[served_by(stats)] += 1
         plain, ours = written
         if not torch.equal(plain, ours):
             sampled = None if warping is None else SampledBy(number, 0, 1, warping)

@@ -54,30 +54,21 @@ class Plot:
     table: DataTable
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigurationError("plots need matplotlib: pip install matplotlib jinja2") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 @contextmanager
 def _axes(height: float = HEIGHT) -> Iterator[tuple[Any, list[str]]]:
     """Axes to draw on; the SVG is appended to the list at the end."""
-    pyplot, made = _pyplot(), list[str]()
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
-        try:
-            yield axes, made
-            file = io.StringIO()
-            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-            made.append(file.getvalue())
-        finally:
-            pyplot.close(figure)
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("plots need matplotlib: pip install matplotlib jinja2") from error
+    made: list[str] = []
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure.add_subplot(), made
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        made.append(file.getvalue())
 
 
 def colours(methods: Sequence[MethodSummary]) -> dict[str, str]:
