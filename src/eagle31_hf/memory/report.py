@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +74,14 @@ def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
     return rows
 
 
-@dataclass(frozen=True)
-class HomeLabRow:
-    """Longest context in tokens, drafter included, per (card, scheme); 0 where the target does not fit at all."""
-
-    target: str
-    longest_context: dict[tuple[str, str], int]
-
-
 def home_lab_table(
     targets: dict[str, Any] | None = None,
     *,
     cards: Sequence[str] = HOME_LAB_CARDS,
     schemes: Sequence[str] = HOME_LAB_SCHEMES,
-) -> list[HomeLabRow]:
-    """What fits on which card, with a drafter and caches in full precision, at which context.
+) -> dict[str, dict[tuple[str, str], int]]:
+    """What fits on which card, with a drafter and caches in full precision: by target, then by (card, scheme), tokens
+    of the longest context; 0 where the target does not fit at all.
 
     Args:
         targets: name -> anything `plan_memory` takes as target; default `known_targets`.
@@ -97,11 +89,10 @@ def home_lab_table(
     from .known_targets import known_targets
 
     targets = targets or {name: known.config for name, known in known_targets().items()}
-    rows = []
-    for name, target in targets.items():
-        found = {(card, scheme): _longest_with_drafter(target, scheme, card) for card in cards for scheme in schemes}
-        rows.append(HomeLabRow(name, found))
-    return rows
+    return {
+        name: {(card, scheme): _longest_with_drafter(target, scheme, card) for card in cards for scheme in schemes}
+        for name, target in targets.items()
+    }
 
 
 def _longest_with_drafter(target: Any, scheme: str, card: str) -> int:
@@ -110,21 +101,6 @@ def _longest_with_drafter(target: Any, scheme: str, card: str) -> int:
     )
     trained = plan.target.max_position_embeddings or plan.longest_context
     return min(plan.longest_context, trained)
-
-
-def home_lab_markdown(rows: Sequence[HomeLabRow]) -> str:
-    """The table in Markdown, contexts in thousands of tokens."""
-    columns = list(rows[0].longest_context) if rows else []
-    head = ["target", *(f"{card}, {scheme}" for card, scheme in columns)]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in rows:
-        cells = [_thousands(row.longest_context[column]) for column in columns]
-        lines.append("| " + " | ".join([row.target, *cells]) + " |")
-    return "\n".join(lines)
-
-
-def _thousands(tokens: int) -> str:
-    return "no" if tokens < 1024 else f"{tokens // 1024}k"
 
 
 def _bars(plan: MemoryPlan, moments: Sequence[str]) -> list[tuple[str, list[float]]]:
