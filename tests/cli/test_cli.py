@@ -115,7 +115,7 @@ def test_generate_on_a_gpu(tmp_path):
 def test_ceiling_is_tokens_per_round_over_its_cost_in_plain_steps():
     costs = BareCosts(target_step_s=0.010, verify_s=0.012, drafter_step_s=0.001, absorb_s=0.002, verified_tokens=7,
                       drafter_steps=6)  # fmt: skip
-    assert costs.ceiling(4.5) == pytest.approx(4.5 * 10 / (12 + 2 + 5))
+    assert costs.ceiling(4.5, plain_step_s=0.010) == pytest.approx(4.5 * 10 / (12 + 2 + 5))
 
 
 def test_acceptance_of_several_calls_adds_up():

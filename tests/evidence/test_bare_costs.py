@@ -33,6 +33,11 @@ def test_quantiles_stand_for_shares(counts, count):
     assert all(abs(chosen.count(key) - share * count) < 1 + 1e-9 for key, share in shares.items())
 
 
+def measured(meter: BareMeter, depths: dict[int, float] | None = None) -> BareCosts:
+    meter.time_rounds(depths)
+    return meter.costs(depths)
+
+
 @torch.no_grad()
 def test_bare_costs_weigh_the_widths_that_occurred(drafter, monkeypatch):
     seen = []
@@ -42,7 +47,7 @@ def test_bare_costs_weigh_the_widths_that_occurred(drafter, monkeypatch):
     )
     meter = BareMeter(drafter, torch.arange(9)[None], CHAIN)
     seen.clear()  # the context
-    costs = meter.measure({4: 0.5, 2: 0.5})
+    costs = measured(meter, {4: 0.5, 2: 0.5})
     assert {tuple(shape) for shape in seen} == {(1, 1), (1, 5), (1, 3)}
     assert (costs.verified_tokens, costs.drafter_steps) == (4.0, 3.0)
     assert meter.cache.lengths == [9], "nothing is committed: the context stays as long as it was"
@@ -66,7 +71,7 @@ def test_bare_forwards_read_states_as_rounds_do():
 
     with mock.patch.object(binding, "forward", watched):
         for shape in (CHAIN, DraftShape(4, top_k=2, size=8)):
-            BareMeter(drafter, torch.arange(9)[None], shape).measure()
+            BareMeter(drafter, torch.arange(9)[None], shape).time_rounds()
     taped = binding.mixers.taped
     assert set(seen) == {
         (9, False, False, 1),
@@ -81,7 +86,7 @@ def test_bare_forwards_read_states_as_rounds_do():
 def test_trees_may_be_shallow_or_missing(compiled, nodes, steps, drafter, monkeypatch):
     use_fixed_shapes_only(monkeypatch)
     meter = BareMeter(drafter, torch.arange(9)[None], DraftShape(4, top_k=2, size=8), compiled=compiled)
-    costs = meter.measure({0: 1 / 3, 1: 1 / 3, 4: 1 / 3})
+    costs = measured(meter, {0: 1 / 3, 1: 1 / 3, 4: 1 / 3})
     assert costs.verified_tokens == pytest.approx(nodes / 3)
     assert costs.drafter_steps == pytest.approx(steps / 3)
 
@@ -104,7 +109,7 @@ def test_bare_costs_are_means_of_what_was_timed_since_the_last(drafter, monkeypa
 def test_bare_costs_of_compiled_loops_are_those_of_compiled_forwards(drafter, shape, monkeypatch):
     use_fixed_shapes_only(monkeypatch)
     meter = BareMeter(drafter, torch.arange(9)[None], shape, compiled=True)
-    costs = meter.measure()
+    costs = measured(meter)
     graphs = {kind for kind, *_ in drafter.require_binding().compiled.keys}
     assert graphs == {"verify", "absorb", "step"}
     assert drafter.require_binding().compiled.disabled_reason == ""

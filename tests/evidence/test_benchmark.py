@@ -61,7 +61,7 @@ def test_speedups_are_formed_within_a_repeat():
 
 def test_the_ceiling_is_made_of_bare_forwards_and_the_plain_step():
     assert BARE.round_s == pytest.approx(0.017)  # verify, absorb, three more steps
-    assert BARE.ceiling(4.0) == pytest.approx(4.0 * 10 / 17)
+    assert BARE.ceiling(4.0, plain_step_s=0.010) == pytest.approx(4.0 * 10 / 17)
     chain, _ = record()
     assert chain.plain_step_s == pytest.approx(1.5 / 128)
     assert chain.ceiling == pytest.approx(4.5 * (1.5 / 128) / 0.017)

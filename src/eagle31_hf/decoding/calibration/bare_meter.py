@@ -28,7 +28,6 @@ from ...trees.draft_tree import DraftTree
 from ...trees.shape import DraftShape
 from ..pair_caches import PairCaches
 
-CALLS = 10
 FEW_CALLS = 3  # beside each text of a loop
 UNCOUNTED_CALLS = 2  # the first ones of a width pay for allocation and compiling
 
@@ -62,14 +61,13 @@ class BareCosts:
         """Drafter steps of a round behind the first, which reads hidden states."""
         return max(self.drafter_steps - 1, 0.0)
 
-    def ceiling(self, acceptance_length: float, plain_step_s: float | None = None) -> float:
+    def ceiling(self, acceptance_length: float, plain_step_s: float) -> float:
         """Speedup of loops that cost nothing: tokens per round times a plain step, over what a round must compute.
 
         Args:
-            plain_step_s: seconds per step of the plain decoding to beat; default: the bare target step.
+            plain_step_s: seconds per step of the plain decoding to beat.
         """
-        step_s = self.target_step_s if plain_step_s is None else plain_step_s
-        return acceptance_length * step_s / self.round_s
+        return acceptance_length * plain_step_s / self.round_s
 
 
 class WidthSeconds(NamedTuple):
@@ -158,24 +156,18 @@ class BareMeter:
             aux[:, -min(absorbed, length) :].to(self.drafter.device, self.drafter.dtype).clone()
         )  # (B, absorbed, A*Ht)
 
-    def measure(self, depths: Mapping[int, float] | None = None) -> BareCosts:
-        """Ten rounds at once; see `time_rounds` and `costs`."""
-        self.time_rounds(depths, CALLS)
-        return self.costs(depths)
-
     @torch.no_grad()
-    def measure_width(self, width: int, count: int = FEW_CALLS) -> WidthSeconds:
-        """Medians over bare rounds of one width, in the order of a round.
+    def measure_width(self, width: int) -> WidthSeconds:
+        """Medians over bare rounds of one width, in the order of a round, after some that pay for allocation.
 
         Args:
             width: tokens the target reads at once, no more than the shape has nodes.
-            count: rounds that are counted, after others that pay for allocation and compiling.
         """
         with self.binding.masked_attention():
             verify = self._timed(self._target_over(width) if self._verification is None else self._compiled_over(width))
             absorb, step = self._timed(self._absorb()), self._timed(self._drafter_step())
             rounds = []
-            for _ in range(UNCOUNTED_CALLS + count):
+            for _ in range(UNCOUNTED_CALLS + FEW_CALLS):
                 with self.binding.capturing():
                     verify_s = verify()
                 rounds.append((verify_s, absorb(), step()))
