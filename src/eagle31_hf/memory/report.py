@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,7 @@ def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
     return rows
 
 
-def home_lab_table(
-    targets: dict[str, Any] | None = None,
-    *,
-    cards: Sequence[str] = HOME_LAB_CARDS,
-    schemes: Sequence[str] = HOME_LAB_SCHEMES,
-) -> dict[str, dict[tuple[str, str], int]]:
+def home_lab_table(targets: dict[str, Any] | None = None) -> dict[str, dict[tuple[str, str], int]]:
     """What fits on which card, with a drafter and caches in full precision: by target, then by (card, scheme), tokens
     of the longest context; 0 where the target does not fit at all.
 
@@ -90,12 +86,12 @@ def home_lab_table(
 
     targets = targets or {name: known.config for name, known in known_targets().items()}
     return {
-        name: {(card, scheme): _longest_with_drafter(target, scheme, card) for card in cards for scheme in schemes}
+        name: {pair: _longest_with_drafter(target, *pair) for pair in product(HOME_LAB_CARDS, HOME_LAB_SCHEMES)}
         for name, target in targets.items()
     }
 
 
-def _longest_with_drafter(target: Any, scheme: str, card: str) -> int:
+def _longest_with_drafter(target: Any, card: str, scheme: str) -> int:
     plan = plan_memory(
         target, quantization=scheme, card=card, context=2048, draft_tokens=6, prefill_chunk=1024, cache_type="full"
     )

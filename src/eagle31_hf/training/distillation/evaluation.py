@@ -32,18 +32,16 @@ class EvaluationPrompt:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How acceptance is measured.
+    """How acceptance is measured, of greedy texts.
 
     Attributes:
         depth: draft tokens per round (a chain).
         max_new_tokens: most tokens per prompt.
-        temperature: 0 is greedy.
         batch_size: prompts at a time.
     """
 
     depth: int = 5
     max_new_tokens: int = 128
-    temperature: float = 0.0
     batch_size: int = 16
 
 
@@ -168,7 +166,7 @@ def _generate(drafter: Eagle31Drafter, prompts: list[list[int]], settings: Evalu
         assistant_model=drafter,
         max_new_tokens=settings.max_new_tokens,
         pad_token_id=pad_token_id(model),
-        **sampling_options(settings.temperature),
+        **sampling_options(0.0),
     )
     assert drafter.stats is not None, "generate with our drafter leaves stats"
     return drafter.stats
