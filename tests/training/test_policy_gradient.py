@@ -78,7 +78,6 @@ def test_chain_logits_are_those_the_drafts_were_drawn_from(target) -> None:
         noise = torch.empty(6, 3, drafter.config.vocab_size).exponential_()[..., drafter.draft_ids]
     scores = chain_logits(drafter, rollout.contexts, rollout.tokens) / 0.7
     assert torch.equal((scores - noise.log()).argmax(-1), rollout.draft_ids)
-    assert torch.allclose(scores.log_softmax(-1), rollout.draft_log_probs, atol=1e-5)
     # And the target judged them as it would in a forward of its own.
     row = torch.cat((contexts.tokens[1, : contexts.lengths[1]], contexts.roots[1:2], rollout.tokens[2]))
     logits = target(row[None]).logits[0, contexts.lengths[1] : contexts.lengths[1] + 3] / 0.7

@@ -18,7 +18,6 @@ from ...drafter.replay import rows_of_ids
 from ...drafter.session import DraftSession
 from ...generation_config import DraftLength
 from ...target.verify import Verification
-from ...trees.draft_tree import DraftTree
 from ..data.packing import NOT_WRITTEN, PackedBatch
 from ..distillation.step_attention import GrowingCache
 from ..distillation.unroll import supervised_positions
@@ -55,14 +54,12 @@ class ChainRollout:
     Attributes:
         contexts: with their aux states.
         tokens, draft_ids: `(N*G, K)` drafted tokens as target ids and as ids of the draft vocabulary.
-        draft_log_probs: `(N*G, K, Vd)` the distributions they were drawn from, for tests.
         target_log_probs: `(N*G, K, Vd)` the target's at the same places, over its whole vocabulary, draft ids only.
     """
 
     contexts: Contexts
     tokens: Tensor
     draft_ids: Tensor
-    draft_log_probs: Tensor
     target_log_probs: Tensor
 
 
@@ -106,14 +103,8 @@ def tokens_left(batch: PackedBatch) -> Tensor:
     return left
 
 
-@dataclass(frozen=True)
-class _Prefilled:
-    contexts: Contexts
-    cache: SpeculativeCache
-    device: torch.device
-
-
-def _prefill(drafter: Eagle31Drafter, contexts: Contexts, nodes: int) -> _Prefilled:
+def _prefill(drafter: Eagle31Drafter, contexts: Contexts, nodes: int) -> tuple[Contexts, SpeculativeCache]:
+    """The contexts with their aux states, and the target's cache of them."""
     binding = drafter.require_binding()
     tokens = contexts.tokens.to(binding.input_device)
     longest = tokens.shape[1]
@@ -130,7 +121,7 @@ def _prefill(drafter: Eagle31Drafter, contexts: Contexts, nodes: int) -> _Prefil
     out = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1)
     cache.commit(contexts.lengths)
     assert out.aux is not None, "the binding captures"
-    return _Prefilled(replace(contexts, aux=out.aux), cache, tokens.device)
+    return replace(contexts, aux=out.aux), cache
 
 
 def _session(drafter: Eagle31Drafter, contexts: Contexts, block: int) -> DraftSession:
@@ -141,11 +132,6 @@ def _session(drafter: Eagle31Drafter, contexts: Contexts, block: int) -> DraftSe
     )
     session.absorb(contexts.shifted, contexts.aux, contexts.lengths)
     return session
-
-
-def _verify(drafter: Eagle31Drafter, tree: DraftTree, cache: SpeculativeCache) -> Tensor:
-    """The target's logits `(B, N, V)` at every node, float32."""
-    return Verification(drafter.require_binding(), cache)(tree).logits.float()
 
 
 @torch.no_grad()
@@ -159,25 +145,23 @@ def roll_out_chains(
     """
     binding = drafter.require_binding()
     with binding.masked_attention(), binding.capturing():
-        prefilled = _prefill(drafter, contexts, depth + 1)
-        session = _session(drafter, prefilled.contexts, depth + 1)
+        contexts, cache = _prefill(drafter, contexts, depth + 1)
+        session = _session(drafter, contexts, depth + 1)
         rows = [row for row in range(len(contexts.lengths)) for _ in range(samples)]
-        prefilled.cache.select_rows(rows)
+        cache.select_rows(rows)
         session.select_rows(rows)
         roots = contexts.roots.to(drafter.device).repeat_interleave(samples)
         noise = torch.empty(len(roots), depth, binding.text_config.vocab_size, device=roots.device).exponential_()
         choice = DraftChoice(lambda logits, _: logits / temperature, noise)
         tree = propose_chain(session, roots, DraftLength(depth), choice)
-        logits = _verify(drafter, tree, prefilled.cache)[:, :depth] / temperature  # (N*G, K, V)
+        logits = Verification(binding, cache)(tree).logits.float()[:, :depth] / temperature  # (N*G, K, V)
     logits, tokens = logits.to(drafter.device), tree.tokens[:, 1:]
     ids, row_of = drafter.draft_ids, rows_of_ids(drafter)
     log_probs = logits.log_softmax(-1)
-    drawn_from = chain_logits(drafter, prefilled.contexts, tokens).float() / temperature
     return ChainRollout(
-        contexts=prefilled.contexts,
+        contexts=contexts,
         tokens=tokens,
         draft_ids=tokens if row_of is None else row_of[tokens],
-        draft_log_probs=drawn_from.log_softmax(-1),
         target_log_probs=log_probs if ids is None else log_probs[..., ids],
     )
 
