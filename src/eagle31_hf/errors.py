@@ -93,6 +93,16 @@ class TrainingError(Eagle31Error, RuntimeError):
     """Training data, stored features or the training run itself are unusable."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def named_line(error: BaseException) -> str:
+    """An error's kind, and what it says in one line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 def blame_caller(error: BaseException) -> None:
     """Mark an error as raised by code the caller brought along (a processor, a criterion): it is passed on as it is."""
     error.raised_by_caller = True  # type: ignore[attr-defined]

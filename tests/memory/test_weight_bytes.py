@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,15 @@ def test_bitsandbytes_weights_equal_their_storages(saved: dict[str, Path], name:
     assert (counted.experts > 0) == (name == "experts")
     # The same from the configuration the loaded model carries.
     assert scheme(model.config.quantization_config) == scheme(SCHEMES[scheme_name])
+
+
+def test_a_class_that_fails_without_a_word_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_how: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", refuse)
+    with pytest.raises(MemoryPlanError, match=r"no causal language model of this LlamaConfig .*: RuntimeError; give"):
+        weight_inventory(LlamaConfig(hidden_size=48, num_attention_heads=4, num_hidden_layers=1, vocab_size=77))
 
 
 def test_named_skips_replace_the_default_ones(saved: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors as hub
 
-from ..errors import PublishingError
+from ..errors import PublishingError, first_line
 from .card import CARD_FILE, PROFILE_FILE, RECORD_FILE, check_card, fill_card
 from .checkpoint import Checkpoint, write_checkpoint
 from .config_fields import TARGET_MODEL
@@ -151,5 +151,4 @@ def _why_refused(repo_id: str, error: Exception) -> str:
             f"this token may not write to {repo_id}; make one with write rights for {repo_id.partition('/')[0]}, or "
             "name a repository of your own"
         )
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{repo_id} could not be uploaded to ({reason[0][:200]}); nothing was committed: try again"
+    return f"{repo_id} could not be uploaded to ({first_line(error)[:200]}); nothing was committed: try again"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import OutOfMemoryError, UnsupportedGenerationError
+from ..errors import OutOfMemoryError, UnsupportedGenerationError, first_line
 from ..memory.apply_plan import run_ledger
 from ..memory.ledger import MemorySettings
 from ..stats import SpeculationStats
@@ -151,7 +151,7 @@ class RecoveringDecoder:
         logger.warning(
             "eagle31: memory ran out at %s (%s): %s%s; the text goes on unchanged",
             self.decoder.stage.value,
-            _first_line(cause),
+            first_line(cause)[:160],
             step.value,
             left,
         )
@@ -170,8 +170,8 @@ class RecoveringDecoder:
         )
         ledger = run_ledger(self.decoder.drafter, settings)
         return (
-            f"memory ran out at {self.decoder.stage.value} after {written} new tokens ({_first_line(cause)}); steps "
-            f"taken before: {steps}; none that helps there is left. {ledger}Shorten the prompt or max_new_tokens "
+            f"memory ran out at {self.decoder.stage.value} after {written} new tokens ({first_line(cause)[:160]}); "
+            f"steps taken before: {steps}; none that helps there is left. {ledger}Shorten the prompt or max_new_tokens "
             f"(together {length}), take fewer rows than {rows}, load the target with fewer bits, or free memory that "
             "other programs hold; `eagle31 plan` shows what fits"
         )
@@ -280,7 +280,3 @@ def keep_for_next_turn(carried: CarriedCache, sequences: Tensor, stats: Speculat
     stats.memory_steps[what] = stats.memory_steps.get(what, 0) + 1
     logger.warning("eagle31: memory ran out while the cache was handed back: %s, it is empty", what)
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

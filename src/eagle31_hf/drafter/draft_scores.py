@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import is_callers
+from ..errors import first_line, is_callers
 from ..sampling.logits_processing import DraftWarping, ScoreProcessing
 from .drafter import Eagle31Drafter
 from .propose import DraftScores
@@ -100,7 +100,7 @@ class InGrammar:
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not is_callers(error):
                 raise  # whoever drives the rounds gives something up, and tries again
             self._processing.forks_no_more = True
-            names, said = ", ".join(self._processing.in_order), (str(error).splitlines() or [""])[0]
+            names, said = ", ".join(self._processing.in_order), first_line(error)
             self._grammar.report(
                 f"the rest is drafted outside the grammar: a copy of {names} raised {type(error).__name__}: {said}"
             )

@@ -22,7 +22,7 @@ from ..decoding.calibration.bare_meter import BareCosts, BareMeter
 from ..decoding.kept_graphs import compiling_ahead
 from ..drafter.assistant import NoDrafter
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError
+from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError, named_line
 from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
@@ -313,8 +313,8 @@ class BenchmarkRun:
         except Exception as error:
             if not method.one_row_only:
                 raise
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            return self._leave_out(method.name, reason)  # of transformers' own code for this target: worth a line
+            # of transformers' own code for this target: worth a line
+            return self._leave_out(method.name, named_line(error))
         finally:
             self.binding.text_config.num_hidden_layers = layers  # an early exit that failed leaves it changed
         if method.early_exit_layers and (reason := early_exit_refusal(self.binding, method.early_exit_layers)):

@@ -31,7 +31,7 @@ from ..decoding.request import DecodingRequest
 from ..decoding.round import Accepted, Round, RoundBatch, RoundWrapper
 from ..decoding.text import Sequences, StopRules
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, first_line
 from ..memory.known_targets import known_targets
 from ..sampling.acceptance import Acceptance
 from ..sampling.logits_processing import ScoreProcessing
@@ -179,8 +179,7 @@ def target_config(spec: str) -> PreTrainedConfig:
         try:
             return AutoConfig.from_pretrained(spec, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigurationError(f"{spec!r} is no configuration transformers knows: {reason}") from error
+            raise ConfigurationError(f"{spec!r} is no configuration transformers knows: {first_line(error)}") from error
     return _known_config(spec)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import MemoryPlanError
+from ..errors import MemoryPlanError, first_line
 from .weight_bytes import config_json, meta_model
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _found(config_class: Any, config_json: str) -> _Found:
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise MemoryPlanError(
             f"the states of {type(model).__name__} cannot be counted without running it "
-            f"({str(error).splitlines()[0][:160]}); drafting works without a plan"
+            f"({first_line(error)[:160]}); drafting works without a plan"
         ) from error
     layers = tuple(_StateLayer(states, kernels.get(index)) for index, states in states_of.items())
     # A chunk that goes on from another lies beside its convolution's window once more.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
-from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError
+from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError, first_line
 from .activation_bytes import DecoderShape
 from .folder_facts import PlainDecoder, read_plain_decoder
 from .layer_sizes import sizes_by_layer, trained_context
@@ -110,7 +110,7 @@ def _load_config(target: Any) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise MemoryPlanError(
-            f"got target {str(target)!r}, whose config cannot be read ({str(error).splitlines()[0][:160]}); wanted a "
+            f"got target {str(target)!r}, whose config cannot be read ({first_line(error)[:160]}); wanted a "
             "folder with config.json, the id of a model on the Hub that transformers knows without remote code, or one "
             f"of {', '.join(known_targets())}"
         ) from error

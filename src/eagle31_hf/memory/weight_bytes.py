@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MemoryPlanError
+from ..errors import MemoryPlanError, first_line
 from .quantization_schemes import Quantization
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise MemoryPlanError(
             f"transformers makes no causal language model of this {type(config).__name__} "
-            f"(model_type={config.model_type!r}): {str(error).splitlines()[0][:200]}; give the config of a "
+            f"(model_type={config.model_type!r}): {first_line(error)[:200]}; give the config of a "
             "decoder-only language model"
         ) from error
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.finding import GGUF_SUFFIX
 from ..checkpoints.gguf_header import read_gguf_header
-from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError
+from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, first_line
 from .precision import SHORT_NAMES, quick_dtype
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def load_target(
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
         raise IncompatibleTargetError(
             f"the target {name!r} cannot be loaded; wanted a decoder-only transformers model with its tokenizer: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     if is_gguf(name) and found["missing_keys"]:
         missing = sorted(found["missing_keys"])
@@ -183,12 +183,8 @@ def _precision(name: str, config: Any, dtype: str, device_map: Any, packed: bool
 
 def _why_not_found(name: str, error: OSError) -> str:
     if os.path.isdir(name):
-        return f"the folder {name!r} holds no complete target (config.json, weights, tokenizer): {_first_line(error)}"
+        return f"the folder {name!r} holds no complete target (config.json, weights, tokenizer): {first_line(error)}"
     return (
-        f"no target at {name!r}: no such folder, and the Hub did not give it ({_first_line(error)}); check the "
+        f"no target at {name!r}: no such folder, and the Hub did not give it ({first_line(error)}); check the "
         "spelling, your access and the network, or pass a local folder"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

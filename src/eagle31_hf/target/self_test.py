@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..cache.speculative import SpeculativeCache
-from ..errors import Eagle31Error, IncompatibleTargetError
+from ..errors import Eagle31Error, IncompatibleTargetError, named_line
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .binding import TargetBinding
 from .quantized import holds_packed_weights
@@ -50,7 +50,7 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                     else _state_error(binding, masks_by_type)
                 )
             except FAILURES as failure:
-                reasons.append(_in_a_line(failure))
+                reasons.append(named_line(failure))
                 continue
             if error <= tolerance(binding):
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
@@ -109,16 +109,12 @@ def require_readable_states(binding: TargetBinding) -> None:
         )
 
 
-def _in_a_line(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
-
-
 def _why_not_chains(binding: TargetBinding) -> str:
     """Why transformers' assisted loop cannot verify drafts with this target either; empty if it can."""
     try:
         error = _chain_error(binding)
     except FAILURES as failure:
-        why = _in_a_line(failure)
+        why = named_line(failure)
     else:
         why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
     return why and f"the target failed the self-test of chains ({why})"
@@ -161,7 +157,7 @@ def _why_not_in_batches(binding: TargetBinding) -> str:
     try:
         error = _tree_error(binding, binding.masks_by_type, rows=2)
     except FAILURES as failure:
-        why = _in_a_line(failure)
+        why = named_line(failure)
     else:
         why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
     return why and f"the target failed the tree self-test of a batch ({why})"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import TrainingError
+from ..errors import TrainingError, first_line
 
 Message = dict[str, Any]
 
@@ -214,8 +214,9 @@ def _read_hub(source: str, on_empty: Callable[[str], None]) -> _Found:
     try:
         rows = datasets.load_dataset(name, split=split or "train")
     except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TrainingError(f"no file or folder {source!r}, and the Hub did not give it: {reason}") from error
+        raise TrainingError(
+            f"no file or folder {source!r}, and the Hub did not give it: {first_line(error)}"
+        ) from error
     for number, row in enumerate(map(dict, rows), start=1):
         where = f"{source}, row {number}"
         if _is_empty(row):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import CONVERSATIONS, Messages
-from ..errors import ConfigurationError, TrainingError
+from ..errors import ConfigurationError, TrainingError, first_line
 from .conversations import Conversation, Message, conversation_from_row
 
 MT_BENCH_ROWS = 80
@@ -141,9 +141,9 @@ def _hub_rows(place: str) -> Iterable[tuple[str, dict[str, Any]]]:
     try:
         found: Any = load_dataset(repository, config or None)
     except Exception as error:  # the Hub, the network, a loading script that is refused
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
-            f"the data set {repository!r} was not to be had ({reason}); check its name, your access and the network"
+            f"the data set {repository!r} was not to be had ({first_line(error)}); check its name, your "
+            "access and the network"
         ) from error
     splits = list(found)
     wanted = split or next((name for name in ("test", "validation", "train") if name in splits), splits[0])

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from ... import __version__
 from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, named_line
 from .calibration import Calibration
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def load(key: dict[str, Any]) -> Calibration | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError, ConfigurationError) as error:
-        _say(f"the calibration in {path} is not used ({_first_line(error)}); `eagle31 doctor --calibrate` renews it")
+        _say(f"the calibration in {path} is not used ({named_line(error)}); `eagle31 doctor --calibrate` renews it")
         return None
 
 
@@ -114,7 +114,7 @@ def save(key: dict[str, Any], calibration: Calibration) -> Path | None:
         unfinished.write_text(json.dumps({"key": key, "calibration": calibration.to_dict()}), encoding="utf-8")
         unfinished.replace(path)  # at once: whoever reads meanwhile sees the old one or the new one
     except OSError as error:
-        _say(f"the calibration could not be kept in {path.parent} ({_first_line(error)}); it holds for this process")
+        _say(f"the calibration could not be kept in {path.parent} ({named_line(error)}); it holds for this process")
         return None
     return path
 
@@ -123,7 +123,3 @@ def _say(what: str) -> None:
     if what not in _said:
         _said.add(what)
         logger.warning("eagle31: %s", what)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...checkpoints import read_checkpoint, write_checkpoint
 from ...drafter.drafter import Eagle31Drafter
-from ...errors import CheckpointError, TrainingError
+from ...errors import CheckpointError, TrainingError, first_line
 from ...trees.shape import DraftShape
 from ..data.packing import collate
 from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings, measure_acceptance, total
@@ -213,10 +213,9 @@ class DistillationTrainer(Trainer):
         except TrainingError:
             raise
         except (OSError, SafetensorError, RuntimeError) as error:  # torch's file writer raises the last
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TrainingError(
-                f"the checkpoint at step {self.state.global_step} cannot be written ({reason}); training stopped and "
-                f"{self._kept()}. Make room on the disk and go on with resume"
+                f"the checkpoint at step {self.state.global_step} cannot be written ({first_line(error)}); "
+                f"training stopped and {self._kept()}. Make room on the disk and go on with resume"
             ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
