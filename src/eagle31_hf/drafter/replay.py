@@ -32,13 +32,11 @@ class TargetText:
         ids: `(T,)` the whole text.
         prompt_length: tokens of it that were the prompt.
         states: `hs` index to hidden states `(T, Ht)` of the target.
-        logits: `(n, V)` of the target at the last `n` positions, where they were asked for.
     """
 
     ids: Tensor
     prompt_length: int
     states: dict[int, Tensor]
-    logits: Tensor | None = None
 
     def starts(self, depth: int) -> Tensor:
         """`(S,)` positions a draft of `depth` tokens could have begun at, with all of it known."""
@@ -61,14 +59,11 @@ class KnownDraft:
 
 
 @torch.no_grad()
-def read_text(
-    target: Any, ids: Tensor, prompt_length: int, indices: Sequence[int], *, logits_to_keep: int = 0
-) -> TargetText:
+def read_text(target: Any, ids: Tensor, prompt_length: int, indices: Sequence[int]) -> TargetText:
     """Run `target` once over a text `(T,)` and keep the hidden states with these `hs` indices.
 
     Args:
         target: a `TargetBinding`, for its model and decoder layers.
-        logits_to_keep: keep the logits of so many positions, too, from the last one back.
     """
     states: dict[int, Tensor] = {}
 
@@ -88,13 +83,11 @@ def read_text(
         else:
             handles.append(target.layers[-1].register_forward_hook(leaving))
     try:
-        out = target.model(
-            input_ids=ids[None].to(target.input_device), logits_to_keep=max(1, logits_to_keep), use_cache=False
-        )
+        target.model(input_ids=ids[None].to(target.input_device), logits_to_keep=1, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return TargetText(ids, prompt_length, states, out.logits[0] if logits_to_keep else None)
+    return TargetText(ids, prompt_length, states)
 
 
 def drafter_states(drafter: Eagle31Drafter, text: TargetText) -> Tensor:

@@ -109,13 +109,12 @@ class MemoryPlan:
         self,
         contexts: Sequence[int] = (2048, 4096, 8192, 16384, 32768, 65536, 131072),
         draft_tokens: Sequence[int] = (0, 3, 6, 10),
-        cache_types: Sequence[str] = CACHE_TYPES,
     ) -> list[FrontierPoint]:
         """Peak for every combination, everything else as planned. Drafts are chains; 0 is the target alone."""
         points = []
         for context in contexts:
             for depth in draft_tokens:
-                for kind in cache_types:
+                for kind in CACHE_TYPES:
                     changes = {"context": context, "draft_tokens": depth, "tree_size": None, "cache_type": kind}
                     plan = self._with(replace(self.settings, **changes))  # type: ignore[arg-type]
                     points.append(FrontierPoint(context, depth, kind, plan.peak_bytes, plan.peak_moment, plan.fits))

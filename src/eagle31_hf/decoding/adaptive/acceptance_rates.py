@@ -118,11 +118,11 @@ class AcceptanceRates:
             memory.reached[0] += positions
             memory.accepted[0] += accepted
 
-    def doubt_past(self, keep: float = 0.1) -> None:
-        """Something has changed: what was seen before counts little from now on."""
+    def doubt_past(self) -> None:
+        """Something has changed: what was seen before counts a tenth from now on."""
         self._learn_anew()
         for memory in self._memories:
-            memory.fade(keep)
+            memory.fade(0.1)
         self._scores = [0.0] * len(MEMORIES)
 
     def _learn_anew(self) -> None:

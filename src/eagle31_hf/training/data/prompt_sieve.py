@@ -64,10 +64,10 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def grams(text: str, size: int = GRAM) -> set[tuple[str, ...]]:
-    """Runs of `size` words; of a shorter text the whole."""
+def grams(text: str) -> set[tuple[str, ...]]:
+    """Runs of `GRAM` words; of a shorter text the whole."""
     words = words_of(text)
-    return {tuple(words[i : i + size]) for i in range(max(1, len(words) - size + 1))}
+    return {tuple(words[i : i + GRAM]) for i in range(max(1, len(words) - GRAM + 1))}
 
 
 def repetition(words: list[str]) -> float:
