@@ -243,12 +243,13 @@ def test_another_drafters_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def train_together(folder: Path, batch: int, processes: int) -> None:
-    """Two steps in each of so many processes; the first writes down the losses."""
+    """A measurement and two steps in each of so many processes; the first writes down what came of both."""
     trainer = make_trainer(folder, steps=2, batch=batch, save_strategy="no")
+    measured = {category: dataclasses.asdict(counts) for category, counts in trainer.measure().items()}
     trainer.train()
     if trainer.is_world_process_zero():
         assert trainer.args.world_size == processes
-        (folder / f"{processes}.json").write_text(json.dumps(losses_of(trainer)))
+        (folder / f"{processes}.json").write_text(json.dumps([losses_of(trainer), measured]))
     del trainer
     leave_process_group()
     threads = [(task / "comm").read_text() for task in Path("/proc/self/task").glob("*")]
@@ -263,7 +264,10 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
     for process in start_group(2, train_together, tmp_path, 2, 2, log=tmp_path / "log"):
         assert finish(process) == 0, [log.read_text()[-3000:] for log in tmp_path.glob("log.*")]
     one, two = (json.loads((tmp_path / f"{processes}.json").read_text()) for processes in (1, 2))
-    assert two == pytest.approx(one, rel=1e-4)
+    assert two[0] == pytest.approx(one[0], rel=1e-4)
+    assert two[1] == one[1]
+    assert set(one[1]) == {"a", "b"}  # a prompt in each process
+    assert one[1]["a"] != one[1]["b"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#4
 MARKERS = "osD^vPX*"
 MOST_BANDS = 3  # more cover each other
 WIDTH, HEIGHT = 5.0, 3.1  # inches at 11 points: legible on a phone's width
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # a dict whose keys matplotlib types one by one
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
     "svg.hashsalt": "eagle31", "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 10,
 }  # fmt: skip
