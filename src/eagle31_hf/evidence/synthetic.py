@@ -244,11 +244,11 @@ def random_target(
     device = torch.device(device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    linears = _linears_of(model) if four_bit else []
-    _materialise(model, device, leave={id(place.module) for place in linears})
+    linears = _linears_of(model) if four_bit else {}
+    _materialise(model, device, leave=set(linears.values()))
     model.init_weights()  # rotary tables too
-    for place in linears:
-        setattr(place.parent, place.name, _quantised(place.module, dtype, device, std=_spread(config)))
+    for name, linear in linears.items():
+        model.set_submodule(name, _quantised(linear, dtype, device, std=_spread(config)))
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
 
@@ -257,11 +257,11 @@ def _spread(config: PreTrainedConfig) -> float:
     return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
-def _materialise(model: nn.Module, device: torch.device, *, leave: set[int]) -> None:
+def _materialise(model: nn.Module, device: torch.device, *, leave: set[nn.Linear]) -> None:
     """Meta tensors become empty ones on `device`, but for those of the modules to `leave`; what is tied stays tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        if id(module) in leave:
+        if module in leave:
             continue
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
@@ -271,23 +271,10 @@ def _materialise(model: nn.Module, device: torch.device, *, leave: set[int]) -> 
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-@dataclass(frozen=True)
-class LinearPlace:
-    """A linear layer, and where it hangs."""
-
-    parent: nn.Module
-    name: str
-    module: nn.Linear
-
-
-def _linears_of(model: PreTrainedModel) -> list[LinearPlace]:
+def _linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Those that are packed, by name: all but the LM head."""
     head = model.get_output_embeddings()
-    return [
-        LinearPlace(parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and child is not head
-    ]
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
 
 
 def _quantised(linear: nn.Linear, dtype: torch.dtype, device: torch.device, std: float) -> nn.Module:

@@ -196,7 +196,7 @@ def measure_card(device: torch.device | None = None) -> Card:
 
     Creates the CUDA context, so as to count it.
     """
-    kind = _best_kind() if device is None else device.type
+    kind = best_kind() if device is None else device.type
     if kind == "cuda":
         import torch
 
@@ -214,7 +214,8 @@ def measure_card(device: torch.device | None = None) -> Card:
     return Card(f"CPU ({platform.machine()})", "cpu", memory.total, memory.available + held, 0, measured=True)
 
 
-def _best_kind() -> str:
+def best_kind() -> str:
+    """Kind of the card to take where nobody asks for one: `"cuda"`, `"mps"` or `"cpu"`."""
     if _is_without_card():
         return "cpu"
     import torch

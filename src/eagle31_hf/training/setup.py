@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
+from ..memory.cards import best_kind
 from ..memory.layer_sizes import trained_context
 from ..target.loading import load_target as load_pretrained
 from ..target.loading import stored_dtype
@@ -25,9 +26,7 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
     Raises:
         CheckpointNotFoundError, IncompatibleTargetError, ConfigurationError: it cannot be found or loaded.
     """
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = best_kind() if settings.device == "auto" else settings.device
     quantization = None
     if settings.quantization is not None:
         four = settings.quantization == "4bit"

@@ -74,7 +74,7 @@ class Examination:
         """JSON-ready."""
         return {
             "verdict": self.verdict,
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "greedy": None if self.greedy is None else self.greedy.to_dict(),
             "sampling": None if self.sampling is None else self.sampling.to_dict(),
             "readings": [asdict(score) for score in self.readings],
