@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from small_loops import CHAIN, tensors
 
+from eagle31_hf import NoDrafter
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter
 from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
 from eagle31_hf.evidence.calls import PLAIN, SAME, CallRecord, Drafting, Verdict
@@ -122,7 +123,7 @@ def measured():
 @pytest.mark.slow
 def test_records_are_complete(measured):
     summary, records = measured
-    methods = ["plain generate", "prompt lookup", "early exit", "stock loop", "chain", "tree"]
+    methods = ["plain generate", "prompt lookup", "early exit", "stock loop", "own lookup", "chain", "tree"]
     assert [r["name"] for r in records if r["batch_size"] == 1] == methods
     assert [r["name"] for r in records if r["batch_size"] == 2] == [methods[0], *methods[4:]]
     assert not summary.left_out
@@ -136,7 +137,8 @@ def test_records_are_complete(measured):
             assert (each[part] is not None) == own, part
         assert all(passes >= 2 * calls for passes in each["target_passes"])
         assert each["acceptance_length"] >= 1
-        assert each["served_by"] == ("own" if own else "stock: asked for" if each["name"] == "stock loop" else "")
+        served_by = "own" if own or each["name"] == "own lookup" else ""
+        assert each["served_by"] == ("stock: asked for" if each["name"] == "stock loop" else served_by)
     plain = records[0]
     assert plain["speedups"] == [1.0, 1.0]
     assert plain["acceptance_length"] == 1.0
@@ -160,7 +162,7 @@ def test_records_have_the_fields_of_those_written_before():
 
 def test_accelerated_loops_are_measured_on_request():
     wanted = RunSettings(compiled=True, acceptance=(0.5,))
-    names = [method.name for method in all_methods(drafter_of("llama"), wanted)]
+    names = [method.name for method in all_methods(drafter_of("llama"), wanted, NoDrafter(target_of("llama")))]
     assert names == ["plain generate", "chain", "tree", "chain compiled", "tree compiled"]
 
 

@@ -53,7 +53,15 @@ def what_does_not_hang_on_time(call):
 
 def test_every_answer_is_checked_against_plain_decodings(calls):
     by_method = {call.method: call for call in calls}
-    assert list(by_method) == ["plain generate", "prompt lookup", "early exit", "stock loop", "chain", "tree"]
+    assert list(by_method) == [
+        "plain generate",
+        "prompt lookup",
+        "early exit",
+        "stock loop",
+        "own lookup",
+        "chain",
+        "tree",
+    ]
     assert len(calls) == 2 * 2 * len(by_method)
     kinds = {verdict.kind for call in calls for verdict in call.verdicts if call.method != "plain generate"}
     assert kinds == {SAME}
@@ -90,8 +98,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(calls):
 
 def test_batches_hold_several_rows_and_stock_modes_stay_out():
     found = measured(replace(SETTINGS, batch_sizes=(3,), repeats=1, temperatures=(1.0,)), count=4)
-    assert {call.method for call in found} == {"plain generate", "chain", "tree"}
-    assert [len(call.prompts) for call in found] == [3] * 6, "the last batch is filled up"
+    assert {call.method for call in found} == {"plain generate", "own lookup", "chain", "tree"}
+    assert [len(call.prompts) for call in found] == [3] * 8, "the last batch is filled up"
     assert found[0].category == "mixed"
     assert {verdict.kind for call in found if call.method != "plain generate" for verdict in call.verdicts} == {SAME}
 

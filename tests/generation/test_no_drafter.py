@@ -74,6 +74,22 @@ def test_a_target_that_keeps_states(how: dict[str, Any]) -> None:
     assert_plain(target, NoDrafter(target), 2, how)
 
 
+@pytest.mark.parametrize("drawn", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how",
+    [{"repetition_penalty": 1.3}, {"eos_token_id": [4, 7]}, {"eos_token_id": 5, "min_new_tokens": 20}],
+    ids=["penalty", "ends", "no end before"],
+)
+def test_processors_and_ends_are_plains(how: dict[str, Any], drawn: dict[str, Any]) -> None:
+    """Rows end at places of their own, inside drafts, too."""
+    target = target_of("llama")
+    alone, told = NoDrafter(target), {**drawn, **how, "pad_token_id": 0}
+    for ours, plain in zip(texts(target, alone, 4, told), texts(target, None, 4, told), strict=True):
+        assert torch.equal(ours, plain)
+    assert alone.stats is not None
+    assert (alone.stats.loop, alone.stats.fallbacks) == ("own", [])
+
+
 def test_a_prompt_that_is_quoted_is_drafted() -> None:
     """The text goes on as its prompt did: what follows there is looked up from the first round on."""
     target = target_of("llama")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..stats import SpeculationStats
 
-PLAIN, PLAIN_COMPILED = "plain generate", "plain compiled"
+PLAIN, PLAIN_COMPILED, LOOKUP = "plain generate", "plain compiled", "own lookup"
 """The methods that draft nothing, by which others are measured."""
 
 SAME, TIE, DIFFERENT, SAMPLED, REFERENCE = "same", "tie", "different", "sampled", "reference"

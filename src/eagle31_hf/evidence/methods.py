@@ -20,7 +20,7 @@ from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
 from .bare import requested_shape
-from .calls import PLAIN, PLAIN_COMPILED
+from .calls import LOOKUP, PLAIN, PLAIN_COMPILED
 from .prompt_batches import PromptBatch
 from .run_settings import RunSettings
 from .synthetic import SyntheticRequest, write_synthetic
@@ -62,26 +62,24 @@ class Method:
     follows_seed: bool = True
 
 
-def all_methods(drafter: Eagle31Drafter, settings: RunSettings, alone: NoDrafter | None = None) -> list[Method]:
+def all_methods(drafter: Eagle31Drafter, settings: RunSettings, alone: NoDrafter) -> list[Method]:
     """Plain first; then transformers' alternatives, its assisted loop with our drafter, and our loop.
 
     Args:
-        alone: the same target without a drafter, to be written by graphs; `None`: one of its own.
+        alone: the same target without a drafter.
     """
     methods = [Method(PLAIN, _by_generate(drafter, settings))]
     if settings.acceptance is None:
         exit_layers = max(1, drafter.require_binding().text_config.num_hidden_layers // 2)
         lookup = _by_generate(drafter, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         early_exit = _by_generate(drafter, settings, assistant_early_exit=exit_layers)
-        stock = _by_drafter(drafter, settings, {"speculation_loop": "stock"})
+        stock = _by_assistant(drafter, settings, {"speculation_loop": "stock"})
         methods += [
             Method("prompt lookup", lookup, one_row_only=True, follows_seed=False),
             Method("early exit", early_exit, one_row_only=True, early_exit_layers=exit_layers, follows_seed=False),
             Method("stock loop", stock, one_row_only=True),
         ]
-        if settings.compiled:
-            alone = alone or NoDrafter(drafter.require_binding().model)
-            methods.append(Method(PLAIN_COMPILED, _by_target_alone(alone, settings), compiled=True))
+        methods += _by_our_loop_alone(alone, settings)
     tree = {"draft_top_k": settings.tree_width, "draft_tree_size": settings.tree_size}
     for acceleration in ("eager", "compile") if settings.compiled else ("eager",):
         for name, shape in (("chain", {}), ("tree", tree)):
@@ -94,9 +92,22 @@ def _own_loop(drafter: Eagle31Drafter, settings: RunSettings, name: str, overrid
     with _configured(drafter, settings, overrides):
         sampled = settings.samples
         shapes = {size: requested_shape(drafter, batch_size=size, sampled=sampled) for size in settings.batch_sizes}
-    own = _by_drafter if settings.acceptance is None else _by_synthetic_acceptance
+    own = _by_assistant if settings.acceptance is None else _by_synthetic_acceptance
     compiled = overrides["acceleration"] == "compile"
     return Method(f"{name}{' compiled' * compiled}", own(drafter, settings, overrides), shapes, compiled)
+
+
+def _by_our_loop_alone(alone: NoDrafter, settings: RunSettings) -> list[Method]:
+    """Our loop without a drafter: with drafts that are looked up and, by graphs, with none, one token a step. What a
+    drafter is worth beside a compiler is told by the latter alone."""
+    ways = [(LOOKUP, "calibrated", "eager")]
+    if settings.compiled:
+        ways += [(PLAIN_COMPILED, "constant", "compile"), (f"{LOOKUP} compiled", "calibrated", "compile")]
+    methods = []
+    for name, schedule, how in ways:
+        told = {"num_assistant_tokens_schedule": schedule, "acceleration": how, "speculation_loop": "own"}
+        methods.append(Method(name, _by_assistant(alone, settings, told), compiled=how == "compile"))
+    return methods
 
 
 def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write:
@@ -109,25 +120,12 @@ def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write
     return write
 
 
-def _by_drafter(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Write:
-    generate = _by_generate(drafter, settings, assistant_model=drafter)
+def _by_assistant(assistant: Assistant, settings: RunSettings, overrides: dict[str, Any]) -> Write:
+    generate = _by_generate(assistant, settings, assistant_model=assistant)
 
     def write(prompts: PromptBatch, streamer: Any = None) -> Output:
-        with _configured(drafter, settings, overrides):
-            return Output(generate(prompts, streamer).tokens, drafter.stats)
-
-    return write
-
-
-def _by_target_alone(alone: NoDrafter, settings: RunSettings) -> Write:
-    """Our loop without drafts, by graphs: what a drafter is worth beside a compiler is told by this alone."""
-    alone.generation_config.num_assistant_tokens_schedule = "constant"
-    alone.generation_config.acceleration = "compile"
-    alone.generation_config.speculation_loop = "own"
-    generate = _by_generate(alone, settings, assistant_model=alone)
-
-    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
-        return Output(generate(prompts, streamer).tokens, alone.stats)
+        with _configured(assistant, settings, overrides):
+            return Output(generate(prompts, streamer).tokens, assistant.stats)
 
     return write
 
@@ -152,9 +150,9 @@ def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: RunSettings, ove
 
 
 @contextmanager
-def _configured(drafter: Eagle31Drafter, settings: RunSettings, overrides: dict[str, Any]) -> Iterator[None]:
-    """The drafter's generation_config with other values for a while."""
-    config = drafter.generation_config
+def _configured(assistant: Assistant, settings: RunSettings, overrides: dict[str, Any]) -> Iterator[None]:
+    """The generation_config with other values for a while."""
+    config = assistant.generation_config
     # A random drafter doubts everything: with synthetic acceptance drafts have one length.
     depth = settings.depth if settings.acceptance is None else settings.depth or FIXED_DEPTH
     overrides = {

@@ -108,7 +108,7 @@ class BenchmarkRun:
         self._bare: dict[tuple[str, int], list[BareCosts]] = {}
         self._left_out: set[str] = set()
         self._no_graphs = ""  # why there are none
-        self._alone = NoDrafter(self.binding.model) if settings.compiled else None
+        self._alone = NoDrafter(self.binding.model)
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
