@@ -20,7 +20,7 @@ from eagle31_hf.compiled.captured import CapturesSteps
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.request import DecodingRequest
 from eagle31_hf.decoding.text import Sequences, StopRules
-from eagle31_hf.drafter import drafter as drafter_module
+from eagle31_hf.drafter import assistant
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from eagle31_hf.trees.shape import DraftShape
 
@@ -83,7 +83,7 @@ def fake_pair(
         torch.set_default_dtype(torch.bfloat16)
         try:
             with (
-                mock.patch.object(drafter_module, "probe_tree_verification"),
+                mock.patch.object(assistant, "probe_tree_verification"),
                 mock.patch.object(Eagle31Drafter, "to"),  # fake parameters cannot be moved, and are where they belong
             ):
                 drafter = Eagle31Drafter.from_target(model, draft_vocab_size=None).eval()

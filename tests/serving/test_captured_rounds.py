@@ -147,8 +147,30 @@ def test_more_rows_than_pay_are_eager(
     assert {key.rows for key in batch.graphs.keys} == {1}
 
 
-def test_layers_that_see_a_window_are_eager(recorder: Recorder) -> None:
-    drafter = random_drafter(random_target(CONFIGS["gemma3"]()), aux_layers=[1, 2, 4])
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_targets_that_see_a_window_are_captured(family: str, sampling: Sampling | None, recorder: Recorder) -> None:
+    """Prompts and texts on both sides of the window, rows that come and go."""
+    target = target_of(family)
+    drafter = random_drafter(target, aux_layers=[1, 2, 4])
+    drafter.generation_config.num_assistant_tokens = 3
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    with configured(drafter, acceleration="eager"):
+        wanted = write_all(batch_of(drafter), new_texts(sampling))
+    assert not recorder.recorded
+    batch = batch_of(drafter)
+    assert batch.cache.has_windows
+    assert write_all(batch, new_texts(sampling)) == wanted
+    assert recorder.replayed > 20
+    assert "verify" in {key.kind for key in batch.graphs.keys}
+    assert batch.stats.fallbacks == []
+    if sampling is None:
+        alone = [plain(target, list(text.request.prompt), 9 + 5 * n) for n, text in enumerate(new_texts())]
+        assert wanted == alone
+
+
+def test_a_drafter_that_sees_a_window_is_eager(recorder: Recorder) -> None:
+    drafter = random_drafter(target_of("llama"), aux_layers=[1, 2, 4], sliding_window=8)
     assert batch_of(drafter).graphs is None
 
 

@@ -64,7 +64,7 @@ class TextBatch:
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
         self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, **sizes)
         self.cache, self.session = self.caches.target, self.caches.drafter
-        windows = self.cache.has_windows or (self.session is not None and self.session.cache.has_windows)
+        windows = self.session is not None and self.session.cache.has_windows
         self.graphs = None if windows else captured_graphs(drafter)
         maker = None if self.graphs is None else self.graphs.maker
         self._rows = BatchTexts(self.binding, shape, self.stats, maker)
