@@ -237,6 +237,7 @@ def test_single_tokens_are_captured(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.thorough(every=3)
 def test_steps_of_fixed_shape_write_the_plain_text(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs for a CPU read, for every kind of target: blocks that are padded, buffers of a few lengths."""
     use_fixed_shapes_only(monkeypatch)

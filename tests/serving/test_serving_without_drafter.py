@@ -44,6 +44,7 @@ def generated(pair: Pair, prompt: list[int], sampling: Sampling) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.thorough(every=2)
 def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: Pair, alone: NoDrafter) -> None:
     batch = TextBatch(alone, max_rows=rows, context=512, prefill_chunk=32)
     asked = [(prompt, sampling) for prompt in prompts_of(pair) for sampling in SAMPLINGS]
