@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept_pairs import kept_target, kinds, leave_the_compiler_out
+from kept_pairs import kept_target, kinds, leave_the_compiler_out, make_pair
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -19,8 +19,12 @@ from eagle31_hf.decoding import decoder as decoders
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
+from eagle31_hf.evidence.calls import LOOKUP, PLAIN, PLAIN_COMPILED, SAME
+from eagle31_hf.evidence.run_settings import RunSettings
+from eagle31_hf.evidence.suite import BenchmarkRun, Task
 from eagle31_hf.generation.warm_up import warm_up
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
+from eagle31_hf.texts.prompts import Prompt
 from families import recurrent_target
 from helpers import (
     CONFIGS,
@@ -261,6 +265,23 @@ def test_graphs_are_kept_for_a_target_alone(monkeypatch: pytest.MonkeyPatch, tmp
         ours, plain = texts(kept_target(), later, 1, how), texts(kept_target(), None, 1, how)
         assert all(map(torch.equal, ours, plain))
         assert {key.size for key in later.require_binding().compiled.keys} == {1, 8}
+
+
+def test_a_benchmark_writes_it_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Though a hook of the benchmark's own counts passes on the target, which graphs kept on disk do not know."""
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    leave_the_compiler_out(monkeypatch)
+    tasks = [Task(Prompt("one", "random", "random", ()), torch.tensor(random_prompts(1)[0]))]
+    wanted = RunSettings(new_tokens=12, repeats=1, compiled=True, methods=(PLAIN, PLAIN_COMPILED, f"{LOOKUP} compiled"))
+    run, notes = BenchmarkRun(make_pair(), tasks, wanted), list[dict[str, Any]]()
+    run.note = notes.append
+    calls = [call for turn in run.measure() for call in turn]
+    assert {call.method for call in calls} == set(wanted.methods)
+    assert {verdict.kind for call in calls[1:] for verdict in call.verdicts} == {SAME}
+    assert kinds(run._alone) == {"verify"}
+    assert run._alone.stats is not None
+    assert run._alone.stats.fallbacks == []
+    assert sum(note["graphs"] for note in notes if note["kind"] == "compiled") >= 2
 
 
 def test_states_are_not_stepped_by_graphs() -> None:

@@ -168,7 +168,8 @@ class BenchmarkRun:
 
     def _open_compiler(self, stack: ExitStack) -> None:
         try:
-            stack.enter_context(compiling_ahead(self.drafter))
+            for assistant in (self.drafter, self._alone):
+                stack.enter_context(compiling_ahead(assistant))
         except ConfigurationError as refused:
             self._no_graphs = str(refused)
 
@@ -281,17 +282,19 @@ class BenchmarkRun:
 
     def _compile_ahead(self, methods: Sequence[Method], turn: Turn) -> None:
         """Let the graphs of all methods be compiled at once, and be kept, where that can be."""
-        ahead = self.binding.ahead
-        if ahead is None or not methods:
+        all_ahead = [each.require_binding().ahead for each in (self.drafter, self._alone)]
+        opened = [ahead for ahead in all_ahead if ahead is not None]
+        if not opened or not methods:
             return
 
         def write() -> None:
             for method in methods:
                 self._write_once(method, turn)
 
-        started, before = time.perf_counter(), len(ahead.made)
-        ahead.until_compiled(write)
-        if count := len(ahead.made) - before:
+        started, before = time.perf_counter(), sum(len(ahead.made) for ahead in opened)
+        for ahead in opened:
+            ahead.until_compiled(write)
+        if count := sum(len(ahead.made) for ahead in opened) - before:
             self.note({"kind": "compiled", "graphs": count, "seconds": round(time.perf_counter() - started, 3)})
 
     def _write_once(self, method: Method, turn: Turn) -> None:
