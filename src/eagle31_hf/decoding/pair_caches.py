@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -17,6 +17,9 @@ from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.session import SLAB, DraftSession, positions_read_at_once
 from ..trees.shape import DraftShape
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing from Python 3.11 on
 
 
 @dataclass
