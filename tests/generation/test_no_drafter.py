@@ -18,6 +18,7 @@ from eagle31_hf.compiled import captured
 from eagle31_hf.decoding import decoder as decoders
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.evidence.calls import LOOKUP, PLAIN, PLAIN_COMPILED, SAME
 from eagle31_hf.evidence.run_settings import RunSettings
@@ -104,6 +105,22 @@ def test_a_prompt_that_is_quoted_is_drafted() -> None:
     assert torch.equal(target.generate(quoting, assistant_model=alone, **told), target.generate(quoting, **told))
     assert alone.stats is not None
     assert alone.stats.drafted > 0
+
+
+def test_a_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies where the target is, and reading it in every round would wait for the device."""
+    target, read, text_of = target_of("llama"), list[int](), Sequences.text
+
+    def text(self: Sequences, row: int, skip: int = 0) -> list[int]:
+        read.append(row)
+        return text_of(self, row, skip)
+
+    monkeypatch.setattr(Sequences, "text", text)
+    alone = NoDrafter(target)
+    texts(target, alone, 1, GREEDY)
+    assert read == [0, 0], "by the prefill and by the index of what can be looked up"
+    assert alone.stats is not None
+    assert alone.stats.rounds > 5
 
 
 def test_nothing_is_drafted_by_the_constant_schedule() -> None:

@@ -20,28 +20,27 @@ class RepeatingText:
     """One text: what it offers, and how often that was right.
 
     Args:
+        text: prompt and new tokens so far. They are asked for once: a prompt may lie on a device.
+        num_new: how many of them are new.
         sampled: whether it is drawn.
     """
 
-    def __init__(self, *, sampled: bool):
-        self.index, self.rates = TextIndex(), LookupRates(sampled=sampled)
-        self.offered, self._length = NOTHING, 0  # before the last round, and how long the text was then
+    def __init__(self, text: Sequence[int], num_new: int, *, sampled: bool):
+        self.index, self.rates = TextIndex(text), LookupRates(sampled=sampled)
+        self.prompt_length = len(text) - num_new
+        self.offered, self._num_new = NOTHING, num_new  # before the last round, and how many were new then
 
-    def look_up(self, text: Sequence[int], length: int) -> Lookup:
-        """Up to `length` tokens that may follow `text`; asking twice changes nothing."""
-        self._follow(text)
-        self.offered, self._length = self.index.lookup(length), len(text)
+    def look_up(self, new: Sequence[int], length: int) -> Lookup:
+        """Up to `length` tokens that may follow the `new` ones; asking twice changes nothing."""
+        self.index.truncate(self.prompt_length + len(new))  # memory may have run out, and tokens been taken back
+        self.index.extend(new[len(self.index) - self.prompt_length :])
+        self.offered, self._num_new = self.index.lookup(length), len(new)
         return self.offered
 
-    def _follow(self, text: Sequence[int]) -> None:
-        if len(self.index) > len(text):  # memory ran out, and tokens were taken back
-            self.index.truncate(len(text))
-        self.index.extend(text[len(self.index) :])
-
-    def judge(self, text: Sequence[int]) -> None:
+    def judge(self, new: Sequence[int]) -> None:
         """Compare what was offered, drafted or not, with what was written."""
         if self.offered.tokens:
-            self.rates.record(self.offered.match, self.offered.tokens, text[self._length :])
+            self.rates.record(self.offered.match, self.offered.tokens, new[self._num_new :])
         self.offered = NOTHING
 
     def reach(self, longest: int) -> list[float]:
@@ -70,21 +69,25 @@ class LookupPolicy(DraftPolicy):
         """What the texts offer, or nothing."""
         assert state.sequences is not None, "texts are looked at"
         self._asked = texts = state.sequences
-        keys = [texts.identity(row) for row in state.rows]
+        new = texts.new
         # Only these are kept: texts that have left are forgotten.
-        self._texts = {key: self._texts.get(key) or RepeatingText(sampled=self._sampled) for key in keys}
+        self._texts = {texts.identity(row): self._known(texts, row) for row in state.rows}
         longest = min(self.longest, state.largest.depth, state.remaining_tokens - 1)
-        offers = [self._texts[key].look_up(texts.text(row), longest) for key, row in zip(keys, state.rows, strict=True)]
+        offers = [text.look_up(new[row], longest) for text, row in zip(self._texts.values(), state.rows, strict=True)]
         depth = self._best_length(longest)
         tokens = tuple(offer.tokens[:depth] for offer in offers)
         return DraftPlan(DraftShape(depth), tokens=tokens) if depth else DraftPlan(DraftShape(0))
+
+    def _known(self, texts: ReadTexts, row: int) -> RepeatingText:
+        known = self._texts.get(texts.identity(row))
+        return known or RepeatingText(texts.text(row), len(texts.new[row]), sampled=self._sampled)
 
     def record(self, stats: RoundStats) -> None:
         """Compare what was offered with what was written."""
         assert self._asked is not None, "asked before"
         for row in stats.rows:
             if (text := self._texts.get(self._asked.identity(row))) is not None:
-                text.judge(self._asked.text(row))
+                text.judge(self._asked.new[row])
 
     def _best_length(self, longest: int) -> int:
         """The draft that is most tokens ahead of writing on one by one, 0 if none is."""
