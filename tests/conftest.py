@@ -21,7 +21,7 @@ from slices import shared_out, sliced, spread
 
 __all__ = ["hub"]  # a fixture of all
 
-CONTRACT_CASES = 2
+CONTRACT_CASES = 3
 """One in so many of each contract test's cases is run by `make test`, on one of the two versions of transformers."""
 
 avoid_unusable_tiles()  # before any test multiplies; processes that tests start inherit it

@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 RECIPES = sorted((FOLDER / "recipes").glob("*.sh"))
 INTEGRATIONS = sorted((FOLDER / "integrations").glob("*.py"))
+LONG = ("agent_loop",)  # it starts a server
 HOME_LAB = sorted((FOLDER / "homelab").glob("*.sh"))
 PRINTED = {"convert": "read by ['vLLM'", "agent_loop": "tool: book_table"}
 
@@ -58,7 +59,13 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [*EXAMPLES, *INTEGRATIONS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] if path.stem in LONG else [])
+        for path in (*EXAMPLES, *INTEGRATIONS)
+    ],
+)
 def test_example_runs_offline(example, tmp_path, offline, monkeypatch, capsys):
     for needed in re.findall(
         r"^from (langchain_huggingface|llama_index\.llms\.huggingface)", example.read_text(), re.M

@@ -29,6 +29,7 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 
 @pytest.mark.parametrize(("name", "attention"), CELLS)
 @pytest.mark.parametrize("lengths", [(13,), (6, 6), (3, 12, 21)], ids=["one", "alike", "ragged"])
+@pytest.mark.thorough(every=3)
 def test_rounds_on_a_stock_model_equal_plain_forwards(name, attention, lengths):
     """Chunked prefill, then random trees and random acceptances, far past the window's wrap-around."""
     model, rng = tiny_model(name, attention), random.Random(len(lengths))

@@ -75,6 +75,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("name", "shape", "kind", "batch_size"), CELLS)
+@pytest.mark.thorough(every=2)
 def test_drafting_does_not_change_the_text(name: str, shape: str, kind: str, batch_size: int) -> None:
     prompts = prompts_for(name, batch_size, seed=batch_size)
     plain, logits = plain_text(name, prompts, kind)
@@ -147,6 +148,6 @@ def demo_acceptance_length(kind: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough
 def test_the_trained_drafter_drafts_as_well_over_such_a_cache(kind: str) -> None:
     assert demo_acceptance_length(kind) > 0.9 * demo_acceptance_length("full") > 2

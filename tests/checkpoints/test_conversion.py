@@ -44,6 +44,7 @@ def contents(folder) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.thorough(every=3)
 def test_there_and_back_is_byte_identical_where_both_can_say_it(tmp_path, first, second):
     both = [name for name in VARIANTS if name not in REFUSES[first] | REFUSES[second]]
     assert "eagle3" in both

@@ -255,6 +255,7 @@ def test_drafters_for_hybrids(tmp_path, name):
         ("cascade", "nemotron_h", {"layers_block_type": (NEMOTRON * 8)[:52]}),
     ],
 )
+@pytest.mark.thorough(every=2)
 def test_a_drafter_for_a_hybrid_reads_its_blocks_and_writes_its_text(tmp_path, name, family, fields):
     config, first_layer, blocks, layers = HYBRID_DRAFTERS[name]
     sizes = {"hidden_size": 8, "vocab_size": 20, "intermediate_size": 12}

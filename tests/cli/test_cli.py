@@ -30,6 +30,7 @@ def test_version():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_demo_writes_first_and_then_measures_four_methods_in_one_run(tmp_path, monkeypatch):
     use_fixed_shapes_only(monkeypatch)  # real graphs take minutes; what they compute is tested elsewhere
     monkeypatch.setattr(generate, "REPEATS", 1)

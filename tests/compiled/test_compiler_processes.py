@@ -39,6 +39,7 @@ def hand_on_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_fails_is_told_and_the_next_package_is_written(
     processes: CompilerProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def stats_of(name: str = "llama"):
     ("name", "shape", "rows", "acceleration"),
     matrix(["llama", "gemma3"], [*SHAPES], (1, 3), ("eager", "compile")),  # the third row ends first
 )
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=6)
 def test_switching_in_every_round_writes_the_plain_text(name: str, shape: str, rows: int, acceleration: str) -> None:
     plain = plain_text(rows, name)
     length = plain.shape[1] - NEW_TOKENS
@@ -100,6 +100,7 @@ COSTS = {"cheap": CHEAP_DRAFTS, "dear": DEAR_DRAFTS}
     ("costs", "shape", "schedule", "rows", "acceleration"),
     pairwise([*COSTS], ("chain", "tree"), STEERED, (1, 3), ("eager", "compile")),
 )
+@pytest.mark.thorough(every=2)
 def test_every_schedule_writes_the_plain_text(
     costs: str, shape: str, schedule: str, rows: int, acceleration: str
 ) -> None:
@@ -117,7 +118,7 @@ def test_every_schedule_writes_the_plain_text(
 @pytest.mark.parametrize("costs", [*COSTS])
 @pytest.mark.parametrize("schedule", STEERED)
 @pytest.mark.parametrize("acceleration", ["eager", "compile"])
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=6)
 def test_a_seed_writes_the_same_text_twice(schedule: str, acceleration: str, costs: str) -> None:
     """Dear drafts rest, and their drafter is judged by what it would have drafted meanwhile."""
     fields = {"num_assistant_tokens_schedule": schedule, "acceleration": acceleration}

@@ -136,6 +136,7 @@ def test_a_quantised_cache_comes_back_too(place: str) -> None:
     ("shape", "place"),
     itertools.product(SHAPES, ("commit", "keep", "read back", "text", "verify", "round end")),
 )
+@pytest.mark.thorough(every=2)
 def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
     shape: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,7 @@ def test_at_last_it_says_what_took_the_memory(first: int, written: int) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("shapes cannot be multiplied"), ValueError("no")])
 @pytest.mark.parametrize("place", ["write", "draft step", "verify", "absorb", "keep", "text", "commit"])
+@pytest.mark.thorough(every=2)
 def test_other_errors_pass_and_leave_everything_usable(error: BaseException, place: str) -> None:
     with (
         configured(drafter_of("llama"), **SHAPES["tree"]),

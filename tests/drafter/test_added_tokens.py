@@ -76,7 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("more", "stated"), [(1, True), (64, False)])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=6)
 def test_the_text_is_the_targets_and_no_added_token_is_drafted(shape: str, more: int, stated: bool, way: str) -> None:
     target, drafter = pair(more, SHAPES[shape], stated)
     inputs = prompts(more)

@@ -200,6 +200,7 @@ def label(variant: dict[str, Any]) -> str:
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
+@pytest.mark.thorough(every=3)
 def test_one_pass_is_the_formula(variant: dict[str, Any]) -> None:
     target, drafter, formulas = build(variant)
     with seeded(6):

@@ -87,6 +87,7 @@ def test_planned_drafter_bytes_are_the_storages(drafters: Path, name: str, packi
 @pytest.mark.parametrize("with_target", [True, False])
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.thorough(every=3)
 def test_saved_and_read_again_it_is_the_same(
     drafters: Path, tmp_path: Path, name: str, packing: str, with_target: bool
 ) -> None:

@@ -180,16 +180,32 @@ def _by_hand(drafter: Eagle31Drafter, text: TargetText, start: int, depth: int) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("planted", "named"), [({"norm_output": False}, {"norm_output": True}), ({}, None)])
+def test_a_large_fault_is_named_by_few_texts(
+    planted: dict[str, Any],
+    named: dict[str, Any] | None,
+    target: Any,
+    written: list[Tensor],
+    prompts: list[dict[str, Tensor]],
+) -> None:
+    drafter = attached(target, **planted)
+    texts = [text for text in texts_for(drafter, written, prompts) if len(text.starts(DEPTH)) > 0]
+    readings = other_readings(drafter.config, len(drafter.require_binding().layers))
+    best = score_readings(drafter, texts, readings, depth=DEPTH)[0]
+    assert best.is_better == bool(planted)
+    assert best.reading.fields == named or not planted
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "named"),
     [
         ({"aux_layers": [1, 5, 8]}, {"aux_layers": [2, 6, 9]}),
-        ({"norm_output": False}, {"norm_output": True}),
         ({"norm_before_residual": True}, {"norm_before_residual": False}),
     ],
-    ids=["layers one low", "feedback not normed", "residual normed"],
+    ids=["layers one low", "residual normed"],
 )
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough
 def test_a_wrong_configuration_is_named(
     planted: dict[str, Any], named: dict[str, Any], target: Any, many: list[TargetText]
 ) -> None:
@@ -201,6 +217,7 @@ def test_a_wrong_configuration_is_named(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_right_configuration_is_left_alone(target: Any, many: list[TargetText]) -> None:
     drafter = attached(target)
     readings = other_readings(drafter.config, len(drafter.require_binding().layers))
@@ -236,6 +253,7 @@ def test_a_wrong_draft_vocabulary_is_named(
     assert layers.level == "note", "nothing else is blamed for it"
 
 
+@pytest.mark.thorough
 def test_a_fine_tuned_target_is_named(
     target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def test_runs_cover_what_a_record_must() -> None:
 
 
 @pytest.mark.parametrize("run", SMALL_RUNS, ids=str)
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=4)
 def test_small_runs_take_what_was_planned(run: PeakRun) -> None:
     """Weights byte for byte. Peaks within a few per cent: at this size, ids and positions are seen beside the rest."""
     pytest.importorskip("bitsandbytes")
@@ -185,7 +185,7 @@ def _counted(decoder: SpeculativeDecoder) -> int:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=4)
 def test_a_drafter_adds_no_more_than_its_terms(name: str) -> None:
     """The same target with and without it: weights, its cache, and the peak of the whole run."""
     run = DRAFTS[name]

@@ -106,7 +106,7 @@ def ignorant() -> Eagle31Drafter:
     ("schedule", "dear", "trained"),
     pairwise(("constant", "calibrated", "pid", "heuristic"), (False, True), (True, False)),
 )
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=6)
 def test_greedy_rounds_are_those_of_generate(
     schedule: str, dear: bool, trained: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -368,6 +368,7 @@ app()
 """
 
 
+@pytest.mark.thorough
 def test_a_process_killed_while_it_writes_is_gone_on_with(record_file, tmp_path):
     """A real one, by a signal it cannot catch, when half of its third turn is on the disk."""
     options = ("--out", str(tmp_path / "run.jsonl"), "--limit", "2", "--new-tokens", "10", "--repeats", "2", "--dtype",

@@ -200,7 +200,7 @@ def test_json_is_plains(library: str, shape: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough
 def test_json_of_many_prompts_is_plains(library: str) -> None:
     """Some fifty for all libraries together."""
     assert_texts_are_plains(library, SHAPES["chain"], SHAPES["tree"], count=17)

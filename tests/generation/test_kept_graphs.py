@@ -206,7 +206,7 @@ def test_texts_that_warm_up_say_nothing_of_the_drafter(warmed: Eagle31Drafter) -
 
 
 @pytest.mark.parametrize("tries_products", [False, True])
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough
 def test_graphs_are_compiled_together_unless_products_are_timed(
     tries_products: bool, pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +238,7 @@ def test_graphs_are_compiled_together_unless_products_are_timed(
 
 
 @pytest.mark.parametrize("told", [GREEDY, SAMPLING, {"max_time": 100.0, "prefill_chunk_size": 4, **GREEDY}])
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough
 def test_a_text_waits_for_what_it_asked_for(
     pair: Eagle31Drafter, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +501,7 @@ BARE_DRAWS: dict[str, Any] = {"do_sample": True, "top_k": 0}
         pytest.param(0, {"verify", "advance"}, GREEDY, id="lent, greedy", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_compiled_packages(
     largest_held: int, compiled: set[str], how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

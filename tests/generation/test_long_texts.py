@@ -101,7 +101,7 @@ def test_the_length_is_found(kind: str) -> None:
 
 @pytest.mark.parametrize("loop", ["auto", "stock"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=4)
 def test_on_both_sides_of_it_the_text_is_plain(kind: str, loop: str) -> None:
     model = target(kind)
     drafter = random_drafter(model, aux_layers=[1, 2, 3])
@@ -124,7 +124,7 @@ def test_on_both_sides_of_it_the_text_is_plain(kind: str, loop: str) -> None:
 @pytest.mark.parametrize("new_drafter", [True, False])
 @pytest.mark.parametrize("earlier", [None, 10, 60])
 @pytest.mark.parametrize("kind", sorted(DEPENDS))
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=4)
 def test_a_text_depends_on_earlier_ones_as_plain_text_does(kind: str, earlier: int | None, new_drafter: bool) -> None:
     """ "dynamic" goes by the longest text so far: plain `generate` writes another text behind a long one, and so must
     we, no more and no less, whether the drafter comes before that long text or behind it."""

@@ -68,6 +68,7 @@ def assert_plain(target: Any, alone: NoDrafter, rows: int, how: dict[str, Any]) 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.thorough(every=2)
 def test_the_text_is_plains_in_fewer_passes(family: str, rows: int, how: dict[str, Any]) -> None:
     target = target_of(family)
     assert_plain(target, NoDrafter(target), rows, how)
@@ -235,6 +236,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.thorough(every=2)
 def test_forwards_are_captured(rows: int, how: dict[str, Any], recorder: Recorder) -> None:
     target = random_target(CONFIGS["llama"]())
     alone = NoDrafter(target)
@@ -258,7 +260,7 @@ def test_single_tokens_are_captured(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=6)
 def test_steps_of_fixed_shape_write_the_plain_text(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs for a CPU read, for every kind of target: blocks that are padded, buffers of a few lengths."""
     use_fixed_shapes_only(monkeypatch)

@@ -227,7 +227,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=6)
 def test_memory_that_runs_out_changes_no_text(family: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = pair(family)
     drafter.require_binding().not_continued.clear()

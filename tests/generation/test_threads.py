@@ -84,7 +84,7 @@ def side_by_side(calls: list[Callable[[], Any]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("shape", "each"), [("chain", 8), ("dynamic", 3), ("chain compiled", 3), ("dynamic compiled", 3), ("stock", 3)]
 )
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=4)
 def test_texts_are_those_of_one_call_after_the_other(shape: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
     work = tasks(THREADS * each, 1 if shape == "stock" else 3)

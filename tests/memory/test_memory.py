@@ -237,6 +237,7 @@ def test_card_names_are_forgiving_and_sizes_are_cards() -> None:
     assert find_card("M3") is CARDS["Apple M3 16GB"]
 
 
+@pytest.mark.thorough
 def test_a_target_of_the_table_is_planned_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)  # neither disk nor network is asked
     for name, known in known_targets().items():

@@ -176,7 +176,7 @@ def predicted_target(config: PreTrainedConfig, run: Run) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "run"), COMBINATIONS, ids=str)
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=9)
 def test_target_peaks_match_a_trace(name: str, run: Run) -> None:
     config = TARGETS[name]
     traced_peaks, predicted = trace_target(config, run), predicted_target(config, run)
@@ -200,7 +200,7 @@ PACKED_RUNS = [
 
 
 @pytest.mark.parametrize(("name", "run"), PACKED_RUNS, ids=str)
-@pytest.mark.thorough(every=4)
+@pytest.mark.thorough(every=12)
 def test_target_peaks_with_an_eight_bit_cache_match_a_trace(name: str, run: Run) -> None:
     fields = {k: v for k, v in TARGETS[name].to_dict().items() if k != "layer_types"}
     config = type(TARGETS[name])(**{**fields, "num_hidden_layers": 12})

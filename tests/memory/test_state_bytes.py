@@ -64,7 +64,7 @@ def watched_caches() -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=9)
 def test_states_are_what_caches_hold(family: str, rows: int, shape: str) -> None:
     target = recurrent_target(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
@@ -84,6 +84,7 @@ def test_states_are_what_caches_hold(family: str, rows: int, shape: str) -> None
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.thorough(every=3)
 def test_keys_and_values_are_those_of_layers_that_attend(family: str) -> None:
     if family == "mamba2":
         pytest.skip("nothing attends")
@@ -198,6 +199,7 @@ FOUR_LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FOUR_LAYERS)
+@pytest.mark.thorough(every=2)
 def test_the_peak_of_a_prompt_matches_a_trace(name: str) -> None:
     """Of the second chunk of two, with fake tensors: most of it is what the reference kernels take for a token."""
     known, chunk = known_targets()[name].config, 1024

@@ -62,7 +62,7 @@ def untrained(pair):
     "sampling", [Sampling(temperature=0), Sampling(temperature=0.8, seed=5)], ids=["greedy", "drawn"]
 )
 @torch.inference_mode()
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough
 def test_texts_that_come_and_go_while_the_drafter_rests_are_its_own(pair, untrained, sampling: Sampling) -> None:
     """With a drafter that is never right, rows joining, leaving and beginning as others did: as without any drafts."""
     lengths, texts = (90, 30, 60, 20, 50), {}

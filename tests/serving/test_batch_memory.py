@@ -1,5 +1,6 @@
 """What a running batch takes stays within the plan that `serve` makes for it: all rows full, one prompt being read."""
 
+import pytest
 import torch
 from memory_peaks import StorageMeter
 from storages import StorageCounter
@@ -37,6 +38,7 @@ def fill(pair, chunk):
 
 
 @torch.inference_mode()
+@pytest.mark.thorough
 def test_texts_that_come_and_go_leave_nothing_behind():
     """Storages counted: after two dozen texts as many bytes are alive as after nine."""
     pair = load_pair(PairSource())

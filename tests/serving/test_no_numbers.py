@@ -87,7 +87,7 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("how", list(HARMFUL))
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=9)
 def test_a_row_whose_scores_are_no_numbers_ends_alone(pair, engine, wanted, poisoned, how):
     prompt = encode_chat(pair.tokenizer, MESSAGES)
     victims = victims_of(engine, prompt)

@@ -91,7 +91,7 @@ def test_a_row_whose_text_cannot_be_decoded_ends_alone(pair, engine, wanted, kno
 
 
 @pytest.mark.parametrize("how", list(RAISING))
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=4)
 def test_a_row_whose_processor_raises_ends_alone(pair, engine, wanted, monkeypatch, how):
     monkeypatch.setattr(constraints, "GrammarProcessor", lambda grammar, *_: grammar)
     victims = victims_of(engine, encode_chat(pair.tokenizer, MESSAGES))

@@ -151,7 +151,7 @@ def read_prompt_of_another() -> Any:
     return read_prompt(binding).to_dynamic(binding.text_config)
 
 
-@pytest.mark.thorough(every=2)
+@pytest.mark.thorough(every=6)
 def test_plain_generation_in_another_thread_is_plain(target: Any) -> None:
     drafter = attached(target)
     plain = greedy(target, IDS, 24)
