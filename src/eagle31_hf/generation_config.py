@@ -15,9 +15,6 @@ from .errors import ConfigurationError
 from .trees.shape import DraftShape, default_tree_size
 
 LONGEST_CHAIN, MIN_CONFIDENCE, FIXED_DEPTH = 12, 0.02, 6
-COMPILED_DEPTH, COMPILED_SAMPLED_DEPTH = 7, 5
-"""A compiled chain is one graph whatever it is sure of: 7 and the root fill the 8 nodes that are verified anyway. Drawn
-tokens cost more and are accepted less (docs/LOG.md)."""
 ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "stock", "plain")
 CACHE_TYPES = ("auto", "full", "int8", "fp8")
@@ -28,10 +25,25 @@ LONGEST_STEERED = 12
 
 @dataclass(frozen=True)
 class DraftLength:
-    """`depth` tokens at most; a chain ends once the drafter is less sure of it than `min_confidence` (0: never)."""
+    """`depth` tokens at most, one after the other.
+
+    Attributes:
+        min_confidence: a chain ends once the drafter is less sure of it (0: never).
+        top_k: children per tree node; 1 is a chain.
+        tree_size: nodes verified per round, root included; `None`: by depth and `top_k`.
+    """
 
     depth: int
     min_confidence: float = 0.0
+    top_k: int = 1
+    tree_size: int | None = None
+
+
+USUAL_TREE = DraftShape(5, top_k=2, size=8)
+COMPILED = DraftLength(7)
+COMPILED_SAMPLED = DraftLength(USUAL_TREE.depth, top_k=USUAL_TREE.top_k, tree_size=USUAL_TREE.size)
+"""By graphs, which draft one shape whatever the drafter is sure of. Both have the 8 nodes that are verified anyway.
+Drafts of a sampled text are rejected sooner, so a second guess is worth more than two more steps (docs/LOG.md)."""
 
 
 class Eagle31GenerationConfig(GenerationConfig):
@@ -40,8 +52,8 @@ class Eagle31GenerationConfig(GenerationConfig):
     Args:
         num_assistant_tokens: draft depth, tokens drafted one after the other in a round. `None` (default) decides by
             `draft_length`: where asking the device costs nothing (CPU, one row, chain) up to 12 tokens, ended early
-            by the drafter's own doubt; compiled chains 7 (sampled ones 5), captured ones as many as pay by the bytes
-            of weights that a step and the target read; elsewhere 6.
+            by the drafter's own doubt; by graphs 7 (for sampled text 5, as a tree), captured ones as many as pay by
+            the bytes of weights that a step and the target read; elsewhere 6.
         draft_min_confidence: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
@@ -53,9 +65,10 @@ class Eagle31GenerationConfig(GenerationConfig):
         draft_length_bounds: shortest and longest draft of a schedule that steers; `None` (default): 1 and
             `num_assistant_tokens` (`"calibrated"`), or 12 if that is more.
         draft_top_k: children per tree node; 1 drafts a chain. A tree keeps the nodes the drafter is surest of
-            (EAGLE-2).
+            (EAGLE-2). `None` (default): 2, in trees of 8 nodes, where graphs draft for one sampled text and nothing
+            else is said of drafts; elsewhere 1.
         draft_tree_size: nodes verified per round, root included; `None` means `num_assistant_tokens + 1` for a chain
-            and `2 * draft_top_k * num_assistant_tokens` for a tree.
+            and `2 * draft_top_k * num_assistant_tokens` for a tree that was asked for.
         draft_window: positions the drafter sees back, which bounds its cache whatever the text's length; `None`
             (default): as far as it was trained to (`config.sliding_window`), mostly everything. The text is the same.
         speculation_loop: `"auto"` (our loop where the target allows it, else a fallback whose reason is logged),
@@ -70,7 +83,7 @@ class Eagle31GenerationConfig(GenerationConfig):
     """
 
     def __init__(self, **kwargs):
-        self.draft_top_k: int = kwargs.pop("draft_top_k", 1)
+        self.draft_top_k: int | None = kwargs.pop("draft_top_k", None)
         self.draft_min_confidence: float | None = kwargs.pop("draft_min_confidence", None)
         if (earlier := kwargs.pop("draft_confidence_floor", None)) is not None:  # saved or written before the renaming
             self.draft_confidence_floor = earlier
@@ -111,7 +124,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         sampled: bool = False,
         asked: int | None = None,
         compiled: bool | None = None,
-        captured_depth: int | None = None,
+        by_graphs: DraftLength | None = None,
     ) -> DraftLength:
         """How long this round's drafts may get.
 
@@ -124,29 +137,28 @@ class Eagle31GenerationConfig(GenerationConfig):
             sampled: whether drafts are drawn.
             asked: depth the `generate` call itself asks for.
             compiled: whether rounds are computed by graphs; default: if `acceleration` is `"compile"`.
-            captured_depth: of chains whose steps are captured on a device.
+            by_graphs: what graphs draft of themselves for this pair; default: what pays on a CPU.
         """
-        depth = asked or self.num_assistant_tokens
+        depth, top_k, least = asked or self.num_assistant_tokens, self.draft_top_k or 1, self.draft_min_confidence
         steered = self.num_assistant_tokens_schedule in ("pid", "heuristic") or self.draft_length_bounds is not None
-        free_to_ask = device_type == "cpu" and batch_size == 1 and self.draft_top_k == 1 and not steered
-        least = self.draft_min_confidence
-        if depth is not None:
-            return DraftLength(depth, least or 0.0)
+        told = DraftLength(depth or FIXED_DEPTH, least or 0.0, top_k, self.draft_tree_size if top_k > 1 else None)
+        if depth is not None or top_k > 1:
+            return told
         compiled = self.acceleration == "compile" if compiled is None else compiled
-        if compiled and self.draft_top_k == 1:
-            usual = COMPILED_SAMPLED_DEPTH if sampled else COMPILED_DEPTH
-            return DraftLength(captured_depth or usual, least or 0.0)
-        if free_to_ask:
+        if compiled:
+            usual = by_graphs or (COMPILED_SAMPLED if sampled else COMPILED)
+            may_be_tree = batch_size == 1 and not steered and self.draft_top_k is None and not least
+            return usual if may_be_tree else DraftLength(usual.depth, least or 0.0)
+        if device_type == "cpu" and batch_size == 1 and not steered:
             return DraftLength(LONGEST_CHAIN, MIN_CONFIDENCE if least is None else least)
-        return DraftLength(FIXED_DEPTH, least or 0.0)
+        return told
 
     def draft_shape(self, length: DraftLength) -> DraftShape:
         """The largest draft of a round whose chain, or deepest path, is as long as that."""
-        depth, top_k = length.depth, self.draft_top_k
-        if top_k == 1:
-            return DraftShape(depth=depth, min_confidence=length.min_confidence)
-        size = self.draft_tree_size or default_tree_size(depth, top_k)
-        return DraftShape(depth=depth, top_k=top_k, size=size)
+        if length.top_k == 1:
+            return DraftShape(depth=length.depth, min_confidence=length.min_confidence)
+        size = length.tree_size or default_tree_size(length.depth, length.top_k)
+        return DraftShape(depth=length.depth, top_k=length.top_k, size=size)
 
     def steered_bounds(self, start: int, *, compiled: bool) -> tuple[int, int]:
         """Shortest and longest draft of a schedule that starts from, or is asked for, `start` tokens.
@@ -160,7 +172,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         if self.draft_length_bounds is not None:
             shortest, longest = self.draft_length_bounds
             return shortest, longest
-        if schedule == "calibrated" or self.draft_top_k > 1 or compiled:
+        if schedule == "calibrated" or (self.draft_top_k or 1) > 1 or compiled:
             return 1, start
         return 1, max(start, LONGEST_STEERED)
 
@@ -174,8 +186,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         least = self.draft_min_confidence
         if least is not None and not (_is_number(least) and 0.0 <= least < 1.0):
             raise ConfigurationError(f"draft_min_confidence is {least!r}; wanted a probability below 1, or None")
-        require_count("draft_top_k", self.draft_top_k)
-        for name in ("num_assistant_tokens", "prefill_chunk_size", "draft_window"):
+        for name in ("draft_top_k", "num_assistant_tokens", "prefill_chunk_size", "draft_window"):
             if (value := getattr(self, name)) is not None:
                 require_count(name, value)
         self._check_bounds()

@@ -18,6 +18,7 @@ from ..evidence.loop_report import loop_parts
 from ..evidence.pair import measure_loops
 from ..evidence.run_settings import RunSettings
 from ..evidence.synthetic import random_target, target_config
+from ..generation_config import USUAL_TREE
 from ..target.precision import quick_dtype
 from ..texts.prompts import read_prompts
 from .bench_acceptance import acceptance as acceptance_command
@@ -68,8 +69,8 @@ def loop(
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens drafted in a round; default: as the drafter decides.")
     ] = None,
-    tree_width: Annotated[int, typer.Option(min=2, help="Children per draft token of the tree.")] = 4,
-    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with the tree.")] = 24,
+    tree_width: Annotated[int, typer.Option(min=2, help="Children per draft token of the tree.")] = USUAL_TREE.top_k,
+    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with the tree.")] = USUAL_TREE.nodes,
     compile_steps: Annotated[bool, typer.Option("--compile", help="Measure the accelerated loops, too.")] = False,
     synthetic: Annotated[
         str | None,

@@ -22,6 +22,7 @@ from ..evidence.run_settings import RunSettings, settings_facts
 from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
 from ..evidence.summary import RunSummary, summarise
 from ..evidence.thinking import ThinkMarks
+from ..generation_config import USUAL_TREE
 from ..texts.prompts import Prompt, embedded_prompts, read_prompts
 from .measuring import finish, progress_bar
 from .option_groups import expand_options, option
@@ -77,8 +78,8 @@ class MethodOptions:
     seed: int = field(default=0, metadata=option("Of the first repeat; every call's follows from it.", min=0))
     methods: str | None = field(default=None, metadata=option("Names, comma between them; default: all there are."))
     draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
-    tree_width: int = field(default=4, metadata=option("Children per draft token of the tree.", min=2))
-    tree_size: int = field(default=24, metadata=option("Tokens verified per round with the tree.", min=3))
+    tree_width: int = field(default=USUAL_TREE.top_k, metadata=option("Children per draft token of the tree.", min=2))
+    tree_size: int = field(default=USUAL_TREE.nodes, metadata=option("Tokens verified per round with the tree.", min=3))
     compile_steps: bool = field(default=False, metadata=option("The compiled methods, too.", "--compile"))
     ceilings: bool = field(
         default=False,

@@ -137,7 +137,7 @@ class Drafting:
     """What to draft in a round."""
 
     draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
-    tree_width: int = field(default=1, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
+    tree_width: int | None = field(default=None, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
     tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree.", min=2))
     schedule: Literal["calibrated", "constant", "pid", "heuristic"] = field(
         default="calibrated", metadata=option("How the draft length follows what is accepted; serve drafts one length.")
@@ -146,7 +146,7 @@ class Drafting:
     def apply_to(self, drafter: Assistant) -> None:
         """Set what was asked for; the rest stays as it is, as a memory plan may have decided it."""
         asked: dict[str, Any] = {"num_assistant_tokens": self.draft_tokens, "draft_tree_size": self.tree_size}
-        asked["draft_top_k"] = self.tree_width if self.tree_width > 1 else None
+        asked["draft_top_k"] = self.tree_width
         asked["num_assistant_tokens_schedule"] = self.schedule
         for name, value in asked.items():
             if value is not None:
@@ -230,7 +230,7 @@ def _check_without_drafter(drafting: Drafting, *, may_lack_drafter: bool) -> Non
         )
     asked = {
         f"--schedule {drafting.schedule}": drafting.schedule in ("pid", "heuristic"),
-        f"--tree-width {drafting.tree_width}": drafting.tree_width > 1,
+        f"--tree-width {drafting.tree_width}": (drafting.tree_width or 1) > 1,
         f"--tree-size {drafting.tree_size}": drafting.tree_size is not None,
     }
     if refused := [option for option, is_asked in asked.items() if is_asked]:

@@ -165,7 +165,7 @@ def _check_drafting(source: PairSource, drafting: Drafting) -> None:
     """The running batch drafts eager chains of one length; what else is asked for is not silently left out."""
     asked = {
         f"--schedule {drafting.schedule}": drafting.schedule in ("pid", "heuristic"),
-        f"--tree-width {drafting.tree_width}": drafting.tree_width > 1,
+        f"--tree-width {drafting.tree_width}": (drafting.tree_width or 1) > 1,
         f"--tree-size {drafting.tree_size}": drafting.tree_size is not None,
         f"--acceleration {source.acceleration}": source.acceleration == "compile",
     }

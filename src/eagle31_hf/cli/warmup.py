@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..compiled.graph_makers import GraphKey
 from ..decoding.calibration.calibration import Calibration
+from ..decoding.default_length import default_length
 from ..decoding.pair_history import PairHistory
 from ..evidence.provenance import origin
 from ..generation.warm_up import warm_up
@@ -54,9 +55,7 @@ def warmup(
 
 
 def _print_rounds(console: Console, pair: Pair, measured: Calibration, *, sampled: bool) -> None:
-    drafts = pair.drafter.generation_config.draft_length(
-        device_type=pair.drafter.device.type, batch_size=1, sampled=sampled, compiled=True
-    ).depth
+    drafts = default_length(pair.drafter, batch_size=1, sampled=sampled, compiled=True).depth
     rounds = measured.costs(0).rounds(drafts)
     console.print(
         f"A round by them takes {1e3 * rounds.speculative_s[drafts]:.1f} ms with {drafts} draft tokens and "

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..compiled.captured import CAPTURES
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.step_share import longest_worthwhile, step_share
-from ..generation_config import COMPILED_DEPTH, LONGEST_CHAIN, LONGEST_STEERED, DraftLength
+from ..generation_config import COMPILED, COMPILED_SAMPLED, LONGEST_CHAIN, LONGEST_STEERED, DraftLength
 from .adaptive.acceptance_rates import Prior
+
+FEWEST_LEVELS = 3
+"""Of a tree of eight nodes that is worth more than a chain of as many steps."""
 
 
 def default_length(
@@ -17,18 +22,25 @@ def default_length(
     without a drafter chains are looked up."""
     if not isinstance(drafter, Eagle31Drafter):
         return _longest_lookup(drafter, asked, compiled=compiled)
-    is_asked = asked is not None or drafter.generation_config.num_assistant_tokens is not None
-    captured = None
-    if compiled and not is_asked and drafter.device.type in CAPTURES:
-        captured = longest_worthwhile(step_share(drafter), Prior().rate, longest=LONGEST_STEERED)
     return drafter.generation_config.draft_length(
         device_type=drafter.device.type,
         batch_size=batch_size,
         sampled=sampled,
         asked=asked,
         compiled=compiled,
-        captured_depth=captured,
+        by_graphs=_drafted_by_graphs(drafter, sampled=sampled) if compiled else None,
     )
+
+
+def _drafted_by_graphs(drafter: Eagle31Drafter, *, sampled: bool) -> DraftLength:
+    """What pays where nobody asked. A layer that keeps states verifies chains in fewer launches, and on a card packed
+    weights make a product dearer with its rows."""
+    binding, usual = drafter.require_binding(), COMPILED_SAMPLED if sampled else COMPILED
+    if drafter.device.type in CAPTURES:
+        depth = longest_worthwhile(step_share(drafter), Prior().rate, longest=LONGEST_STEERED)
+        is_packed = getattr(binding.model, "hf_quantizer", None) is not None
+        usual = DraftLength(depth) if is_packed or depth < FEWEST_LEVELS else replace(usual, depth=depth)
+    return DraftLength(usual.depth) if binding.has_states else usual
 
 
 def _longest_lookup(assistant: Assistant, asked: int | None, *, compiled: bool | None) -> DraftLength:
@@ -37,4 +49,4 @@ def _longest_lookup(assistant: Assistant, asked: int | None, *, compiled: bool |
     if settings.num_assistant_tokens_schedule == "constant":
         return DraftLength(0)
     compiled = settings.acceleration == "compile" if compiled is None else compiled
-    return DraftLength(asked or settings.num_assistant_tokens or (COMPILED_DEPTH if compiled else LONGEST_CHAIN))
+    return DraftLength(asked or settings.num_assistant_tokens or (COMPILED.depth if compiled else LONGEST_CHAIN))

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 import transformers
 
+from ..decoding.default_length import default_length
 from ..drafter.drafter import Eagle31Drafter
 from ..stats import Acceptance, SpeculationStats
 from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
 
 
-def requested_shape(drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False) -> DraftShape:
-    """What a round drafts at most by the drafter's settings."""
+def requested_shape(
+    drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False, compiled: bool | None = None
+) -> DraftShape:
+    """What a round drafts at most by the settings; `compiled`: by graphs, of themselves if these ask for them."""
     asked = drafter.generation_config
-    return asked.draft_shape(
-        asked.draft_length(device_type=drafter.device.type, batch_size=batch_size, sampled=sampled)
-    )
+    compiled = asked.acceleration == "compile" if compiled is None else compiled
+    return asked.draft_shape(default_length(drafter, batch_size=batch_size, sampled=sampled, compiled=compiled))
 
 
 def drafted_depths(stats: SpeculationStats | Acceptance | None) -> dict[int, float] | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter
-from ..generation_config import FIXED_DEPTH
+from ..generation_config import FIXED_DEPTH, USUAL_TREE
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
@@ -81,6 +81,7 @@ def all_methods(drafter: Eagle31Drafter, settings: RunSettings, alone: NoDrafter
         ]
         methods += _by_our_loop_alone(alone, settings)
     tree = {"draft_top_k": settings.tree_width, "draft_tree_size": settings.tree_size}
+    tree["num_assistant_tokens"] = settings.depth or USUAL_TREE.depth
     for acceleration in ("eager", "compile") if settings.compiled else ("eager",):
         for name, shape in (("chain", {}), ("tree", tree)):
             methods.append(_own_loop(drafter, settings, name, {**shape, "acceleration": acceleration}))

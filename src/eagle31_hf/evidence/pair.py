@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
 from ..texts.prompts import Prompt
+from ..trees.shape import DraftShape
+from .bare import requested_shape
 from .calls import PLAIN, PLAIN_COMPILED, CallRecord
 from .loop_report import LoopRecord
 from .provenance import run_facts
@@ -27,14 +29,14 @@ def pair_settings(
 ) -> RunSettings:
     """Plain `generate` and the loop that serves this drafter as its settings say, with `compiled` by graphs as well."""
     asked, trees_refused = drafter.generation_config, drafter.require_binding().tree_unsupported_reason
-    drafted = "stock loop" if trees_refused else "tree" if asked.draft_top_k > 1 else "chain"
+    eager = requested_shape(drafter, batch_size=1, sampled=temperature > 0, compiled=False)
+    by_graphs = requested_shape(drafter, batch_size=1, sampled=temperature > 0, compiled=True)
+    drafted = "stock loop" if trees_refused else _name(eager)
     methods: tuple[str, ...] = (PLAIN, drafted)
     if compiled and not trees_refused:
-        methods = (PLAIN, PLAIN_COMPILED, drafted, f"{drafted} compiled")
-    largest = asked.draft_shape(asked.draft_length(device_type=drafter.device.type, batch_size=1))
-    tree: dict[str, Any] = (
-        {"tree_width": asked.draft_top_k, "tree_size": max(3, largest.size)} if asked.draft_top_k > 1 else {}
-    )
+        methods = (PLAIN, PLAIN_COMPILED, drafted, f"{_name(by_graphs)} compiled")
+    largest = by_graphs if compiled else eager
+    tree: dict[str, Any] = {"tree_width": largest.top_k, "tree_size": max(3, largest.size)} if largest.is_tree else {}
     return RunSettings(
         new_tokens=new_tokens,
         temperatures=(temperature,),
@@ -46,6 +48,10 @@ def pair_settings(
         ceilings=True,
         **tree,
     )
+
+
+def _name(shape: DraftShape) -> str:
+    return "tree" if shape.is_tree else "chain"
 
 
 def measure_pair(

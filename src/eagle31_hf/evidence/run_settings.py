@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..generation_config import USUAL_TREE
 from .calls import PLAIN
 from .synthetic import check_acceptance
 
@@ -27,7 +28,8 @@ class RunSettings:
         seed: the first repeat's; each call's follows from it.
         methods: names of those to run; empty: all there are.
         depth: draft tokens one after another, of chain and tree; `None`: what the drafter does by itself.
-        tree_width, tree_size: children per node of the tree, and its nodes with the root.
+        tree_width, tree_size: children per node of the tree, and its nodes with the root; of themselves as graphs draft
+            for sampled text.
         compiled: measure the accelerated loops, too.
         ignore_eos: write exactly `new_tokens` tokens.
         as_configured: sample as the target's generation config says, too; else by the temperature alone.
@@ -42,8 +44,8 @@ class RunSettings:
     seed: int = 0
     methods: tuple[str, ...] = ()
     depth: int | None = None
-    tree_width: int = 4
-    tree_size: int = 24
+    tree_width: int = USUAL_TREE.top_k
+    tree_size: int = USUAL_TREE.nodes
     compiled: bool = False
     ignore_eos: bool = False
     as_configured: bool = False

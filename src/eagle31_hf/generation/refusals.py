@@ -83,7 +83,7 @@ def _check_settings(drafter: Assistant, config: GenerationConfig) -> None:
 
 
 def _check_width(drafter: Eagle31Drafter) -> None:
-    top_k = drafter.generation_config.draft_top_k
+    top_k = drafter.generation_config.draft_top_k or 1
     size = drafter.config.draft_vocab_size or drafter.config.vocab_size
     if top_k > size:
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def _check_without_drafter(assistant: Assistant) -> None:
     """Settings of a network that is not there are not silently left out."""
     settings = assistant.generation_config
     told = {name: getattr(settings, name) for name in ("draft_tree_size", "draft_min_confidence", "draft_window")}
-    told["draft_top_k"] = settings.draft_top_k if settings.draft_top_k > 1 else None
+    told["draft_top_k"] = settings.draft_top_k if (settings.draft_top_k or 1) > 1 else None
     if settings.num_assistant_tokens_schedule in ("pid", "heuristic"):
         told["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
     asked = [f"{name}={value!r}" for name, value in told.items() if value is not None]

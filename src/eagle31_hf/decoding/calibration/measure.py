@@ -151,20 +151,21 @@ def meet_graphs(drafter: Assistant, processing: ScoreProcessing, *, sampled: boo
 
 
 def _graph_rounds(drafter: Assistant, *, sampled: bool) -> tuple[TimedRounds, ...]:
-    """With a chain, with no draft, with one that was there already, and with a chain behind such a one.
+    """With a draft, with none, with one that was there already, and with a draft behind such a one.
 
-    As they come in a text: chains follow one another, rests are long, between chains one draft is looked up.
+    As they come in a text: drafts follow one another, rests are long, between drafts one is looked up.
     """
     length = default_length(drafter, batch_size=1, sampled=sampled, compiled=True)
     if not isinstance(drafter, Eagle31Drafter):
         return _rounds_without_drafter(DraftShape(length.depth))
-    shape = DraftShape(length.depth)
-    chain, rest, looked_up = DraftPlan(shape), DraftPlan.skip(), DraftPlan(shape, tokens=((0,) * shape.depth,))
+    shape = drafter.generation_config.draft_shape(length)
+    drafted, rest = DraftPlan(shape), DraftPlan.skip()
+    looked_up = DraftPlan(DraftShape(shape.nodes - 1), tokens=((0,) * (shape.nodes - 1),))
     return (
-        TimedRounds((chain,)),
+        TimedRounds((drafted,)),
         TimedRounds((rest,), 4, 6),
         TimedRounds((looked_up,), 0, 1),
-        TimedRounds((chain, looked_up), 1, 1),  # the first is made before any turn
+        TimedRounds((drafted, looked_up), 1, 1),  # the first is made before any turn
     )
 
 
