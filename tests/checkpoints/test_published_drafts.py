@@ -1,0 +1,291 @@
+"""Drafters as their makers publish them, cut down: each drafts what its maker's formulas say, and the text is plain's.
+
+One entry for each published layout: the fields of its config that are not sizes, the names of its tensors, and the
+depth of its target. What its maker's code makes of them is said beside them, where it is not the usual.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_cases import (
+    HEAD_DIM,
+    LATENT_FIELDS,
+    WIDTH,
+    Case,
+    assert_same_logits,
+    first_logits,
+    make_target,
+    network,
+    prompt,
+    reference_logits,
+    stored,
+    write,
+)
+from reference_drafter import Yarn
+from tiny_checkpoints import save, save_shards
+
+from eagle31_hf import Eagle31Drafter
+
+LLAMA: dict[str, Any] = {"rope_theta": ...}
+"""A file that states no base: 10000."""
+OF_QWEN = {
+    "attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "sliding_window": None, "use_sliding_window": False, "max_window_layers": 48, "head_dim": 8,
+}  # fmt: skip
+WIDE_HEADS = 12  # heads of which four are wider than the hidden size
+ANGELSLIM_CLASS: dict[str, Any] = {"architectures": ["Eagle3LlamaForCausalLM"]}
+
+
+def ids(*layers: int, **more: Any) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), **more}}
+
+
+def specforge(config: dict[str, Any], depth: int, *taps: int, **how: Any) -> Case:
+    """Its files have no embedding: the target's is frozen while they are trained."""
+    return Case(config, depth=depth, taps=taps, **{"embeds": False, **how})
+
+
+SPECFORGE = {
+    "llama3-8b": specforge(LLAMA, 32),
+    "llama3-70b": specforge(LLAMA, 80),
+    "llama4-scout": specforge(LLAMA, 48),
+    "deepseek-v2-lite": specforge(
+        OF_QWEN | {"rope_theta": 10000, "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 64, "rope_type": "yarn",
+        }},
+        27,
+        means={"frequencies": Yarn(40.0, 64).frequencies(1e4, HEAD_DIM)},
+    ),
+    "deepseek-v3": specforge(LLAMA | ids(1, 29, 57, use_aux_hidden_state=True), 61, 2, 30, 58),
+    "gemma3-1b": specforge(
+        OF_QWEN | {"sliding_window": 5, "head_dim": WIDE_HEADS, "target_model_type": "gemma3_text"}, 26
+    ),
+    "gpt-oss-20b": specforge(LLAMA | {"head_dim": WIDE_HEADS} | ids(1, 11, 21), 24, 2, 12, 22),
+    "gpt-oss-120b": specforge(LLAMA | {"head_dim": WIDE_HEADS} | ids(1, 17, 33), 36, 2, 18, 34),
+    "ling-flash": specforge(LLAMA, 32),
+    "longcat": specforge(OF_QWEN | {"rope_theta": 1e7, "rms_norm_eps": 1e-5, "draft_vocab_size": 120}, 28, whole=True),
+    "phi4": specforge({"model_type": "phi3", "rope_theta": 250000.0}, 40),
+    "qwen2.5-0.5b": specforge(OF_QWEN | {"sliding_window": 131072}, 24),
+    "qwen2.5-vl-7b": specforge(
+        OF_QWEN | {"sliding_window": 32768, "pretraining_tp": 1, "target_model_type": "qwen2_5_vl",
+                   "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
+        28,
+    ),
+    "qwen3-4b": specforge(OF_QWEN, 36),
+    "qwen3-30b, 3.1": specforge(
+        OF_QWEN | {"fc_norm": True, "norm_output": True}, 48, aux_norm="per_slot", means={"norm_output": True}
+    ),
+    "qwen3-235b": specforge(OF_QWEN | ids(1, 46, 90, use_aux_hidden_state=True), 94, 2, 47, 91),
+    "qwen3-coder-480b": specforge(OF_QWEN, 62),
+    "qwen3-next-80b": specforge({"decoder_sparse_step": 1, "rope_theta": 10000000, "head_dim": WIDE_HEADS}, 48),
+    "qwen3.5-35b": specforge({"decoder_sparse_step": 1, "rope_theta": 10000000, "head_dim": WIDE_HEADS}, 40),
+    "qwq-32b": specforge({"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}, 64),
+}  # fmt: skip
+
+KIMI_YARN = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,
+             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+OF_LATENT: dict[str, Any] = {
+    "frequencies": Yarn(64.0, 4096, fast=1).frequencies(1e6, 4), "score_scale": (0.1 * math.log(64.0) + 1) ** 2,
+}  # fmt: skip
+MLA = {"model_type": "deepseek_v3", "rope_scaling": KIMI_YARN, "rms_norm_eps": 1e-6, "draft_vocab_size": ...,
+       **LATENT_FIELDS}  # fmt: skip
+DEEPSEEK_CLASS = {"architectures": ["DeepSeekForCausalLMEagle3"]}
+VLLM_LATENT_CLASS = {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+MARK = {"_torchspec_version": "0.2.0"}
+WHOLE = {"draft_vocab_size": ...}
+
+TORCHSPEC = {
+    "kimi-k2.5": Case(OF_QWEN | WHOLE | MARK, depth=61, whole=True),
+    "kimi-k2.5, latent": Case(
+        MLA | VLLM_LATENT_CLASS | MARK | {"model_type": "kimi_k2"}, OF_LATENT, depth=61, whole=True, latent=True
+    ),
+    "minimax-m2.5": Case(OF_QWEN | WHOLE | MARK, depth=62, whole=True, prefix="layers.0."),
+    "qwen3-8b": Case(OF_QWEN | WHOLE | MARK, depth=36, whole=True),
+    "qwen3-8b, latent": Case(MLA | DEEPSEEK_CLASS | MARK, OF_LATENT, depth=36, whole=True, latent=True),
+    "qwen3-8b, latent, without its mark": Case(MLA | DEEPSEEK_CLASS, OF_LATENT, depth=36, whole=True, latent=True),
+}
+
+ANGELSLIM = {
+    "hunyuan-1.8b": Case(
+        ANGELSLIM_CLASS | {"rope_theta": 10000.0, "rope_scaling": {"alpha": 1000.0, "type": "dynamic", "factor": 1.0}},
+        depth=32,
+    ),
+    "hunyuan-7b": Case(ANGELSLIM_CLASS | {"head_dim": 8, "rope_theta": 10000.0}, depth=32),
+    "hunyuan-ocr": Case(ANGELSLIM_CLASS | {"modal_type": "VLM", "rope_theta": 10000.0}, depth=24),
+    "qwen2-audio": Case(ANGELSLIM_CLASS | {"modal_type": "Audio", "rope_theta": 10000.0}, depth=32),
+    "qwen2.5-1.5b": Case(
+        ANGELSLIM_CLASS | {"target_model_type": "qwen2", "tie_word_embeddings": True, "use_mrope": False,
+                     "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28},
+        depth=28,
+    ),
+    "qwen3-1.7b": Case(ANGELSLIM_CLASS | {"tie_word_embeddings": True}, depth=28),
+    "qwen3-vl-4b": Case(
+        ANGELSLIM_CLASS | {"tie_word_embeddings": True, "modal_type": "VLM", "rope_theta": 5000000, "rope_scaling": {
+            "type": "default", "rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1],
+        }},
+        depth=36,
+    ),
+    "cosyvoice3": Case(ANGELSLIM_CLASS | {"num_hidden_layers": 24, "modal_type": "TTS"}, depth=24),
+}  # fmt: skip
+
+SAFEAILAB = {"architectures": ["LlamaForCausalLM"], **LLAMA}
+HUB = {
+    "SafeAILab, Llama 3.1 8B": Case(
+        SAFEAILAB | {"num_hidden_layers": 32}, depth=32, dtype=torch.float16, file="pytorch_model.bin", embeds=False
+    ),
+    "AQ-MedAI, Kimi K2.5": Case(
+        LLAMA | ids(2, 30, 58, use_aux_hidden_state=True), depth=61, taps=(2, 30, 58), embeds=False
+    ),
+    "Step 3.5 Flash": Case(
+        {"rope_theta": 10000.0, "head_dim": WIDE_HEADS} | ids(3, 19, 39), depth=45, taps=(3, 19, 39), embeds=False
+    ),
+    "MiniCPM4": Case(SAFEAILAB | {"draft_vocab_size": 60}, depth=32, embeds=False),
+    "MiniMax M3, 3.1": Case(
+        {"fc_norm": True, "norm_output": True}, {"norm_output": True}, depth=62, aux_norm="per_slot",
+        dtype=torch.bfloat16,
+    ),
+    "specdrift, Qwen3.6 27B": Case(
+        {"head_dim": WIDE_HEADS, "fc_norm": True, "norm_output": True, "rope_theta": 10000000}, {"norm_output": True},
+        depth=64, aux_norm="per_slot", prefix="layers.0.", embeds=False,
+    ),
+    "Syzygy, DeepSeek V4 Flash, 3.1": Case(
+        {"fc_norm": True, "norm_output": True} | ids(1, 21, 40), {"norm_output": True}, depth=43, taps=(2, 22, 41),
+        aux_norm="per_slot",
+    ),
+}  # fmt: skip
+
+SPECULATORS = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3",
+               "speculators_version": "0.3.0", "draft_vocab_size": 60}  # fmt: skip
+PROPOSALS = {"algorithm": "eagle3", "default_proposal_method": "greedy",
+             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]}  # fmt: skip
+VERIFIER = {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct", "architectures": ["LlamaForCausalLM"]}
+TOLD = {"speculators_config": {**PROPOSALS, "verifier": VERIFIER}}
+
+
+def speculators(
+    depth: int, *taps: int, layer: dict[str, Any] | None = None, means: dict[str, Any] | None = None, **more: Any
+) -> Case:
+    """Its residual is normed unless a file says no."""
+    how = {name: more.pop(name) for name in ("norms", "aux_norm") if name in more}
+    told = {"eagle_aux_hidden_state_layer_ids": list(taps)} if taps else {}
+    config = SPECULATORS | TOLD | told | more | {"transformer_layer_config": layer or {}}
+    residual = {"norm_before_residual": more.get("norm_before_residual", True)}
+    return Case(
+        config, residual | (means or {}), depth=depth, taps=taps, prefix="layers.0.",
+        layer_config="transformer_layer_config", **how,
+    )  # fmt: skip
+
+
+OF_SPECULATORS = {
+    "Llama 3.1 8B": speculators(32, norm_before_residual=False, layer={"rope_theta": 500000.0}),
+    "Mistral 123B": speculators(88, 2, 44, 85),
+    "Llama 4 Maverick": speculators(48, 1, 23, 44, layer={"head_dim": 8, "rope_theta": 500000.0}),
+    "Qwen3 8B's layer": speculators(
+        36, layer={"model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 8}, norms=True, norm_before_residual=False
+    ),
+    "four states, window": speculators(
+        94, 2, 46, 91, 93, aux_norm="concatenated", norm_before_fc=True,
+        layer={"sliding_window": 6, "use_sliding_window": True, "layer_types": ["sliding_attention"]},
+        means={"window": 6},
+    ),
+    "four states, wide window": speculators(
+        94, 2, 46, 91, 93, aux_norm="concatenated", norm_before_fc=True,
+        layer={"sliding_window": 2048, "use_sliding_window": True, "layer_types": ["sliding_attention"]},
+    ),
+}  # fmt: skip
+
+MODELOPT_MARKS = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+                  "use_mtp_layernorm": False, "next_layer_regular": True}  # fmt: skip
+LONG_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+             "beta_slow": 1.0}  # fmt: skip
+MODELOPT_NAMES = {"midlayer.hidden_norm.weight": "hidden_norm.weight",
+                  "midlayer.input_layernorm.weight": "input_embeds_norm.weight",
+                  "lm_head.weight": "eagle_lm_head.weight"}  # fmt: skip
+MODELOPT = {
+    "qwen3-8b": Case(ids(**MODELOPT_MARKS) | {"rms_norm_eps": 1e-6, "head_dim": 8}, depth=36, renames=MODELOPT_NAMES),
+    "four layers": Case(ids(**MODELOPT_MARKS) | {"num_hidden_layers": 4}, depth=36, layers=4),
+    "no head": Case(ids(**MODELOPT_MARKS) | WHOLE, depth=36, whole=True, own_head=False, embeds=False),
+    "yarn": Case(
+        ids(**MODELOPT_MARKS) | {"rope_theta": 150000.0, "rope_scaling": LONG_YARN},
+        {"frequencies": Yarn(32.0, 64).frequencies(150000.0, HEAD_DIM), "rotary_scale": 0.1 * math.log(32.0) + 1},
+        depth=36,
+    ),
+    "kimi-k2, latent": Case(
+        MLA | VLLM_LATENT_CLASS | ids(**MODELOPT_MARKS), OF_LATENT, depth=61, whole=True, latent=True, embeds=False
+    ),
+    "gpt-oss-120b v3": Case(
+        LLAMA | WHOLE | ids(24, 30, 36, **MODELOPT_MARKS, norm_before_fc=True), depth=36, taps=(24, 30, 36),
+        aux_norm="concatenated", whole=True,
+    ),
+    "gpt-oss-120b long context": Case(
+        LLAMA | WHOLE | {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]} | ids(**MODELOPT_MARKS), depth=36,
+        taps=(1, 17, 32), whole=True,
+    ),
+}  # fmt: skip
+
+NEMO: dict[str, Any] = {"num_aux_hidden_states": 3, "target_hidden_size": WIDTH, "rms_norm_eps": 1e-6}
+NEMO_NAMES: dict[str, Any] = {"prefix": "layers.0.", "wrapper": "model."}
+OF_NEMO = {
+    "qwen3, 3.1": Case(
+        NEMO | {"architectures": ["LlamaEagle3DraftModel"], "fc_norm": True, "norm_output": True},
+        {"norm_output": True}, depth=36, aux_norm="per_slot", **NEMO_NAMES,
+    ),
+    "qwen3_moe": Case(
+        NEMO | {"architectures": ["LlamaEagle3DraftModel"], "num_experts": 128, "moe_intermediate_size": 768,
+                "norm_topk_prob": True, "num_hidden_layers": 48},
+        depth=48, **NEMO_NAMES,
+    ),
+}  # fmt: skip
+
+MAKERS = {
+    "SpecForge": SPECFORGE,
+    "TorchSpec": TORCHSPEC,
+    "AngelSlim": ANGELSLIM,
+    "Hub": HUB,
+    "speculators": OF_SPECULATORS,
+    "ModelOpt": MODELOPT,
+    "NeMo": OF_NEMO,
+}
+PUBLISHED = {f"{maker}, {name}": case for maker, cases in MAKERS.items() for name, case in cases.items()}
+
+
+def assert_drafts_are_the_formulas(folder: Path, case: Case, tensors: dict[str, torch.Tensor]) -> None:
+    target, inputs = make_target(case.depth), prompt()
+    eagle = Eagle31Drafter.from_pretrained(folder, target=target, dtype=torch.float32)
+    assert_same_logits(first_logits(eagle, target, inputs), reference_logits(case, tensors, target, inputs))
+    how = {"attention_mask": torch.ones_like(inputs), "do_sample": False, "max_new_tokens": 12}
+    assert torch.equal(target.generate(inputs, assistant_model=eagle, **how), target.generate(inputs, **how))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.thorough(every=4)
+def test_drafts_are_the_formulas(name: str, tmp_path: Path) -> None:
+    case = PUBLISHED[name]
+    tensors = network(case)
+    assert_drafts_are_the_formulas(write(case, tensors, tmp_path), case, tensors)
+
+
+def test_a_map_in_32_bits_under_another_size(tmp_path: Path) -> None:
+    """nebius."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    case = Case(
+        SAFEAILAB | {"draft_vocab_size": ..., "truncated_vocab_size": 60, "rope_theta": 5e5, "rope_scaling": yarn},
+        {"frequencies": Yarn(4.0, 64).frequencies(5e5, HEAD_DIM), "rotary_scale": 0.1 * math.log(4.0) + 1},
+        depth=32,
+    )
+    tensors = network(case)
+    folder = save(tmp_path, case.whole_config, stored(case, tensors | {"d2t": tensors["d2t"].int()}))
+    assert_drafts_are_the_formulas(folder, case, tensors)
+
+
+def test_two_files_and_their_index(tmp_path: Path) -> None:
+    case = Case(LLAMA, depth=32)
+    tensors = network(case)
+    save_shards(tmp_path, case.whole_config, stored(case, tensors))
+    assert_drafts_are_the_formulas(tmp_path, case, tensors)
