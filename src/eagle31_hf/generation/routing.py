@@ -24,7 +24,7 @@ from ..sampling.draw import why_noise_is_unknown
 from ..target.attention_functions import why_attention_is_unknown
 from .call import Call
 from .continuation import why_not_continued
-from .model_inputs import why_no_draft, why_not_our_loop
+from .model_inputs import left_padding, why_no_draft, why_not_our_loop
 from .own_loop import requested_draft
 
 Loop = Literal["own", "stock", "plain"]
@@ -137,6 +137,11 @@ def _target_without_trees(call: Call) -> str | None:
     return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
 
 
+def _pads_that_are_counted(call: Call) -> str | None:
+    why = call.drafter.require_binding().padding_unsupported_reason
+    return why if why and any(left_padding(call.input_ids, call.attention_mask)) else None
+
+
 def _chunks_that_begin_anew(call: Call) -> str | None:
     chunk = call.generation_config.prefill_chunk_size
     if call.drafter.require_binding().reads_on or not chunk or call.input_ids.shape[1] <= chunk:
@@ -161,6 +166,7 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _target_without_trees,
     _foreign_cache,
     why_not_our_loop,
+    _pads_that_are_counted,
     _chunks_that_begin_anew,
     _processors_of_a_batch,
     why_not_continued,

@@ -8,6 +8,7 @@ trees cannot be verified, chains are tried as transformers' assisted loop verifi
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -56,6 +57,7 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
                 _choose_tape(binding)
                 binding.batch_unsupported_reason = _why_not_in_batches(binding)
+                binding.padding_unsupported_reason = _why_not_padded(binding)
                 binding.reads_on = not binding.has_states or _reads_on(binding)
                 return
             reasons.append(f"logits differ by {error:.2g} of their range")
@@ -161,6 +163,20 @@ def _why_not_in_batches(binding: TargetBinding) -> str:
     else:
         why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
     return why and f"the target failed the tree self-test of a batch ({why})"
+
+
+def _why_not_padded(binding: TargetBinding) -> str:
+    """Where a forward takes no positions, `generate` tells it none, and pads may be counted (Whisper). Ours are not."""
+    if "position_ids" in inspect.signature(binding.model.forward).parameters:
+        return ""
+    tokens = probe_tokens(binding, 4)
+    padded = torch.cat((tokens[:, :2], tokens), 1)
+    mask = torch.ones_like(padded)
+    mask[:, :2] = 0
+    found = binding.model(input_ids=padded, attention_mask=mask, use_cache=False).logits[0, -1:]
+    if logits_error(found, _plain_logits(binding, tokens)[-1:]) <= tolerance(binding):
+        return ""
+    return "the target counts pads as positions of the text (its forward takes no position_ids)"
 
 
 def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int = 1) -> float:
