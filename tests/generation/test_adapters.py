@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
+from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,
     configured,
@@ -31,6 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9},
 }
 SAYS = "eagle31_hf.generation.changed_target"
+WITHOUT_OUT_PROJ = ("nemotron_h", "falcon_h1", "mamba2")
+"""PEFT refuses that one of theirs, whose kernel reads its weight."""
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +123,29 @@ def test_learned_prompts(target: Any, drafter: Eagle31Drafter, kind: str) -> Non
     if kind == "prefix" and CACHE_ARGUMENT == "cache" and torch.equal(plain, bare):
         pytest.skip(f"peft {peft.__version__} hands its prefix on under the cache's old name: plain generate drops it")
     assert not torch.equal(plain, bare), "or nothing is tested"
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.thorough(every=4)
+def test_adapters_within_layers_that_keep_states(family: str) -> None:
+    """Such layers read trees token by token, and what they project is computed for all at once: an adapter that came
+    after the drafter computes something else."""
+    model = recurrent_target(family)
+    drafter = random_drafter(model, aux_layers=[1, 2, 4])
+    inputs = left_padded(random_prompts(1, seed=4))
+    write(model, inputs, assistant_model=drafter)  # what is projected last is seen while it runs
+    config = peft.LoraConfig(
+        r=4, lora_alpha=64, init_lora_weights=False, target_modules="all-linear",
+        exclude_modules=["out_proj"] if family in WITHOUT_OUT_PROJ else None,
+    )  # fmt: skip
+    adapted = tuned(model, config)
+    with_adapter = assert_plain(adapted, inputs, drafter)
+    with adapted.disable_adapter():
+        assert not torch.equal(assert_plain(adapted, inputs, drafter), with_adapter), "or nothing is tested"
+    drafter.attach(adapted)
+    assert torch.equal(assert_plain(adapted, inputs, drafter), with_adapter)
+    merged = adapted.merge_and_unload()
+    assert_plain(merged, inputs, drafter)
 
 
 def test_an_adapter_since_training_is_told_once(
