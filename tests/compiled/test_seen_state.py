@@ -13,76 +13,18 @@ import torch
 import transformers as hf
 from torch import nn
 
+from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf.compiled.seen_state import ModelState
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from helpers import CONFIGS, random_target
 
-peft = pytest.importorskip("peft")
 
-LORA = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, target_modules=["q_proj", "o_proj"])
-
-
-def adapted(config: Any = LORA) -> Any:
-    model = peft.get_peft_model(random_target(CONFIGS["llama"]()), config, adapter_name="A")
-    model.add_adapter("B", config)
-    model.set_adapter("A")
-    return model.eval()
-
-
-def lora_layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)]
-
-
-def disable(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
-def choose_the_other(model: Any) -> None:
-    model.set_adapter("B")
-
-
-def choose_both(model: Any) -> None:
-    model.base_model.set_adapter(["A", "B"])
-
-
-def scale(model: Any) -> None:
-    lora_layers(model)[3].scale_layer(2.0)
-
-
-def set_scale(model: Any) -> None:
-    lora_layers(model)[0].set_scale("A", 3.0)
-
-
-def rescale(model: Any) -> None:
-    for layer in lora_layers(model):  # as peft.helpers.rescale_adapter_scale does
-        layer.scaling = {name: scale * 0.3 for name, scale in layer.scaling.items()}
-
-
-def weigh(model: Any) -> None:
-    model.add_weighted_adapter(["A", "B"], [0.7, 0.6], "C", combination_type="linear")
-    model.set_adapter("C")
-
-
-def merge(model: Any) -> None:
-    model.merge_adapter(["A"])
-
-
-def delete(model: Any) -> None:
-    model.delete_adapter("A")
-
-
-def train(model: Any) -> None:
-    model.train()
-
-
-@pytest.mark.parametrize(
-    "change", [disable, choose_the_other, choose_both, scale, set_scale, rescale, weigh, merge, delete, train]
-)
-def test_what_becomes_of_adapters_is_seen(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_becomes_of_adapters_is_seen(name: str) -> None:
     model = adapted()
     before = ModelState(model.get_base_model())
     assert before == ModelState(model.get_base_model())
-    change(model)
+    CHANGES[name](model)
     after = ModelState(model.get_base_model())
     assert before != after
     assert before.told != after.told, "or graphs on disk would be taken for its own"

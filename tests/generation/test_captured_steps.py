@@ -18,7 +18,6 @@ import pytest
 import torch
 from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, write
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, packages
@@ -32,7 +31,7 @@ from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
-from recorder import Recorder
+from recorder import Recorder, record_operations
 
 
 @pytest.fixture
@@ -328,20 +327,6 @@ def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) ->
 
 
 # --- a target that changes --------------------------------------------------------------------------------------------
-
-
-def record_operations(run: Callable[[], Sequence[Tensor]]) -> Recording:
-    """As a card does: what was computed then is computed again, whatever the target would do now."""
-    with torch.no_grad():
-        recorded = make_fx(lambda: tuple(run()), pre_dispatch=False)()
-        outputs = [output.clone() for output in recorded()]
-
-    def replay() -> None:
-        with torch.no_grad():
-            for output, fresh in zip(outputs, recorded(), strict=True):
-                output.copy_(fresh)
-
-    return Recording(replay, outputs)
 
 
 def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
