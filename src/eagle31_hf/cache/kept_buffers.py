@@ -1,4 +1,4 @@
-"""Memory of keys and values that stays where it is from one text to the next.
+"""Memory of keys, values and states that stays where it is from one text to the next.
 
 Steps that are captured on a device read and write the very addresses they were recorded with, so the next text writes
 where the last one did, and nothing is recorded again. One text's worth is kept; see `compiled.graphs.Graphs`.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class KeptBuffers:
-    """Keys and values of a target's and a drafter's cache, lent to one text at a time."""
+    """Keys, values and committed states of a target's and a drafter's cache, lent to one text at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,6 +48,17 @@ class KeptBuffers:
         self._storages.pop(layer, None)
         self._storages[layer] = new_storages(like, num_slots)
         return list(self._storages[layer])
+
+    def state(self, layer: Hashable, number: Hashable, like: Tensor) -> Tensor:
+        """Zeros `(B, ...)` like it: the layer's state of its last text, if they are alike."""
+        name = (layer, number)
+        kept = self._storages.get(name, [])
+        if [(each.shape, each.dtype, each.device) for each in kept] == [(like.shape, like.dtype, like.device)]:
+            return kept[0].zero_()
+        self._storages.pop(name, None)
+        made = like.new_zeros(like.shape)
+        self._storages[name] = [made]
+        return made
 
     def clear(self) -> None:
         """Let all go; a text that was lent them goes on with them, and they go with it."""

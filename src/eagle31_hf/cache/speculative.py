@@ -35,13 +35,14 @@ from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
-from .states import LastNodes, StateLayer, settle_tapes
+from .state_blocks import KeepsStates, LastNodes
+from .states import StateLayer, settle_tapes
 
 SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
 
 
-class SpeculativeCache(ExchangingCache):
+class SpeculativeCache(ExchangingCache, KeepsStates):
     """Keys and values of `B` rows, each with its own number of committed tokens.
 
     Args:
@@ -128,13 +129,15 @@ class SpeculativeCache(ExchangingCache):
         )
 
     def write_in(self, kept: KeptBuffers, name: str) -> None:
-        """Store keys and values in memory that outlives this cache, the next one of this name will have it.
+        """Store keys, values and states in memory that outlives this cache, the next one of this name will have it.
 
         Before anything is written.
         """
         self.outlived = True
         for index, layer in enumerate(self.attending):
             layer.allocate = partial(kept.storages, (name, index))
+        for states in self.with_states:
+            states.make_state = partial(kept.state, (name, states.index))
 
     # Lengths -------------------------------------------------------------------------------------------------------
 
@@ -250,6 +253,11 @@ class SpeculativeCache(ExchangingCache):
     def windowed_masks(self) -> set[str]:
         """Layer types whose masks are for a window of the past."""
         return {kind for kind, span in self._spans.by_mask.items() if span.window is not None}
+
+    @property
+    def unmasked_types(self) -> set[str]:
+        """Layer types that attend to nothing and take no mask."""
+        return {kind for kind, span in self._spans.by_mask.items() if not span.attends}
 
     @property
     def mask_types(self) -> tuple[str, ...] | None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -24,56 +23,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import IncompatibleTargetError
-from ..trees.host_numbers import on_device
-from .block_reading import RowGroup
 from .layers import SlotLayer
 from .placement import Placement
-from .slot_moves import DeviceCopies
+from .state_blocks import CONVOLUTION, RECURRENT, BlockTrace, LastNodes, MixerCall, StateKey
 from .state_tape import Recorded, cut_windows, rebuild_states
-
-CONVOLUTION, RECURRENT = "conv_states", "recurrent_states"
-StateKey = tuple[str, int]
-"""Kind and number of a state: a layer may have several of a kind."""
-
-
-@dataclass(frozen=True)
-class MixerCall:
-    """A mixer about to read tokens.
-
-    Attributes:
-        mixer: its name in the model.
-        rows: which rows it reads.
-        node: where its states go.
-        parents: the node each row continues, or one for all rows; `None`: what is committed.
-        begins: whether nothing is to be continued.
-        taped: the mixer reads a whole chain at once, and its states are rebuilt from what is recorded (`state_tape`).
-    """
-
-    mixer: str
-    rows: RowGroup
-    node: int = 0
-    parents: int | DeviceCopies | None = None
-    begins: bool = False
-    taped: bool = False
-
-
-@dataclass(frozen=True)
-class LastNodes:
-    """The last node each row keeps, -1 where a row stands still."""
-
-    nodes: Sequence[int]
-    device: torch.device
-
-    @property
-    def common(self) -> int | None:
-        """The node, if it is the same in all rows."""
-        return self.nodes[0] if len(set(self.nodes)) == 1 else None
-
-    @functools.cached_property
-    def moving(self) -> DeviceCopies:
-        """Rows that keep something, and their nodes."""
-        rows = [row for row, node in enumerate(self.nodes) if node >= 0]
-        return DeviceCopies(*on_device([rows, [self.nodes[row] for row in rows]], self.device).unbind())
 
 
 class StateLayer(LinearAttentionLayer):
@@ -94,6 +47,7 @@ class StateLayer(LinearAttentionLayer):
         self.placement, self.index = placement, index
         self.conv_states = _HandedOut(self, CONVOLUTION)
         self.recurrent_states = _HandedOut(self, RECURRENT)
+        self.make_state: Callable[[StateKey, Tensor], Tensor] = _new_state
         self._committed: dict[StateKey, Tensor] = {}
         self._nodes: dict[StateKey, Tensor] = {}
         self._writers: dict[StateKey, str] = {}
@@ -176,7 +130,8 @@ class StateLayer(LinearAttentionLayer):
         return nodes[parents, rows]
 
     def _live(self, key: StateKey) -> Tensor:
-        return self._committed[key][: self.placement.batch_size]
+        state, rows = self._committed[key], self.placement.batch_size
+        return state if len(state) == rows else state[:rows]
 
     def _room(self, key: StateKey, num_nodes: int) -> Tensor:
         """Where the block's states go, `(N, B, ...)`."""
@@ -195,6 +150,16 @@ class StateLayer(LinearAttentionLayer):
         Raises:
             IncompatibleTargetError: a state was not written by the block, or not after every node.
         """
+        self._require_all_written()
+        for key in self._stepped:
+            live, nodes = self._live(key), self._nodes[key]
+            if last.common is not None:
+                live.copy_(nodes[last.common][: len(live)])
+            else:
+                rows, kept = last.moving.on(live.device)
+                live.index_copy_(0, rows, nodes[kept, rows])
+
+    def _require_all_written(self) -> None:
         wanted = self.placement.num_state_writes
         for key in self._committed:
             if self._written[key] != wanted:
@@ -203,13 +168,37 @@ class StateLayer(LinearAttentionLayer):
                     f"in a block that wants {wanted}: a module was replaced after the drafter was attached; attach it "
                     "again, or generate without a drafter"
                 )
-        for key in self._committed.keys() - self._windows.keys() - self._records.keys():
-            live, nodes = self._live(key), self._nodes[key]
-            if last.common is not None:
-                live.copy_(nodes[last.common][: len(live)])
-            else:
-                rows, kept = last.moving.on(live.device)
-                live.index_copy_(0, rows, nodes[kept, rows])
+
+    @property
+    def _stepped(self) -> list[StateKey]:
+        """States that the block left one after the other, in one order always."""
+        return [key for key in self._committed if key not in self._windows and key not in self._records]
+
+    def trace(self) -> BlockTrace:
+        """What the placed block has left.
+
+        Raises:
+            IncompatibleTargetError: as of `settle`.
+        """
+        self._require_all_written()
+        recorded = self._records.get((RECURRENT, 0))
+        return BlockTrace(
+            tuple((key, self._nodes[key]) for key in self._stepped),
+            tuple(self._windows.items()),
+            None if recorded is None else (recorded.recurrence, recorded.inputs),
+        )
+
+    def take_over(self, trace: BlockTrace) -> None:
+        """The placed block has left this: another layer, which began with the same states, has read it."""
+        self._nodes.update(trace.nodes)
+        self._windows = dict(trace.windows)
+        self._records = {} if trace.recorded is None else {(RECURRENT, 0): Recorded(*trace.recorded)}
+        self._written = Counter(dict.fromkeys(self._committed, self.placement.num_state_writes))
+
+    @property
+    def committed(self) -> dict[StateKey, Tensor]:
+        """What is committed of all rows, where it lies."""
+        return {key: self._live(key) for key in self._committed}
 
     @property
     def taped_windows(self) -> list[tuple[Tensor, Tensor]]:
@@ -255,7 +244,7 @@ class StateLayer(LinearAttentionLayer):
         """Hold such a state of every row, empty so far. `like`: `(*, ...)`."""
         kind, number = key
         rows = self.placement.reserved_rows or self.placement.batch_size
-        self._committed[key] = like.new_zeros(rows, *like.shape[1:])
+        self._committed[key] = self.make_state(key, like[:1].expand(rows, *like.shape[1:]))
         if kind == CONVOLUTION:
             self.is_conv_states_initialized[number] = True
             self.conv_kernel_size[number] = like.shape[-1]
@@ -314,6 +303,11 @@ class StateLayer(LinearAttentionLayer):
         """Let two rows change places."""
         for state in self._committed.values():
             state[[one, other]] = state[[other, one]]
+
+
+def _new_state(key: StateKey, like: Tensor) -> Tensor:
+    """Zeros like it."""
+    return like.new_zeros(like.shape)
 
 
 def settle_tapes(layers: Sequence[StateLayer], last: LastNodes) -> None:

@@ -9,7 +9,6 @@ Only a CUDA device records launches. The tests let a CPU run the step again wher
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from ..target.binding import TargetBinding
 from .cuda_capture import Recording, capture_on_cuda
-from .fixed_cache import FixedShapeCache, RunningBlock
 from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
 from .graph_makers import GraphKey, GraphMaker, MakesNone, RecordingFailedError, Step
 
@@ -78,17 +76,17 @@ class CapturedCode:
         inputs: what it takes; say how tensors are put together to inputs.
 
     Attributes:
-        lent: where keys and values are among the tensors.
+        lent: where keys, values and states are among the tensors.
     """
 
     def __init__(self, step: Step, inputs: tuple, capture: Capture):
         parts = StepInputs.of(inputs)
-        held = sum(2 for layer in inputs[-1].layers if layer.is_initialized)
+        held = sum(len(layer.lent) for layer in inputs[-1].layers)
         self.lent = slice(parts.num_own, parts.num_own + held)
-        self._flat = FlatStep(step, (*inputs[:-1], _stand_in(inputs[-1])), nn.ModuleList())
+        self._flat = FlatStep(step, (*inputs[:-1], inputs[-1].emptied()), nn.ModuleList())
         self._flat.parts.tensors.clear()  # they are nobody's to keep
         self._capture = capture
-        self._recorded: dict[tuple[tuple, ...], _Recorded] = {}  # by where keys and values lie
+        self._recorded: dict[tuple[tuple, ...], _Recorded] = {}  # by where keys, values and states lie
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         lent = tensors[self.lent]
@@ -131,17 +129,3 @@ def _bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _Recorded(NamedTuple):
     own: list[Tensor]  # what is read beside keys and values
     recording: Recording
-
-
-def _stand_in(cache: FixedShapeCache) -> FixedShapeCache:
-    """A cache of the same form that holds what it is lent, so that `cache` may go."""
-    own = copy.copy(cache)
-    own.block = RunningBlock()
-    if hasattr(cache.block, "slots"):
-        own.block.slots = torch.empty(0)
-    own.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in own.layers:
-        layer.block = own.block
-        if layer.is_initialized:
-            layer.keys = layer.values = torch.empty(0)
-    return own

@@ -6,15 +6,20 @@ not its own. Where a block is written is a tensor, not a number, so that a graph
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+import copy
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache.layers import SlotLayer, WindowLayer
+from ..cache.placement import Placement
 from ..cache.speculative import SpeculativeCache
+from ..cache.state_blocks import BlockTrace, KeepsStates
+from ..cache.states import StateLayer
 from ..errors import UnsupportedGenerationError
+from .fixed_states import FixedStates, place_chain
 
 
 class RunningBlock:
@@ -51,6 +56,24 @@ class FixedLayer(CacheLayerMixin):
             views = self._views = _Views(layer.keys, keys, values)  # kept: making views takes its time
         self.keys, self.values, self.is_initialized = views.keys, views.values, True
 
+    @property
+    def lent(self) -> list[Tensor]:
+        """The buffers that steps read and write."""
+        return [self.keys, self.values] if self.is_initialized else []
+
+    def lend(self, buffers: list[Tensor]) -> None:
+        """Use these in the places of `lent`."""
+        if self.is_initialized:
+            self.keys, self.values = buffers
+
+    def emptied(self, cache: FixedShapeCache) -> FixedLayer:
+        """Its like in another cache, which holds nothing until it is lent something."""
+        made = copy.copy(self)
+        made.block, made._views = cache.block, None
+        if made.is_initialized:
+            made.keys = made.values = torch.empty(0)
+        return made
+
     def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Write the block `(B, heads, T, D)` to `slots (B, T)`; return all slots `(B, heads, slots, D)`."""
         if self.ring is None:
@@ -83,19 +106,80 @@ class FixedLayer(CacheLayerMixin):
         raise UnsupportedGenerationError("the target asks its cache how long it is, which compiled code cannot follow")
 
 
-class FixedShapeCache(Cache):
+class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
+    """Keys, values and states of a layer that has all of them."""
+
+    is_compileable = False  # type: ignore[misc]
+    is_croppable = False  # type: ignore[misc]
+
+    def __init__(self, placement: Placement, source: StateLayer, block: RunningBlock, ring: int | None):
+        FixedLayer.__init__(self, block, ring)
+        FixedStates.__init__(self, placement, source)
+
+    @property
+    def lent(self) -> list[Tensor]:
+        return [*FixedLayer.lent.__get__(self), *FixedStates.lent.__get__(self)]
+
+    def lend(self, buffers: list[Tensor]) -> None:
+        attended = len(buffers) - len(self._committed)
+        FixedLayer.lend(self, buffers[:attended])
+        FixedStates.lend(self, buffers[attended:])
+
+    def emptied(self, cache: Any) -> Any:
+        return FixedStates.emptied(FixedLayer.emptied(self, cache), cache)  # type: ignore[arg-type]
+
+
+class FixedShapeCache(Cache, KeepsStates):
     """Stands in for `source` during compiled forwards; holds its buffers, never copies them.
 
     A target takes it as its cache and writes to `block`. The drafter's graphs take several steps and say where each one
     writes: `at(slots)`.
     """
 
-    layers: list[FixedLayer]  # type: ignore[assignment]
+    layers: list[FixedLayer | FixedStates]  # type: ignore[assignment]
 
     def __init__(self, source: SpeculativeCache):
-        self.block, self.mask_types = RunningBlock(), source.mask_types
-        layers = [FixedLayer(self.block, _ring(layer)) for layer in source.attending]
-        super().__init__(layers=layers)  # type: ignore[arg-type]
+        self.block, self.mask_types, self.unmasked_types = RunningBlock(), source.mask_types, source.unmasked_types
+        self._placement = Placement(source.batch_size, source.block, source.device)
+        super().__init__(layers=[self._stand_in(layer) for layer in source.layers])
+
+    def _stand_in(self, layer: Any) -> Any:
+        if not isinstance(layer, StateLayer):
+            return FixedLayer(self.block, _ring(layer))
+        if not isinstance(layer, SlotLayer):
+            return FixedStates(self._placement, layer)
+        return FixedStatefulLayer(self._placement, layer, self.block, _ring(layer))
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    @property
+    def with_states(self) -> list[FixedStates]:
+        return [layer for layer in self.layers if isinstance(layer, FixedStates)]
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self.with_states)
+
+    def place(self, num_tokens: int) -> None:
+        """A target's step is about to read a chain of so many tokens: layers with states ask."""
+        if states := self.with_states:
+            place_chain(self._placement, states, num_tokens)
+
+    def traces(self) -> tuple[BlockTrace, ...]:
+        """What the step has left in each layer with states."""
+        return tuple(layer.trace() for layer in self.with_states)
+
+    def emptied(self) -> FixedShapeCache:
+        """A cache of the same form that holds what it is lent, so that this one may go."""
+        own = copy.copy(self)
+        own.block = RunningBlock()
+        if hasattr(self.block, "slots"):
+            own.block.slots = torch.empty(0)
+        own._placement = Placement(self._placement.batch_size, self._placement.block, torch.device("cpu"))
+        own.layers = [layer.emptied(own) for layer in self.layers]
+        return own
 
     def follow(self, source: SpeculativeCache, num_slots: int) -> None:
         """Take the buffers `source` has now: growing and dropping rows replace them.
@@ -103,17 +187,31 @@ class FixedShapeCache(Cache):
         Args:
             num_slots: of full layers that graphs look at.
         """
-        for fixed, layer in zip(self.layers, source.attending, strict=True):
-            if layer.is_initialized:  # a layer that shares another's keys and values has none
+        if source.batch_size != self._placement.batch_size:
+            self._placement.set_batch(source.batch_size)
+        for fixed, layer in zip(self.layers, source.layers, strict=True):
+            if isinstance(fixed, FixedStates) and isinstance(layer, StateLayer):
+                fixed.take_states(layer)
+            if isinstance(fixed, FixedLayer) and isinstance(layer, SlotLayer) and layer.is_initialized:
+                # A layer that shares another's keys and values has none.
                 fixed.take(layer, num_slots if fixed.ring is None else layer.num_slots)
 
     def at(self, slots: Tensor) -> BlockWriter:
         """These buffers, written to at `slots (B, T)`."""
-        return BlockWriter(self.layers, slots)
+        return BlockWriter(self._attending, slots)
 
-    def by_type(self, mask: Tensor) -> Tensor | dict[str, Tensor | None]:
-        """One mask for all layers as the model takes it."""
-        return mask if self.mask_types is None else dict.fromkeys(self.mask_types, mask)
+    @property
+    def _attending(self) -> list[FixedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, FixedLayer) and layer.is_initialized]
+
+    def masks(
+        self, slots: Tensor, dtype: torch.dtype, ancestors: Tensor | None
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        """`BlockWriter.mask` for all layers as the model takes it; `None` where no layer attends."""
+        mask = self.at(slots).mask(dtype, ancestors) if self._attending else None
+        if self.mask_types is None:
+            return mask
+        return {kind: None if kind in self.unmasked_types else mask for kind in self.mask_types}
 
 
 class BlockWriter:

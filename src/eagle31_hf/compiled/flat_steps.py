@@ -32,7 +32,7 @@ class StepInputs(NamedTuple):
     """A step's inputs taken apart: their tensors, and how the rest is put together around them.
 
     Attributes:
-        tensors: of the inputs, then keys and values of each layer, then slots of the running block if it has any.
+        tensors: of the inputs, then keys and values or states of each layer, then slots of the running block, if any.
         leaves, spec: of all inputs but the cache, as pytree has them; a tensor's leaf is `None`.
         places: which leaves are tensors.
     """
@@ -63,8 +63,8 @@ class StepInputs(NamedTuple):
 
 
 def buffers_of(cache: FixedShapeCache) -> list[Tensor]:
-    """Keys and values of each layer, then the slots of the running block if there are any."""
-    held = [buffer for layer in cache.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+    """Keys and values, or states, of each layer, then the slots of the running block if there are any."""
+    held = [buffer for layer in cache.layers for buffer in layer.lent]
     slots = getattr(cache.block, "slots", None)
     return held if slots is None else [*held, slots]
 
@@ -73,8 +73,7 @@ def lend(cache: FixedShapeCache, buffers: list[Tensor]) -> None:
     """Put in what `buffers_of` found, or other tensors in their places."""
     held = iter(buffers)
     for layer in cache.layers:
-        if layer.is_initialized:
-            layer.keys, layer.values = next(held), next(held)
+        layer.lend([next(held) for _ in layer.lent])
     for slots in held:
         cache.block.slots = slots
 

@@ -11,12 +11,15 @@ a window.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..cache.block_reading import BlockReading
 from ..cache.graph_sizes import node_bucket
 from ..cache.speculative import SpeculativeCache
+from ..cache.state_blocks import BlockTrace
 from ..target.binding import TargetBinding, TargetOutput
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
@@ -26,6 +29,14 @@ from .graphs import Graphs
 from .inputs import GraphInputs
 
 Masks = Tensor | dict[str, Tensor | None] | None
+
+
+class VerifiedBlock(NamedTuple):
+    """What a graph gives: the target's output, and what the block left in layers with states."""
+
+    logits: Tensor
+    aux: Tensor | None
+    traces: tuple[BlockTrace, ...]
 
 
 class CompiledVerification:
@@ -51,21 +62,25 @@ class CompiledVerification:
         """
         rows, size = tree.tokens.shape
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
-        self.cache.place(size)
+        self.cache.place(size, reading=BlockReading.of_drafts())
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
-        if unmasked or not self.inputs.make_room(self._width(size)):
+        branches = self.cache.has_states and not tree.is_chain  # states of nodes, each of which continues another one
+        if unmasked or branches or not self.inputs.make_room(self._width(size)):
             return self.eager(tree)
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
         nodes = key.size
         pays = self.inputs.rows_pay and (size > 1 or (nodes == 1 and rests))
-        output = self.graphs.run_or_eager(
+        output: VerifiedBlock | TargetOutput = self.graphs.run_or_eager(
             key,
             partial(_verify_step, self.binding) if pays else None,
             lambda: self._inputs(tree, nodes, masks_trees),
             lambda: self.eager(tree),
         )
+        if isinstance(output, VerifiedBlock):
+            for layer, trace in zip(self.cache.with_states, output.traces, strict=True):
+                layer.take_over(trace)
         if size == nodes:
-            return output
+            return TargetOutput(output.logits, output.aux)
         return TargetOutput(output.logits[:, :size], None if output.aux is None else output.aux[:, :size])
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
@@ -115,10 +130,28 @@ def _verify_step(binding: TargetBinding) -> Step:
 
     def verify(
         tokens: Tensor, positions: Tensor, ancestors: Tensor | None, masks: Masks, cache: FixedShapeCache
-    ) -> TargetOutput:
+    ) -> VerifiedBlock:
         slots = cache.block.slots
+        cache.place(tokens.shape[1])
         if masks is None:
-            masks = cache.by_type(cache.at(slots).mask(dtype, ancestors))
-        return binding.forward(tokens, slots[:, :1] + positions, masks, cache)
+            masks = cache.masks(slots, dtype, ancestors)
+        output = binding.forward(tokens, slots[:, :1] + positions, masks, cache)
+        return VerifiedBlock(output.logits, output.aux, cache.traces())
 
     return verify
+
+
+def why_states_are_eager(binding: TargetBinding, *, capturing: bool) -> str:
+    """Why graphs do not serve what layers with states keep; empty where there are none, or they do.
+
+    Args:
+        capturing: graphs are captured, not compiled.
+    """
+    if not binding.has_states:
+        return ""
+    if not capturing:
+        return "its target keeps recurrent states, which graphs do not step yet"
+    assert binding.mixers is not None, "whoever keeps states has mixers"
+    if stepped := binding.mixers.stepped_recurrence:
+        return f"its target keeps recurrent states after each draft ({stepped}), which graphs would hold a second time"
+    return ""

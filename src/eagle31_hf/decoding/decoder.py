@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..compiled.captured import maker_at_hand
 from ..compiled.graphs import Graphs
+from ..compiled.verify import why_states_are_eager
 from ..drafter.assistant import Assistant
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
@@ -44,13 +45,24 @@ def make_round(
     """Rounds over these caches, by graphs where they can be had or by eager code."""
     if not compiled:
         return EagerRound(drafter, caches, choosing, clock)
-    if caches.target.has_states:
-        choosing.stats.fall_back("rounds are not compiled where the target keeps recurrent states")
-        return EagerRound(drafter, caches, choosing, clock)
-    if caches.drafter is not None and caches.drafter.cache.has_windows:
-        choosing.stats.fall_back("rounds are not compiled where the drafter sees a window of the text only")
+    if why := _why_eager(drafter, caches, choosing):
+        choosing.stats.fall_back(why)
         return EagerRound(drafter, caches, choosing, clock)
     return CompiledRound(drafter, caches, choosing, clock)
+
+
+def _why_eager(drafter: Assistant, caches: PairCaches, choosing: Choosing) -> str:
+    """Why rounds over these caches are not compiled; empty if they are."""
+    if caches.target.has_states:
+        binding = drafter.require_binding()
+        captures = (choosing.graph_maker or maker_at_hand(binding)).exact_sizes
+        if why := why_states_are_eager(binding, capturing=captures):
+            return f"rounds are not compiled: {why}"
+        if caches.target.has_windows:
+            return "rounds are not compiled where some layers of the target keep states and others see a window"
+    if caches.drafter is not None and caches.drafter.cache.has_windows:
+        return "rounds are not compiled where the drafter sees a window of the text only"
+    return ""
 
 
 class SpeculativeDecoder:

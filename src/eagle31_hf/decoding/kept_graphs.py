@@ -29,6 +29,7 @@ from ..compiled.own_files import make_own_folder, why_not_ours
 from ..compiled.packages import GraphPackages, name_of, prefix_of, tensors_by_name
 from ..compiled.round_graphs import RoundGraph
 from ..compiled.seen_state import ModelState
+from ..compiled.verify import why_states_are_eager
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
@@ -190,7 +191,9 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
     """Those of a pair whose steps are captured as they are met; `None` where they are not."""
     binding, config = drafter.require_binding(), drafter.generation_config
     capture = CAPTURES.get(binding.head_device.type)
-    if capture is None or config.acceleration == "eager" or config.stored_cache_type != "full" or binding.has_states:
+    if capture is None or config.acceleration == "eager" or config.stored_cache_type != "full":
+        return None
+    if why_states_are_eager(binding, capturing=True):
         return None
     graphs = Graphs.of(drafter)
     if graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
@@ -201,9 +204,9 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
 def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> str:
     """Why graphs do not serve a generation; empty where rounds always draft one shape, by scores that nobody else asks
     for. Arguments are `graph_maker`'s."""
-    schedule = drafter.generation_config.num_assistant_tokens_schedule
-    if drafter.require_binding().has_states:
-        return "its target keeps recurrent states, which graphs do not step yet"
+    schedule, binding = drafter.generation_config.num_assistant_tokens_schedule, drafter.require_binding()
+    if why := why_states_are_eager(binding, capturing=binding.head_device.type in CAPTURES):
+        return why
     if not isinstance(drafter, Eagle31Drafter):  # verification alone
         return ""
     if not RoundGraph.serves(requested.shape):
@@ -249,8 +252,8 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
     device = drafter.require_binding().head_device.type
     if drafter.generation_config.stored_cache_type != "full":
         return "its keys and values are stored in 8 bits, which graphs cannot read"
-    if drafter.require_binding().has_states:
-        return "its target keeps recurrent states, which graphs do not step yet"
+    if why := why_states_are_eager(drafter.require_binding(), capturing=False):
+        return why
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.reads_packed_weights:

@@ -32,8 +32,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ..cache.block_reading import RowGroup
 from ..cache.placement import Placement
 from ..cache.spans import kinds_from_config
-from ..cache.speculative import SpeculativeCache
-from ..cache.states import MixerCall, StateLayer
+from ..cache.state_blocks import KeepsStates, MixerCall
+from ..cache.states import StateLayer
 from ..errors import IncompatibleTargetError
 from .kernel_tape import KernelTape, recording
 
@@ -103,6 +103,12 @@ class Mixers:
         for mixer in self._mixers:
             mixer.taped = wanted and mixer.tape is not None
 
+    @property
+    def stepped_recurrence(self) -> str:
+        """Name of a mixer whose recurrent states are kept after every token of a block; empty if none are."""
+        stepped = (mixer for mixer in self._mixers if not mixer.taped and mixer.is_recurrent)
+        return next((mixer.name for mixer in stepped), "")
+
     @classmethod
     def hold(cls, model: nn.Module) -> Mixers:
         """Those of `model`, installed until everybody who held them has let go."""
@@ -144,6 +150,7 @@ class _Mixer:
         self._input_name = parameters[1] if len(parameters) > 1 else ""
         self._own: Callable[..., Any] = module.forward
         self._output_child = ""
+        self.is_recurrent = "update_recurrent_state" in inspect.unwrap(type(module).forward).__code__.co_names
         self.tape = KernelTape.of(module)
         self.taped = False  # until the self-test has seen that it is right
         self._not_apart: set[str] = set()  # children that are given the mixer's input and do not treat tokens apart
@@ -166,7 +173,7 @@ class _Mixer:
             self.tape.let_go()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, SpeculativeCache)), None)
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, KeepsStates)), None)
         if cache is None or not cache.has_states:
             return self._own(*args, **kwargs)
         hidden: Tensor = args[0] if args else kwargs[self._input_name]
@@ -176,11 +183,11 @@ class _Mixer:
 
         return self._read(cache, hidden, run)
 
-    def _read(self, cache: SpeculativeCache, hidden: Tensor, run: Callable[[Tensor], Any]) -> Any:
+    def _read(self, cache: KeepsStates, hidden: Tensor, run: Callable[[Tensor], Any]) -> Any:
         """The placed block `(B, T, H)`, row group by row group: no mixer is shown a pad."""
         placement, index = cache.placement, self.module.layer_idx
         placement.check_block(*hidden.shape[:2])
-        layer: Any = cache.layers[index]  # type: ignore[index]
+        layer: Any = cache.layers[index]  # type: ignore[attr-defined]
         parts = []
         for group in placement.groups:
             rows = group.rows_on(hidden.device)

@@ -1,0 +1,83 @@
+"""Layers with states as captured steps see them: what is committed, where it lies, and a block that leaves its trace.
+
+A step reads the committed states of a `SpeculativeCache` and writes none of them: a layer hands out states of its own,
+made in the step, and what the block leaves is among the step's outputs (`BlockTrace`). How much of it is kept is known
+after the step, and then the cache moves its states on as after an eager forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from ..cache.block_reading import BlockReading
+from ..cache.placement import Placement
+from ..cache.state_blocks import CONVOLUTION, BlockTrace, KeepsStates
+from ..cache.states import StateLayer
+
+
+class FixedStates(StateLayer):
+    """The committed states of one `StateLayer`.
+
+    Args:
+        placement: of the blocks that steps read; see `place_chain`.
+        source: whose states they are.
+    """
+
+    def __init__(self, placement: Placement, source: StateLayer):
+        LinearAttentionLayer.__init__(self, number_of_states=source.number_of_states)
+        self._bind(placement, source.index)
+
+    def take_states(self, source: StateLayer) -> None:
+        """Stand for the states that this layer has committed of its rows."""
+        self._committed = source.committed
+        for (kind, number), state in self._committed.items():
+            if kind == CONVOLUTION:
+                self.is_conv_states_initialized[number] = True
+                self.conv_kernel_size[number] = state.shape[-1]
+            else:
+                self.is_recurrent_states_initialized[number] = True
+
+    def begin_block(self) -> None:
+        """A step has placed a block behind what is committed."""
+        self.release_nodes()
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
+
+    def trace(self) -> BlockTrace:
+        """As of any layer; outputs of a step must not be weights themselves."""
+        trace = super().trace()
+        if trace.recorded is None:
+            return trace
+        recurrence, inputs = trace.recorded
+        own = tuple([each.clone() if isinstance(each, nn.Parameter) else each for each in inputs])
+        return trace._replace(recorded=(recurrence, own))
+
+    @property
+    def lent(self) -> list[Tensor]:
+        """What steps read, always in one order."""
+        return [self._committed[key] for key in sorted(self._committed)]
+
+    def lend(self, states: list[Tensor]) -> None:
+        """Read these in the places of `lent`, and forget what the last block left."""
+        self._committed = dict(zip(sorted(self._committed), states, strict=True))
+        self.release_nodes()
+
+    def emptied(self, cache: KeepsStates) -> Any:
+        """Its like in another cache, which holds nothing until it is lent something."""
+        made, keys = copy.copy(self), list(self._committed)
+        made._bind(cache.placement, self.index)
+        made._committed = dict.fromkeys(keys, torch.empty(0))
+        return made
+
+
+def place_chain(placement: Placement, layers: list[FixedStates], num_tokens: int) -> None:
+    """Say that a step reads a chain of so many drafts behind each row. Host arithmetic only."""
+    placement.set_lengths([1] * placement.batch_size)  # how long rows are is nothing to states, once they have begun
+    placement.num_tokens = num_tokens
+    placement.read_states(BlockReading.of_drafts())
+    for layer in layers:
+        layer.begin_block()

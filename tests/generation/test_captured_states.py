@@ -1,0 +1,142 @@
+"""Captured rounds over targets whose layers keep states: plain's text, from states that stay where they are.
+
+The stand-in for recording is that of `test_captured_steps`. Targets remember long (`recurrent_target`) and drafts are
+right for a while, so that a state that is not moved on, or is moved too far, shows in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from kept_pairs import GREEDY, SAMPLING, kinds
+from torch import Tensor
+
+from eagle31_hf.cache import graph_sizes, speculative
+from eagle31_hf.cache.state_blocks import BlockTrace
+from eagle31_hf.cache.states import StateLayer
+from eagle31_hf.compiled import captured
+from eagle31_hf.decoding import draft_backoff, kept_graphs
+from eagle31_hf.drafter.drafter import Eagle31Drafter
+from families import recurrent_target
+from helpers import VOCABULARY, left_padded, oracle_drafts, random_drafter, seeded
+from recorder import Recorder
+
+TAPED = ("qwen3_5_text", "bamba", "nemotron_h", "lfm2")
+"""Two of Mamba 2, one of which has layers that keep nothing, a gated delta net, and convolutions alone."""
+CHAIN_OF_5: dict[str, Any] = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+SETTINGS: dict[str, Any] = CHAIN_OF_5 | {"speculation_loop": "own"}
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setitem(captured.CAPTURES, "cpu", made)
+    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
+    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
+    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    return made
+
+
+@cache
+def target_of(family: str) -> Any:
+    return recurrent_target(family)
+
+
+@pytest.fixture
+def make_pair(request: pytest.FixtureRequest) -> Callable[[str], Eagle31Drafter]:
+    """Fresh drafters: graphs are a pair's."""
+
+    def make(family: str) -> Eagle31Drafter:
+        drafter = random_drafter(target_of(family), aux_layers=[1, 2, 3])
+        for name, value in SETTINGS.items():
+            setattr(drafter.generation_config, name, value)
+        request.addfinalizer(drafter.detach)
+        return drafter
+
+    return make
+
+
+def prompts(lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
+
+
+def texts(
+    drafter: Eagle31Drafter, seed: int = 0, lengths: Sequence[int] = (12,), new_tokens: int = 32, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """Ours and plain's, by drafts that follow plain's for a while."""
+    model, inputs = drafter.require_binding().model, prompts(lengths, seed)
+    call = {"max_new_tokens": new_tokens, "pad_token_id": 0, **GREEDY, **how}
+    with seeded(seed):
+        plain = model.generate(**inputs, **call)
+    with oracle_drafts(plain, inputs["input_ids"].shape[1]), seeded(seed):  # right for as long in every text
+        ours = model.generate(**inputs, **call, assistant_model=drafter)
+    return ours, plain
+
+
+def assert_captured(drafter: Eagle31Drafter, recorder: Recorder) -> None:
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "own", drafter.stats.reason
+    assert drafter.stats.fallbacks == []
+    assert drafter.stats.accepted > 0, "nothing was tried"
+    assert {"verify", "advance"} <= kinds(drafter)
+    assert recorder.replayed
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", TAPED)
+def test_three_texts_of_which_the_first_one_records(
+    family: str, how: dict[str, Any], make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder
+) -> None:
+    drafter = make_pair(family)
+    for seed in range(3):
+        assert torch.equal(*texts(drafter, seed, **how))
+        assert_captured(drafter, recorder)
+        graphs = drafter.require_binding().compiled.keys
+        assert recorder.recorded == len(graphs), "each once: what the next text needs lies where it was"
+        assert ("verify", 6) in {(key.kind, key.size) for key in graphs}
+
+
+def test_a_state_that_is_not_moved_on_shows(
+    make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: committed states stay those of the prompt."""
+    for family in ("qwen3_5_text", "bamba"):
+        drafter = make_pair(family)
+        assert torch.equal(*texts(drafter))
+        with monkeypatch.context() as patch:
+            patch.setattr(speculative, "settle_tapes", lambda layers, last: None)
+            assert not any(torch.equal(*texts(drafter, seed)) for seed in range(2)), family
+        assert_captured(drafter, recorder)
+
+
+def test_states_that_are_moved_on_by_an_earlier_replay_show(
+    make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what the first replay of each layer left is taken for what all of them left."""
+    take_over = StateLayer.take_over
+    for family in ("qwen3_5_text", "bamba", "lfm2"):
+        drafter = make_pair(family)
+        assert torch.equal(*texts(drafter))
+        first: dict[int, BlockTrace] = {}
+
+        def take_over_first(layer: StateLayer, trace: BlockTrace, first: dict[int, BlockTrace] = first) -> None:
+            take_over(layer, first.setdefault(layer.index, trace))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StateLayer, "take_over", take_over_first)
+            assert not any(torch.equal(*texts(drafter, seed)) for seed in range(2)), family
+        assert first
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "falcon_h1", "mamba2"])
+def test_rows_of_unlike_length(family: str, make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:
+    """Each row keeps its own number of drafts; those that have ended stand still."""
+    drafter = make_pair(family)
+    for seed in range(2):
+        assert torch.equal(*texts(drafter, seed, (5, 1, 14)))
+        assert_captured(drafter, recorder)
