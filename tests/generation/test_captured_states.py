@@ -12,17 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from kept_pairs import GREEDY, SAMPLING, kinds
+from kept_pairs import GREEDY, SAMPLING, failing, kinds
 from torch import Tensor
+from transformers import DynamicCache
 
 from eagle31_hf.cache import graph_sizes, speculative
 from eagle31_hf.cache.state_blocks import BlockTrace
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.compiled import captured
 from eagle31_hf.decoding import draft_backoff, kept_graphs
+from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.serving.batch import TextBatch
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from families import recurrent_target
-from helpers import VOCABULARY, left_padded, oracle_drafts, random_drafter, seeded
+from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded
 from recorder import Recorder
 
 TAPED = ("qwen3_5_text", "bamba", "nemotron_h", "lfm2")
@@ -140,3 +144,85 @@ def test_rows_of_unlike_length(family: str, make_pair: Callable[[str], Eagle31Dr
     for seed in range(2):
         assert torch.equal(*texts(drafter, seed, (5, 1, 14)))
         assert_captured(drafter, recorder)
+
+
+def test_single_tokens(make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:
+    """The model alone, by graphs: states after one token are those of the node it is."""
+    for family in ("qwen3_5_text", "bamba", "lfm2"):
+        alone, inputs = NoDrafter(target_of(family)), prompts((9,), 0)
+        for schedule, sizes in (("constant", {1}), ("calibrated", set(range(1, 12)))):
+            with configured(alone, num_assistant_tokens_schedule=schedule):
+                call = {"max_new_tokens": 32, "pad_token_id": 0, **GREEDY}
+                plain = target_of(family).generate(**inputs, **call)
+                assert torch.equal(target_of(family).generate(**inputs, **call, assistant_model=alone), plain)
+            assert alone.stats is not None
+            assert alone.stats.fallbacks == []
+            assert {key.size for key in alone.require_binding().compiled.keys} <= sizes
+        assert recorder.replayed > 20
+        alone.detach()
+
+
+def test_trees_are_verified_by_eager_code(make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:
+    """A node continues its parent's state; the drafter's steps and a round's end are captured all the same."""
+    drafter = make_pair("qwen3_5_text")
+    with configured(drafter, draft_top_k=2, draft_tree_size=6):
+        for seed in range(2):
+            assert torch.equal(*texts(drafter, seed))
+    assert "advance" in kinds(drafter)
+    assert drafter.stats is not None
+    assert drafter.stats.fallbacks == []
+    assert recorder.replayed
+
+
+def test_turns_go_on_from_what_was_handed_over(make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:
+    """The next text is written over the states of the last one, but not over those of a cache that somebody has."""
+    drafter, inputs = make_pair("qwen3_5_text"), prompts((9,), 0)
+    target, call = target_of("qwen3_5_text"), {"max_new_tokens": 20, "pad_token_id": 0, **GREEDY}
+    past = {CACHE_ARGUMENT: DynamicCache(config=target.config)}
+    first = target.generate(**inputs, **call, assistant_model=drafter, **past)
+    texts(drafter, 5)
+    more = torch.cat((first, torch.tensor([[7, 8, 9]])), 1)
+    second = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    ours = target.generate(**second, **call, assistant_model=drafter, **past)
+    assert torch.equal(ours, target.generate(**second, **call))
+    assert_captured(drafter, recorder)
+
+
+def test_a_device_that_cannot_record(
+    make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(captured.CAPTURES, "cpu", failing(RuntimeError("operation not permitted when capturing")))
+    drafter = make_pair("bamba")
+    assert torch.equal(*texts(drafter))
+    assert drafter.stats is not None
+    assert "operation not permitted" in drafter.stats.fallbacks[0]
+
+
+def test_a_text_goes_on_where_recording_anew_fails(
+    make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What states were to be moved on by is then left by the eager forward that takes the graph's place."""
+    drafter = make_pair("qwen3_5_text")
+    assert torch.equal(*texts(drafter))
+    monkeypatch.setattr(Recorder, "__call__", failing(RuntimeError("operation not permitted when capturing")))
+    assert torch.equal(*texts(drafter, 1, new_tokens=140))
+    assert drafter.stats is not None
+    assert "operation not permitted" in drafter.stats.fallbacks[0]
+
+
+@pytest.mark.parametrize("family", ["jamba", "zaya"])
+def test_states_that_are_kept_after_every_draft_stay_eager(
+    family: str, make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder
+) -> None:
+    drafter = make_pair(family)
+    with configured(drafter, acceleration="compile"):
+        assert torch.equal(*texts(drafter))
+    assert drafter.stats is not None
+    assert "keeps recurrent states after each draft" in drafter.stats.fallbacks[0]
+    assert not recorder.recorded
+
+
+def test_a_server_stays_eager(make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:
+    batch = TextBatch(make_pair("qwen3_5_text"), max_rows=2, context=64, prefill_chunk=16)
+    assert "texts that come and go" in batch.stats.fallbacks[0]
+    assert not recorder.recorded

@@ -64,8 +64,9 @@ class CompiledVerification:
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         self.cache.place(size, reading=BlockReading.of_drafts())
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
-        branches = self.cache.has_states and not tree.is_chain  # states of nodes, each of which continues another one
-        if unmasked or branches or not self.inputs.make_room(self._width(size)):
+        # States of nodes each of which continues another one; masks that some layers do not take.
+        is_eager = self.cache.has_states and (not tree.is_chain or self.cache.has_windows)
+        if unmasked or is_eager or not self.inputs.make_room(self._width(size)):
             return self.eager(tree)
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
         nodes = key.size

@@ -17,6 +17,7 @@ from ..cache import graph_sizes
 from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
 from ..compiled.graphs import Graphs
+from ..compiled.verify import why_states_are_eager
 from ..decoding.calibration.measure import measure_graphs, meet_graphs
 from ..decoding.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..decoding.pair_history import PairHistory, setting_of
@@ -115,8 +116,11 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
         Why the text is eager all the same; empty if it is not.
     """
     drafter, binding = call.drafter, call.drafter.require_binding()
-    if binding.ahead is not None or binding.head_device.type in CAPTURES:
+    if binding.ahead is not None:
         return ""
+    if binding.head_device.type in CAPTURES:
+        why = why_states_are_eager(binding, capturing=True)
+        return why and f"steps are not captured: {why}"
     if why := why_unsuited(drafter, requested, call.processing):
         return f"steps are not compiled: {why}"
     if requested.rows > 1:
