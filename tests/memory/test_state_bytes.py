@@ -22,8 +22,9 @@ from eagle31_hf.memory import state_bytes
 from eagle31_hf.memory.activation_bytes import Block, full_cache_bytes, target_forward_bytes
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.cards import Card
+from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.known_targets import known_targets
-from eagle31_hf.memory.ledger import PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
+from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.target.grouped_attention import attending_grouped
@@ -149,13 +150,27 @@ def test_rebuilding_takes_what_is_planned(family: str) -> None:
     assert states.rebuilding == pytest.approx(max(peaks), rel=0.05)
 
 
-def test_rounds_of_such_targets_are_not_captured() -> None:
-    """Nor is it planned that recordings stay."""
+@pytest.mark.parametrize(("family", "are"), [("qwen3_5_text", True), ("lfm2", True), ("jamba", False)])
+def test_rounds_are_planned_as_they_are_captured(family: str, are: bool) -> None:
+    """Where they are, states stay with keys and values, and recordings hold what they give of states."""
     card = Card("a card", "cuda", 24 * 2**30, 24 * 2**30)
-    target = read_target(recurrent_config("qwen3_5_text"))
-    assert not captures_steps(target, card, MemorySettings(64))
-    assert captures_steps(replace(target, shape=replace(target.shape, states=None)), card, MemorySettings(64))
-    assert not any(term.name == "recordings" for term in build_ledger(target, None, card, MemorySettings(64)))
+    settings, target = MemorySettings(64, draft_tokens=5), read_target(recurrent_config(family))
+    states = target.shape.states
+    assert states is not None
+    nothing = replace(states, stepped=0, stepped_recurrent=0, taped=0, rebuilding=0, tape=0, tape_token=0)
+    without = replace(target, shape=replace(target.shape, states=nothing))
+    assert captures_steps(target, card, settings) == are
+    assert captures_steps(without, card, settings)
+    drafter = read_drafter(None, target)
+    kept, kept_without = (
+        {term.name: term.num_bytes for term in build_ledger(each, drafter, card, settings) if BETWEEN in term.moments}
+        for each in (target, without)
+    )
+    assert ("target states" in kept) == ("recordings" in kept) == are
+    if are:
+        assert kept["target states"] == states.num_bytes
+        given = states.tape_bytes(6, is_tree=False) + 6 * states.stepped + states.num_bytes
+        assert kept["recordings"] - kept_without["recordings"] == given
 
 
 def test_a_model_that_does_not_run_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

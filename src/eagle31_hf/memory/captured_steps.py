@@ -17,7 +17,8 @@ from .cards import MIB, Card
 HOPPER = (9, 0)
 FORMULA = (
     "pool: max(verify, accept, update, draft); of each length (256, 512 ... slots) inputs and outputs: "
-    "2 * B*N * (V*b + hidden states) + B*V * (4 * (3K+1) + 2) + B*Vd * (2b + 2 * max(4, k*b)); cuBLAS: 8 or 32 MiB"
+    "2 * B*N * (V*b + hidden states) + B*V * (4 * (3K+1) + 2) + B*Vd * (2b + 2 * max(4, k*b)), and what is recorded of "
+    "states, and one set; cuBLAS: 8 or 32 MiB"
 )
 
 

@@ -9,7 +9,7 @@ The peak is the moment whose terms add up to most. Moments follow one generation
     accept            logits become accepted tokens
     drafter update    the drafter reads the accepted tokens' hidden states
     draft             the drafter proposes
-    between texts     what stays: weights and, where steps are captured, recordings, keys and values
+    between texts     what stays: weights and, where steps are captured, recordings, keys, values and states
 """
 
 from __future__ import annotations
@@ -141,9 +141,11 @@ def build_ledger(
 
 def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) -> bool:
     """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device,
-    and layers with states are read eagerly."""
+    and layers that keep recurrent states after every draft are read eagerly."""
     waits = target.quantization.method == "bnb-int8" or settings.drafter_precision == "int8"
-    is_captured = settings.cache_type == "full" and not waits and target.shape.states is None
+    states = target.shape.states
+    steps = states is not None and states.stepped_recurrent > 0
+    is_captured = settings.cache_type == "full" and not waits and not steps
     return settings.speculates and card.kind == "cuda" and is_captured
 
 
@@ -206,7 +208,7 @@ def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int, c
     accept = accept_bytes(shape, verify.rows) + verify.rows * tapped
     return [
         *_cache_terms("target", shape, settings, captured=captured),
-        *_state_terms(shape.states, settings),
+        *_state_terms(shape.states, settings, captured=captured),
         LedgerTerm("prefill activations", prefilled, _LAYER_FORMULA, (PREFILL,)),
         LedgerTerm("prefill logits", logits_bytes(shape, batch * batch), "B*B*V * b", (PREFILL, DRAFTER_PREFILL)),
         LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
@@ -261,8 +263,9 @@ def _cache_terms(owner: str, shape: DecoderShape, settings: MemorySettings, *, c
     ]
 
 
-def _state_terms(states: StateShape | None, settings: MemorySettings) -> list[LedgerTerm]:
-    """Recurrent and convolution states: S bytes of one row, of which layers that keep a record of a chain have R."""
+def _state_terms(states: StateShape | None, settings: MemorySettings, *, captured: bool) -> list[LedgerTerm]:
+    """Recurrent and convolution states: S bytes of one row, of which layers that keep a record of a chain have R. Where
+    steps are captured, those of each row stay for the next text."""
     if states is None:
         return []
     batch, nodes, is_tree = settings.batch, settings.shape.nodes, settings.shape.is_tree
@@ -271,7 +274,7 @@ def _state_terms(states: StateShape | None, settings: MemorySettings) -> list[Le
     tape = states.tape_bytes(nodes, is_tree=is_tree)
     rebuilding = states.rebuilding if tape else 0
     return [
-        LedgerTerm("target states", batch * one, "B*S", RUNNING),
+        LedgerTerm("target states", batch * one, "B*S", KEPT if captured else RUNNING),
         LedgerTerm("target states, of a chunk", batch * one, "B*S", (PREFILL, DRAFTER_PREFILL)),
         LedgerTerm("target states, of a draft", batch * left, left_formula, ROUND),
         LedgerTerm("target states, recorded", batch * tape, "B * layers * ((K+T)*2*channels*b + T*gates)", ROUND),
@@ -347,4 +350,6 @@ def _recordings_term(
     pool = max(num_bytes + unpacked.get(moment, 0) for moment, num_bytes in pooled.items())
     lengths = recorded_lengths(cache_size(settings.cache_capacity, 1, exact=True).capacity)
     own = lengths * input_output_bytes(shape, drafter.shape, settings.shape, batch)
+    if shape.states is not None:
+        own += lengths * batch * shape.states.given_bytes(nodes, is_tree=settings.shape.is_tree)
     return LedgerTerm("recordings", pool + own + workspace_bytes(card), FORMULA, KEPT)

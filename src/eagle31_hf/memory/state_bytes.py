@@ -27,6 +27,7 @@ class StateShape:
 
     Attributes:
         stepped: of layers that keep a set after every node of any block.
+        stepped_recurrent: what of these are recurrent states, which captured steps do not keep twice.
         taped: of layers that keep a record of a chain instead.
         rebuilding: what moving these on by a record takes.
         tape: of a record, whatever its length; `tape_token`: of each token in it.
@@ -34,6 +35,7 @@ class StateShape:
     """
 
     stepped: int
+    stepped_recurrent: int
     taped: int
     rebuilding: int
     tape: int
@@ -52,6 +54,11 @@ class StateShape:
     def tape_bytes(self, nodes: int, *, is_tree: bool) -> int:
         """What is recorded of a chain of so many tokens; a single one is not."""
         return 0 if is_tree or nodes == 1 else self.tape + nodes * self.tape_token
+
+    def given_bytes(self, nodes: int, *, is_tree: bool) -> int:
+        """What captured forwards over a chain of so many tokens, and over one, give of states; trees are eager."""
+        chain = 0 if is_tree else nodes * self.stepped + self.tape_bytes(nodes, is_tree=False)
+        return chain + self.num_bytes
 
 
 def state_shape(config: PreTrainedConfig, element_bytes: int) -> StateShape:
@@ -86,15 +93,16 @@ class _StateLayer(NamedTuple):
     def shape(self, element_bytes: int) -> StateShape:
         """The part of one layer."""
         num_bytes = sum(state.num_bytes(element_bytes) for state in self.states)
-        if self.kernels is None:
-            return StateShape(num_bytes, 0, 0, 0, 0)
         windows = [state for state in self.states if not state.is_recurrent]
         recurrent = [state for state in self.states if state.is_recurrent]
+        if self.kernels is None:
+            return StateShape(num_bytes, sum(state.num_bytes(element_bytes) for state in recurrent), 0, 0, 0, 0)
         # The chain's columns behind a window, and what the convolution makes of both.
         columns = [2 * state.shape[0] * (state.fixed_bytes or element_bytes) for state in windows]
         moved = sum(state.num_bytes(element_bytes) for state in recurrent)
         return StateShape(
             stepped=0,
+            stepped_recurrent=0,
             taped=num_bytes,
             rebuilding=self.kernels.recurrence.working_copies * moved,
             tape=sum(column * state.shape[1] for column, state in zip(columns, windows, strict=True)),
