@@ -19,6 +19,7 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled.captured import CapturedCode
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.memory.cards import measure_card
+from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
     CONFIGS,
     GROUPED,
@@ -45,8 +46,8 @@ NEW_TOKENS = 24
 
 
 def _pair(family: str, device: str, dtype: torch.dtype = torch.float32) -> Eagle31Drafter:
-    target = random_target(CONFIGS[family]()).to(device=device, dtype=dtype)
-    return random_drafter(target, aux_layers=[1, 2, 4])
+    made = recurrent_target(family) if family in RECURRENT_FAMILIES else random_target(CONFIGS[family]())
+    return random_drafter(made.to(device=device, dtype=dtype), aux_layers=[1, 2, 4])
 
 
 def _inputs(rows: int, device: str, seed: int = 0) -> dict[str, Tensor]:
@@ -184,9 +185,11 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_captured_steps_write_the_plain_text(shape: str, rows: int) -> None:
-    """What `acceleration="auto"` does on a card. On the CPU: tests/generation/test_captured_steps.py."""
-    drafter, made = _pair("llama", "cuda"), CapturedCode._record
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "nemotron_h", "lfm2"])
+def test_captured_steps_write_the_plain_text(family: str, shape: str, rows: int) -> None:
+    """What `acceleration="auto"` does on a card. On the CPU: test_captured_steps.py and test_captured_states.py in
+    tests/generation."""
+    drafter, made = _pair(family, "cuda"), CapturedCode._record
     recorded: list[int] = []
 
     def record(self: CapturedCode, *given: Any) -> Any:
