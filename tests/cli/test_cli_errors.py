@@ -179,3 +179,27 @@ def test_serve_says_that_a_port_is_taken_before_it_loads_anything():
     with socket.create_server(("127.0.0.1", 0)) as other:
         told = run("serve", "--target", "nowhere", "--port", other.getsockname()[1], code=1)
     assert "give another --port" in " ".join(told.output.split())
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_a_path_that_is_not_there_is_told_without_words_of_the_hub(tmp_path, command):
+    words = ["--prompt", "x", "--drafter", DRAFTER] if command == "generate" else []
+    target = ["--target", tmp_path / "no"] if command == "generate" else [tmp_path / "no"]
+    message = error_of(command, *target, *words)
+    assert "no such folder" in message
+    assert "repo_type" not in message
+    assert "Repo id" not in message
+
+
+def test_a_misspelt_model_is_told_with_the_name_that_was_meant():
+    message = error_of("plan", "Lama 3.1 8B", "--card", "RTX 4090")
+    assert "did you mean Llama 3.1 8B?" in message
+    assert "did you mean" not in error_of("plan", "what is this", "--card", "RTX 4090")
+
+
+def test_a_folder_of_many_drafters_is_refused_in_a_short_line(tmp_path):
+    for number in range(12):
+        shutil.copytree(DRAFTER, tmp_path / f"drafter-{number:02}", symlinks=True)
+    message = error_of("inspect", tmp_path)
+    assert "drafter-04 and 7 more have" in message
+    assert "drafter-05" not in message

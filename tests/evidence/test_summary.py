@@ -1,9 +1,11 @@
 """Figures from records, and whether two runs differ. All records here are made by hand."""
 
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from eagle31_hf.errors import ConfigurationError
@@ -11,7 +13,7 @@ from eagle31_hf.evidence.calls import CallRecord, Drafting, TextPart, Verdict
 from eagle31_hf.evidence.comparing import compare_runs
 from eagle31_hf.evidence.exports import acceptance_rows, best_drafting, profile
 from eagle31_hf.evidence.record_file import Records
-from eagle31_hf.evidence.run_tables import run_notes, run_parts
+from eagle31_hf.evidence.run_tables import category_table, run_notes, run_parts
 from eagle31_hf.evidence.summary import Setting, summarise
 
 RUN = {
@@ -216,3 +218,12 @@ def test_the_profile_tells_the_break_even():
 def test_settings_are_read_as_a_person_says_them():
     assert str(Setting(0.0, 1)) == "greedy, batch 1"
     assert str(Setting(0.7, 8)) == "temperature 0.7, batch 8"
+
+
+def test_eighty_columns_show_every_figure_of_every_category():
+    methods = ("plain generate", "prompt lookup", "early exit", "stock loop", "own lookup", "chain", "tree")
+    summary = summarise(records([call(method, prompt, speed=20.0) for method in methods for prompt in range(2)]))
+    console = Console(width=80, file=StringIO())
+    console.print(category_table(summary.settings[0], summary.of(summary.settings[0])))
+    assert "…" not in console.file.getvalue()
+    assert console.file.getvalue().count("×") == 2 * (len(methods) - 1)

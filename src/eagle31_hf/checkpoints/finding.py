@@ -11,6 +11,8 @@ from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors
 from .json_files import shown
 
 GGUF_SUFFIX = ".gguf"
+MOST_NAMED = 5
+"""Of the folders that a refusal names."""
 _GGUF_ADVICE = (
     "is llama.cpp's format for drafters and cannot be read here (only targets can be GGUF files); pass the drafter it "
     "was converted from: a folder or Hub id with config.json and safetensors"
@@ -79,10 +81,23 @@ def refuse_other_contents(folder: Path) -> None:
     if any(folder.glob(f"*{GGUF_SUFFIX}")):
         raise CheckpointFormatError(f"{folder} holds a GGUF file, which {_GGUF_ADVICE}")
     if inner := sorted(path.parent for path in folder.glob(f"*/{CONFIG_FILE}")):
-        names = ", ".join(path.name for path in inner)
+        names = ", ".join(path.name for path in inner[:MOST_NAMED])
+        more = f" and {len(inner) - MOST_NAMED} more" if len(inner) > MOST_NAMED else ""
         raise CheckpointNotFoundError(
-            f"{folder} has no {CONFIG_FILE}, but its folders {names} have; pass one of them: {inner[0]}"
+            f"{folder} has no {CONFIG_FILE}, but its folders {names}{more} have; pass one of them: {inner[0]}"
         )
+
+
+def can_be_hub_id(name: str) -> bool:
+    """Whether a repository on the Hub could have that name (`name` or `owner/name`); nobody is asked."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _cause(error: Exception) -> str:

@@ -42,8 +42,11 @@ class LazyCommand(TyperCommand):
 
     def load(self) -> Any:
         """The command itself, or the group of them."""
+        from .options import waiting_for
+
         name = self.name
-        module = import_module(f".{'generate' if name == 'demo' else name}", __package__)
+        with waiting_for("starting"):  # torch and transformers take seconds
+            module = import_module(f".{'generate' if name == 'demo' else name}", __package__)
         if "torch" in sys.modules:
             from .processor import avoid_unusable_tiles
 

@@ -29,7 +29,12 @@ from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import Drafting, PairSource, device_named, encode, load_pair
 from .plan import print_decision
 
-app = typer.Typer(name="bench", help="Measure what the loops are worth, and what they cost.", no_args_is_help=True)
+app = typer.Typer(
+    name="bench",
+    help="Measure what the loops are worth, and what they cost.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 app.command()(run)
 app.command(name="acceptance")(acceptance_command)
 

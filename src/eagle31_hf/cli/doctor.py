@@ -23,7 +23,7 @@ from ..evidence.doctor.findings import Finding, Patient
 from ..evidence.doctor.prompts import CONVERSATIONS
 from ..evidence.provenance import origin
 from ..texts.prompts import read_prompts
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .options import JsonOption, TracebackOption, count, make_console, readable_errors, waiting_for, write_json
 from .pairs import DeviceName, DTypeName, Pair, PairSource, encode, load_pair
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -71,12 +71,13 @@ def doctor(
         encode=lambda conversation: encode(pair, conversation),
         folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
     )
-    seen = examine(
-        patient,
-        new_tokens=new_tokens,
-        drift=drift or plot is not None or beside is not None,
-        beside=None if beside is None else Eagle31Drafter.from_pretrained(beside, target=pair.target),
-    )
+    with waiting_for(f"writing {count(len(patient.conversations), 'text')} with and without the drafter"):
+        seen = examine(
+            patient,
+            new_tokens=new_tokens,
+            drift=drift or plot is not None or beside is not None,
+            beside=None if beside is None else Eagle31Drafter.from_pretrained(beside, target=pair.target),
+        )
     write_json(json_path, {**origin(), "target": pair.name, **seen.to_dict()})
     _show(console, seen)
     if plot is not None and seen.drift:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,11 @@ def progress_bar(console: Console) -> Iterator[tuple[Progress, TaskID]]:
 
 
 def finish(json_path: Path | None, record: dict[str, Any]) -> None:
-    """The figures and how they were made: into the file that was asked for, and as the last line."""
+    """The figures and how they were made: into the file that was asked for, and as the last line.
+
+    A terminal gets no such line: it would push the tables out of sight.
+    """
     record = {**origin(), **record}
     write_json(json_path, record)
-    typer.echo(json_line(record))
+    if not sys.stdout.isatty():
+        typer.echo(json_line(record))

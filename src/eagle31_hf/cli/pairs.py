@@ -24,6 +24,7 @@ from ..serving.prompts import encode_chat
 from ..target.loading import dtype_here, load_target
 from ..target.precision import SHORT_NAMES
 from .option_groups import option
+from .options import waiting_for
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
@@ -177,7 +178,7 @@ def load_pair(
         MemoryPlanError: the plan does not fit, or was made for another target or card.
     """
     if source.target is not None and source.drafter is None:
-        without = ", or pass --drafter none to write without one" if may_lack_drafter else ""
+        without = ", or pass --drafter none to look drafts up in the text" if may_lack_drafter else ""
         raise ConfigurationError(
             f"no drafter given for {source.target!r}; name one trained for it with --drafter{without}"
         )
@@ -188,14 +189,15 @@ def load_pair(
     if plan is not None:
         on_plan(plan)
         plan.require_fit()
-    target, tokenizer = load_target(
-        source.target_name, dtype=source.torch_dtype, device_map=placed, quantization_config=_packing(source)
-    )
-    if source.adapter is not None:
-        _load_adapter(target, source.adapter)
-    if source.chat_template is not None:
-        tokenizer.chat_template = source.chat_template.read_text(encoding="utf-8")
-    drafter = _load_assistant(source, target, plan)
+    with waiting_for("loading the models"):
+        target, tokenizer = load_target(
+            source.target_name, dtype=source.torch_dtype, device_map=placed, quantization_config=_packing(source)
+        )
+        if source.adapter is not None:
+            _load_adapter(target, source.adapter)
+        if source.chat_template is not None:
+            tokenizer.chat_template = source.chat_template.read_text(encoding="utf-8")
+        drafter = _load_assistant(source, target, plan)
     if source.cache_type != "auto":
         drafter.generation_config.cache_type = source.cache_type
     drafter.generation_config.acceleration = source.acceleration

@@ -11,7 +11,7 @@ from ..errors import ConfigurationError
 from ..evidence.record_file import read_records
 from ..evidence.report.content import make_page
 from ..evidence.report.render import to_html, write_markdown
-from .options import TracebackOption, make_console, readable_errors, writable_json
+from .options import TracebackOption, make_console, readable_errors, waiting_for, writable_json
 
 
 @readable_errors
@@ -32,12 +32,13 @@ def report(
     """Make one page with tables and plots out of benchmark records; it needs no model and nothing beside it."""
     if out.suffix not in (".html", ".md"):
         raise ConfigurationError(f"got --out {out.name!r}; wanted a name that ends in .html or .md")
-    page = make_page([read_records(path) for path in records], title=title, price_per_hour=price_per_hour)
-    if out.suffix == ".html":
-        out.write_text(to_html(page), encoding="utf-8")
-    else:
-        write_markdown(page, out)
-    if markdown is not None:
-        write_markdown(page, markdown)
+    with waiting_for("drawing"):
+        page = make_page([read_records(path) for path in records], title=title, price_per_hour=price_per_hour)
+        if out.suffix == ".html":
+            out.write_text(to_html(page), encoding="utf-8")
+        else:
+            write_markdown(page, out)
+        if markdown is not None:
+            write_markdown(page, markdown)
     written = [str(path) for path in (out, markdown) if path is not None]
     make_console().print(f"{', '.join(path.name for path in records)} → {', '.join(written)}", soft_wrap=True)

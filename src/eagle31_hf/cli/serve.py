@@ -54,8 +54,9 @@ def serve(
 ) -> None:
     """Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running batch.
 
-    Texts are the target's own, alone and beside others; in half precision up to rounding. A line for each request tells
-    how it ended and what it took, never what was said.
+    Texts are the target's own, alone and beside others; in half precision up to rounding.
+
+    A line for each request tells how it ended and what it took, never what was said.
     """
     _check_packages()
     _check_reach(host, api_key)

@@ -104,6 +104,8 @@ def category_table(setting: Setting, methods: list[MethodSummary]) -> Table:
     table = make_table(
         f"{setting}: speedup (acceptance length) by category", ("category",), [method.method for method in drafting]
     )
+    for column in table.columns[1:]:  # a narrow terminal gets both figures, below each other
+        column.no_wrap = False
     for name in dict.fromkeys(name for method in drafting for name in method.categories):
         cells = []
         for method in drafting:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Everything in one line, the last one of a benchmark."""
+    """Everything in one line, the last one of a benchmark whose output is kept."""
     return json.dumps(record, default=str)
 
 

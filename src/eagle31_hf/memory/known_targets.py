@@ -6,6 +6,7 @@ Sizes are those of each model's published `config.json`; parameter totals those 
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 
@@ -114,6 +115,12 @@ def find_known_target(name: str) -> KnownTarget | None:
     """The target people call so (`"Llama 3.1 8B"`, `"llama-3.1-8b"`), or `None`. Hub ids have an owner and are none."""
     by_key = {_key(known): target for known, target in known_targets().items()}
     return None if "/" in name else by_key.get(_key(name))
+
+
+def close_names(name: str) -> list[str]:
+    """Names of known targets that `name` may be a misspelling of, the closest first."""
+    by_key = {_key(known): known for known in known_targets()}
+    return [by_key[key] for key in difflib.get_close_matches(_key(name), by_key, n=2, cutoff=0.8)]
 
 
 def _key(name: str) -> str:

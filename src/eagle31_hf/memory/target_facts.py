@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.files import refuse_drafter_as_target
+from ..checkpoints.finding import can_be_hub_id
 from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
 from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError, first_line
 from .activation_bytes import DecoderShape
@@ -93,6 +94,19 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
     )
 
 
+def _why_no_config(target: str, error: Exception) -> str:
+    from .known_targets import close_names, known_targets
+
+    is_nowhere = not Path(target).exists() and not can_be_hub_id(target)
+    why = "no such folder, and no possible Hub id" if is_nowhere else first_line(error)[:160]
+    close = close_names(target)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ";"
+    return (
+        f"got target {target!r}, whose config cannot be read ({why}){hint} wanted a folder with config.json, the id of "
+        f"a model on the Hub that transformers knows without remote code, or one of {', '.join(known_targets())}"
+    )
+
+
 def _load_config(target: Any) -> PreTrainedConfig:
     if not isinstance(target, (str, Path)):
         raise MemoryPlanError(
@@ -100,7 +114,7 @@ def _load_config(target: Any) -> PreTrainedConfig:
         )
     from transformers import AutoConfig
 
-    from .known_targets import find_known_target, known_targets
+    from .known_targets import find_known_target
 
     known = None if Path(target).exists() else find_known_target(str(target))
     if known is not None:
@@ -109,11 +123,7 @@ def _load_config(target: Any) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(target, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise MemoryPlanError(
-            f"got target {str(target)!r}, whose config cannot be read ({first_line(error)[:160]}); wanted a "
-            "folder with config.json, the id of a model on the Hub that transformers knows without remote code, or one "
-            f"of {', '.join(known_targets())}"
-        ) from error
+        raise MemoryPlanError(_why_no_config(str(target), error)) from error
     refuse_drafter_as_target(target, config.architectures)
     return config
 

@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.finding import GGUF_SUFFIX
+from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id
 from ..checkpoints.gguf_header import read_gguf_header
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, first_line
 from .precision import SHORT_NAMES, quick_dtype
@@ -184,6 +184,8 @@ def _precision(name: str, config: Any, dtype: str, device_map: Any, packed: bool
 def _why_not_found(name: str, error: OSError) -> str:
     if os.path.isdir(name):
         return f"the folder {name!r} holds no complete target (config.json, weights, tokenizer): {first_line(error)}"
+    if not can_be_hub_id(name):
+        return f"no target at {name!r}: no such folder, and it cannot be a Hub id ('owner/name'); check the path"
     return (
         f"no target at {name!r}: no such folder, and the Hub did not give it ({first_line(error)}); check the "
         "spelling, your access and the network, or pass a local folder"
