@@ -208,7 +208,8 @@ def rebuild_states(taped: Sequence[tuple[Tensor, Recorded]], last: Sequence[int]
             for column, dim in zip(columns, recurrence.head_dims, strict=True)
         ]
         joined = torch.cat(states, dim=1)  # a copy, also of a single one: kernels may write in place
-        final = recurrence.final_state(inputs, joined, None if kept is None else kept.to(joined.device))
+        on_card = None if kept is None else kept.to(joined.device, non_blocking=joined.is_cuda)  # no host wait
+        final = recurrence.final_state(inputs, joined, on_card)
         torch._foreach_copy_(states, list(final.to(joined.dtype).chunk(len(states), dim=1)))
 
 
