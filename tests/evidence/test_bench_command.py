@@ -7,6 +7,7 @@ from small_loops import SPEC
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
+from eagle31_hf.evidence.suite import BenchmarkRun
 
 
 def run(*arguments, code=0):
@@ -65,3 +66,15 @@ def test_bad_input_is_one_line_before_any_work(arguments, message):
 )
 def test_malformed_options_are_usage_errors(arguments):
     run("loop", *arguments, code=2)
+
+
+def test_a_run_that_is_stopped_says_what_it_keeps_and_how_it_goes_on(tmp_path, monkeypatch):
+    def stopped(_run, _done):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(BenchmarkRun, "measure", stopped)
+    command = ["bench", "run", "--limit", "3", "--repeats", "2", "--out", str(tmp_path / "run.jsonl")]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
+    assert result.exit_code != 0
+    assert "run.jsonl keeps 0 of 6 turns; the same command with --resume goes on" in " ".join(result.stderr.split())

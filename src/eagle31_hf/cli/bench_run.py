@@ -225,13 +225,19 @@ def _measure(
     elif writer.done.cut_at:
         told = f"{out.name} broke off in line {writer.done.cut_at} ({writer.done.why_cut}); going on behind turn "
         console.print(Text(f"{told}{len(done)} of {len(measured.turns)}.", style="dim"))
-    with progress_bar(console) as (progress, task):
-        for count, calls in enumerate(measured.measure(done), len(done) + 1):
-            writer.write(notes)
-            notes.clear()
-            writer.write_turn(calls)
-            progress.update(task, completed=count / len(measured.turns))
-            progress.refresh()
+    kept = len(done)
+    try:
+        with progress_bar(console) as (progress, task):
+            for kept, calls in enumerate(measured.measure(done), len(done) + 1):
+                writer.write(notes)
+                notes.clear()
+                writer.write_turn(calls)
+                progress.update(task, completed=kept / len(measured.turns))
+                progress.refresh()
+    except KeyboardInterrupt:
+        told = f"stopped: {out.name} keeps {kept} of {len(measured.turns)} turns; "
+        make_console(stderr=True).print(f"{told}the same command with --resume goes on", markup=False)
+        raise
     writer.close()
 
 
