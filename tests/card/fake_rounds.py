@@ -90,7 +90,7 @@ def fake_pair(
         finally:
             torch.set_default_dtype(torch.float32)
         if mixers := drafter.require_binding().mixers:
-            mixers.use_tape(True)  # as the self-test finds right on a CPU
+            mixers.use_tape(True)  # which the self-test finds right on a CPU
         with torch.device("cpu"):
             yield counting, drafter
         drafter.detach()

@@ -46,6 +46,22 @@ TARGETS: dict[str, hf.PreTrainedConfig] = {
                                        max_position_embeddings=131072, num_hidden_layers=6),
 }  # fmt: skip
 TARGETS["Llama 3.1 8B, all layers"] = hf.LlamaConfig(**{**TARGETS["Llama 3.1 8B"].to_dict(), "num_hidden_layers": 32})
+OF_STATES: dict[str, dict[str, Any]] = {
+    "Qwen3.5 9B": {
+        "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
+    "Nemotron 3 Nano": {
+        "model_type": "nemotron_h", "hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2,
+        "head_dim": 128, "vocab_size": 131072, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+        "n_groups": 8, "n_routed_experts": 16, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1,
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+"""Four of their layers."""
 PLAIN = [name for name in TARGETS if not name.startswith("Gemma")]
 SETTINGS = {
     "chain": {},
@@ -116,6 +132,27 @@ def test_captured_rounds_are_two_graphs_and_record_nothing_more(setting: str) ->
     work = found.rounds[-1]
     assert (work.waits, work.blocking_copies) == (1, 0), work.where
     assert work.launches == OUTSIDE[setting], work.names
+
+
+MOVED_ON = {"Qwen3.5 9B": 41, "Nemotron 3 Nano": 58}
+"""What the host starts where states are moved on after a round, of all layers together, by three kept tokens."""
+
+
+@pytest.mark.parametrize("target", OF_STATES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_layers_with_states_are_in_the_graphs(target: str, times: int) -> None:
+    """However many there are: the host starts no more for eight layers than for four."""
+    kinds = {name: value * times for name, value in OF_STATES[target].items() if isinstance(value, list)}
+    sizes = {"num_hidden_layers": LAYERS * times} if "layer_types" in kinds else {}
+    config = hf.AutoConfig.for_model(**{**OF_STATES[target], **kinds, **sizes, "max_position_embeddings": 131072})
+    with fake_pair(config) as (counting, drafter):
+        made = [write(counting, drafter, Text(300, 700, captured=True), ROUNDS) for _ in range(2)]
+    assert not any(found.fallbacks for found in made)
+    assert [[len(each.recorded) for each in found.rounds] for found in made] == [[3, 0, 0], [0, 0, 0]]
+    for work in (made[0].rounds[1], *made[1].rounds[1:]):  # a text's last work has the next prompt in it
+        assert len(work.replayed) == 2
+        assert (work.waits, work.blocking_copies) == (1, 0), work.where
+        assert work.launches == MOVED_ON[target], work.names
 
 
 def test_the_most_that_a_sampled_round_starts(monkeypatch: pytest.MonkeyPatch) -> None:
