@@ -22,13 +22,14 @@ def default_length(
     without a drafter chains are looked up."""
     if not isinstance(drafter, Eagle31Drafter):
         return _longest_lookup(drafter, asked, compiled=compiled)
+    is_asked = asked is not None or drafter.generation_config.num_assistant_tokens is not None
     return drafter.generation_config.draft_length(
         device_type=drafter.device.type,
         batch_size=batch_size,
         sampled=sampled,
         asked=asked,
         compiled=compiled,
-        by_graphs=_drafted_by_graphs(drafter, sampled=sampled) if compiled else None,
+        by_graphs=None if is_asked or not compiled else _drafted_by_graphs(drafter, sampled=sampled),
     )
 
 
