@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from eagle31_hf.cache import graph_sizes
+from eagle31_hf.compiled import captured
 from eagle31_hf.compiled.captured import Recording
+from eagle31_hf.decoding import draft_backoff, kept_graphs
 
 
 class Recorder:
@@ -46,3 +50,14 @@ def record_operations(run: Callable[[], Sequence[Tensor]]) -> Recording:
                 output.copy_(fresh)
 
     return Recording(replay, outputs)
+
+
+def record_steps(monkeypatch: pytest.MonkeyPatch, *, gives_up: bool = True) -> Recorder:
+    """Let a CPU capture, early in a text and for short rows; `gives_up`: drafts in vain are still given up."""
+    made = Recorder()
+    monkeypatch.setitem(captured.CAPTURES, "cpu", made)
+    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
+    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
+    if not gives_up:
+        monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    return made

@@ -16,18 +16,17 @@ from kept_pairs import GREEDY, SAMPLING, failing, kinds
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache import graph_sizes, speculative
+from eagle31_hf.cache import speculative
 from eagle31_hf.cache.state_blocks import BlockTrace
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.compiled import captured
-from eagle31_hf.decoding import draft_backoff, kept_graphs
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from families import recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded
-from recorder import Recorder
+from recorder import Recorder, record_steps
 
 TAPED = ("qwen3_5_text", "bamba", "nemotron_h", "lfm2")
 """Two of Mamba 2, one of which has layers that keep nothing, a gated delta net, and convolutions alone."""
@@ -37,12 +36,7 @@ SETTINGS: dict[str, Any] = CHAIN_OF_5 | {"speculation_loop": "own"}
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    made = Recorder()
-    monkeypatch.setitem(captured.CAPTURES, "cpu", made)
-    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
-    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
-    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
-    return made
+    return record_steps(monkeypatch, gives_up=False)
 
 
 @cache

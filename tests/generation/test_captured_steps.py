@@ -19,10 +19,9 @@ import torch
 from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, write
 from torch import Tensor
 
-from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, packages
 from eagle31_hf.compiled.captured import Recording
-from eagle31_hf.decoding import draft_backoff, kept_graphs, pair_history
+from eagle31_hf.decoding import pair_history
 from eagle31_hf.decoding.accept import Acceptor, GoingDown
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair_history import PairHistory
@@ -31,18 +30,13 @@ from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
-from recorder import Recorder, record_operations
+from recorder import Recorder, record_operations, record_steps
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    made = Recorder()
-    monkeypatch.setitem(captured.CAPTURES, "cpu", made)
-    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
-    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
-    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
     monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("captured is quicker")))
-    return made
+    return record_steps(monkeypatch, gives_up=False)
 
 
 @pytest.fixture

@@ -13,10 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf import NoDrafter
-from eagle31_hf.cache import graph_sizes
-from eagle31_hf.compiled import captured
 from eagle31_hf.decoding import decoder as decoders
-from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
@@ -39,7 +36,7 @@ from helpers import (
     target_of,
     use_fixed_shapes_only,
 )  # fmt: skip
-from recorder import Recorder
+from recorder import Recorder, record_steps
 
 FEW_WORDS: dict[str, Any] = {"suppress_tokens": [0, 1, 2, *range(11, VOCABULARY)]}
 """A text of eight different tokens repeats itself soon."""
@@ -227,11 +224,7 @@ def test_memory_that_runs_out_costs_no_token(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    made = Recorder()
-    monkeypatch.setitem(captured.CAPTURES, "cpu", made)
-    monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
-    monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
-    return made
+    return record_steps(monkeypatch)
 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
