@@ -12,9 +12,9 @@ from hypothesis import settings
 
 from eagle31_hf.cli.processor import avoid_unusable_tiles
 from eagle31_hf.decoding.calibration.store import CACHE_VARIABLE, cache_folder
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.target.binding import TargetBinding
 from helpers import SHARED
 from hub_stand_in import hub
 from slices import shared_out, sliced, spread
@@ -111,17 +111,17 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Non
 @pytest.fixture(autouse=True)
 def _nothing_learnt_before(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
     """What pairs that many tests share learnt in one of them decides nothing in the next: workers run any order."""
-    met: WeakSet[TargetBinding] = WeakSet()
-    history_of = PairHistory.of
+    met: WeakSet[Pair] = WeakSet()
+    pair_of = Pair.of
 
-    def of(drafter: Eagle31Drafter) -> PairHistory:
-        binding = drafter.require_binding()
-        if binding not in met:
-            met.add(binding)
-            binding.history = None
-        return history_of(drafter)
+    def of(drafter: Eagle31Drafter) -> Pair:
+        pair = pair_of(drafter)
+        if pair not in met:
+            met.add(pair)
+            pair.history = PairHistory()
+        return pair
 
-    monkeypatch.setattr(PairHistory, "of", of)
+    monkeypatch.setattr(Pair, "of", of)
     yield
     shutil.rmtree(cache_folder() / "calibrations", ignore_errors=True)
 

@@ -28,6 +28,7 @@ from eagle31_hf.compiled import captured
 from eagle31_hf.decoding import decoder, kept_graphs
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.drafter.hindsight import Hindsight
@@ -263,12 +264,11 @@ DEAR_DRAFTS = Calibration((ContextSeconds(64, ((1, 1.0), (2, 1.6), (64, 40.0)), 
 @contextmanager
 def calibrated(drafter: Eagle31Drafter, calibration: Calibration = CHEAP_DRAFTS) -> Iterator[PairHistory]:
     """While open, the pair costs this; what it has learnt before is set aside."""
-    binding = drafter.require_binding()
     with (
-        mock.patch.object(binding, "history", None),
+        mock.patch.object(Pair.of(drafter), "history", PairHistory()),
         mock.patch.object(PairHistory, "calibration", return_value=calibration),
     ):
-        yield PairHistory.of(drafter)
+        yield Pair.of(drafter).history
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

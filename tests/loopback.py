@@ -32,7 +32,7 @@ TOOL_TEMPLATE = (
 )
 
 
-class Pair(NamedTuple):
+class LoadedPair(NamedTuple):
     target: Any
     drafter: Eagle31Drafter
     tokenizer: Any
@@ -58,7 +58,7 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(pair: Pair, sizes: EngineSettings = SIZES, **settings: Any) -> Iterator[Served]:
+def serving(pair: LoadedPair, sizes: EngineSettings = SIZES, **settings: Any) -> Iterator[Served]:
     """A server of its own, stopped at the end."""
     engine = Engine(pair.drafter, pair.tokenizer, sizes)
     told = ServerSettings(MODEL, **settings)

@@ -18,6 +18,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled.captured import CapturedCode
 from eagle31_hf.decoding import kept_graphs
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.memory.cards import measure_card
 from families import RECURRENT_FAMILIES, recurrent_target
 from helpers import (
@@ -175,7 +176,7 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
             assert drafter.stats.fallbacks == []
             model = drafter.require_binding().model
             assert assert_same_or_tie(model, plain, ours, inputs["attention_mask"]) == 0
-    compiled: Any = drafter.require_binding().compiled
+    compiled: Any = Pair.of(drafter).graphs
     kinds = {kind for kind, *_ in compiled.keys}
     whole = {"chain": {"chain", "advance"}, "tree": {"tree", "advance"}}
     assert kinds & {"chain", "tree", "advance"} == whole.get(shape, set())

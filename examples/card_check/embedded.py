@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.generation_config import Eagle31GenerationConfig
 
@@ -106,7 +107,7 @@ def check_pair(machine: Machine, notes: Notes) -> None:
     for dtype in dtypes[: machine.size(2, 1)]:
         pair = EmbeddedPair(machine, dtype)
         check_texts(pair, notes)
-        graphs = pair.drafter.require_binding().compiled
+        graphs = Pair.of(pair.drafter).graphs
         kinds = sorted({f"{key.kind} x{key.rows}, {key.size}" for key in graphs.keys}) if graphs is not None else []
         notes.put(f"graphs, {dtype}", kinds)
         if not kinds:
@@ -201,7 +202,7 @@ def measure_rounds(pair: EmbeddedPair, notes: Notes) -> None:
                 notes.fail(f"{name}, generation {turn}, recordings", f"{len(recordings.seconds)}; wanted {wanted}")
 
     notes.attempt("plain, ms/token", lambda: to_ms(machine.seconds(lambda: pair.write(prompts, **how)) / new))
-    pair.drafter.require_binding().compiled = None  # as in a process that has written nothing
+    Pair.of(pair.drafter).graphs = None  # as in a process that has written nothing
     notes.attempt("captured generations", lambda: generations("captured", ways["captured"], 3))
     notes.attempt("eager generations", lambda: generations("eager", ways["eager"], machine.size(3, 1)))
     notes.attempt("default generations", lambda: generations("default", {}, machine.size(3, 1)))

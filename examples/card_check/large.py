@@ -16,6 +16,7 @@ from transformers.utils import is_bitsandbytes_available
 from eagle31_hf import Eagle31Drafter, NoDrafter, plan_memory
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.default_length import default_length
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.request import DecodingRequest
 from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
@@ -203,7 +204,7 @@ class LargePair:
 
     def forget_graphs(self) -> None:
         """Graphs of a shape that will not come again, with their memory."""
-        self.drafter.require_binding().compiled = None
+        Pair.of(self.drafter).graphs = None
         self.machine.free()
 
 

@@ -39,13 +39,14 @@ from adaptive_drafts_pay import (
 from policy_replay import DraftTrace, judged_by_prompt, replay
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.cli.pairs import Pair, encode
+from eagle31_hf.cli.pairs import LoadedPair, encode
 from eagle31_hf.decoding.adaptive.prompt_lookup import TextIndex
 from eagle31_hf.decoding.calibration.bare_meter import BareMeter
 from eagle31_hf.decoding.calibration.calibration import Calibration
 from eagle31_hf.decoding.calibration.measure import CONTEXTS, InTurn
+from eagle31_hf.decoding.calibration.unasked import calibrate
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
-from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.drafter.hindsight import MOST_JUDGED
 from eagle31_hf.evidence.gauges import ends_off
@@ -76,7 +77,7 @@ class LookupAlone(DraftPolicy):
         """Learns nothing."""
 
 
-def ways_of(pair: Pair, untrained: Eagle31Drafter, *, graphs: bool) -> list[Way]:
+def ways_of(pair: LoadedPair, untrained: Eagle31Drafter, *, graphs: bool) -> list[Way]:
     """All of them."""
     constant = {"num_assistant_tokens_schedule": "constant"}
     lengths = [Way(f"fixed {k}", pair.drafter, {**constant, "num_assistant_tokens": k}) for k in FIXED]
@@ -124,9 +125,9 @@ class Costs:
     @classmethod
     def of(cls, drafter: Eagle31Drafter, *, compiled: bool, sampled: bool) -> Costs:
         """Of this machine; graphs must have been timed."""
-        history = PairHistory.of(drafter)
+        history = Pair.of(drafter).history
         if not compiled:
-            return cls(history.calibrate(drafter, compiled=False), compiled, None)
+            return cls(calibrate(drafter, compiled=False), compiled, None)
         calibration = history.calibration(drafter, compiled=True, sampled=sampled)
         assert calibration is not None, "warming up times graphs"
         text = torch.arange(CONTEXTS[0])[None] * 7 % drafter.config.vocab_size
@@ -172,7 +173,7 @@ def verdicts(kind: str, seconds: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     return told
 
 
-def study(pair: Pair, untrained: Eagle31Drafter, prompts: list[Prompt], given: Any) -> list[dict[str, Any]]:
+def study(pair: LoadedPair, untrained: Eagle31Drafter, prompts: list[Prompt], given: Any) -> list[dict[str, Any]]:
     """A record for each kind and temperature."""
     ways, record = ways_of(pair, untrained, graphs=given.graphs), []
     costs = {t: Costs.of(pair.drafter, compiled=given.graphs, sampled=t > 0) for t in given.temperatures}

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
-from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
-from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.cli.pairs import LoadedPair, PairSource, encode, load_pair
+from eagle31_hf.decoding.calibration.unasked import calibrate
 from eagle31_hf.demo import drafter_path
 from eagle31_hf.evidence.gauges import TokenClock, ends_off
 from eagle31_hf.evidence.provenance import machine, origin, pair_facts
@@ -78,7 +78,7 @@ class Written:
         return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
 
 
-def ways_of(pair: Pair, given: Any) -> list[Way]:
+def ways_of(pair: LoadedPair, given: Any) -> list[Way]:
     """All of them, plain first."""
     constant = {"num_assistant_tokens_schedule": "constant"}
     untrained = Way(RANDOM, untrained_drafter(pair, given.drafter))
@@ -90,7 +90,7 @@ def ways_of(pair: Pair, given: Any) -> list[Way]:
     return [Way(PLAIN), *fixed, doubt, Way(DEFAULT, pair.drafter), lookup, untrained]
 
 
-def untrained_drafter(pair: Pair, like: str | None) -> Eagle31Drafter:
+def untrained_drafter(pair: LoadedPair, like: str | None) -> Eagle31Drafter:
     """Of the size of `like`, or of the embedded one."""
     untrained = Eagle31Drafter.from_pretrained(like or drafter_path(), target=pair.target)
     untrained.generation_config.acceleration = pair.drafter.generation_config.acceleration
@@ -118,7 +118,7 @@ def configured(way: Way):
             setattr(config, name, value)
 
 
-def write(pair: Pair, way: Way, inputs: dict[str, Any], told: dict[str, Any], seed: int):
+def write(pair: LoadedPair, way: Way, inputs: dict[str, Any], told: dict[str, Any], seed: int):
     """New tokens, seconds, and when they came."""
     clock, assistant = TokenClock(), {} if way.drafter is None else {"assistant_model": way.drafter}
     torch.manual_seed(seed)
@@ -141,7 +141,9 @@ def note(written: Written, way: Way, result: tuple) -> None:
         written.skipped += stats.skipped_rounds
 
 
-def measure(pair: Pair, ways: list[Way], prompts: list[Prompt], temperature: float, given: Any) -> dict[str, Written]:
+def measure(
+    pair: LoadedPair, ways: list[Way], prompts: list[Prompt], temperature: float, given: Any
+) -> dict[str, Written]:
     """All ways on the prompts of one kind; the first repeat warms up."""
     told = {"max_new_tokens": given.new_tokens, **sampling(temperature)}
     found: dict[str, Written] = {way.name: Written() for way in ways}
@@ -262,7 +264,7 @@ def parser_of(description: str | None, *, limit: int) -> argparse.ArgumentParser
     return parser
 
 
-def prompts_and_pair(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[list[Prompt], Pair]:
+def prompts_and_pair(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[list[Prompt], LoadedPair]:
     """As they were asked for."""
     if not given.prompts and not given.copy:
         parser.error("got no prompts; pass --prompts KIND=FILE ... for each kind of text, and --copy KIND=FILE")
@@ -270,7 +272,9 @@ def prompts_and_pair(parser: argparse.ArgumentParser, given: argparse.Namespace)
     return prompts, load_pair(PairSource(target=given.target, drafter=given.drafter, dtype=given.dtype))
 
 
-def write_record(given: argparse.Namespace, pair: Pair, prompts: list[Prompt], kinds: list[dict[str, Any]]) -> None:
+def write_record(
+    given: argparse.Namespace, pair: LoadedPair, prompts: list[Prompt], kinds: list[dict[str, Any]]
+) -> None:
     """Figures with all they depend on, if somebody wants a file."""
     if given.json is None:
         return
@@ -296,7 +300,7 @@ def main() -> None:
     if given.graphs:
         make_graphs(ways, given)
     else:
-        PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=False)  # the untrained one's, too: it is as large
+        calibrate(pair.drafter, compiled=False)  # the untrained one's, too: it is as large
     with ends_off(pair.target):
         for kind in dict.fromkeys(prompt.suite for prompt in kinds):
             for temperature in given.temperatures:

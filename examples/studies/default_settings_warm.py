@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
+from eagle31_hf.cli.pairs import LoadedPair, PairSource, encode, load_pair
 from eagle31_hf.evidence.gauges import TokenClock, ends_off
 from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 from eagle31_hf.texts.prompts import read_prompts
@@ -40,7 +40,7 @@ def warm_up(given: argparse.Namespace) -> float:
     return time.perf_counter() - started
 
 
-def write(pair: Pair, inputs: dict[str, Any], new_tokens: int, *, with_drafter: bool) -> dict[str, Any]:
+def write(pair: LoadedPair, inputs: dict[str, Any], new_tokens: int, *, with_drafter: bool) -> dict[str, Any]:
     """A greedy text, its seconds and when its first token came."""
     clock, assistant = TokenClock(), {"assistant_model": pair.drafter} if with_drafter else {}
     started = time.perf_counter()
@@ -53,7 +53,7 @@ def write(pair: Pair, inputs: dict[str, Any], new_tokens: int, *, with_drafter: 
     }
 
 
-def first_seconds(pair: Pair, inputs: list[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
+def first_seconds(pair: LoadedPair, inputs: list[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
     """Texts of a process that has just begun: the first one's token, and how fast each of the first seconds' was."""
     since, speeds, first = None, [], None
     while since is None or time.perf_counter() - since < WARM_S:
@@ -64,7 +64,7 @@ def first_seconds(pair: Pair, inputs: list[dict[str, Any]], new_tokens: int) -> 
     return {"first_token_s": first, "tokens_per_s": speeds}
 
 
-def in_turns(pairs: dict[str, Pair], inputs: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, Any]:
+def in_turns(pairs: dict[str, LoadedPair], inputs: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, Any]:
     """All ways on all prompts, another one first each time; the first pass warms up."""
     names = list(pairs)
     seconds: dict[str, list[float]] = {name: [0.0] * given.repeats for name in names}

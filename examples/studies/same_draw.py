@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from adaptive_drafts_pay import parser_of, prompts_and_pair, write_record
 
-from eagle31_hf.cli.pairs import Pair, encode
+from eagle31_hf.cli.pairs import LoadedPair, encode
 from eagle31_hf.texts.prompts import Prompt
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -24,14 +24,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def written(pair: Pair, prompt: Prompt, seed: int, **how: Any) -> tuple[list[int], list[int]]:
+def written(pair: LoadedPair, prompt: Prompt, seed: int, **how: Any) -> tuple[list[int], list[int]]:
     """Tokens, and the generator's state behind them."""
     torch.manual_seed(seed)
     out = pair.target.generate(**encode(pair, prompt.opening), **how)
     return out[0].tolist(), torch.get_rng_state().tolist()
 
 
-def study(pair: Pair, prompts: list[Prompt], temperature: float, new_tokens: int) -> list[dict[str, Any]]:
+def study(pair: LoadedPair, prompts: list[Prompt], temperature: float, new_tokens: int) -> list[dict[str, Any]]:
     """A record for each kind of text and shape."""
     how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
     how |= {"temperature": temperature, "top_k": 0} if temperature else {}

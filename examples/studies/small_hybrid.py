@@ -36,8 +36,8 @@ from adaptive_drafts_pay import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
 
-from eagle31_hf.cli.pairs import Pair, PairSource, encode, load_pair
-from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.cli.pairs import LoadedPair, PairSource, encode, load_pair
+from eagle31_hf.decoding.calibration.unasked import calibrate
 from eagle31_hf.demo import target_path
 from eagle31_hf.evidence.calls import PLAIN as PLAIN_GENERATE
 from eagle31_hf.evidence.gauges import ends_off
@@ -139,7 +139,7 @@ def train(given: argparse.Namespace) -> tuple[Path, Path]:
     return target, drafter
 
 
-def chains(pair: Pair, prompts: list[Prompt], given: argparse.Namespace) -> dict[str, Any]:
+def chains(pair: LoadedPair, prompts: list[Prompt], given: argparse.Namespace) -> dict[str, Any]:
     """Chains of one length over plain decoding, beside the ceiling by bare forwards."""
     settings = RunSettings(
         new_tokens=given.new_tokens, repeats=given.repeats, methods=(PLAIN_GENERATE, "chain"), ignore_eos=True,
@@ -152,10 +152,10 @@ def chains(pair: Pair, prompts: list[Prompt], given: argparse.Namespace) -> dict
     return {**chain, "of_ceiling": chain["speedup"] / chain["ceiling"], "wanted_of_ceiling": LEAST_OF_CEILING}
 
 
-def defaults(pair: Pair, folder: Path, prompts: list[Prompt], given: argparse.Namespace) -> list[dict[str, Any]]:
+def defaults(pair: LoadedPair, folder: Path, prompts: list[Prompt], given: argparse.Namespace) -> list[dict[str, Any]]:
     """The default with the trained drafter and with an untrained one, beside plain decoding."""
     ways = [Way(PLAIN), Way(DEFAULT, pair.drafter), Way(RANDOM, untrained_drafter(pair, str(folder)))]
-    PairHistory.of(pair.drafter).calibrate(pair.drafter, compiled=False)
+    calibrate(pair.drafter, compiled=False)
     with ends_off(pair.target):
         found = measure(pair, ways, prompts, 0.0, argparse.Namespace(**vars(given), graphs=False))
     plain = [found[PLAIN]] * len(prompts) * given.repeats

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from eagle31_hf.compiled import captured, graphs
-from eagle31_hf.compiled.graphs import Graphs
+from eagle31_hf.decoding.pair import Pair, current_graphs
 from helpers import random_prompts
 
 
@@ -23,7 +23,7 @@ def test_nothing_is_compiled_by_itself() -> None:
     drafter = pair_of("llama")
     assert drafter.generation_config.acceleration == "auto"
     drafter.require_binding().model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, assistant_model=drafter)
-    assert drafter.require_binding().compiled is None
+    assert Pair.of(drafter).graphs is None
 
 
 def failing(failure: BaseException) -> Callable:
@@ -44,7 +44,7 @@ def test_a_failing_maker_leaves_the_text_as_it_is(
             assert torch.equal(plain, ours)
     assert len(caplog.records) == 1
     assert "no room here" in caplog.text
-    assert drafter.require_binding().compiled.keys == []
+    assert Pair.of(drafter).graphs.keys == []
 
 
 def test_why_a_graph_was_given_up_is_told(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_target_with_a_hook_stays_eager(fields: dict[str, Any], uncompiled: No
     plain, ours = write(drafter, random_prompts(3), **fields)
     assert torch.equal(plain, ours)
     assert calls
-    assert not drafter.require_binding().compiled.keys
+    assert not Pair.of(drafter).graphs.keys
 
 
 def test_a_target_on_several_devices_stays_eager(uncompiled: None) -> None:
@@ -84,7 +84,7 @@ def test_a_target_on_several_devices_stays_eager(uncompiled: None) -> None:
     drafter.require_binding().model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     plain, ours = write(drafter, random_prompts(1), **CHAIN)
     assert torch.equal(plain, ours)
-    assert not drafter.require_binding().compiled.keys
+    assert not Pair.of(drafter).graphs.keys
 
 
 def test_an_interrupt_while_compiling_is_not_swallowed(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,30 +100,30 @@ def test_an_interrupt_while_compiling_is_not_swallowed(uncompiled: None, monkeyp
 
 def test_graphs_go_when_weights_change() -> None:
     drafter = pair_of("llama")
-    steps = Graphs.of(drafter)
-    assert Graphs.of(drafter) is steps
+    steps = current_graphs(drafter)
+    assert current_graphs(drafter) is steps
     with torch.no_grad():
         drafter.require_binding().model.lm_head.weight.mul_(2)
-    assert Graphs.of(drafter) is not steps
+    assert current_graphs(drafter) is not steps
 
 
 def test_graphs_with_packed_weights_go_when_weights_change_unseen() -> None:
     """What is written through `.data` leaves the version of a tensor as it was, and packed weights are copies."""
     drafter = pair_of("llama")
-    steps = Graphs.of(drafter)
+    steps = current_graphs(drafter)
     assert steps.freezes_weights
-    assert Graphs.of(drafter) is steps
+    assert current_graphs(drafter) is steps
     drafter.require_binding().model.model.layers[1].self_attn.q_proj.weight.data += 0.01
-    assert Graphs.of(drafter) is not steps
+    assert current_graphs(drafter) is not steps
 
 
 def test_large_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "PACKED_BYTES", 0)
     drafter = pair_of("llama")
-    assert not Graphs.of(drafter).freezes_weights, "every graph would hold a copy"
+    assert not current_graphs(drafter).freezes_weights, "every graph would hold a copy"
 
 
 def test_graphs_are_not_copied_with_their_target() -> None:
-    steps = Graphs.of(pair_of("llama"))
-    assert copy.deepcopy(steps) is None
-    assert pickle.loads(pickle.dumps(steps)) is None
+    pair = Pair.of(pair_of("llama"))
+    assert copy.deepcopy(pair) is None
+    assert pickle.loads(pickle.dumps(pair)) is None

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.compiled.captured import maker_at_hand
 from eagle31_hf.compiled.draft_session import CompiledDrafting
 from eagle31_hf.compiled.graph_makers import GraphKey
 from eagle31_hf.compiled.graphs import MOST_SAMPLING_SETTINGS, Graphs
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.compiled.verify import CompiledVerification
 from eagle31_hf.decoding import draft_backoff
+from eagle31_hf.decoding.pair import Pair, current_graphs, maker_at_hand
 from eagle31_hf.decoding.round import Accepted, RoundBatch, RoundWrapper
 from eagle31_hf.target.binding import TargetOutput
 from eagle31_hf.target.verify import Verification
@@ -54,7 +54,7 @@ def test_fixed_shapes_are_few_and_serve_the_next_generation(uncompiled: None) ->
     drafter = pair_of("llama")
     for seed in range(6):
         write(drafter, random_prompts(1, seed=seed), oracle_seed=seed, **CHAIN)
-    shapes = drafter.require_binding().compiled.keys
+    shapes = Pair.of(drafter).graphs.keys
     # Rows of 16, 32, 64 and 128 slots at most, and one width of rounds and steps.
     assert len([shape for shape in shapes if shape[0] == "verify"]) <= 4
     assert len([shape for shape in shapes if shape[0] == "step"]) <= 4
@@ -142,7 +142,7 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
         for (stepwise, live), (whole, also_live) in zip(*drafts, strict=True):
             assert live == also_live
             assert torch.equal(stepwise.tokens[live], whole.tokens[live])
-    assert {shape[:3] for shape in drafter.require_binding().compiled.keys if shape[0] == "chain"} == {
+    assert {shape[:3] for shape in Pair.of(drafter).graphs.keys if shape[0] == "chain"} == {
         ("chain", 1, 5), ("chain", 3, 5)
     }  # fmt: skip
 
@@ -174,7 +174,7 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
             for name in ("tokens", "parents", "depths", "ancestors"):
                 assert torch.equal(getattr(by_level, name)[live], getattr(whole, name)[live]), name
             torch.testing.assert_close(by_level.scores[live], whole.scores[live])
-    shapes = drafter.require_binding().compiled.keys
+    shapes = Pair.of(drafter).graphs.keys
     trees = {(key.rows, key.size, *key.shape[:2]) for key in shapes if key.kind == "tree"}
     assert trees == {(rows, 8, 4, 2) for rows in (1, 3)}
 
@@ -187,7 +187,7 @@ def test_chains_are_compiled_for_a_few_ways_to_draw(uncompiled: None) -> None:
             target.generate(
                 **inputs, max_new_tokens=12, assistant_model=drafter, do_sample=True, temperature=temperature
             )
-    ways = {shape[-1] for shape in drafter.require_binding().compiled.keys if shape[0] == "chain"}
+    ways = {shape[-1] for shape in Pair.of(drafter).graphs.keys if shape[0] == "chain"}
     assert len(ways) == MOST_SAMPLING_SETTINGS
 
 
@@ -195,7 +195,7 @@ def test_rows_that_end_do_not_make_new_shapes(uncompiled: None) -> None:
     drafter = pair_of("llama")
     plain, ours = write(drafter, random_prompts(4, seed=2), **CHAIN)  # rows get to their end in different rounds
     assert torch.equal(plain, ours)
-    assert {shape[1] for shape in drafter.require_binding().compiled.keys} == {4}
+    assert {shape[1] for shape in Pair.of(drafter).graphs.keys} == {4}
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_ended_rows_stand_still_until_few_are_left(family: str, uncompiled: None
         assert stats is not None
         assert (stats.passes, stats.rounds) == (len(rounds), sum(live for _, live in rounds))
     assert {(5, 5), (5, 4), (5, 3), (5, 2), (1, 1)} == {*sizes}
-    assert {shape[1] for shape in drafter.require_binding().compiled.keys} == {5}
+    assert {shape[1] for shape in Pair.of(drafter).graphs.keys} == {5}
 
 
 def test_ended_rows_leave_where_verification_stays_eager(uncompiled: None, sizes: list[tuple[int, int]]) -> None:
@@ -253,7 +253,7 @@ def test_sampling_draws_the_same_tokens(
                 sampling = {"do_sample": True, "top_k": top_k}
                 texts.append(target.generate(**inputs, max_new_tokens=30, assistant_model=drafter, **sampling))
         assert torch.equal(*texts)
-    assert "advance" in {kind for kind, *_ in drafter.require_binding().compiled.keys}
+    assert "advance" in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
 
 
 JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # settings of the draft, of sampling, nodes
@@ -276,7 +276,7 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(family: str, way: str, u
             target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
     assert drafter.stats.fallbacks == []
     assert_judged_alike(judged)
-    kept = [shape for shape in drafter.require_binding().compiled.keys if shape[0] == "advance"]
+    kept = [shape for shape in Pair.of(drafter).graphs.keys if shape[0] == "advance"]
     assert {shape[1:3] for shape in kept} == {(rows, nodes) for rows in (1, 3)}
 
 
@@ -287,7 +287,7 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
     with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
     assert len(told.scores) == 20
-    assert "advance" not in {kind for kind, *_ in drafter.require_binding().compiled.keys}
+    assert "advance" not in {kind for kind, *_ in Pair.of(drafter).graphs.keys}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
@@ -299,7 +299,7 @@ def test_a_fixed_verification_is_the_eager_one(family: str, parents: list[int], 
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
     )
-    verify = CompiledVerification(binding, cache, Graphs.of(drafter).made_by(maker_at_hand(binding)), most_nodes=5)
+    verify = CompiledVerification(binding, cache, current_graphs(drafter).made_by(maker_at_hand(drafter)), most_nodes=5)
     prompts = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
     above = torch.tensor([parents] * 2)
     ancestors, children = ancestors_from_parents(above, 4), max(parents[1:].count(node) for node in range(5))

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31_hf.decoding import pair_history
-from eagle31_hf.decoding.calibration import bare_meter, store
+from eagle31_hf.decoding.calibration import bare_meter, store, unasked
 from eagle31_hf.decoding.calibration import measure as measuring
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
 from eagle31_hf.decoding.calibration.measure import CONTEXTS, PIECES, WIDTHS, measure, measure_by_pieces, measure_graphs
+from eagle31_hf.decoding.calibration.unasked import calibrate
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.errors import ConfigurationError
 from helpers import (
@@ -68,9 +69,9 @@ def test_measures_whole_rounds_of_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     eagle = drafter_of("qwen3")
     with configured(eagle, acceleration="compile"):
         target_of("qwen3").generate(**left_padded(prompts_for("qwen3", 1)), assistant_model=eagle, max_new_tokens=40)
-        kinds = {key.kind for key in eagle.require_binding().compiled.keys}
+        kinds = {key.kind for key in Pair.of(eagle).graphs.keys}
         measured = measure_graphs(eagle)
-    assert {key.kind for key in eagle.require_binding().compiled.keys} == kinds
+    assert {key.kind for key in Pair.of(eagle).graphs.keys} == kinds
     (behind,) = measured.contexts
     assert [width for width, _ in behind.forward_s] == [1, 8]
     assert measured.in_buckets
@@ -203,9 +204,9 @@ def by_pieces(measured: list[str], pieces: int = PIECES):
 def soon_due(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A pair without history of which a piece is measured after each twenty rounds. Lists them."""
     measured: list[str] = []
-    monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 20)
-    monkeypatch.setattr(pair_history, "measure_by_pieces", by_pieces(measured))
-    monkeypatch.setattr(drafter_of("llama").require_binding(), "history", None)
+    monkeypatch.setattr(unasked, "PASSES_BEFORE_PIECE", 20)
+    monkeypatch.setattr(unasked, "measure_by_pieces", by_pieces(measured))
+    monkeypatch.setattr(Pair.of(drafter_of("llama")), "history", PairHistory())
     return measured
 
 
@@ -226,23 +227,23 @@ def test_a_pair_is_measured_piece_by_piece_once_it_has_written_enough(soon_due: 
 
 
 def test_short_texts_are_never_kept_waiting(soon_due: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 8192 // PIECES)
+    monkeypatch.setattr(unasked, "PASSES_BEFORE_PIECE", 8192 // PIECES)
     for _ in range(3):
         write()
     assert soon_due == []
     with configured(drafter_of("llama"), num_assistant_tokens_schedule="constant"):
-        monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 1)
+        monkeypatch.setattr(unasked, "PASSES_BEFORE_PIECE", 1)
         write()
     assert soon_due == [], "nor is measured what nobody would use"
 
 
 def test_a_calibration_changes_no_text(monkeypatch: pytest.MonkeyPatch, soon_due: list[str]) -> None:
     """Sampled or not, a text that begins after it is written by other drafts, and is the same."""
-    monkeypatch.setattr(pair_history, "measure", lambda *_: CHEAP_DRAFTS)
-    eagle, history = drafter_of("llama"), PairHistory.of(drafter_of("llama"))
+    monkeypatch.setattr(unasked, "measure", lambda *_: CHEAP_DRAFTS)
+    eagle, history = drafter_of("llama"), Pair.of(drafter_of("llama")).history
     before = [write(sampled=sampled, seed=5) for sampled in (True, False)]
     assert history.calibration(eagle, compiled=False) is None
-    history.calibrate(eagle, compiled=False)
+    calibrate(eagle, compiled=False)
     assert history.calibration(eagle, compiled=False) == CHEAP_DRAFTS
     for sampled, text in zip((True, False), before, strict=True):
         assert torch.equal(write(sampled=sampled, seed=5), text)
@@ -255,7 +256,7 @@ def test_measuring_that_fails_stops_nothing(
         raise RuntimeError("the clock jumped")
         yield
 
-    monkeypatch.setattr(pair_history, "measure_by_pieces", fail)
+    monkeypatch.setattr(unasked, "measure_by_pieces", fail)
     with caplog.at_level(logging.WARNING):
         texts = [write() for _ in range(3)]
     assert caplog.text.count("the clock jumped") == 1
@@ -270,7 +271,7 @@ def test_a_clock_that_jumps_makes_no_calibration(
     """What it shows is refused as no seconds can be that, and the text goes on."""
     ticks = itertools.count()
     monkeypatch.setattr(bare_meter, "now", lambda _device: next(ticks) * step_s)
-    monkeypatch.setattr(pair_history, "measure_by_pieces", measure_by_pieces)
+    monkeypatch.setattr(unasked, "measure_by_pieces", measure_by_pieces)
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             write()
@@ -283,5 +284,5 @@ def test_a_text_of_no_tokens_is_learnt_nothing_from(soon_due: list[str]) -> None
     eagle = drafter_of("llama")
     out = target_of("llama").generate(**inputs, max_new_tokens=1, pad_token_id=0, assistant_model=eagle)
     assert out.shape[1] == inputs["input_ids"].shape[1] + 1
-    history = PairHistory.of(eagle)
+    history = Pair.of(eagle).history
     assert (history.passes, history.prior) == (0, None)

@@ -22,6 +22,7 @@ from carried_turns import (
 )
 from transformers import DynamicCache
 
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.errors import UnsupportedGenerationError
 from helpers import (
     configured,
@@ -182,11 +183,11 @@ def test_rows_of_equal_length(name):
 def test_rows_that_stay_for_a_graph_are_handed_over_once(name, monkeypatch):
     """They end in different rounds; what is written beside them afterwards is none of theirs."""
     use_fixed_shapes_only(monkeypatch)
-    binding = drafter_of(name).require_binding()
-    monkeypatch.setattr(binding, "compiled", None)
+    pair = Pair.of(drafter_of(name))
+    monkeypatch.setattr(pair, "graphs", None)
     with configured(drafter_of(name), acceleration="compile"):
         test_rows_of_equal_length(name)
-    assert {shape[:2] for shape in binding.compiled.keys} >= {("verify", 3), ("absorb", 3)}
+    assert {shape[:2] for shape in pair.graphs.keys} >= {("verify", 3), ("absorb", 3)}
 
 
 @pytest.mark.parametrize("first_to_end", [0, 2])

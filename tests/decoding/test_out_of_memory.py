@@ -39,6 +39,7 @@ from eagle31_hf.decoding import out_of_memory, pair_caches
 from eagle31_hf.decoding.compiled_round import CompiledRound
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.memory_ladder import Budget
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.errors import Eagle31Error, OutOfMemoryError
 from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target, target_of, use_fixed_shapes_only
@@ -142,7 +143,7 @@ def test_ended_rows_that_stay_for_a_graph_are_in_nobodys_way(
 ) -> None:
     """A batch that was compiled for goes on without graphs, and without those rows."""
     use_fixed_shapes_only(monkeypatch)
-    monkeypatch.setattr(drafter_of("llama").require_binding(), "compiled", None)
+    monkeypatch.setattr(Pair.of(drafter_of("llama")), "graphs", None)
     running, go = [], SpeculativeDecoder.step
     monkeypatch.setattr(SpeculativeDecoder, "step", lambda self: running.append(self) or go(self))
     raised, where = 0, {**METHODS, "verify": (CompiledRound, "verify"), "round end": (RoundGraph, "__call__")}[place]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from small_loops import CHAIN, TREE
 
 from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter, quantiles
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.evidence.bare import drafted_depths, requested_shape
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.trees.shape import DraftShape
@@ -110,9 +111,9 @@ def test_bare_costs_of_compiled_loops_are_those_of_compiled_forwards(drafter, sh
     use_fixed_shapes_only(monkeypatch)
     meter = BareMeter(drafter, torch.arange(9)[None], shape, compiled=True)
     costs = measured(meter)
-    graphs = {kind for kind, *_ in drafter.require_binding().compiled.keys}
+    graphs = {kind for kind, *_ in Pair.of(drafter).graphs.keys}
     assert graphs == {"verify", "absorb", "step"}
-    assert drafter.require_binding().compiled.disabled_reason == ""
+    assert Pair.of(drafter).graphs.disabled_reason == ""
     assert min(costs.verify_s, costs.drafter_step_s, costs.absorb_s) > 0
     assert meter.cache.lengths == [9]
     assert meter.session.cache.lengths == [8]

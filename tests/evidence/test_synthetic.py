@@ -11,6 +11,7 @@ from small_loops import CHAIN, SPEC, TREE, tensors
 
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.draft_policy import DraftPlan
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.round import RoundBatch
 from eagle31_hf.drafter.propose import propose_dynamic_tree
 from eagle31_hf.errors import ConfigurationError
@@ -62,7 +63,7 @@ def test_graphs_that_judge_are_overruled_by_the_lot(shape, samples, monkeypatch)
         for chance, length in ((0.0, 1.0), (1.0, 5.0)):
             _, stats = write_synthetic(drafter, prompts, SyntheticRequest(51, shape, (chance,), samples=samples))
             assert stats.acceptance_length == pytest.approx(length)
-    kinds = {kind for kind, *_ in drafter.require_binding().compiled.keys}
+    kinds = {kind for kind, *_ in Pair.of(drafter).graphs.keys}
     first = {"absorb", "chain" if shape is CHAIN else "tree"}  # what a text's first round does before it verifies
     assert kinds == {*first, "verify", "advance"}
 

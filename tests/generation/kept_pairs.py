@@ -19,6 +19,7 @@ from eagle31_hf.compiled import packages
 from eagle31_hf.compiled.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.generation.warm_up import warm_up
 from helpers import GROUPED, left_padded, random_drafter, random_prompts, random_target
@@ -90,7 +91,7 @@ def settle(drafter: Eagle31Drafter) -> Eagle31Drafter:
 
 
 def forgotten(drafter: Eagle31Drafter) -> Eagle31Drafter:
-    drafter.require_binding().compiled = None
+    Pair.of(drafter).graphs = None
     return drafter
 
 
@@ -102,7 +103,7 @@ def write(drafter: Eagle31Drafter | None, seed: int = 0, rows: int = 1, target: 
 
 
 def kinds(drafter: Eagle31Drafter) -> set[str]:
-    made = drafter.require_binding().compiled
+    made = Pair.of(drafter).graphs
     return set() if made is None else {key.kind for key in made.keys}
 
 

@@ -20,6 +20,7 @@ from eagle31_hf.cache import speculative
 from eagle31_hf.cache.state_blocks import BlockTrace
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.compiled import captured
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch
@@ -94,7 +95,7 @@ def test_three_texts_of_which_the_first_one_records(
     for seed in range(3):
         assert torch.equal(*texts(drafter, seed, **how))
         assert_captured(drafter, recorder)
-        graphs = drafter.require_binding().compiled.keys
+        graphs = Pair.of(drafter).graphs.keys
         assert recorder.recorded == len(graphs), "each once: what the next text needs lies where it was"
         assert ("verify", 6) in {(key.kind, key.size) for key in graphs}
 
@@ -151,7 +152,7 @@ def test_single_tokens(make_pair: Callable[[str], Eagle31Drafter], recorder: Rec
                 assert torch.equal(target_of(family).generate(**inputs, **call, assistant_model=alone), plain)
             assert alone.stats is not None
             assert alone.stats.fallbacks == []
-            assert {key.size for key in alone.require_binding().compiled.keys} <= sizes
+            assert {key.size for key in Pair.of(alone).graphs.keys} <= sizes
         assert recorder.replayed > 20
         alone.detach()
 

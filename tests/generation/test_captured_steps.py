@@ -21,10 +21,9 @@ from torch import Tensor
 
 from eagle31_hf.compiled import captured, packages
 from eagle31_hf.compiled.captured import Recording
-from eagle31_hf.decoding import pair_history
 from eagle31_hf.decoding.accept import Acceptor, GoingDown
-from eagle31_hf.decoding.calibration import store
-from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.decoding.calibration import store, unasked
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
@@ -59,8 +58,8 @@ def test_rounds_are_measured_as_they_are_captured(
 ) -> None:
     """On a card what adapts goes by captured rounds, unasked and in time; nothing is compiled for it."""
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(pair_history, "PASSES_BEFORE_PIECE", 10)
-    history = PairHistory.of(pair)
+    monkeypatch.setattr(unasked, "PASSES_BEFORE_PIECE", 10)
+    history = Pair.of(pair).history
     with configured(pair, num_assistant_tokens_schedule="calibrated"):
         assert torch.equal(write(pair), write(None))
         measured = history.calibration(pair, compiled=True)
@@ -156,7 +155,7 @@ def test_a_longer_text_takes_more_memory_and_a_shorter_one_none_of_its_own(
     kept, recorded = [], []
     for new_tokens in (40, 200, 40, 200, 40):
         assert torch.equal(write(pair, max_new_tokens=new_tokens), write(None, max_new_tokens=new_tokens))
-        storages = pair.require_binding().compiled.kept._storages.values()
+        storages = Pair.of(pair).graphs.kept._storages.values()
         kept.append(sum(storage.nbytes for layer in storages for storage in layer))
         recorded.append(recorder.recorded)
     assert kept[0] < kept[1] == kept[2] == kept[4]
@@ -166,14 +165,14 @@ def test_a_longer_text_takes_more_memory_and_a_shorter_one_none_of_its_own(
 def test_as_many_slots_are_kept_as_a_text_may_need(pair: Eagle31Drafter, recorder: Recorder) -> None:
     """Rows are as long as prompt, new tokens and a block, in steps of 128 here; not twice that."""
     write(pair, max_new_tokens=300)
-    kept = pair.require_binding().compiled.kept
+    kept = Pair.of(pair).graphs.kept
     assert {storage.shape[2] for storages in kept._storages.values() for storage in storages} == {384}
 
 
 def test_a_text_that_no_buffer_is_left_for_writes_in_its_own(pair: Eagle31Drafter, recorder: Recorder) -> None:
     somebody = Borrower()
     write(pair)
-    kept = pair.require_binding().compiled.kept
+    kept = Pair.of(pair).graphs.kept
     assert kept.lend(somebody)
     assert torch.equal(write(pair, 1), write(None, 1))
     assert kept._borrower() is somebody
@@ -197,7 +196,7 @@ def test_a_cache_that_was_handed_over_is_not_written_over(pair: Eagle31Drafter, 
 
 def test_an_overflow_of_the_last_text_is_not_read(pair: Eagle31Drafter, recorder: Recorder) -> None:
     write(pair)
-    for storages in pair.require_binding().compiled.kept._storages.values():
+    for storages in Pair.of(pair).graphs.kept._storages.values():
         for storage in storages:
             storage.fill_(float("nan"))
     assert torch.equal(write(pair, 1), write(None, 1))
@@ -269,7 +268,7 @@ def test_keys_and_values_of_the_last_text_go_with_the_graphs(
     write(pair, max_new_tokens=20)
     gc.collect()
     assert seen
-    pair.require_binding().compiled.drop("memory is wanted elsewhere")
+    Pair.of(pair).graphs.drop("memory is wanted elsewhere")
     gc.collect()
     assert not any(tensor() is not None for tensor in seen)
 
@@ -311,7 +310,7 @@ def test_a_recording_that_is_wrong_is_given_up(
 
     monkeypatch.setitem(captured.CAPTURES, "cpu", record_wrong)
     assert torch.equal(write(pair), write(None))
-    assert "is off by" in pair.require_binding().compiled.disabled_reason
+    assert "is off by" in Pair.of(pair).graphs.disabled_reason
 
 
 def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) -> None:

@@ -42,6 +42,7 @@ from eagle31_hf.compiled.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
@@ -121,12 +122,12 @@ def test_drafts_adapt_to_what_kept_graphs_take(warmed: Eagle31Drafter, monkeypat
     """Warming up has timed rounds by them: a drafter that is never right rests, by the graph of single tokens."""
     monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("auto compiles nothing")))
     with configured(warmed, num_assistant_tokens_schedule="calibrated"):
-        assert PairHistory.of(warmed).calibration(warmed, compiled=True) is not None
+        assert Pair.of(warmed).history.calibration(warmed, compiled=True) is not None
         monkeypatch.setattr(PairHistory, "calibration", lambda *_, **__: DEAR_DRAFTS)
         assert torch.equal(write(warmed), write(None))
     assert warmed.stats is not None
     assert warmed.stats.skipped_rounds > 5
-    made = warmed.require_binding().compiled
+    made = Pair.of(warmed).graphs
     assert made is not None
     assert {key.size for key in made.keys if key.kind == "verify"} >= {1}
 
@@ -170,7 +171,7 @@ def test_longer_texts_than_were_compiled_for(warmed: Eagle31Drafter) -> None:
     model = kept_target()
     how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 80}
     assert torch.equal(model.generate(ids, assistant_model=warmed, **how), model.generate(ids, **how))
-    assert {key.shape[-1] for key in warmed.require_binding().compiled.keys if key.kind == "advance"} == {128}
+    assert {key.shape[-1] for key in Pair.of(warmed).graphs.keys if key.kind == "advance"} == {128}
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_graphs_are_found_whatever_was_written_before(monkeypatch: pytest.Monkey
 def test_texts_that_warm_up_say_nothing_of_the_drafter(warmed: Eagle31Drafter) -> None:
     forgotten(warmed)
     write(warmed)
-    history = PairHistory.of(warmed)
+    history = Pair.of(warmed).history
     before = history.passes, history.prior
     assert before[0]
     assert before[1]
@@ -454,7 +455,7 @@ def test_a_graph_that_disagrees_is_given_up(warmed: Eagle31Drafter, monkeypatch:
 
     monkeypatch.setattr(packages, "_load_package", load_wrong)
     assert torch.equal(write(warmed), write(None))
-    assert "is off by" in warmed.require_binding().compiled.disabled_reason
+    assert "is off by" in Pair.of(warmed).graphs.disabled_reason
 
 
 # --- what cannot be kept ----------------------------------------------------------------------------------------------
@@ -517,4 +518,4 @@ def test_compiled_packages(
     for seed in range(3):
         assert torch.equal(write(pair, seed, **how), write(None, seed, **how))
     assert kinds(pair) >= compiled
-    assert not pair.require_binding().compiled.disabled_reason
+    assert not Pair.of(pair).graphs.disabled_reason

@@ -26,6 +26,7 @@ from kept_pairs import (
 
 from eagle31_hf.compiled import graphs
 from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 
 
@@ -70,12 +71,12 @@ def test_a_layer_is_kept_once(lent: Eagle31Drafter) -> None:
 
 def test_graphs_share_packed_weights(lent: Eagle31Drafter) -> None:
     write(lent)
-    graphs_of_pair = lent.require_binding().compiled
+    graphs_of_pair = Pair.of(lent).graphs
     packed = graphs_of_pair.cutter.weights
     after_one = packed.nbytes
     assert after_one > 0
     write(lent, 1)
-    assert packed is lent.require_binding().compiled.cutter.weights
+    assert packed is Pair.of(lent).graphs.cutter.weights
     assert packed.nbytes == after_one
 
 

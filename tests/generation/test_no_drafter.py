@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from eagle31_hf import NoDrafter
 from eagle31_hf.decoding import decoder as decoders
 from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.evidence.calls import LOOKUP, PLAIN, PLAIN_COMPILED, SAME
@@ -247,7 +248,7 @@ def test_single_tokens_are_captured(recorder: Recorder) -> None:
         assert torch.equal(texts(target, alone, 1, GREEDY)[0], texts(target, None, 1, GREEDY)[0])
     assert alone.stats is not None
     assert (alone.stats.drafted, alone.stats.fallbacks) == (0, [])
-    assert {key.size for key in alone.require_binding().compiled.keys} == {1}
+    assert {key.size for key in Pair.of(alone).graphs.keys} == {1}
     assert recorder.replayed >= 55
 
 
@@ -276,7 +277,7 @@ def test_graphs_are_kept_for_a_target_alone(monkeypatch: pytest.MonkeyPatch, tmp
         later = NoDrafter(kept_target())
         ours, plain = texts(kept_target(), later, 1, how), texts(kept_target(), None, 1, how)
         assert all(map(torch.equal, ours, plain))
-        assert {key.size for key in later.require_binding().compiled.keys} == {1, 8}
+        assert {key.size for key in Pair.of(later).graphs.keys} == {1, 8}
 
 
 def test_a_benchmark_writes_it_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

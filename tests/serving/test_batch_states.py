@@ -15,7 +15,7 @@ from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from families import recurrent_target
 from helpers import configured, demo_tokenizer, random_drafter
-from loopback import Pair, chat, serving
+from loopback import LoadedPair, chat, serving
 
 ROWS = 3
 
@@ -102,7 +102,7 @@ def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
 def test_eight_clients_at_once_get_the_texts_each_would_get_alone() -> None:
     """Over HTTP, on fewer rows than there are clients, one of whom leaves while it is answered."""
     target = recurrent_target("qwen3_5_text", vocab_size=8192)
-    pair = Pair(target, random_drafter(target, aux_layers=[1, 2, 3]), demo_tokenizer())
+    pair = LoadedPair(target, random_drafter(target, aux_layers=[1, 2, 3]), demo_tokenizer())
     questions = [f"Is {number} a prime, or what divides it?" for number in range(8)]
     alone = {question: pair.answer(question, max_new_tokens=24) for question in questions}
 

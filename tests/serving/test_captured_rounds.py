@@ -8,6 +8,7 @@ from batches import plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, inputs
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from eagle31_hf.serving.requests import Sampling
@@ -77,7 +78,7 @@ def test_sampled_texts_are_those_of_eager_rounds(drafter: Eagle31Drafter, record
 @pytest.mark.thorough(every=3)
 def test_rounds_of_texts_that_choose_alike_are_two_graphs(sampling: Sampling | None, recorder: Recorder) -> None:
     drafter, texts = drafter_of("demo-target"), [text_of(prompt, 40, sampling) for prompt in TOLD]
-    drafter.require_binding().compiled = None  # what another test recorded is not counted here
+    Pair.of(drafter).graphs = None  # what another test recorded is not counted here
     with configured(drafter, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
         batch, replayed = batch_of(drafter), list[int]()
         with torch.inference_mode():
@@ -140,7 +141,7 @@ def test_more_rows_than_pay_are_eager(
 ) -> None:
     eager = write_all(batch_of(drafter), new_texts())
     monkeypatch.setattr(inputs, "MOST_POOLED_ROWS", 1)
-    drafter.require_binding().compiled = None
+    Pair.of(drafter).graphs = None
     batch = batch_of(drafter)
     assert write_all(batch, new_texts()) == eager
     assert batch.graphs is not None

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.decoding.calibration.unasked import calibrate
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.requests import Sampling, TextRequest
-from loopback import Pair
+from loopback import LoadedPair
 
 CHUNK = 16
 
@@ -25,13 +25,13 @@ CHUNK = 16
 @pytest.fixture(scope="module")
 def half(pair):
     target = AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.bfloat16).eval()
-    return Pair(target, Eagle31Drafter.from_pretrained(drafter_path(), target=target), pair.tokenizer)
+    return LoadedPair(target, Eagle31Drafter.from_pretrained(drafter_path(), target=target), pair.tokenizer)
 
 
 @pytest.fixture(params=["drafts of one length", "calibrated drafts"])
 def engine(half, request):
     if request.param == "calibrated drafts":
-        PairHistory.of(half.drafter).calibrate(half.drafter, compiled=False)
+        calibrate(half.drafter, compiled=False)
     made = Engine(half.drafter, half.tokenizer, EngineSettings(max_rows=3, context=256, prefill_chunk=CHUNK))
     yield made
     made.close(0)

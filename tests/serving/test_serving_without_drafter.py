@@ -12,18 +12,18 @@ from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.requests import Sampling
 from eagle31_hf.serving.session import ChatSession
 from helpers import seeded
-from loopback import Pair, chat, serving
+from loopback import LoadedPair, chat, serving
 
 NEW_TOKENS = 40
 SAMPLINGS = [Sampling(temperature=0), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, top_k=20, seed=4)]
 
 
 @pytest.fixture(scope="module")
-def alone(pair: Pair) -> NoDrafter:
+def alone(pair: LoadedPair) -> NoDrafter:
     return NoDrafter(pair.target)
 
 
-def prompts_of(pair: Pair) -> list[list[int]]:
+def prompts_of(pair: LoadedPair) -> list[list[int]]:
     """Of unlike length; each says what it asks for twice, so that answers have something to quote."""
     told = ("Book a table for two.", "What is the weather like?", "A bus to Portland, please, at noon.")
     return [
@@ -32,7 +32,7 @@ def prompts_of(pair: Pair) -> list[list[int]]:
     ]
 
 
-def generated(pair: Pair, prompt: list[int], sampling: Sampling) -> list[int]:
+def generated(pair: LoadedPair, prompt: list[int], sampling: Sampling) -> list[int]:
     ids = torch.tensor([prompt])
     how = {"temperature": sampling.temperature, "top_k": sampling.top_k} if sampling.draws else {}
     with seeded(sampling.seed or 0):
@@ -45,7 +45,7 @@ def generated(pair: Pair, prompt: list[int], sampling: Sampling) -> list[int]:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.thorough(every=2)
-def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: Pair, alone: NoDrafter) -> None:
+def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: LoadedPair, alone: NoDrafter) -> None:
     batch = TextBatch(alone, max_rows=rows, context=512, prefill_chunk=32)
     asked = [(prompt, sampling) for prompt in prompts_of(pair) for sampling in SAMPLINGS]
     texts = [text_of(prompt, NEW_TOKENS, sampling) for prompt, sampling in asked]
@@ -55,8 +55,8 @@ def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: Pair, alone: NoD
     assert sum(text.usage.cached_tokens for text in texts) > 0, "prompts are begun where the last one began alike"
 
 
-def test_it_answers_by_the_api(pair: Pair, alone: NoDrafter) -> None:
-    with serving(Pair(pair.target, alone, pair.tokenizer)) as served:
+def test_it_answers_by_the_api(pair: LoadedPair, alone: NoDrafter) -> None:
+    with serving(LoadedPair(pair.target, alone, pair.tokenizer)) as served:
         answer = chat(served.client(), max_tokens=NEW_TOKENS)
         again = chat(served.client(), max_tokens=NEW_TOKENS)
     assert answer.choices[0].message.content == again.choices[0].message.content
@@ -65,7 +65,7 @@ def test_it_answers_by_the_api(pair: Pair, alone: NoDrafter) -> None:
     )
 
 
-def test_a_prompt_of_one_token(pair: Pair, alone: NoDrafter) -> None:
+def test_a_prompt_of_one_token(pair: LoadedPair, alone: NoDrafter) -> None:
     batch = TextBatch(alone, max_rows=2, context=512, prefill_chunk=32)
     asked = [([5], SAMPLINGS[0]), ([7], SAMPLINGS[1])]
     assert write_all(batch, [text_of(prompt, NEW_TOKENS, how) for prompt, how in asked]) == [
@@ -73,7 +73,7 @@ def test_a_prompt_of_one_token(pair: Pair, alone: NoDrafter) -> None:
     ]
 
 
-def test_a_text_that_fails_leaves_nothing(pair: Pair, alone: NoDrafter) -> None:
+def test_a_text_that_fails_leaves_nothing(pair: LoadedPair, alone: NoDrafter) -> None:
     """After a reset the same rows write the same texts."""
     batch = TextBatch(alone, max_rows=2, context=512, prefill_chunk=32)
     prompt = prompts_of(pair)[0]
@@ -88,7 +88,7 @@ def test_a_text_that_fails_leaves_nothing(pair: Pair, alone: NoDrafter) -> None:
     assert written == generated(pair, prompt, SAMPLINGS[0])
 
 
-def test_a_chat_goes_on_from_its_cache(pair: Pair, alone: NoDrafter) -> None:
+def test_a_chat_goes_on_from_its_cache(pair: LoadedPair, alone: NoDrafter) -> None:
     session = ChatSession(pair.target, alone, pair.tokenizer, max_new_tokens=24)
     for said in ("Book a table for two.", "At seven, please."):
         answer = session.ask(said)

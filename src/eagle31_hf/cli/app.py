@@ -42,7 +42,7 @@ class LazyCommand(TyperCommand):
 
     def load(self) -> Any:
         """The command itself, or the group of them."""
-        from .options import waiting_for
+        from .progress import waiting_for
 
         name = self.name
         with waiting_for("starting"):  # torch and transformers take seconds

@@ -27,7 +27,7 @@ from ..texts.prompts import Prompt, embedded_prompts, read_prompts
 from .measuring import finish, progress_bar
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors
-from .pairs import Drafting, Pair, PairSource, encode, load_pair, write_plain
+from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair, write_plain
 from .plan import print_decision
 
 
@@ -172,7 +172,7 @@ def run(
 class Subject:
     """What is measured: a pair, and prompts."""
 
-    pair: Pair
+    pair: LoadedPair
     prompts: list[Prompt]
     names: tuple[str | None, str | None]
     all_turns: bool

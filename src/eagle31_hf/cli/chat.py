@@ -23,7 +23,7 @@ from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
 from .option_groups import expand_options
 from .options import WIDTH, TracebackOption, error_line, make_console, readable_errors
-from .pairs import Drafting, Pair, PairSource, load_pair
+from .pairs import Drafting, LoadedPair, PairSource, load_pair
 from .plan import print_decision
 from .wrapped_writer import WrappedWriter
 
@@ -79,7 +79,7 @@ class Chat:
         thoughts: show thoughts instead of folding them.
     """
 
-    def __init__(self, console: Console, session: ChatSession, pair: Pair, *, colour: bool, thoughts: bool):
+    def __init__(self, console: Console, session: ChatSession, pair: LoadedPair, *, colour: bool, thoughts: bool):
         self.console, self.session, self.pair = console, session, pair
         self.colour, self.thoughts = colour, thoughts
         self.commands: dict[str, Callable[[str], None]] = {

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from ..decoding.adaptive.costs import RoundCosts
 from ..decoding.calibration.calibration import ContextSeconds
+from ..decoding.calibration.unasked import calibrate
 from ..decoding.kept_graphs import captured_graphs
-from ..decoding.pair_history import PairHistory
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
@@ -23,8 +23,9 @@ from ..evidence.doctor.findings import Finding, Patient
 from ..evidence.doctor.prompts import CONVERSATIONS
 from ..evidence.provenance import origin
 from ..texts.prompts import read_prompts
-from .options import JsonOption, TracebackOption, count, make_console, readable_errors, waiting_for, write_json
-from .pairs import DeviceName, DTypeName, Pair, PairSource, encode, load_pair
+from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
+from .pairs import DeviceName, DTypeName, LoadedPair, PairSource, encode, load_pair
+from .progress import waiting_for
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -87,11 +88,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _calibrate(console: Console, pair: Pair, json_path: Path | None) -> None:
+def _calibrate(console: Console, pair: LoadedPair, json_path: Path | None) -> None:
     """Measure the pair, keep it, and show what drafts must bring."""
     compiled = captured_graphs(pair.eagle) is not None
-    with console.status("measuring forwards"):
-        measured = PairHistory.of(pair.eagle).calibrate(pair.eagle, compiled=compiled)
+    with waiting_for("measuring forwards"):
+        measured = calibrate(pair.eagle, compiled=compiled)
     write_json(json_path, {**origin(), "target": pair.name, "compiled": compiled, **measured.to_dict()})
     for each in measured.contexts:
         console.print(_cost_table(each, measured.costs(each.context)))
@@ -108,7 +109,7 @@ def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
     return table
 
 
-def _own_conversations(pair: Pair) -> list[Messages]:
+def _own_conversations(pair: LoadedPair) -> list[Messages]:
     """Those of many kinds; before them the embedded target's own subjects, for it has little to say of others."""
     return [*(DEMO_CONVERSATIONS if pair.uses_embedded_target else ()), *CONVERSATIONS]
 

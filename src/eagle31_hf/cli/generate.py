@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from ..decoding.kept_graphs import kept_packages
+from ..decoding.pair import Pair
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..evidence.calls import DIFFERENT
@@ -24,7 +25,7 @@ from . import terminal
 from .measuring import progress_bar
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json, write_svg
-from .pairs import AnswerSettings, Drafting, Pair, PairSource, encode, load_pair, write
+from .pairs import AnswerSettings, Drafting, LoadedPair, PairSource, encode, load_pair, write
 from .plan import print_decision
 
 STREAMED_IN_DEMO = 2
@@ -131,7 +132,7 @@ class Shown:
     svg: Path | None = None
 
 
-def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | None) -> None:
+def _show(pair: LoadedPair, shown: Shown, answer: AnswerSettings, json_path: Path | None) -> None:
     """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console(record=shown.svg is not None)
     tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
@@ -155,11 +156,11 @@ def _show(pair: Pair, shown: Shown, answer: AnswerSettings, json_path: Path | No
 
 def was_written_by_kept_graphs(drafter: Eagle31Drafter) -> bool:
     """Whether graphs that were kept wrote in this process: figures of eager code alone would be others."""
-    graphs = drafter.require_binding().compiled
+    graphs = Pair.of(drafter).graphs
     return graphs is not None and bool(graphs.keys) and kept_packages(drafter) is not None
 
 
-def _stream(console: Console, pair: Pair, task: Task, answer: AnswerSettings) -> None:
+def _stream(console: Console, pair: LoadedPair, task: Task, answer: AnswerSettings) -> None:
     console.print()
     has_roles = bool(pair.tokenizer.chat_template)  # a base model goes on with the text as it is
     for message in task.prompt.messages:
@@ -171,7 +172,7 @@ def _stream(console: Console, pair: Pair, task: Task, answer: AnswerSettings) ->
 
 
 def _measure(
-    console: Console, pair: Pair, tasks: Sequence[Task], shown: Shown, answer: AnswerSettings
+    console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown, answer: AnswerSettings
 ) -> dict[str, Any]:
     settings = pair_settings(
         pair.eagle,

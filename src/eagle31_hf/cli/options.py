@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 from ..errors import ConfigurationError, Eagle31Error
@@ -65,11 +64,6 @@ def make_console(*, stderr: bool = False, record: bool = False) -> Console:
     made = Console(stderr=stderr, highlight=False, record=record)
     made.width = min(made.width, WIDTH)
     return made
-
-
-def waiting_for(what: str) -> Status:
-    """A context in which a terminal's stderr says what is waited for; the line goes when it is left. Files get none."""
-    return make_console(stderr=True).status(what)
 
 
 def write_json(path: Path | None, record: dict[str, Any]) -> None:

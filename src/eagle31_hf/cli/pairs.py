@@ -24,7 +24,7 @@ from ..serving.prompts import encode_chat
 from ..target.loading import dtype_here, load_target
 from ..target.precision import SHORT_NAMES
 from .option_groups import option
-from .options import waiting_for
+from .progress import waiting_for
 
 DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
@@ -34,7 +34,7 @@ _SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoadedPair:
     """A drafter attached to its target, or the target without one (`NoDrafter`).
 
     `name` is what people call the target; `uses_embedded_target` tells the shipped demo model from any other; `plan` is
@@ -162,7 +162,7 @@ def load_pair(
     batch: int = 1,
     on_plan: Callable[[MemoryPlan], None] = lambda plan: None,
     may_lack_drafter: bool = False,
-) -> Pair:
+) -> LoadedPair:
     """Load target, tokenizer and drafter, and attach them.
 
     Args:
@@ -202,7 +202,7 @@ def load_pair(
         drafter.generation_config.cache_type = source.cache_type
     drafter.generation_config.acceleration = source.acceleration
     drafting.apply_to(drafter)
-    return Pair(
+    return LoadedPair(
         name=source.target or "the embedded target",
         target=target,
         drafter=drafter,
@@ -295,14 +295,14 @@ def _read_plan(path: Path) -> MemoryPlan:
     return MemoryPlan.from_dict(told)
 
 
-def encode(pair: Pair, conversation: Messages) -> dict[str, Tensor]:
+def encode(pair: LoadedPair, conversation: Messages) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` `(1, T)` on the target's device, by the chat template if there is one."""
     ids = torch.tensor([encode_chat(pair.tokenizer, conversation)], device=pair.drafter.require_binding().input_device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def write(
-    pair: Pair, inputs: dict[str, Tensor], answer: AnswerSettings, *, with_drafter: bool, streamer: Any = None
+    pair: LoadedPair, inputs: dict[str, Tensor], answer: AnswerSettings, *, with_drafter: bool, streamer: Any = None
 ) -> Tensor:
     """New tokens `(n,)` for one prompt."""
     assistant = {"assistant_model": pair.drafter} if with_drafter else {}
@@ -310,7 +310,7 @@ def write(
     return output[0, inputs["input_ids"].shape[1] :]
 
 
-def write_plain(pair: Pair, messages: Messages, new_tokens: int) -> str:
+def write_plain(pair: LoadedPair, messages: Messages, new_tokens: int) -> str:
     """The target's own greedy answer as text, without marks."""
     ids = write(pair, encode(pair, messages), AnswerSettings(new_tokens), with_drafter=False)
     return str(pair.tokenizer.decode(ids, skip_special_tokens=True))

@@ -11,7 +11,8 @@ from ..errors import ConfigurationError
 from ..evidence.record_file import read_records
 from ..evidence.report.content import make_page
 from ..evidence.report.render import to_html, write_markdown
-from .options import TracebackOption, make_console, readable_errors, waiting_for, writable_json
+from .options import TracebackOption, make_console, readable_errors, writable_json
+from .progress import waiting_for
 
 
 @readable_errors

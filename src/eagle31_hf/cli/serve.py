@@ -13,14 +13,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..decoding.pair_history import PairHistory
+from ..decoding.calibration.unasked import calibrate
+from ..decoding.pair import Pair
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, Eagle31Error, MemoryPlanError
 from ..memory import MemoryPlan
 from .option_groups import expand_options
 from .options import TracebackOption, make_console, readable_errors
-from .pairs import Drafting, Pair, PairSource, load_pair
+from .pairs import Drafting, LoadedPair, PairSource, load_pair
 from .plan import print_decision
+from .progress import waiting_for
 
 DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK = 4096, 256
 READING_ROWS = 1
@@ -121,18 +123,18 @@ def _print_requests() -> None:
     logger.propagate = False
 
 
-def _calibrate_once(console: Console, pair: Pair) -> None:
+def _calibrate_once(console: Console, pair: LoadedPair) -> None:
     """Measure what rounds take on this machine, unless that is known: a batch rests where drafts do not pay."""
     if not isinstance(pair.drafter, Eagle31Drafter):
         return
-    history, drafter = PairHistory.of(pair.drafter), pair.drafter
+    history, drafter = Pair.of(pair.drafter).history, pair.drafter
     if drafter.generation_config.num_assistant_tokens_schedule == "constant":
         return
     if history.calibration(drafter, compiled=False) is not None:
         return
     try:
-        with console.status("measuring what rounds take here, once for this pair"):
-            history.calibrate(drafter, compiled=False)
+        with waiting_for("measuring what rounds take here, once for this pair"):
+            calibrate(drafter, compiled=False)
     except (RuntimeError, Eagle31Error) as error:  # the server serves without it
         console.print(f"Not calibrated, drafts have one length: {error}", style="yellow")
 
@@ -204,7 +206,7 @@ def _address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _context(pair: Pair, asked: int | None) -> int:
+def _context(pair: LoadedPair, asked: int | None) -> int:
     """Most tokens of a text: as planned, as asked, as trained, in this order."""
     if pair.plan is not None:
         return pair.plan.settings.context
@@ -216,6 +218,6 @@ def _context(pair: Pair, asked: int | None) -> int:
     return min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
 
 
-def _prefill_chunk(pair: Pair) -> int:
+def _prefill_chunk(pair: LoadedPair) -> int:
     planned = pair.plan.settings.prefill_chunk if pair.plan is not None else DEFAULT_PREFILL_CHUNK
     return min(planned, DEFAULT_PREFILL_CHUNK) if pair.drafter.device.type == "cpu" else planned

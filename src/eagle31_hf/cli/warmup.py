@@ -11,12 +11,13 @@ from rich.console import Console
 from ..compiled.graph_makers import GraphKey
 from ..decoding.calibration.calibration import Calibration
 from ..decoding.default_length import default_length
-from ..decoding.pair_history import PairHistory
+from ..decoding.pair import Pair
 from ..evidence.provenance import origin
 from ..generation.warm_up import warm_up
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
-from .pairs import AnswerSettings, Pair, PairSource, load_pair
+from .pairs import AnswerSettings, LoadedPair, PairSource, load_pair
+from .progress import waiting_for
 
 
 @expand_options
@@ -32,17 +33,17 @@ def warmup(
     console = make_console()
     pair = load_pair(source, may_lack_drafter=True)
     started, kinds = perf_counter(), list[str]()
-    with console.status("looking for graphs") as status:
+    with waiting_for("looking for graphs") as say:
 
         def tell(key: GraphKey) -> None:
             kinds.append(key.kind)
-            status.update(f"compiling {len(kinds)} graphs: {', '.join(dict.fromkeys(kinds))}")
+            say(f"compiling {len(kinds)} graphs: {', '.join(dict.fromkeys(kinds))}")
 
         how = AnswerSettings(temperature=temperature).to_generate()
         how.pop("max_new_tokens")
         made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **how)
     seconds = perf_counter() - started
-    measured = PairHistory.of(pair.drafter).calibration(pair.drafter, compiled=True)
+    measured = Pair.of(pair.drafter).history.calibration(pair.drafter, compiled=True)
     calibration = None if measured is None else measured.to_dict()
     record = {"graphs": [repr(key) for key in made], "seconds": seconds, "calibration": calibration}
     write_json(json_path, {**origin(), "target": pair.name, **record})
@@ -54,7 +55,7 @@ def warmup(
         _print_rounds(console, pair, measured, sampled=temperature > 0)
 
 
-def _print_rounds(console: Console, pair: Pair, measured: Calibration, *, sampled: bool) -> None:
+def _print_rounds(console: Console, pair: LoadedPair, measured: Calibration, *, sampled: bool) -> None:
     drafts = default_length(pair.drafter, batch_size=1, sampled=sampled, compiled=True).depth
     rounds = measured.costs(0).rounds(drafts)
     console.print(

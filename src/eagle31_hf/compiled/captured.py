@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..target.binding import TargetBinding
 from .cuda_capture import Recording, capture_on_cuda
 from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
-from .graph_makers import GraphKey, GraphMaker, MakesNone, RecordingFailedError, Step
+from .graph_makers import GraphKey, RecordingFailedError, Step
 
 Capture = Callable[[Callable[[], Sequence[Tensor]]], Recording]
 """Records what a function without arguments launches."""
@@ -51,13 +50,6 @@ class CapturesSteps:
         looks = parts.looks
         looks[code.lent] = [look._replace(stride=None) for look in looks[code.lent]]  # of buffers of any length
         return ReshapedStep(code, step, looks)
-
-
-def maker_at_hand(binding: TargetBinding) -> GraphMaker:
-    """Where graphs come from that are wanted now: captured where launches can be recorded, compiled elsewhere while
-    somebody compiles ahead."""
-    capture = CAPTURES.get(binding.head_device.type)
-    return binding.ahead or (MakesNone() if capture is None else CapturesSteps(capture))
 
 
 MOST_RECORDINGS = 4

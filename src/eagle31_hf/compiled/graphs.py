@@ -91,43 +91,37 @@ class Graphs:
         return view
 
     @classmethod
-    def of(cls, drafter: Assistant, state: ModelState | None = None) -> Graphs:
-        """Those of the drafter's binding as the target is now, of which graphs have weights and state built in.
-
-        After weights have changed they are fresh ones. After something else has, all graphs are let go.
+    def current(cls, drafter: Assistant, before: Graphs | None, state: ModelState | None = None) -> Graphs:
+        """Those of a pair as it is now, since graphs have weights and the target's state built in.
 
         Args:
+            before: the pair's until now. After weights have changed others take their place; after something else has,
+                they let all graphs go.
             state: the target's, if it was just looked at.
         """
         binding = drafter.require_binding()
         weights, state = weights_of(binding.model, drafter), state or ModelState(binding.model)
-        if binding.compiled is None or not binding.compiled.weights.are_still(weights):
-            num_bytes = _num_bytes(weights)
-            copies = _are_plain(weights) and num_bytes <= PACKED_BYTES
-            freezes = copies and num_bytes <= FROZEN_BYTES
-            binding.compiled = cls(
-                SeenWeights(weights, whole=weights_of(binding.model), by_content=copies),
-                state,
-                settings=freezing(binding.compute_dtype) if freezes else None,
-                cutter=_cutter(binding, weights) if copies and not freezes else None,
-            )
-            binding.compiled.disabled_reason = _disabled_reason(binding)
-        elif binding.compiled.state != state:
-            binding.compiled.state = state
-            binding.compiled.forget(binding.compiled.keys)
-            binding.compiled.warmed.clear()
-        return binding.compiled
+        if before is None or not before.weights.are_still(weights):
+            return cls._none_yet(drafter, weights, state)
+        if before.state != state:
+            before.state = state
+            before.forget(before.keys)
+            before.warmed.clear()
+        return before
 
     @classmethod
-    def now(cls, drafter: Assistant) -> Graphs:
-        """Those that were last asked for, without another look at the weights."""
-        return drafter.require_binding().compiled or cls.of(drafter)
-
-    def __deepcopy__(self, memo: dict) -> None:
-        """A copied binding has a target of its own, which these graphs know nothing about."""
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()
+    def _none_yet(cls, drafter: Assistant, weights: list[Tensor], state: ModelState) -> Graphs:
+        binding, num_bytes = drafter.require_binding(), _num_bytes(weights)
+        copies = _are_plain(weights) and num_bytes <= PACKED_BYTES
+        freezes = copies and num_bytes <= FROZEN_BYTES
+        graphs = cls(
+            SeenWeights(weights, whole=weights_of(binding.model), by_content=copies),
+            state,
+            settings=freezing(binding.compute_dtype) if freezes else None,
+            cutter=_cutter(binding, weights) if copies and not freezes else None,
+        )
+        graphs.disabled_reason = _disabled_reason(binding)
+        return graphs
 
     @property
     def keys(self) -> list[GraphKey]:

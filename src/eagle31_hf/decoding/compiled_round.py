@@ -11,10 +11,8 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
-from ..compiled.captured import maker_at_hand
 from ..compiled.draft_graphs import ChosenBy, GraphChoice
 from ..compiled.draft_session import CompiledDrafting
-from ..compiled.graphs import Graphs
 from ..compiled.round_graphs import NextDraft, RoundGraph
 from ..compiled.verify import CompiledVerification
 from ..drafter.assistant import Assistant
@@ -25,6 +23,7 @@ from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
 from .choosing import ChoiceRule, Choosing, only_one
 from .eager_round import EagerRound, propose
+from .pair import current_graphs, last_graphs, maker_at_hand
 from .pair_caches import PairCaches
 from .round import Accepted, RoundBatch, Written
 
@@ -43,9 +42,9 @@ class CompiledRound(EagerRound):
 
     def __init__(self, drafter: Assistant, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
         super().__init__(drafter, caches, choosing, clock)
-        maker = choosing.graph_maker or maker_at_hand(self.binding)
+        maker = choosing.graph_maker or maker_at_hand(self.drafter)
         were_seen = choosing.graph_maker is not None and maker.weights_seen
-        self.graphs = (Graphs.now(drafter) if were_seen else Graphs.of(drafter)).made_by(maker)
+        self.graphs = (last_graphs(drafter) if were_seen else current_graphs(drafter)).made_by(maker)
         session = caches.drafter
         self.drafting = None if session is None else CompiledDrafting(session, self.graphs)
         self.verification: CompiledVerification | None = None

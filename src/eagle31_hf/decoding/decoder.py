@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from ..cache.row_pool import RowPool
-from ..compiled.captured import maker_at_hand
-from ..compiled.graphs import Graphs
 from ..compiled.verify import why_states_are_eager
 from ..drafter.assistant import Assistant
 from ..sampling.draw import NOT_PLAIN, choose
@@ -32,6 +30,7 @@ from .compiled_round import CompiledRound
 from .draft_policy import DraftPlan, RoundState, RoundStats
 from .eager_round import EagerRound
 from .memory_ladder import Stage
+from .pair import last_graphs, maker_at_hand
 from .pair_caches import PairCaches
 from .prefill import ChunkedPrefill, PrefillState
 from .request import DecodingRequest
@@ -55,9 +54,8 @@ def make_round(
 def _why_eager(drafter: Assistant, caches: PairCaches, choosing: Choosing) -> str:
     """Why rounds over these caches are not compiled; empty if they are."""
     if caches.target.has_states:
-        binding = drafter.require_binding()
-        captures = (choosing.graph_maker or maker_at_hand(binding)).exact_sizes
-        if why := why_states_are_eager(binding, capturing=captures):
+        captures = (choosing.graph_maker or maker_at_hand(drafter)).exact_sizes
+        if why := why_states_are_eager(drafter.require_binding(), capturing=captures):
             return f"rounds are not compiled: {why}"
         if isinstance(caches.target, RowPool):
             return "rounds over texts that come and go are not captured where the target keeps recurrent states"
@@ -132,7 +130,7 @@ class SpeculativeDecoder:
 
     def _new_caches(self, batch_size: int) -> PairCaches:
         cache_type = self.request.stats.cache_type = self.drafter.generation_config.stored_cache_type
-        captures = self.compiles and (self.request.graph_maker or maker_at_hand(self.binding)).exact_sizes
+        captures = self.compiles and (self.request.graph_maker or maker_at_hand(self.drafter)).exact_sizes
         caches = PairCaches.make(
             self.drafter,
             self.largest,
@@ -145,7 +143,7 @@ class SpeculativeDecoder:
             device=self.sequences.prompts.device,
         )
         if captures:
-            caches.write_in(Graphs.now(self.drafter).kept)
+            caches.write_in(last_graphs(self.drafter).kept)
         return caches
 
     def run(self) -> Tensor:
@@ -162,7 +160,7 @@ class SpeculativeDecoder:
         self.clock.stop()
         self._settle_noise()
         if self.caches.target.outlived:
-            Graphs.now(self.drafter).kept.give_back(self.caches)
+            last_graphs(self.drafter).kept.give_back(self.caches)
         self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
         return self.sequences.assemble()
 

@@ -35,7 +35,8 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import ScoreProcessing
 from .calibration.store import CACHE_VARIABLE, cache_folder, calibration_key, digest_of
-from .pair_history import PairHistory, setting_of
+from .pair import Pair, current_graphs
+from .pair_history import setting_of
 from .policy_choice import RequestedDraft
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class CompilesAhead:
 
         What could not be compiled is why `Graphs.disabled_reason` says that steps stay eager.
         """
-        begun, graphs = list(self.begun), Graphs.of(self.drafter)
+        begun, graphs = list(self.begun), current_graphs(self.drafter)
         graphs.forget(begun)
         try:
             for key in begun:
@@ -162,8 +163,8 @@ def graph_maker(
     asked, binding = drafter.generation_config.acceleration, drafter.require_binding()
     if asked == "eager":
         return None
-    if binding.ahead is not None:
-        return binding.ahead
+    if ahead := Pair.of(drafter).ahead:
+        return ahead
     captures = binding.head_device.type in CAPTURES
     if why_unsuited(drafter, requested, processing) and not (captures and asked == "compile"):
         return None
@@ -195,7 +196,7 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
         return None
     if why_states_are_eager(binding, capturing=True):
         return None
-    graphs = Graphs.of(drafter)
+    graphs = current_graphs(drafter)
     if graphs.disabled_reason or code_of_others(graphs.state, recorded=True):
         return None
     return graphs.made_by(CapturesSteps(capture))
@@ -224,7 +225,7 @@ def kept_packages(drafter: Assistant) -> GraphPackages | None:
         return None
     state = network_of(drafter)
     folder = pair_folder(drafter, state)
-    graphs = Graphs.of(drafter, state) if folder.is_dir() else None
+    graphs = current_graphs(drafter, state) if folder.is_dir() else None
     if graphs is None or refusal(drafter, graphs):
         return None
     packages = packages_in(folder, drafter, graphs)
@@ -266,7 +267,7 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     """Of a pair's graphs in this `state` of the target, whatever its weights: by configurations, precision, versions
     and machine."""
-    history, binding = PairHistory.of(drafter), drafter.require_binding()
+    history, binding = Pair.of(drafter).history, drafter.require_binding()
     network = repr(state.told)
     # What the key is made of, as it lies there: to make the key takes a millisecond.
     own = str(vars(drafter.config)) if isinstance(drafter, Eagle31Drafter) else ""
@@ -335,7 +336,7 @@ def compiling_ahead(
     Raises:
         ConfigurationError: graphs of this pair cannot be kept, or the folder takes nothing.
     """
-    binding, graphs = drafter.require_binding(), Graphs.of(drafter)
+    pair, graphs = Pair.of(drafter), current_graphs(drafter)
     if reason := refusal(drafter, graphs):
         raise ConfigurationError(f"no graphs can be kept for this pair: {reason}")
     packages = packages_in(pair_folder(drafter, graphs.state), drafter, graphs)
@@ -352,10 +353,10 @@ def compiling_ahead(
         )
     processes = CompilerProcesses(1) if packages.tries_products else CompilerProcesses.one_a_core()
     with processes:
-        binding.ahead = CompilesAhead(drafter, packages, processes, on_compile)
+        pair.ahead = ahead = CompilesAhead(drafter, packages, processes, on_compile)
         try:
-            yield binding.ahead
-            binding.ahead.finish()
+            yield ahead
+            ahead.finish()
         finally:
-            Graphs.of(drafter).forget(binding.ahead.begun)
-            binding.ahead = None
+            current_graphs(drafter).forget(ahead.begun)
+            pair.ahead = None

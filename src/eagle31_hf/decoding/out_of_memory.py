@@ -34,6 +34,7 @@ from .memory_ladder import (
     give_back_memory,
     is_out_of_memory,
 )
+from .pair import Pair
 from .text import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -135,9 +136,10 @@ class RecoveringDecoder:
         decoder = self.decoder
         if decoder.compiles:
             decoder.use_rounds(compiled=False)
-        if decoder.binding.compiled is not None:
-            decoder.binding.compiled.drop("memory ran out, steps stay eager")
-            decoder.binding.compiled = None
+        pair = Pair.of(decoder.drafter)
+        if pair.graphs is not None:
+            pair.graphs.drop("memory ran out, steps stay eager")
+            pair.graphs = None
         decoder.caches.release()
         give_back_memory(self.sequences.prompts.device)
 

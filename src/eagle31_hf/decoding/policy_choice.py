@@ -24,7 +24,7 @@ from .adaptive_policy import AdaptivePolicy
 from .draft_backoff import DraftBackoff
 from .draft_policy import DraftPolicy
 from .lookup_policy import LookupPolicy
-from .pair_history import PairHistory
+from .pair import Pair
 
 NOMINAL_COSTS = RoundCosts(((1, 1.0), (8, 1.25), (64, 2.0)), drafter_step_s=0.06, absorb_s=0.08, round_s=0.05)
 """Of a machine nothing is known about, in plain steps: what schedules that steer go by until it is calibrated, and
@@ -75,7 +75,7 @@ def choose_policy(drafter: Assistant, requested: RequestedDraft, stats: Speculat
     """
     if not isinstance(drafter, Eagle31Drafter):
         return LookupPolicy(NOMINAL_COSTS, requested.shape.depth, sampled=requested.sampled)
-    schedule, history = drafter.generation_config.num_assistant_tokens_schedule, PairHistory.of(drafter)
+    schedule, history = drafter.generation_config.num_assistant_tokens_schedule, Pair.of(drafter).history
     if schedule == "constant":
         return DraftBackoff()
     calibration = history.calibration(drafter, compiled=requested.compiled)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..compiled.captured import CAPTURES
 from ..decoding.calibration.bare_meter import BareCosts, BareMeter
-from ..decoding.kept_graphs import compiling_ahead
+from ..decoding.kept_graphs import CompilesAhead, compiling_ahead
 from ..drafter.assistant import NoDrafter
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, MemoryPlanError, UnsupportedGenerationError, named_line
@@ -107,6 +107,7 @@ class BenchmarkRun:
         self._meters: dict[tuple[str, int], BareMeter] = {}  # by method and batch size
         self._bare: dict[tuple[str, int], list[BareCosts]] = {}
         self._left_out: set[str] = set()
+        self._compilers: list[CompilesAhead] = []
         self._no_graphs = ""  # why there are none
         self._alone = NoDrafter(self.binding.model)
 
@@ -168,8 +169,8 @@ class BenchmarkRun:
 
     def _open_compiler(self, stack: ExitStack) -> None:
         try:
-            for assistant in (self.drafter, self._alone):
-                stack.enter_context(compiling_ahead(assistant))
+            both = self.drafter, self._alone
+            self._compilers = [stack.enter_context(compiling_ahead(assistant)) for assistant in both]
         except ConfigurationError as refused:
             self._no_graphs = str(refused)
 
@@ -282,19 +283,17 @@ class BenchmarkRun:
 
     def _compile_ahead(self, methods: Sequence[Method], turn: Turn) -> None:
         """Let the graphs of all methods be compiled at once, and be kept, where that can be."""
-        all_ahead = [each.require_binding().ahead for each in (self.drafter, self._alone)]
-        opened = [ahead for ahead in all_ahead if ahead is not None]
-        if not opened or not methods:
+        if not self._compilers or not methods:
             return
 
         def write() -> None:
             for method in methods:
                 self._write_once(method, turn)
 
-        started, before = time.perf_counter(), sum(len(ahead.made) for ahead in opened)
-        for ahead in opened:
+        started, before = time.perf_counter(), sum(len(ahead.made) for ahead in self._compilers)
+        for ahead in self._compilers:
             ahead.until_compiled(write)
-        if count := sum(len(ahead.made) for ahead in opened) - before:
+        if count := sum(len(ahead.made) for ahead in self._compilers) - before:
             self.note({"kind": "compiled", "graphs": count, "seconds": round(time.perf_counter() - started, 3)})
 
     def _write_once(self, method: Method, turn: Turn) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ..cache.stock import held_length
+from ..decoding.calibration.unasked import calibrate_if_due
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.kept_graphs import GraphMaker, graph_maker
 from ..decoding.out_of_memory import RecoveringDecoder, keep_for_next_turn
-from ..decoding.pair_history import PairHistory
+from ..decoding.pair import Pair
 from ..decoding.policy_choice import RequestedDraft, choose_policy
 from ..decoding.request import DecodingRequest
 from ..decoding.text import Sequences
@@ -54,11 +55,11 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
     if call.streamer is not None:
         call.streamer.end()
-    history = PairHistory.of(call.drafter)
+    history = Pair.of(call.drafter).history
     history.record(stats)
     is_steered = call.drafter.generation_config.num_assistant_tokens_schedule != "constant"
     if is_steered and isinstance(call.drafter, Eagle31Drafter):
-        history.calibrate_if_due(call.drafter, compiled=requested.compiled)
+        calibrate_if_due(call.drafter, compiled=requested.compiled)
     if not call.generation_config.return_dict_in_generate:
         return ids
     sequences = request.sequences

@@ -16,11 +16,11 @@ import torch
 from ..cache import graph_sizes
 from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
-from ..compiled.graphs import Graphs
 from ..compiled.verify import why_states_are_eager
 from ..decoding.calibration.measure import measure_graphs, meet_graphs
 from ..decoding.kept_graphs import compiling_ahead, refusal, why_unsuited
-from ..decoding.pair_history import PairHistory, setting_of
+from ..decoding.pair import Pair, current_graphs, last_graphs
+from ..decoding.pair_history import setting_of
 from ..decoding.policy_choice import RequestedDraft
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
@@ -66,7 +66,7 @@ def warm_up(
             _write(drafter, length, how)
         meet_graphs(drafter, **measuring)
 
-    history = PairHistory.of(drafter)
+    history = Pair.of(drafter).history
     with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]), history.learning_nothing():
         maker.until_compiled(meet)
         _require_graphs(drafter)
@@ -88,7 +88,7 @@ def _write(drafter: Assistant, length: int, how: dict[str, Any]) -> None:
 
 
 def _require_graphs(drafter: Assistant) -> None:
-    if reason := Graphs.of(drafter).disabled_reason:
+    if reason := current_graphs(drafter).disabled_reason:
         raise ConfigurationError(f"{reason}; a C++ compiler is needed (g++), and room in the cache folder")
 
 
@@ -116,7 +116,7 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
         Why the text is eager all the same; empty if it is not.
     """
     drafter, binding = call.drafter, call.drafter.require_binding()
-    if binding.ahead is not None:
+    if Pair.of(drafter).ahead is not None:
         return ""
     if binding.head_device.type in CAPTURES:
         why = why_states_are_eager(binding, capturing=True)
@@ -129,7 +129,7 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
     bucket = graph_sizes.slot_bucket(call.longest_text)
     wanted = setting_of(drafter, compiled=True), requested.shape, sampling, bucket
     with _one_at_a_time:
-        graphs = Graphs.of(drafter)
+        graphs = current_graphs(drafter)
         if wanted in graphs.warmed:
             return ""
         if why := refusal(drafter, graphs):
@@ -139,7 +139,7 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
             warm_up(drafter, tokens=call.longest_text, generation_config=_for_any_text(call))
         except ConfigurationError as refused:
             return f"steps are not compiled: {refused}"
-        Graphs.now(drafter).warmed.add(wanted)
+        last_graphs(drafter).warmed.add(wanted)
     return ""
 
 

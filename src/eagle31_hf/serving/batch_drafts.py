@@ -12,7 +12,7 @@ from ..decoding.default_length import default_length
 from ..decoding.draft_backoff import DraftBackoff
 from ..decoding.draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
 from ..decoding.lookup_policy import LookupPolicy
-from ..decoding.pair_history import PairHistory
+from ..decoding.pair import Pair
 from ..decoding.policy_choice import NOMINAL_COSTS
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
@@ -85,7 +85,7 @@ class BatchDrafts:
     def __init__(self, drafter: Eagle31Drafter):
         self.drafter, self.longest = drafter, longest_draft(drafter)
         is_steered = drafter.generation_config.num_assistant_tokens_schedule != "constant"
-        self._calibration = PairHistory.of(drafter).calibration(drafter, compiled=False) if is_steered else None
+        self._calibration = Pair.of(drafter).history.calibration(drafter, compiled=False) if is_steered else None
         self._rows = 0
         self._controller: DraftController | None = None
         self._policy: DraftPolicy = DraftBackoff()

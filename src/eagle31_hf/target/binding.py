@@ -83,9 +83,7 @@ class TargetBinding:
         self.chain_unsupported_reason = ""  # the same of transformers' assisted loop, tried where ours is out
         self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
-        self.compiled: Any = None  # graphs of `acceleration`, kept here because they hold this target's weights
-        self.ahead: Any = None  # compiles graphs ahead while `decoding.kept_graphs.compiling_ahead` is open
-        self.history: Any = None  # what the process has learnt of this pair (`decoding.pair_history`)
+        self.pair: object | None = None  # the `decoding.pair.Pair` of this target and its drafter
         refuse_corrupt_saving(self.model)
         warn_of_quantization(self.model)
         warn_of_precision(self.model)

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from ...cache.block_reading import BlockReading
-from ...compiled.captured import maker_at_hand
 from ...compiled.draft_session import CompiledDrafting
-from ...compiled.graphs import Graphs
 from ...compiled.verify import CompiledVerification
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import ConfigurationError
@@ -26,6 +24,7 @@ from ...target.binding import TargetBinding
 from ...target.device_clock import now
 from ...trees.draft_tree import DraftTree
 from ...trees.shape import DraftShape
+from ..pair import current_graphs, maker_at_hand
 from ..pair_caches import PairCaches
 
 FEW_CALLS = 3  # beside each text of a loop
@@ -137,7 +136,7 @@ class BareMeter:
         self._verification: CompiledVerification | None = None
         self._drafting: CompiledDrafting | None = None
         if compiled:
-            graphs = Graphs.of(drafter).made_by(maker_at_hand(self.binding))
+            graphs = current_graphs(drafter).made_by(maker_at_hand(self.drafter))
             self._verification = CompiledVerification(self.binding, self.cache, graphs, most_nodes=shape.nodes)
             self._drafting = CompiledDrafting(self.session, graphs)
         with torch.no_grad(), self.binding.masked_attention():

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...cache.graph_sizes import node_bucket
-from ...compiled.captured import CAPTURES, maker_at_hand
+from ...compiled.captured import CAPTURES
 from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
@@ -26,6 +26,7 @@ from ...trees.shape import DraftShape
 from ..decoder import SpeculativeDecoder
 from ..default_length import default_length
 from ..draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
+from ..pair import maker_at_hand
 from ..request import DecodingRequest
 from ..text import Sequences, StopRules
 from .bare_meter import BareMeter, WidthSeconds
@@ -129,7 +130,7 @@ def measure_graphs(
         contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
     """
     kinds, measured = _graph_rounds(drafter, sampled=sampled), []
-    shape, exact = kinds[0].plans[0].shape, maker_at_hand(drafter.require_binding()).exact_sizes
+    shape, exact = kinds[0].plans[0].shape, maker_at_hand(drafter).exact_sizes
     for context in contexts:
         with _undisturbed():
             seconds = _rounds_s(drafter, context, kinds, processing, sampled=sampled, compiled=True)

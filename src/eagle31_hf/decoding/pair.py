@@ -1,0 +1,66 @@
+"""What this process keeps of a target and its assistant: what it has learnt of the two, and their graphs."""
+
+from __future__ import annotations
+
+from ..compiled.captured import CAPTURES, CapturesSteps
+from ..compiled.graph_makers import GraphMaker, MakesNone
+from ..compiled.graphs import Graphs
+from ..compiled.seen_state import ModelState
+from ..drafter.assistant import Assistant
+from .pair_history import PairHistory
+
+
+class Pair:
+    """What is kept of an assistant and the target it is attached to. It goes when the two part.
+
+    Attributes:
+        history: what was learnt of the pair.
+        graphs: those that were last asked for; `None` before, and once memory ran out.
+        ahead: compiles graphs ahead while `kept_graphs.compiling_ahead` is open.
+    """
+
+    def __init__(self) -> None:
+        self.history = PairHistory()
+        self.graphs: Graphs | None = None
+        self.ahead: GraphMaker | None = None
+
+    @classmethod
+    def of(cls, drafter: Assistant) -> Pair:
+        """The assistant's, with the target it is attached to.
+
+        Raises:
+            NotAttachedError: there is none.
+        """
+        binding = drafter.require_binding()
+        if not isinstance(binding.pair, Pair):
+            binding.pair = cls()
+        return binding.pair
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copied binding has a target of its own, of which nothing is known."""
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+
+def current_graphs(drafter: Assistant, state: ModelState | None = None) -> Graphs:
+    """The pair's graphs for its weights, and the target's state, as they are now.
+
+    Args:
+        state: the target's, if it was just looked at.
+    """
+    pair = Pair.of(drafter)
+    pair.graphs = Graphs.current(drafter, pair.graphs, state)
+    return pair.graphs
+
+
+def last_graphs(drafter: Assistant) -> Graphs:
+    """The pair's graphs that were last asked for, without another look at the weights."""
+    return Pair.of(drafter).graphs or current_graphs(drafter)
+
+
+def maker_at_hand(drafter: Assistant) -> GraphMaker:
+    """Where graphs come from that are wanted now: captured where launches can be recorded, compiled elsewhere while
+    somebody compiles ahead."""
+    capture = CAPTURES.get(drafter.require_binding().head_device.type)
+    return Pair.of(drafter).ahead or (MakesNone() if capture is None else CapturesSteps(capture))
