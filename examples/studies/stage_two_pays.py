@@ -8,9 +8,8 @@ over which its learning rate falls to nothing in a line. What differs is the obj
     token       cross-entropy on all tokens: more of stage 1
     written     cross-entropy on the tokens the target wrote: tells the objective from the choice of tokens
     hybrid      LK-hybrid on the same tokens (`--loss lk_hybrid`)
-    text        expected acceptance along written texts, in closed form (`eagle31 train --reward text`)
+    text        expected acceptance along written texts, in closed form (`eagle31 train --stage 2`)
     reach       the same, but how likely a draft is reached weighs it and is not learned
-    chain       the policy gradient (`--reward chain`)
 
 Measured without a draw (`bench acceptance`): acceptance length of a chain at temperature 0 and 1, its ratio to that of
 the drafter all began with, and the same of each branch's weights averaged over the second half of its steps.
@@ -36,20 +35,19 @@ from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.evidence.known_texts import DrafterAcceptance, acceptance_of
 from eagle31_hf.evidence.provenance import origin
 from eagle31_hf.texts.conversations import read_conversations
+from eagle31_hf.training import text_model
 from eagle31_hf.training.data.packing import collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.distillation.known_texts import KnownTexts, rounds_of, write_texts
 from eagle31_hf.training.distillation.optimizers import make_optimizer
 from eagle31_hf.training.distillation.training_model import DistillationModel, LossOutput, packed
-from eagle31_hf.training.policy import text_model
-from eagle31_hf.training.policy.policy_model import make_policy_model
-from eagle31_hf.training.policy.text_model import TextModel
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
 from eagle31_hf.training.setup import load_target, multiplies_bfloat16, resolve
+from eagle31_hf.training.text_model import TextModel
 from eagle31_hf.trees.shape import DraftShape
 
-BRANCHES = ("token", "written", "hybrid", "text", "reach", "chain")
+BRANCHES = ("token", "written", "hybrid", "text", "reach")
 
 
 def model_of(branch: str, drafter: Eagle31Drafter, told: ResolvedSettings) -> DistillationModel:
@@ -60,9 +58,7 @@ def model_of(branch: str, drafter: Eagle31Drafter, told: ResolvedSettings) -> Di
         return DistillationModel(drafter, replace(token_loss, given_weight=0.0))
     if branch == "hybrid":
         return DistillationModel(drafter, replace(token_loss, given_weight=0.0, loss="lk_hybrid"))
-    if branch == "reach":
-        return ReachModel(drafter, token_loss, replace(told, reward="text").to_policy())
-    return make_policy_model(drafter, token_loss, replace(told, reward=branch).to_policy())
+    return {"text": TextModel, "reach": ReachModel}[branch](drafter, token_loss)
 
 
 class ReachModel(TextModel):

@@ -21,9 +21,14 @@ from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.distillation.losses import cross_entropy
 from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.distillation.unroll import position_weights
-from eagle31_hf.training.policy.policy_model import make_policy_model
-from eagle31_hf.training.policy.text_model import TextModel, expected_accepted, require_written, written_starts
-from eagle31_hf.training.settings import DistillationSettings, PolicySettings
+from eagle31_hf.training.settings import DistillationSettings
+from eagle31_hf.training.text_model import (
+    TOKEN_WEIGHT,
+    TextModel,
+    expected_accepted,
+    require_written,
+    written_starts,
+)
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
 
 STEPS, TOP_K = 3, 7
@@ -140,15 +145,13 @@ def top_k_softmax(scores: Tensor) -> Tensor:
 
 
 def test_the_objective_is_that_of_drafting_from_every_written_token(drafter: Eagle31Drafter) -> None:
-    settings, policy = DistillationSettings(steps=STEPS), PolicySettings(reward="text", token_weight=0.3)
-    model = make_policy_model(drafter, settings, policy)
-    assert isinstance(model, TextModel)
+    model = TextModel(drafter, DistillationSettings(steps=STEPS))
     with torch.no_grad():
         found = model(**vars(a_batch()))
         documents = [document("sampled", 12, 5, 1.0), document("greedy", 9, 4, 0.0)]
         expected, losses = zip(*(by_hand(drafter, each) for each in documents), strict=True)
     token_loss = sum(0.8**step * sum(each[step] for each in losses) for step in range(STEPS))
-    assert found.loss.item() == pytest.approx(0.3 * token_loss - sum(expected) / STEPS, rel=1e-4)
+    assert found.loss.item() == pytest.approx(TOKEN_WEIGHT * token_loss - sum(expected) / STEPS, rel=1e-4)
     assert found.steps.supervised == 10 == model.counted(a_batch()).sum()
     assert found.figures["expected_accepted"] == pytest.approx(sum(expected) / 10, rel=1e-4)
 
@@ -156,7 +159,7 @@ def test_the_objective_is_that_of_drafting_from_every_written_token(drafter: Eag
 def test_stored_features_give_the_same_objective(drafter: Eagle31Drafter) -> None:
     batch = a_batch()
     features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
-    model = TextModel(drafter, DistillationSettings(steps=STEPS), PolicySettings(reward="text"))
+    model = TextModel(drafter, DistillationSettings(steps=STEPS))
     stored = model(**vars(batch), aux=features.aux, head_input=features.head_input)
     assert stored.loss.item() == pytest.approx(model(**vars(batch)).loss.item(), rel=1e-5)
     stored.loss.backward()
@@ -183,13 +186,13 @@ def test_ascent_along_the_texts_raises_what_all_drafts_get_accepted() -> None:
 def test_texts_that_nobody_wrote_are_told() -> None:
     given = [document("given", 6, None, None), replace(document("unknown", 6, 2, 1.0), temperature=None)]
     with pytest.raises(ConfigurationError, match="the target wrote none"):
-        require_written(given, "text")
-    require_written([*given, document("greedy", 6, 2, 0.0)], "text")
+        require_written(given, "stage is 2")
+    require_written([*given, document("greedy", 6, 2, 0.0)], "stage is 2")
 
 
 def test_a_batch_without_a_written_token_gives_no_gradient(drafter: Eagle31Drafter) -> None:
     rows = PackedDocuments([document("given", 9, None, None)], 12, seed=0)
-    output = TextModel(drafter, DistillationSettings(steps=2), PolicySettings(reward="text"))(**collate([rows[0]]))
+    output = TextModel(drafter, DistillationSettings(steps=2))(**collate([rows[0]]))
     output.loss.backward()
     assert output.loss.item() == 0
     assert output.figures == {}

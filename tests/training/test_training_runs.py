@@ -37,7 +37,7 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
         max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
-        stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit", reward="text",
+        stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit",
         heads=2, intermediate_size=64,
     )  # fmt: skip
     report = train_drafter(told)
@@ -74,7 +74,7 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none", resume=True)
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_drafter(told)
-    senseless = {"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
+    senseless = {"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}, {"reward": "chain"}
     shapes = {"layers": 0}, {"heads": 2, "drafter": "one that has its form"}
     for wrong in (*senseless, *shapes, {"dtype": "fp64"}, {"device": "gpu"}):
         with pytest.raises(ConfigurationError):

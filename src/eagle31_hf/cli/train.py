@@ -46,7 +46,8 @@ def _parameter(field: Field, hint: Any) -> inspect.Parameter:
         option: Any = typer.Argument(help=text, show_default=False)
     else:
         shown = field.default not in (None, ())
-        option = typer.Option(flag, help=text, show_default=shown, rich_help_panel=field.metadata["group"])
+        panel, hidden = field.metadata["group"], field.metadata.get("hidden", False)
+        option = typer.Option(flag, help=text, show_default=shown, rich_help_panel=panel, hidden=hidden)
     default = inspect.Parameter.empty if field.default is MISSING else field.default
     default = list(default) if isinstance(default, tuple) else default
     annotation: Any = Annotated[_plain(hint), option]

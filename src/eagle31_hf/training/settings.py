@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,42 +32,6 @@ class DistillationSettings:
     given_weight: float = 1.0
 
 
-REWARDS = ("text", "chain")
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What stage 2 raises.
-
-    Attributes:
-        reward: `"text"` (in closed form along what the target wrote) or `"chain"` (drafts drawn and verified). The
-            sizes are of the latter, `token_weight` of the former.
-        depth: drafted tokens per chain.
-        temperature: of drafter and target, above 0.
-        contexts, group: places drafted from per batch, and chains drawn at each.
-        token_weight: of the token loss beside expected acceptance along texts.
-    """
-
-    reward: str = "chain"
-    depth: int = 5
-    temperature: float = 1.0
-    contexts: int = 8
-    group: int = 4
-    token_weight: float = 0.2
-
-    def check(self) -> None:
-        """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        if self.reward not in REWARDS:
-            raise ConfigurationError(f"reward is {self.reward!r}; wanted one of {REWARDS}")
-        if self.group < 2:
-            raise ConfigurationError(f"group is {self.group}; a baseline needs at least 2 samples to compare")
-        if self.reward == "chain" and self.temperature <= 0:
-            raise ConfigurationError(
-                f"temperature is {self.temperature}, but the chain reward draws drafts; use a temperature above 0, or "
-                "reward='text' for greedy serving"
-            )
-
-
 STAGES = ("1", "2", "both")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 SMALL_TARGET_PARAMETERS = 200_000_000
@@ -78,7 +43,6 @@ DATA = "What it learns from"
 WRITING = "What the target writes"
 DRAFTER = "The drafter and its loss"
 STEPS = "Steps and optimiser"
-ACCEPTANCE = "Stage 2"
 MEASURING = "Measuring acceptance"
 MACHINE = "Machine"
 RESULT = "Folder and publishing"
@@ -103,7 +67,9 @@ class TrainingSettings:
         )
     )
     out: Path = field(metadata=_told(RESULT, "folder for the drafter, its checkpoints and its data"))
-    stage: str = _option("1", STEPS, "1 (distillation), 2 (acceptance, on a trained drafter) or both")
+    stage: str = _option(
+        "1", STEPS, "1 (distillation), 2 (expected acceptance, on a trained drafter; not shown to pay) or both"
+    )
     resume: bool = _option(False, RESULT, "go on with what a run has left in the folder")
     drafter: str | None = _option(None, DRAFTER, "start from this drafter (folder or Hub id) instead of a fresh one")
     held_out: tuple[str, ...] = _option(
@@ -144,14 +110,8 @@ class TrainingSettings:
     given_weight: float = _option(
         1.0, DRAFTER, "weight of tokens the target did not write itself; 1 for those it wrote"
     )
-    reward: str = _option(
-        "chain",
-        ACCEPTANCE,
-        "text (closed form, along what the target wrote) or chain (policy gradient, sampled serving); neither has been "
-        "shown to pay",
-    )
-    reward_temperature: float | None = _option(None, ACCEPTANCE, "temperature served with --reward chain; default 1")
-    stage2_share: float = _option(0.25, ACCEPTANCE, "stage both: share of the steps that stage 2 takes")
+    reward: str | None = field(default=None, metadata=_told(STEPS, "what stage 2 raises; gone") | {"hidden": True})
+    stage2_share: float = _option(0.25, STEPS, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, STEPS, "passes over the data, if neither max_steps nor minutes is given")
     minutes: float | None = _option(
@@ -236,7 +196,13 @@ class TrainingSettings:
         if self.given_weight < 0:
             raise ConfigurationError(f"given_weight is {self.given_weight}; wanted 0 (not learned from) or more")
         find_loss(self.loss)
-        self.to_policy().check()
+        if self.reward == "text":
+            warnings.warn("reward is gone: stage 2 raises expected acceptance along texts", DeprecationWarning, 2)
+        elif self.reward is not None:
+            raise ConfigurationError(
+                f"reward is {self.reward!r}, but policy gradients were never better than stage 1 and are gone; leave "
+                "reward out: stage 2 raises expected acceptance along written texts"
+            )
 
     @property
     def form(self) -> dict[str, int]:
@@ -251,11 +217,6 @@ class TrainingSettings:
     def to_distillation(self) -> DistillationSettings:
         """The token loss."""
         return DistillationSettings(self.ttt_steps, self.step_decay, self.loss, self.given_weight)
-
-    def to_policy(self) -> PolicySettings:
-        """The acceptance objective."""
-        temperature = 1.0 if self.reward_temperature is None else self.reward_temperature
-        return PolicySettings(reward=self.reward, depth=self.draft_tokens, temperature=temperature)
 
 
 @dataclass(frozen=True, kw_only=True)

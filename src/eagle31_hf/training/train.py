@@ -47,14 +47,13 @@ from .plan import (
     time_token_loss,
     training_bytes,
 )
-from .policy.policy_model import make_policy_model
-from .policy.text_model import require_written
 from .preparation import Preparation, Texts
 from .progress import Counting, LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
 from .setup import load_target, multiplies_bfloat16, precision_of_result, resolve
 from .stopping import RESULT_FILE, describe_kept, telling_what_is_kept
+from .text_model import TextModel, require_written
 from .time_limit import steps_in_time
 
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
@@ -180,7 +179,7 @@ class _Run:
         say(self.console, str(plan))
         stages: list[StageResult] = []
         for planned in plan.stages:
-            learner = model if planned.name == "stage1" else self._policy(drafter)
+            learner = model if planned.name == "stage1" else self._text_model(drafter)
             if settings.stage == "2":
                 stages.append(self._measure_start(learner, dataset, data.prompts))
             result = self._train(planned.name, learner, dataset, data.prompts, planned.steps)
@@ -192,8 +191,8 @@ class _Run:
 
     def _require_what_is_learned(self, data: Texts) -> None:
         settings = self.settings
-        if settings.stage != "1" and settings.reward == "text":
-            require_written(data.documents.documents, f"reward is {settings.reward!r}")
+        if settings.stage != "1":
+            require_written(data.documents.documents, f"stage is {settings.stage!r}")
         if settings.stage != "2" and settings.given_weight == 0:
             require_written(data.documents.documents, "given_weight is 0")
 
@@ -223,9 +222,9 @@ class _Run:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def _policy(self, drafter: Eagle31Drafter) -> DistillationModel:
+    def _text_model(self, drafter: Eagle31Drafter) -> TextModel:
         """The model of stage 2, which begins with the drafter as it is now."""
-        model = make_policy_model(drafter, self.settings.to_distillation(), self.settings.to_policy())
+        model = TextModel(drafter, self.settings.to_distillation())
         model.gradient_checkpointing = self.settings.gradient_checkpointing
         return model
 
@@ -248,7 +247,7 @@ class _Run:
         token_loss_s, bare_s = time_token_loss(model, probe)
         step_s = {"stage1": accumulate * token_loss_s}
         if settings.stage != "1":
-            step_s["stage2"] = accumulate * time_step(self._policy(model.drafter), probe)
+            step_s["stage2"] = accumulate * time_step(self._text_model(model.drafter), probe)
         timed = TrainingPlan(
             rows=len(dataset),
             tokens=data.documents.tokens,

@@ -36,12 +36,6 @@ class GrowingCache:
         self._keys[layer_idx], self._values[layer_idx] = key, value
         return key, value
 
-    def repeat(self, times: int) -> None:
-        """Each row `times` times in a row."""
-        for store in (self._keys, self._values):
-            for layer, tensor in store.items():
-                store[layer] = tensor.repeat_interleave(times, dim=0)
-
 
 def attention_masks(batch: PackedBatch, steps: int, dtype: torch.dtype) -> Tensor:
     """`(B, 1, T, steps * T)` additive: causal within the document for step 0, then one diagonal per later step."""

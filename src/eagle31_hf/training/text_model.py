@@ -13,7 +13,7 @@ was, where both use the same noise `E` (`sampling.draw`), and noise of different
 smooth where counting matches is not; its gradient is that of cross-entropy with weights that fall where the drafts
 before are unlikely.
 
-    loss = sum over starts of (-J / S + token_weight * sum_s decay^s * cross-entropy_s)
+    loss = sum over starts of (-J / S + TOKEN_WEIGHT * sum_s decay^s * cross-entropy_s)
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...drafter.drafter import Eagle31Drafter
-from ...errors import ConfigurationError
-from ...sampling.draw import argmax
-from ...sampling.logits_processing import DraftWarping
-from ..data.packing import NOT_WRITTEN, PackedBatch
-from ..data.rendering import Document
-from ..distillation.known_texts import served_processing
-from ..distillation.training_model import DistillationModel, LossOutput
-from ..distillation.unroll import StepLosses, draft_rows, unroll, weighted_sum
-from ..settings import DistillationSettings, PolicySettings
-from .rollouts import tokens_left
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+from ..sampling.draw import argmax
+from ..sampling.logits_processing import DraftWarping
+from .data.packing import NOT_WRITTEN, PackedBatch
+from .data.rendering import Document
+from .distillation.known_texts import served_processing
+from .distillation.training_model import DistillationModel, LossOutput
+from .distillation.unroll import StepLosses, draft_rows, unroll, weighted_sum
+from .settings import DistillationSettings
+
+TOKEN_WEIGHT = 0.2
+"""Of the token loss beside expected acceptance."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,15 @@ def written_starts(batch: PackedBatch) -> Tensor:
     same = batch.document_ids[:, 2:] == batch.document_ids[:, :-2]
     here[:, :-2] = (batch.written_at[:, 1:-1] != NOT_WRITTEN) & same
     return here
+
+
+def tokens_left(batch: PackedBatch) -> Tensor:
+    """`(B, T)` tokens of the same document from here on."""
+    left = torch.ones_like(batch.position_ids)
+    for column in range(left.shape[1] - 2, -1, -1):
+        same = batch.document_ids[:, column] == batch.document_ids[:, column + 1]
+        left[:, column] = torch.where(same, left[:, column + 1] + 1, 1)
+    return left
 
 
 def expected_accepted(chances: Tensor) -> Tensor:
@@ -93,15 +104,13 @@ class TextModel(DistillationModel):
     Args:
         drafter: attached.
         settings: of the token loss; `steps` is also the longest chain that acceptance is expected of.
-        policy: its `token_weight`.
 
     Raises:
         ConfigurationError: the target is served with processors that look at more than scores.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, settings: DistillationSettings, policy: PolicySettings):
+    def __init__(self, drafter: Eagle31Drafter, settings: DistillationSettings):
         super().__init__(drafter, settings)
-        self.policy = policy
         self._warping: dict[float, DraftWarping] = {}
 
     def counted(self, batch: PackedBatch) -> Tensor:
@@ -132,7 +141,7 @@ class TextModel(DistillationModel):
         losses = StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts), float(len(starts)))
         expected = expected_accepted(torch.stack(chances, 1))
         token_loss = weighted_sum(losses, self.settings.step_decay)
-        loss = self.policy.token_weight * token_loss - expected.sum() / steps
+        loss = TOKEN_WEIGHT * token_loss - expected.sum() / steps
         figures = {"expected_accepted": expected.detach().mean().item()} if len(starts) else {}
         return LossOutput(loss, losses, figures)
 
