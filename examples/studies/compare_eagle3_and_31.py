@@ -118,7 +118,7 @@ def measure(drafter: Eagle31Drafter, prompts: dict[str, list[EvaluationPrompt]],
     record: dict[str, Any] = {}
     for name, chosen in prompts.items():
         counts = measure_acceptance(drafter, chosen, settings)[name]
-        record[name] = {"length": counts.acceptance_length, "by_depth": counts.cumulative_acceptance}
+        record[name] = {"length": counts.acceptance_length, "by_depth": counts.cumulative}
     return {"acceptance": record, "norms": feedback_norms(drafter, prompts["clean"])}
 
 

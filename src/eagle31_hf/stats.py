@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -292,7 +293,22 @@ class Acceptance:
     @property
     def length(self) -> float | None:
         """Mean tokens per verification pass, bonus included."""
-        return (self.accepted + self.rounds) / self.rounds if self.rounds else None
+        return self.acceptance_length if self.rounds else None
+
+    @property
+    def acceptance_length(self) -> float:
+        """The same; 0.0 of no round."""
+        return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+    @property
+    def standard_error(self) -> float:
+        """Of the acceptance length of chains, taking rounds as independent."""
+        if not self.rounds:
+            return 0.0
+        reached = [accepted / self.rounds for accepted in self.accepted_at]  # chance that i or more are accepted
+        mean = sum(reached)
+        mean_square = sum((2 * i + 1) * share for i, share in enumerate(reached))
+        return math.sqrt(max(0.0, mean_square - mean**2) / self.rounds)
 
     @property
     def cumulative(self) -> list[float]:

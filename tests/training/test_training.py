@@ -16,10 +16,11 @@ from transformers import TrainingArguments
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.stats import Acceptance
 from eagle31_hf.training import setup
 from eagle31_hf.training.data.packing import PackedDocuments
 from eagle31_hf.training.data.vocabulary import DraftVocabulary
-from eagle31_hf.training.distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
+from eagle31_hf.training.distillation.evaluation import EvaluationPrompt, EvaluationSettings
 from eagle31_hf.training.distillation.known_texts import (
     KnownTexts,
     TextRounds,
@@ -169,10 +170,10 @@ def test_the_difference_to_the_best_is_judged_text_by_text(tmp_path: Path, last:
 def test_standard_error_of_acceptance() -> None:
     accepted = [0, 3, 1, 3, 2, 0, 1]  # per round, of 3 drafts
     at = [sum(count > position for count in accepted) for position in range(3)]
-    counts = AcceptanceCounts(3, len(accepted), sum(accepted), [len(accepted)] * 3, at)
+    counts = Acceptance(len(accepted), 3 * len(accepted), sum(accepted), accepted_at=tuple(at))
     expected = torch.tensor(accepted, dtype=torch.float64).std(correction=0).item() / len(accepted) ** 0.5
     assert counts.standard_error == pytest.approx(expected)
-    assert AcceptanceCounts(3).standard_error == 0.0
+    assert Acceptance().standard_error == 0.0
 
 
 def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, TrainingError
+from ..stats import Acceptance
 from ..trees.shape import DraftShape
 from .data.disk import require_disk
 from .data.regeneration import own_temperature
-from .distillation.evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings
+from .distillation.evaluation import EvaluationPrompt, EvaluationSettings
 from .distillation.known_texts import KnownTexts, served_processing, write_texts
 from .distillation.optimizers import OptimizerSettings
 from .distillation.trainer import DistillationTrainer, copy_weights, last_checkpoint
@@ -69,13 +70,13 @@ class StageResult:
     name: str
     steps: int
     loss: float
-    acceptance: dict[str, AcceptanceCounts]
+    acceptance: dict[str, Acceptance]
     curve: tuple[dict[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures."""
         acceptance = {
-            category: {**asdict(counts), "acceptance_length": counts.acceptance_length}
+            category: asdict(counts) | {"depth": len(counts.drafted_at), "acceptance_length": counts.acceptance_length}
             for category, counts in self.acceptance.items()
         }
         told = {"name": self.name, "steps": self.steps, "loss": self.loss, "acceptance": acceptance}
@@ -86,8 +87,8 @@ class StageResult:
         """What `to_dict` gave."""
         acceptance = {}
         for category, figures in stored["acceptance"].items():
-            counts = {name: value for name, value in figures.items() if name != "acceptance_length"}
-            acceptance[category] = AcceptanceCounts(**counts)
+            counts = {each.name: figures[each.name] for each in fields(Acceptance) if each.name in figures}
+            acceptance[category] = Acceptance.of([Acceptance(**counts)])  # whose lists are tuples
         curve = tuple(stored.get("curve", ()))
         return cls(stored["name"], stored["steps"], stored["loss"], acceptance, curve)
 

@@ -131,7 +131,7 @@ def compare_texts(
         texts=texts,
         prompt_lengths=[prompt["input_ids"].shape[1] for prompt in prompts],
         differences=differences,
-        acceptance_length=Acceptance.of(drafted).length or 0.0,
+        acceptance_length=Acceptance.of(drafted).acceptance_length,
         loops=dict(loops),
         plain_s=seconds[0],
         speculative_s=seconds[1],

@@ -25,9 +25,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...checkpoints import read_checkpoint, write_checkpoint
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import CheckpointError, TrainingError, first_line
+from ...stats import Acceptance
 from ...trees.shape import DraftShape
 from ..data.packing import collate
-from .evaluation import AcceptanceCounts, EvaluationPrompt, EvaluationSettings, measure_acceptance, total
+from .evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .known_texts import KnownTexts, TextRounds, acceptance_length, rounds_of, served_error, served_length
 from .optimizers import OptimizerSettings, make_optimizer
 from .training_model import DistillationModel, LossOutput, packed
@@ -69,7 +70,7 @@ class DistillationTrainer(Trainer):
         self.evaluation = evaluation or EvaluationSettings()
         self.optimizer_settings = optimizer_settings or OptimizerSettings()
         self._running: dict[str, float] = {}
-        self._measured: dict[int | None, dict[str, AcceptanceCounts]] = {}  # by step
+        self._measured: dict[int | None, dict[str, Acceptance]] = {}  # by step
         super().__init__(
             model=model,
             args=args,
@@ -151,13 +152,12 @@ class DistillationTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Served acceptance on the held-out prompts, split over processes."""
         measured = self._measured[self.state.global_step] = self.measure()
-        depth = self.evaluation.depth
-        summed = total(measured, depth)
+        summed = Acceptance.of(measured.values())
         metrics = {
             f"{metric_key_prefix}_acceptance_length": summed.acceptance_length,
             f"{metric_key_prefix}_acceptance_error": summed.standard_error,
         }
-        for position, value in enumerate(summed.cumulative_acceptance):
+        for position, value in enumerate(summed.cumulative):
             metrics[f"{metric_key_prefix}_acceptance_at_{position + 1}"] = value
         for category, counts in measured.items():
             metrics[f"{metric_key_prefix}_acceptance_length_{category}"] = counts.acceptance_length
@@ -180,25 +180,21 @@ class DistillationTrainer(Trainer):
         everybodys = gather_object([mine])
         return [[text for rounds in of_one for text in rounds] for of_one in zip(*everybodys, strict=True)]
 
-    def measure_best(self) -> dict[str, AcceptanceCounts]:
+    def measure_best(self) -> dict[str, Acceptance]:
         """Acceptance of the drafter that training ended with: the last one, or a better one that was loaded."""
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
         return self._measured[best] if best in self._measured else self.measure()
 
-    def measure(self) -> dict[str, AcceptanceCounts]:
+    def measure(self) -> dict[str, Acceptance]:
         """Acceptance by category, the same on every process."""
         drafter = self.accelerator.unwrap_model(self.model).drafter
         mine = self.prompts[self.args.process_index :: self.args.world_size]
         found = measure_acceptance(drafter, mine, self.evaluation, self.on_measured)
         if self.args.world_size == 1:
             return found
-        merged = {
-            category: AcceptanceCounts(self.evaluation.depth) for category in sorted({p.category for p in self.prompts})
-        }
-        for of_one in gather_object([found]):
-            for category, counts in of_one.items():
-                merged[category].add(counts)
-        return merged
+        everybodys = gather_object([found])
+        categories = sorted({prompt.category for prompt in self.prompts})
+        return {category: Acceptance.of(of_one.get(category) for of_one in everybodys) for category in categories}
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
