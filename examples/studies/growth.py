@@ -28,18 +28,19 @@ from torch.nn import functional as F
 
 from eagle31_hf.cli.bench import conditions_text
 from eagle31_hf.cli.bench_run import list_of
-from eagle31_hf.cli.measuring import DeviceOption, DTypeOption, finish, progress_bar
+from eagle31_hf.cli.measuring import finish, progress_bar
 from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors
-from eagle31_hf.cli.pairs import device_named
+from eagle31_hf.cli.pairs import DeviceName, DTypeName, device_named
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.bare import describe_machine
 from eagle31_hf.evidence.prompt_batches import PromptBatch
+from eagle31_hf.evidence.provenance import describe_device
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.evidence.tables import make_table
 from eagle31_hf.generation_config import FIXED_DEPTH
 from eagle31_hf.target.device_clock import now
+from eagle31_hf.target.precision import SHORT_NAMES
 from eagle31_hf.trees.shape import DraftShape
 
 CONTEXTS = (512, 2048, 8192, 32768)
@@ -261,15 +262,16 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds timed after each context.")] = 30,
     tree_width: Annotated[int, typer.Option(min=1, help="Children per draft token; 1 drafts a chain.")] = 1,
     tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with a tree.")] = 24,
-    dtype: DTypeOption = "fp32",
-    device: DeviceOption = "auto",
+    dtype: Annotated[DTypeName, typer.Option(help="Precision.")] = "fp32",
+    device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
     """What of a round grows with the context, and what it allocates, on a small random target."""
     lengths = [int(part) for part in contexts.split(",")]
     check_growth(lengths, rounds)
-    drafter = small_drafter(torch.float32 if dtype == "auto" else getattr(torch, dtype), device_named(device))
+    precision = torch.float32 if dtype in ("auto", "stored") else getattr(torch, SHORT_NAMES.get(dtype, dtype))
+    drafter = small_drafter(precision, device_named(device))
     size = tree_size if tree_width > 1 else 0
     shape = DraftShape(depth=FIXED_DEPTH, top_k=tree_width, size=size)
     out = make_console()
@@ -280,7 +282,8 @@ def main(
             progress.refresh()
 
         records = measure_growth(drafter, shape, lengths, rounds=rounds, on_context=show)
-    machine = describe_machine(drafter.require_binding())
+    binding = drafter.require_binding()
+    machine = describe_device(binding.head_device, binding.model.dtype)
     out.print(conditions_text("small random target", machine))
     out.print(growth_table(records))
     rows = [{**each.to_dict(), "growth": growth(records[0], each)} for each in records]

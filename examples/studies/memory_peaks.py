@@ -26,16 +26,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from eagle31_hf.cli.bench import conditions_text
-from eagle31_hf.cli.measuring import DeviceOption, DTypeOption, finish, progress_bar
+from eagle31_hf.cli.measuring import finish, progress_bar
 from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors, writable_json
-from eagle31_hf.cli.pairs import device_named
+from eagle31_hf.cli.pairs import DeviceName, DTypeName, device_named
 from eagle31_hf.decoding.memory_ladder import is_out_of_memory
 from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafter.packed_linear import bitsandbytes
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.bare import describe_device, requested_shape
+from eagle31_hf.evidence.bare import requested_shape
 from eagle31_hf.evidence.prompt_batches import PromptBatch, batches_of
+from eagle31_hf.evidence.provenance import describe_device, software
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, target_config, write_synthetic
 from eagle31_hf.evidence.tables import make_table
 from eagle31_hf.memory import MemoryPlan, plan_memory
@@ -44,6 +45,7 @@ from eagle31_hf.memory.drafter_facts import USUAL_DRAFT_VOCABULARY
 from eagle31_hf.memory.ledger import RUNNING
 from eagle31_hf.memory.quantization_schemes import SCHEMES
 from eagle31_hf.memory.weight_bytes import storage_bytes
+from eagle31_hf.target.precision import SHORT_NAMES
 
 NEW_TOKENS, SHORTEST_PROMPT = 32, 4
 ACCEPTANCE = (0.8,)
@@ -364,8 +366,8 @@ def main(
         Path | None,
         typer.Option("--out", dir_okay=False, callback=writable_json, help="Also write the table as a Markdown page."),
     ] = None,
-    dtype: DTypeOption = "bf16",
-    device: DeviceOption = "auto",
+    dtype: Annotated[DTypeName, typer.Option(help="Precision.")] = "bf16",
+    device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -376,7 +378,7 @@ def main(
             f"targets of 8 and 70 billion parameters are for a CUDA card, and this is a {place.type}; pass --synthetic "
             "with a small target, e.g. hidden=512,layers=4"
         )
-    precision = torch.bfloat16 if dtype in ("auto", "stored") else getattr(torch, dtype)
+    precision = torch.bfloat16 if dtype in ("auto", "stored") else getattr(torch, SHORT_NAMES.get(dtype, dtype))
     runs = RUNS if synthetic is None else runs_on(synthetic, context)
     out = make_console()
     with progress_bar(out) as (progress, task):
@@ -386,7 +388,8 @@ def main(
             progress.refresh()
 
         measured = measure_peaks(runs, dtype=precision, device=place, on_run=show)
-    machine = {**describe_device(place, precision), "bitsandbytes": bitsandbytes().__version__}
+    versions = {name: software()[name] for name in ("torch", "transformers", "python")}
+    machine = {**describe_device(place, precision), **versions, "bitsandbytes": bitsandbytes().__version__}
     out.print(conditions_text("random weights" if synthetic is None else f"random weights, {synthetic}", machine))
     out.print(memory_table(measured))
     for note in memory_notes(measured):

@@ -13,16 +13,16 @@ from torch import Tensor
 from ..demo import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
-from ..evidence.bare import describe_machine
 from ..evidence.loop_report import loop_parts
 from ..evidence.pair import measure_loops
+from ..evidence.provenance import describe_device
 from ..evidence.run_settings import RunSettings
 from ..evidence.synthetic import random_target, target_config
 from ..generation_config import USUAL_TREE
 from ..target.precision import quick_dtype
 from ..texts.prompts import read_prompts
 from .bench_acceptance import acceptance as acceptance_command
-from .bench_run import run
+from .bench_run import list_of, run
 from .measuring import finish, progress_bar
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors
@@ -42,19 +42,16 @@ SYNTHETIC_PROMPT_TOKENS = 128
 DEFAULT_ACCEPTANCE = (0.8, 0.75, 0.7, 0.65, 0.6)
 
 
-def _whole_numbers(text: str) -> str:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"got {text!r}; wanted positive whole numbers, e.g. 1,4,16")
-    return text
-
-
-def _numbers(text: str | None) -> str | None:
-    try:
-        [float(part) for part in (text or "0").split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"got {text!r}; wanted probabilities, e.g. 0.8,0.7,0.6") from error
-    return text
+BatchesOption = Annotated[
+    str, typer.Option(callback=list_of(int, "positive whole numbers, e.g. 1,4,16", at_least=1), help="Batch sizes.")
+]
+AcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=list_of(float, "probabilities, e.g. 0.8,0.7,0.6"),
+        help="With --synthetic: chance of each draft position.",
+    ),
+]
 
 
 @app.command()
@@ -69,7 +66,7 @@ def loop(
     limit: Annotated[int, typer.Option(min=1, help="Most prompts to take, spread over the rows.")] = 40,
     new_tokens: Annotated[int, typer.Option(min=3, help="Tokens written to each prompt, no more and no fewer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    batch: Annotated[str, typer.Option(callback=_whole_numbers, help="Batch sizes.")] = "1,4,16",
+    batch: BatchesOption = "1,4,16",
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes over the prompts.")] = 5,
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens drafted in a round; default: as the drafter decides.")
@@ -81,9 +78,7 @@ def loop(
         str | None,
         typer.Option(help="Random target instead: llama-8b, a config.json, or hidden=4096,layers=32,…"),
     ] = None,
-    acceptance: Annotated[
-        str | None, typer.Option(callback=_numbers, help="With --synthetic: chance of each draft position.")
-    ] = None,
+    acceptance: AcceptanceOption = None,
     four_bit: Annotated[bool, typer.Option("--four-bit", help="With --synthetic: NF4 weights.")] = False,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
@@ -171,7 +166,8 @@ def _run_loop(subject: Subject, settings: RunSettings, json_path: Path | None) -
             progress.refresh()
 
         summary, records = measure_loops(subject.drafter, subject.prompts, settings, show)
-    machine = describe_machine(subject.drafter.require_binding())
+    binding = subject.drafter.require_binding()
+    machine = describe_device(binding.head_device, binding.model.dtype)
     told = {name: getattr(settings, name) for name in SETTINGS_TOLD}
     record = {"bench": "loop", "target": subject.name, **machine}
     record |= {"settings": {**told, "temperature": settings.temperatures[0], "warping": {}}}

@@ -6,11 +6,11 @@ import time
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..drafter.drafter import Eagle31Drafter
 from ..evidence.known_texts import DrafterAcceptance, acceptance_of
+from ..evidence.tables import DataTable
 from ..texts.prompts import embedded_prompts, read_prompts
 from ..training.distillation.evaluation import EvaluationPrompt
 from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts
@@ -95,14 +95,12 @@ def _table(found: list[DrafterAcceptance]) -> Table:
     """Of one setting."""
     drafts = "chains of" if found[0].tree_width == 1 else f"trees of {found[0].tree_size} tokens, depth"
     title = f"temperature {found[0].temperature:g}, {drafts} {found[0].draft_tokens}"
-    table = Table(box=SIMPLE_HEAD, show_edge=False, title=title, title_justify="left")
-    table.add_column("drafter", overflow="fold")
-    for column in ("accepted", "95 %", "to the first", "95 %"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for each in found:
-        ratio = "" if each.ratio is None else f"{each.ratio:.3f}×"
-        table.add_row(each.name, f"{each.length:.3f}", _span(each.interval), ratio, _span(each.ratio_interval))
-    return table
+    rows = tuple(
+        (each.name, f"{each.length:.3f}", _span(each.interval), "" if each.ratio is None else f"{each.ratio:.3f}×",
+         _span(each.ratio_interval))
+        for each in found
+    )  # fmt: skip
+    return DataTable(title, ("drafter", "accepted", "95 %", "to the first", "95 %"), rows).on_terminal()
 
 
 def _span(interval: tuple[float, float] | None) -> str:

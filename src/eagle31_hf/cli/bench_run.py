@@ -31,12 +31,12 @@ from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair, write_pl
 from .plan import print_decision
 
 
-def list_of(kind: Callable[[str], Any], wanted: str, at_least: int = 0) -> Callable[[str], str]:
-    """A check of an option that holds numbers with commas between them."""
+def list_of(kind: Callable[[str], Any], wanted: str, at_least: int = 0) -> Callable[[str | None], str | None]:
+    """A check of an option that holds numbers with commas between them, where it is given."""
 
-    def check(text: str) -> str:
+    def check(text: str | None) -> str | None:
         try:
-            values = [kind(part) for part in text.split(",")]
+            values = [kind(part) for part in text.split(",")] if text is not None else []
         except ValueError:
             values = [-1]
         if any(not value >= at_least for value in values):

@@ -1,4 +1,4 @@
-"""What the commands that measure share: precision and device, a bar drawn between measurements, figures at the end."""
+"""What the commands that measure share: a bar drawn between measurements, figures at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -15,28 +15,6 @@ from rich.progress import Progress, TaskID
 from ..evidence.provenance import origin
 from ..evidence.tables import json_line
 from .options import write_json
-from .pairs import DeviceName
-
-DTYPES = {
-    "auto": "auto",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
-}
-
-
-def _dtype(word: str) -> str:
-    if word not in DTYPES:
-        raise typer.BadParameter(f"got {word!r}; wanted one of {', '.join(DTYPES)}")
-    return DTYPES[word]
-
-
-DTypeOption = Annotated[str, typer.Option(callback=_dtype, help="auto (as stored), bf16, fp16 or fp32.")]
-DeviceOption = Annotated[DeviceName, typer.Option(help="Where to run.")]
-
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[tuple[Progress, TaskID]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..evidence.calls import DIFFERENT, SAME, SAMPLED, TIE, Verdict
-from ..evidence.run_tables import speedup_text
+from ..evidence.run_tables import ceiling_text, number_text, speedup_text
 from ..evidence.summary import MethodSummary, RunSummary
-from ..evidence.tables import without_empty_columns
+from ..evidence.tables import DataTable
 from ..serving.text import IncrementalDecoder
 from ..stats import SpeculationStats
 from .options import WIDTH, count
@@ -77,23 +76,20 @@ def conditions_line(summary: RunSummary) -> Text:
 
 def pair_table(summary: RunSummary) -> Table:
     """Plain decoding and EAGLE, both without and with graphs, and how fast a loop that costs nothing would be."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in ("tokens/s", "spread", "speedup", "ceiling", "accepts"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("same text", min_width=9)
-    for method in summary.methods:
-        speed, accepts = method.tok_per_s, method.acceptance_length if method.drafts else None
-        table.add_row(
+    rows = tuple(
+        (
             shown_name(method.method),
-            f"{speed.median:.1f}",
-            f"{speed.low:.0f}–{speed.high:.0f}",
+            f"{method.tok_per_s.median:.1f}",
+            f"{method.tok_per_s.low:.0f}–{method.tok_per_s.high:.0f}",
             speedup_text(method),
-            "" if method.ceiling is None else f"{method.ceiling:.2f}×",
-            "" if accepts is None else f"{accepts:.2f}",
+            ceiling_text(method),
+            number_text(method.acceptance_length if method.drafts else None, ".2f"),
             _verdict(method),
         )
-    return without_empty_columns(table)
+        for method in summary.methods
+    )
+    headings = ("", "tokens/s", "spread", "speedup", "ceiling", "accepts", "same text")
+    return DataTable("", headings, rows).filled().on_terminal()
 
 
 def shown_name(method: str) -> str:
@@ -102,13 +98,13 @@ def shown_name(method: str) -> str:
     return " ".join(("EAGLE", *compiled)) if kind in ("chain", "tree", "stock") else method
 
 
-def _verdict(method: MethodSummary) -> Text:
+def _verdict(method: MethodSummary) -> str:
     found = method.verdicts
     if found[DIFFERENT]:
-        return Text("NO", style="bold red")
+        return "NO"
     if found[SAMPLED]:
-        return Text("another draw")
-    return Text("yes, up to ties" if found[TIE] else "yes" if found[SAME] else "", style="green")
+        return "another draw"
+    return "yes, up to ties" if found[TIE] else "yes" if found[SAME] else ""
 
 
 def pair_notes(summary: RunSummary) -> list[Text]:

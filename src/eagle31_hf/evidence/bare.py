@@ -1,17 +1,10 @@
-"""What bare figures are asked about: drafts by a loop's settings, how deep they were, and on which machine."""
+"""What bare figures are asked about: drafts by a loop's settings, and how deep they were."""
 
 from __future__ import annotations
-
-import platform
-from typing import Any
-
-import torch
-import transformers
 
 from ..decoding.default_length import default_length
 from ..drafter.drafter import Eagle31Drafter
 from ..stats import Acceptance, SpeculationStats
-from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
 
 
@@ -34,20 +27,3 @@ def drafted_depths(stats: SpeculationStats | Acceptance | None) -> dict[int, flo
     reached = [stats.rounds, *stats.drafted_at, 0]
     ended = {depth: reached[depth] - reached[depth + 1] for depth in range(len(reached) - 1)}
     return {depth: count / stats.rounds for depth, count in ended.items() if count}
-
-
-def describe_machine(binding: TargetBinding) -> dict[str, Any]:
-    """What a figure depends on beside the models."""
-    return describe_device(binding.head_device, binding.model.dtype)
-
-
-def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The same before any model is there."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }

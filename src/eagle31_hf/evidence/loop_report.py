@@ -14,9 +14,9 @@ from rich.text import Text
 from ..decoding.calibration.bare_meter import BareCosts
 from .calls import SAMPLED, CallRecord
 from .ratios import speeds
-from .run_tables import run_notes, shares_table, speed_table, text_table
+from .run_tables import run_notes, setting_tables
 from .summary import MethodSummary, RunSummary
-from .tables import make_table
+from .tables import DataTable
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,7 @@ def loop_parts(summary: RunSummary, records: Sequence[LoopRecord], *, synthetic:
     """What to print: the ceiling first, then speeds, then where a round's time goes."""
     yield _ceiling_table(records)
     for setting in summary.settings:
-        for table_of in (speed_table, shares_table, text_table):
-            yield table_of(setting, summary.of(setting))
+        yield from setting_tables(setting, summary.of(setting))
     yield _round_table(records)
     notes = run_notes(summary)
     if synthetic:
@@ -143,36 +142,29 @@ def loop_parts(summary: RunSummary, records: Sequence[LoopRecord], *, synthetic:
 
 def _ceiling_table(records: Sequence[LoopRecord]) -> Table:
     """The speedup of loops that cost nothing, and the bare forwards it is made of."""
-    headings = ("accepts", "plain", "verify (of)", "drafter steps", "ceiling")  # 80 columns are full
-    table = make_table(
-        "Theoretical ceiling, from bare forwards in ms (of so many tokens)", ("method", "batch"), headings
-    )
-    for record in records:
-        if (bare := record.bare) is not None:
-            table.add_row(
-                record.name,
-                str(record.batch_size),
-                f"{record.acceptance_length:.2f}",
-                _ms(record.plain_step_s),
-                f"{_ms(bare.verify_s)} ({bare.verified_tokens:.3g})",
-                f"{_ms(bare.absorb_s)} + {bare.further_steps:.3g} × {_ms(bare.drafter_step_s)}",
-                Text(f"{record.ceiling:.2f}×", style="bold"),
-            )
-    return table
+    rows = tuple(
+        (record.name, str(record.batch_size), f"{record.acceptance_length:.2f}", _ms(record.plain_step_s),
+         f"{_ms(bare.verify_s)} ({bare.verified_tokens:.3g})",
+         f"{_ms(bare.absorb_s)} + {bare.further_steps:.3g} × {_ms(bare.drafter_step_s)}", f"{record.ceiling:.2f}×")
+        for record in records
+        if (bare := record.bare) is not None
+    )  # fmt: skip
+    headings = ("method", "batch", "accepts", "plain", "verify (of)", "drafter steps", "ceiling")  # 80 columns are full
+    caption = "Theoretical ceiling, from bare forwards in ms (of so many tokens)"
+    return DataTable(caption, headings, rows).on_terminal(left=2)
 
 
 def _round_table(records: Sequence[LoopRecord]) -> Table:
     """Where a round's time goes, and how much of it the bare forwards need."""
-    table = make_table(
-        "Where a round's ms go", ("method", "batch"), ("draft", "verify", "rest", "round", "bare", "round/bare")
-    )
+    rows = []
     for record in records:
         parts, bare, overhead = record.summary.round_parts, record.bare, record.round_over_bare
         if parts is not None and bare is not None and overhead is not None:
             cells = (parts.draft_ms, parts.verify_ms, parts.other_ms, parts.total_ms, bare.round_s * 1e3)
             figures = (f"{value:.3g}" for value in cells)
-            table.add_row(record.name, str(record.batch_size), *figures, Text(f"{overhead:.2f}", style="bold"))
-    return table
+            rows.append((record.name, str(record.batch_size), *figures, f"{overhead:.2f}"))
+    headings = ("method", "batch", "draft", "verify", "rest", "round", "bare", "round/bare")
+    return DataTable("Where a round's ms go", headings, tuple(rows)).on_terminal(left=2)
 
 
 def _ms(seconds: float) -> str:

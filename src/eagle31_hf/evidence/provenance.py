@@ -83,12 +83,18 @@ def checkout_of(folder: Path) -> tuple[str, list[str]]:
 
 def machine(binding: TargetBinding) -> dict[str, Any]:
     """Device, processor and how many threads of it."""
-    device = binding.head_device
+    told = describe_device(binding.head_device, binding.model.dtype)
+    return {"device": told["device"], "processor": processor_name(), "threads": told["threads"]} | {
+        "system": platform.system()
+    }
+
+
+def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a figure depends on beside models, versions and processor."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "processor": processor_name(),
         "threads": torch.get_num_threads(),
-        "system": platform.system(),
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 

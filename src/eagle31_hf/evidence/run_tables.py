@@ -1,8 +1,9 @@
-"""A run's figures and a comparison of two, for the terminal."""
+"""A run's figures and a comparison of two: what tables say of them, on a terminal and on a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
@@ -11,19 +12,97 @@ from .comparing import PROCESSES_DIFFER, ComparedRuns
 from .ratios import spread_texts, times_text
 from .record_file import Records
 from .summary import MethodSummary, RunSummary, Setting, exact_text
-from .tables import make_table, without_empty_columns
+from .tables import REFUSED, DataTable
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of methods: its heading on a terminal and on a page, and what it is, empty where there is none."""
+
+    heading: str
+    on_page: str
+    cell: Callable[[MethodSummary], str]
+
+
+def number_text(value: float | None, spec: str) -> str:
+    """A figure with so many digits; empty where there is none."""
+    return "" if value is None else format(value, spec)
+
+
+def speedup_text(method: MethodSummary) -> str:
+    return times_text(method.speedup) or REFUSED
+
+
+def ceiling_text(method: MethodSummary) -> str:
+    return "" if method.ceiling is None else f"{method.ceiling:.2f}×"
+
+
+def _by_drafter(method: MethodSummary) -> str:
+    """Where nothing is compiled it is the speedup."""
+    return times_text(method.by_drafter) if method.drafts and method.compiled else ""
+
+
+def _of_ceiling(method: MethodSummary) -> str:
+    known = method.ceiling is not None and method.speedup is not None
+    return f"{method.speedup.median / method.ceiling:.0%}" if known else ""  # type: ignore[union-attr, operator]
+
+
+def _peak(method: MethodSummary) -> str:
+    return "" if method.peak_bytes is None else f"{method.peak_bytes / 1e9:.2f} GB"
+
+
+_TABLES = {
+    "against plain generate": (
+        Column("tokens/s", "tokens/s", lambda method: f"{method.tok_per_s.median:.1f}"),
+        Column("speedup", "speedup", speedup_text),
+        Column("spread", "spread", lambda method: spread_texts(method.speedup)[0]),
+        Column("95 %", "95 % over prompts", lambda method: spread_texts(method.speedup)[1]),
+        Column("accepts", "acceptance length", lambda method: number_text(method.acceptance_length, ".2f")),
+    ),
+    "where the speedup comes from": (
+        Column("compiler", "by compiling", lambda method: times_text(method.by_compiler)),
+        Column("drafter", "by drafts", _by_drafter),
+        Column("ceiling", "ceiling", ceiling_text),
+        Column("of ceiling", "of ceiling", _of_ceiling),
+    ),
+    "how the text comes": (
+        Column("begins", "first token", lambda method: f"{method.first_token_s * 1e3:.0f} ms"),
+        Column("slow 5 %", "slowest 5 %, tokens/s", lambda method: number_text(method.slow_tok_per_s, ".1f")),
+        Column("varies", "variation", lambda method: number_text(method.variation, ".2f")),
+        Column("answers", "answers", lambda method: exact_text(method.verdicts)),
+        Column("peak", "peak of memory", _peak),
+        Column("J/token", "J per token", lambda method: number_text(method.joules_per_token, ".2f")),
+        Column("per 1M", "price of 1M accepted tokens", lambda m: number_text(m.price_per_million, ".2f")),
+    ),
+}
+"""Speeds and how sure they are; what of them is the compiler's and what the drafter's, and the most that bare rounds
+allow; what a reader notices, and what it takes."""
+
+
+def method_tables(methods: Sequence[MethodSummary], *, on_page: bool = False) -> list[DataTable]:
+    """The figures of methods in one setting."""
+    tables = []
+    for caption, columns in _TABLES.items():
+        cells = ((method.method, *(column.cell(method) for column in columns)) for method in methods)
+        if rows := tuple(row for row in cells if any(row[1:])):
+            headings = ("method", *(column.on_page if on_page else column.heading for column in columns))
+            shown = caption[0].upper() + caption[1:] if on_page else caption
+            tables.append(DataTable(shown, headings, rows).filled("–" if on_page else ""))
+    return tables
+
+
+def setting_tables(setting: Setting, methods: Sequence[MethodSummary]) -> Iterator[Table]:
+    """The same on a terminal."""
+    for table in method_tables(methods):
+        yield DataTable(f"{setting}: {table.caption}", table.headings, table.rows).on_terminal()
 
 
 def run_parts(summary: RunSummary) -> Iterator[Text | Table]:
-    """Conditions, a table per setting, acceptance, categories, notes."""
+    """Conditions, tables per setting, categories, notes."""
     yield _conditions(summary)
     for setting in summary.settings:
         methods = summary.of(setting)
-        yield speed_table(setting, methods)
-        shares = shares_table(setting, methods)
-        if shares.rows:
-            yield shares
-        yield text_table(setting, methods)
+        yield from setting_tables(setting, methods)
         if any(len(method.categories) > 1 for method in methods):
             yield category_table(setting, methods)
     for note in run_notes(summary):
@@ -41,79 +120,20 @@ def _conditions(summary: RunSummary) -> Text:
     )
 
 
-def speed_table(setting: Setting, methods: list[MethodSummary]) -> Table:
-    """Speeds, and how sure they are."""
-    headings = ("tokens/s", "speedup", "spread", "95 %", "accepts")
-    table = make_table(f"{setting}: against plain generate", ("method",), headings)
-    for method in methods:
-        accepts = method.acceptance_length
-        table.add_row(
-            method.method,
-            f"{method.tok_per_s.median:.1f}",
-            speedup_text(method),
-            *spread_texts(method.speedup),
-            "" if accepts is None else f"{accepts:.2f}",
-        )
-    return table
-
-
-def shares_table(setting: Setting, methods: list[MethodSummary]) -> Table:
-    """What of a speedup is the compiler's and what the drafter's, and the most that bare rounds allow."""
-    table = make_table(
-        f"{setting}: where the speedup comes from", ("method",), ("compiler", "drafter", "ceiling", "of ceiling")
-    )
-    has_compiled = any(method.is_compiled for method in methods)
-    for method in methods:
-        drafter = times_text(method.by_drafter) if method.drafts and has_compiled else ""
-        ceiling, reached = "", ""
-        if method.ceiling is not None:
-            ceiling = f"{method.ceiling:.2f}×"
-            reached = "" if method.speedup is None else f"{method.speedup.median / method.ceiling:.0%}"
-        if any(told := (times_text(method.by_compiler), drafter, ceiling, reached)):
-            table.add_row(method.method, *told)
-    return without_empty_columns(table)
-
-
-def speedup_text(method: MethodSummary) -> Text:
-    if method.speedup is None:
-        return Text("refused", style="bold red")
-    return Text(f"{method.speedup.median:.2f}×", style="bold")
-
-
-def text_table(setting: Setting, methods: list[MethodSummary]) -> Table:
-    """What a reader notices: when the text begins, how steadily it comes, whether it is right; and what it takes."""
-    headings = ("begins", "slow 5 %", "varies", "answers", "peak", "J/token", "per 1M")
-    table = make_table(f"{setting}: how the text comes", ("method",), headings)
-    for method in methods:
-        table.add_row(
-            method.method,
-            f"{method.first_token_s * 1e3:.0f} ms",
-            "" if method.slow_tok_per_s is None else f"{method.slow_tok_per_s:.1f}",
-            "" if method.variation is None else f"{method.variation:.2f}",
-            exact_text(method.verdicts),
-            "" if method.peak_bytes is None else f"{method.peak_bytes / 1e9:.2f} GB",
-            "" if method.joules_per_token is None else f"{method.joules_per_token:.2f}",
-            "" if method.price_per_million is None else f"{method.price_per_million:.2f}",
-        )
-    return without_empty_columns(table)
-
-
 def category_table(setting: Setting, methods: list[MethodSummary]) -> Table:
     """Speedup and acceptance length of each category."""
     drafting = [method for method in methods if method.drafts]
-    table = make_table(
-        f"{setting}: speedup (acceptance length) by category", ("category",), [method.method for method in drafting]
-    )
-    for column in table.columns[1:]:  # a narrow terminal gets both figures, below each other
-        column.no_wrap = False
+    rows = []
     for name in dict.fromkeys(name for method in drafting for name in method.categories):
         cells = []
-        for method in drafting:
-            part = method.categories.get(name)
+        for part in (method.categories.get(name) for method in drafting):
             accepts = "" if part is None or part.acceptance_length is None else f" ({part.acceptance_length:.2f})"
-            cells.append("" if part is None else f"{times_text(part.speedup) or 'refused'}{accepts}")
-        table.add_row(name, *cells)
-    return table
+            cells.append("" if part is None else speedup_text(part) + accepts)
+        rows.append((name, *cells))
+    headings = ("category", *(method.method for method in drafting))
+    caption = f"{setting}: speedup (acceptance length) by category"
+    # A narrow terminal gets both figures, below each other.
+    return DataTable(caption, headings, tuple(rows)).on_terminal(wraps=True)
 
 
 def run_notes(summary: RunSummary) -> list[str]:
@@ -143,20 +163,14 @@ def run_notes(summary: RunSummary) -> list[str]:
 
 
 def _compared_table(title: str, setting: Setting, compared: ComparedRuns) -> Table:
-    table = make_table(title, ("method", "figure"), ("before", "after", "ratio", "95 %", "verdict"))
-    styles = {"better": "green", "worse": "red"}
-    for found in compared.differences:
-        if found.setting == setting:
-            table.add_row(
-                found.method,
-                found.what.removesuffix(" length"),
-                f"{found.before:.2f}",
-                f"{found.after:.2f}",
-                f"{found.ratio:.3f}",
-                f"{found.interval[0]:.2f}–{found.interval[1]:.2f}",
-                Text(found.verdict, style=styles.get(found.verdict, "dim")),
-            )
-    return table
+    rows = tuple(
+        (found.method, found.what.removesuffix(" length"), f"{found.before:.2f}", f"{found.after:.2f}",
+         f"{found.ratio:.3f}", f"{found.interval[0]:.2f}–{found.interval[1]:.2f}", found.verdict)
+        for found in compared.differences
+        if found.setting == setting
+    )  # fmt: skip
+    headings = ("method", "figure", "before", "after", "ratio", "95 %", "verdict")
+    return DataTable(title, headings, rows).on_terminal(left=2)
 
 
 def compared_parts(compared: ComparedRuns, before: Records, after: Records) -> Iterator[Text | Table]:

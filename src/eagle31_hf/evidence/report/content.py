@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..ratios import spread_texts, times_text
 from ..record_file import Records
-from ..run_tables import run_notes
-from ..summary import MethodSummary, RunSummary, Setting, exact_text, summarise
-from .plots import DataTable, Plot, draw_all
+from ..run_tables import method_tables, number_text, run_notes
+from ..summary import MethodSummary, RunSummary, Setting, summarise
+from ..tables import DataTable
+from .plots import Plot, draw_all
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _section(anchor: str, records: Records, price_per_hour: float | None) -> Sec
 
 def _part(anchor: str, setting: Setting, summary: RunSummary, ledger: dict[str, Any] | None) -> Part:
     methods = summary.of(setting)
-    tables = [_speeds(methods), _reading(methods)]
+    tables = method_tables(methods, on_page=True)
     if any(method.thinking.rounds for method in methods):
         tables.append(_thinking(methods))
     title = str(setting)
@@ -102,48 +102,10 @@ def _words(methods: Sequence[MethodSummary]) -> str:
     return words.strip()
 
 
-def _speeds(methods: Sequence[MethodSummary]) -> DataTable:
-    headings = ("method", "tokens/s", "speedup", "spread", "95 % over prompts", "by compiling", "by drafts",
-                "acceptance length", "answers")  # fmt: skip
-    rows = []
-    for method in methods:
-        accepts = method.acceptance_length
-        cells = (
-            method.method,
-            f"{method.tok_per_s.median:.1f}",
-            "refused" if method.speedup is None else f"{method.speedup.median:.2f}×",
-            *spread_texts(method.speedup),
-            times_text(method.by_compiler),
-            times_text(method.by_drafter) if method.drafts else "",
-            "" if accepts is None else f"{accepts:.2f}",
-            exact_text(method.verdicts),
-        )
-        rows.append(cells)
-    return _filled("Speed against plain generate", headings, rows)
-
-
-def _reading(methods: Sequence[MethodSummary]) -> DataTable:
-    headings = ("method", "first token, ms", "slowest 5 %, tokens/s", "variation", "peak, GB", "J per token",
-                "price of 1M accepted tokens")  # fmt: skip
-    rows = [
-        (
-            method.method,
-            f"{method.first_token_s * 1e3:.0f}",
-            _number(method.slow_tok_per_s, ".1f"),
-            _number(method.variation, ".2f"),
-            _number(None if method.peak_bytes is None else method.peak_bytes / 1e9, ".2f"),
-            _number(method.joules_per_token, ".2f"),
-            _number(method.price_per_million, ".2f"),
-        )
-        for method in methods
-    ]
-    return _filled("How the text comes, and what it takes", headings, rows)
-
-
 def _thinking(methods: Sequence[MethodSummary]) -> DataTable:
     rows = [
-        (method.method, _number(method.thinking.acceptance_length, ".2f"),
-         _number(method.answering.acceptance_length, ".2f"))
+        (method.method, number_text(method.thinking.acceptance_length, ".2f"),
+         number_text(method.answering.acceptance_length, ".2f"))
         for method in methods
         if method.thinking.rounds or method.answering.rounds
     ]  # fmt: skip
@@ -152,18 +114,6 @@ def _thinking(methods: Sequence[MethodSummary]) -> DataTable:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "s")
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "" if value is None else format(value, spec)
-
-
-def _filled(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> DataTable:
-    """Without columns that no row has anything for; other empty cells get a dash."""
-    kept = [i for i in range(len(headings)) if any(row[i] for row in rows)]
-    return DataTable(
-        caption, tuple(headings[i] for i in kept), tuple(tuple(row[i] or "–" for i in kept) for row in rows)
-    )
 
 
 def _provenance(run: dict[str, Any]) -> DataTable:

@@ -13,6 +13,7 @@ import numpy as np
 from ...errors import ConfigurationError
 from ...stats import WINDOW_TOKENS, window_speeds
 from ..summary import MethodSummary
+from ..tables import DataTable
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#444444", "#B22222")
 """Colours that are told apart by colour-blind readers, too (after Okabe and Ito), and seen on white."""
@@ -24,15 +25,6 @@ STYLE: Any = {  # a dict whose keys matplotlib types one by one
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
     "svg.hashsalt": "eagle31", "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 10,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DataTable:
-    """A caption, headings and rows; the first cell of a row is its heading."""
-
-    caption: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)

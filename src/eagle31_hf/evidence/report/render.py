@@ -8,8 +8,9 @@ from pathlib import Path
 
 from jinja2 import Environment
 
+from ..tables import DataTable
 from .content import Page, Section
-from .plots import DataTable, Plot
+from .plots import Plot
 
 
 def to_html(page: Page) -> str:
