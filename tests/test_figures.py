@@ -180,7 +180,7 @@ def test_sources_are_those_of_the_line_before_those_of_the_section(tmp_path):
 @pytest.mark.slow
 def test_the_table_of_what_fits_is_what_the_planner_says():
     """docs/memory.md's table of contexts, its head and remarks in brackets aside."""
-    from eagle31_hf.memory.report import home_lab_table
+    from home_lab import home_lab_table
 
     def rows(text):
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]

@@ -25,15 +25,10 @@ from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import MOMENTS
-from eagle31_hf.memory.report import (
-    decision_rows,
-    frontier_rows,
-    home_lab_table,
-    ledger_rows,
-    plot_ledger,
-)
+from eagle31_hf.memory.report import decision_rows, frontier_rows, ledger_rows, plot_ledger
 from eagle31_hf.memory.target_facts import read_target, target_fingerprint
 from eagle31_hf.memory.weight_bytes import storage_bytes
+from home_lab import home_lab_table
 
 LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip

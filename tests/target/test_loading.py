@@ -90,8 +90,8 @@ def test_an_unknown_splitting_is_told(tmp_path: Path, caplog: Any, splitting: st
 def test_a_plan_counts_what_is_unpacked_and_is_known_again(gguf_target: Path) -> None:
     plan = plan_memory(str(gguf_target), quantization="fp32", card="RTX 3060", context=128)
     target, _ = load_target(str(gguf_target), dtype="float32", device_map="cpu")
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in target.parameters())
-    assert plan.target.weights.total == weights
+    tensors = (*target.parameters(), *target.buffers())
+    assert plan.target.weights.total == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     plan.check_target(target)
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..checkpoints.files import INDEX_FILE, WEIGHTS_FILE, open_tensors
 from ..checkpoints.json_files import read_json
 from ..errors import CheckpointFormatError
-from .activation_bytes import DecoderShape
-from .quantization_schemes import Quantization
 from .weight_bytes import WeightInventory, WeightTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    Config: TypeAlias = "PreTrainedConfig | PlainDecoder"
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "vocab_size", "max_position_embeddings")  # fmt: skip
@@ -27,35 +31,18 @@ _LEFT_TO_THE_CLASS = re.compile(
 _KNOWN_BUFFER = re.compile(r".*rotary_emb\.inv_freq")  # stored by old versions, made anew by all
 
 
-class PlainDecoder:
-    """A folder that holds a plain decoder.
+class PlainDecoder(SimpleNamespace):
+    """A folder that holds a plain decoder: its `config.json` as transformers would read it, fields as attributes.
 
     Attributes:
-        config: its `config.json`. head_dim: width of a head.
+        dtype: as the file names it.
         inventory: its tensors, rotary tables included.
     """
 
-    def __init__(self, config: dict[str, Any], inventory: WeightInventory):
-        self.config = config
-        self.head_dim: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        self.inventory = inventory
+    inventory: WeightInventory
 
-    def shape(self, packing: Quantization, score_bytes: int) -> DecoderShape:
-        """What `target_facts.decoder_shape` says of its configuration."""
-        layers, kv_heads = self.config["num_hidden_layers"], self.config["num_key_value_heads"]
-        return DecoderShape(
-            hidden_size=self.config["hidden_size"],
-            q_heads=self.config["num_attention_heads"],
-            kv_heads=kv_heads,
-            key_dim=self.head_dim,
-            value_dim=self.head_dim,
-            mlp_units=3 * self.config["intermediate_size"],
-            vocab_size=self.config["vocab_size"],
-            windows=(None,) * layers,
-            element_bytes=packing.dtype_bytes,
-            score_bytes=score_bytes,
-            kv_by_layer=((kv_heads, 2 * self.head_dim),) * layers,
-        )
+    def get_text_config(self, decoder: bool = True) -> PlainDecoder:
+        return self
 
 
 def read_plain_decoder(folder: Path) -> PlainDecoder | None:
@@ -81,7 +68,8 @@ def read_plain_decoder(folder: Path) -> PlainDecoder | None:
     if any(shape != wanted[name] for name, shape in shapes.items()):
         return None
     in_order = {name: shape for name, shape in wanted.items() if name in shapes}
-    return PlainDecoder(config, _inventory(in_order, head_dim, tied))
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return PlainDecoder(**config | {"dtype": dtype, "inventory": _inventory(in_order, head_dim, tied)})
 
 
 def _is_plain(config: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from .folder_facts import Config
 
 _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # GPT-2, OPT, Falcon
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
@@ -35,7 +35,7 @@ class LayerSizes(NamedTuple):
     intermediate_size: int
 
 
-def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
+def sizes_by_layer(config: Config) -> list[LayerSizes]:
     """Sizes of every decoder layer of a model of this configuration, the first layer's first."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "is_heterogeneous", False):
@@ -43,12 +43,12 @@ def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
     return [_layer_sizes(text)] * text.num_hidden_layers
 
 
-def trained_context(config: PreTrainedConfig) -> int | None:
+def trained_context(config: Config) -> int | None:
     """Tokens the model was made for; `None` if its configuration does not tell."""
     return _first(config.get_text_config(decoder=True), _CONTEXT_NAMES)
 
 
-def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
+def _layer_sizes(layer: Config) -> LayerSizes:
     heads, kv_heads = layer.num_attention_heads, _kv_heads(layer)
     intermediate = _first(layer, _INTERMEDIATE_NAMES) or 4 * layer.hidden_size
     if latent := getattr(layer, "kv_lora_rank", None):
@@ -59,11 +59,11 @@ def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
     return LayerSizes(heads, kv_heads, width, width, kv_heads, 2 * width, intermediate)
 
 
-def _kv_heads(layer: PreTrainedConfig) -> int:
+def _kv_heads(layer: Config) -> int:
     if getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False):
         return 1  # Falcon, GPT-BigCode
     return _first(layer, _KV_HEADS_NAMES) or layer.num_attention_heads
 
 
-def _first(config: PreTrainedConfig, names: Sequence[str]) -> Any:
+def _first(config: Config, names: Sequence[str]) -> Any:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 from ..errors import MemoryPlanError
 from .cards import GIB, MIB
 from .ledger import MOMENTS, RUNNING
 from .plan import FrontierPoint, MemoryPlan
-from .planner import plan_memory
 
 LEDGER_COLUMNS = ("term", "size", "alive during", "formula")
-HOME_LAB_CARDS = ("RTX 4090", "RTX A6000")
-HOME_LAB_SCHEMES = ("bf16", "bnb-int8", "bnb-nf4-dq")
 
 
 def size_text(num_bytes: int) -> str:
@@ -73,30 +68,6 @@ def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
         sizes = (size_text(point.peak_bytes) if point and point.fits else "-" for point in found)
         rows.append((f"{context:,}", str(depth), *sizes))
     return rows
-
-
-def home_lab_table(targets: dict[str, Any] | None = None) -> dict[str, dict[tuple[str, str], int]]:
-    """What fits on which card, with a drafter and caches in full precision: by target, then by (card, scheme), tokens
-    of the longest context; 0 where the target does not fit at all.
-
-    Args:
-        targets: name -> anything `plan_memory` takes as target; default `known_targets`.
-    """
-    from .known_targets import known_targets
-
-    targets = targets or {name: known.config for name, known in known_targets().items()}
-    return {
-        name: {pair: _longest_with_drafter(target, *pair) for pair in product(HOME_LAB_CARDS, HOME_LAB_SCHEMES)}
-        for name, target in targets.items()
-    }
-
-
-def _longest_with_drafter(target: Any, card: str, scheme: str) -> int:
-    plan = plan_memory(
-        target, quantization=scheme, card=card, context=2048, draft_tokens=6, prefill_chunk=1024, cache_type="full"
-    )
-    trained = plan.target.max_position_embeddings or plan.longest_context
-    return min(plan.longest_context, trained)
 
 
 def _bars(plan: MemoryPlan, moments: Sequence[str]) -> list[tuple[str, list[float]]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.finding import can_be_hub_id
-from ..checkpoints.gguf_header import GgufHeader, read_gguf_header
+from ..checkpoints.gguf_header import read_gguf_metadata
 from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError, first_line
 from .activation_bytes import DecoderShape
 from .folder_facts import PlainDecoder, read_plain_decoder
@@ -23,6 +23,8 @@ from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inve
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
+
+    from .folder_facts import Config
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
@@ -39,7 +41,7 @@ class TargetFacts:
         fingerprint: of its shape (not of its weights or quantisation).
         weights: bytes by kind; of a loaded model all are `plain`, as measured.
         loaded: the weights are in memory already.
-        packed_file_bytes: of a GGUF file its tensors, which are unpacked while loading.
+        packed_file_bytes: of a GGUF file, whose tensors are unpacked while loading.
     """
 
     name: str
@@ -65,9 +67,9 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
         MemoryPlanError: it cannot be found or read, or lacks a field (named).
     """
     if isinstance(target, (str, Path)) and str(target).endswith(".gguf"):
-        return _facts_of_gguf(Path(target), quantization)
+        return _facts_of_gguf(Path(target), quantization, attention)
     if isinstance(target, (str, Path)) and (found := read_plain_decoder(Path(target))) is not None:
-        return _facts_of_plain_decoder(str(target), found, quantization, attention)
+        return _facts(str(target), found, _packing(found, quantization), attention)
     from torch import nn
     from transformers import PreTrainedConfig
 
@@ -79,11 +81,15 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
             )
         return _facts_of_model(target, attention)
     config = target if isinstance(target, PreTrainedConfig) else _load_config(target)
-    config = _with_required_fields(config)
-    packing = _packing(config, quantization)
-    inventory = weight_inventory(config)
+    name = str(target) if isinstance(target, (str, Path)) else config.name_or_path or config.model_type
+    return _facts(name, config, _packing(config, quantization), attention)
+
+
+def _facts(name: str, config: Config, packing: Quantization, attention: str | None) -> TargetFacts:
+    _require_fields(config)
+    inventory = config.inventory if isinstance(config, PlainDecoder) else weight_inventory(config)
     return TargetFacts(
-        name=str(target) if isinstance(target, (str, Path)) else config.name_or_path or config.model_type,
+        name=name,
         fingerprint=target_fingerprint(config),
         quantization=packing,
         weights=count_weights(inventory, packing),
@@ -128,7 +134,7 @@ def _load_config(target: Any) -> PreTrainedConfig:
     return config
 
 
-def _with_required_fields(config: PreTrainedConfig) -> PreTrainedConfig:
+def _require_fields(config: Config) -> None:
     text = config.get_text_config(decoder=True)
     missing = [field for field in _REQUIRED_FIELDS if not isinstance(getattr(text, field, None), int)]
     if missing:
@@ -138,10 +144,9 @@ def _with_required_fields(config: PreTrainedConfig) -> PreTrainedConfig:
     wrong = {field: getattr(text, field) for field in _REQUIRED_FIELDS if getattr(text, field) < 1}
     if wrong:
         raise MemoryPlanError(f"the {config.model_type!r} config has {wrong}; wanted at least 1 of each")
-    return config
 
 
-def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
+def _packing(config: Config, quantization: Any) -> Quantization:
     text = config.get_text_config(decoder=True)
     dtype = _dtype_name(getattr(config, "dtype", None) or getattr(text, "dtype", None))
     own = getattr(config, "quantization_config", None)
@@ -155,23 +160,21 @@ def _dtype_name(dtype: Any) -> str:
     return _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "bf16")
 
 
-def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DecoderShape:
+def decoder_shape(config: Config, packing: Quantization, attention: str | None = None) -> DecoderShape:
     """Activation and cache sizes of a model of this configuration.
 
     Raises:
         MemoryPlanError: it has layers that no draft can be verified on, or states that cannot be counted.
     """
-    from ..cache.spans import kinds_from_config
-
     text = config.get_text_config(decoder=True)
-    try:
-        kept = kinds_from_config(text, None, 1)
-    except IncompatibleTargetError as error:
-        raise MemoryPlanError(str(error)) from error
+    windows, attends, num_states = _kept_by_layer(text)
     layers = sizes_by_layer(text)
     widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
     kinds = set(getattr(text, "layer_types", None) or ())
     rope = getattr(text, "rope_parameters", None) or {}
+    states = None
+    if any(num_states) and not isinstance(config, PlainDecoder):  # which keeps none
+        states = state_shape(config, packing.dtype_bytes)
     return DecoderShape(
         hidden_size=text.hidden_size,
         q_heads=widest.attention_heads,
@@ -180,18 +183,32 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         value_dim=widest.value_dim,
         mlp_units=_mlp_units(text),
         vocab_size=text.vocab_size,
-        windows=tuple(kept.windows),
+        windows=windows,
         rotary_tables=max(1, len(kinds & set(rope))),
         element_bytes=packing.dtype_bytes,
         score_bytes=_score_bytes(
             text.model_type, attention, getattr(text, "_attn_implementation", None), packing.dtype_bytes
         ),
         kv_by_layer=tuple(
-            (layer.cached_heads, layer.cached_elements) if attends else (0, 0)
-            for layer, attends in zip(layers, kept.attends, strict=True)
+            (layer.cached_heads, layer.cached_elements) if is_attention else (0, 0)
+            for layer, is_attention in zip(layers, attends, strict=True)
         ),
-        states=state_shape(config, packing.dtype_bytes) if any(kept.num_states) else None,
+        states=states,
     )
+
+
+def _kept_by_layer(text: Config) -> tuple[tuple[int | None, ...], Sequence[bool], Sequence[int]]:
+    """Of each layer: how far back it sees, whether it attends, how many states it keeps."""
+    if isinstance(text, PlainDecoder):
+        layers = text.num_hidden_layers
+        return (None,) * layers, (True,) * layers, (0,) * layers
+    from ..cache.spans import kinds_from_config
+
+    try:
+        kept = kinds_from_config(text, None, 1)
+    except IncompatibleTargetError as error:
+        raise MemoryPlanError(str(error)) from error
+    return tuple(kept.windows), kept.attends, kept.num_states
 
 
 def _score_bytes(model_type: str, attention: str | None, configured: str | None, element_bytes: int) -> int:
@@ -202,7 +219,7 @@ def _score_bytes(model_type: str, attention: str | None, configured: str | None,
     return 3 * element_bytes + 4 if implementation == "eager" else 0  # scores, masked, fp32 softmax, its cast back
 
 
-def _mlp_units(text: PreTrainedConfig) -> int:
+def _mlp_units(text: Config) -> int:
     """Elements per token at an MLP's widest: gate, up, product; for experts, of every chosen one and its input."""
     chosen = getattr(text, "num_experts_per_tok", None)
     width = _intermediate_size(text)
@@ -212,11 +229,11 @@ def _mlp_units(text: PreTrainedConfig) -> int:
     return chosen * (4 * expert_width + text.hidden_size)
 
 
-def _intermediate_size(text: PreTrainedConfig) -> int:
+def _intermediate_size(text: Config) -> int:
     return max(layer.intermediate_size for layer in sizes_by_layer(text))
 
 
-def target_fingerprint(config: PreTrainedConfig) -> str:
+def target_fingerprint(config: Config) -> str:
     """Identifies a target's shape: what a plan depends on besides the quantisation."""
     text = config.get_text_config(decoder=True)
     fields = {field: getattr(text, field, None) for field in _FINGERPRINT_FIELDS if field not in _LAYER_FIELDS}
@@ -229,23 +246,6 @@ def target_fingerprint(config: PreTrainedConfig) -> str:
 def _head_dim(text: Any) -> dict[str, int]:
     """Written out, whether or not a family's configuration has a field for it."""
     return {"head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads}
-
-
-def _facts_of_plain_decoder(name: str, found: PlainDecoder, quantization: Any, attention: str | None) -> TargetFacts:
-    config = found.config
-    dtype = _dtype_name(config.get("dtype") or config.get("torch_dtype"))
-    packing = SCHEMES[dtype] if quantization is None else scheme(quantization, dtype)
-    fields = {field: config.get(field) for field in _FINGERPRINT_FIELDS} | {"head_dim": found.head_dim}
-    return TargetFacts(
-        name=name,
-        fingerprint=digest(fields),
-        quantization=packing,
-        weights=count_weights(found.inventory, packing),
-        num_parameters=found.inventory.num_parameters,
-        shape=found.shape(packing, _score_bytes(config["model_type"], attention, None, packing.dtype_bytes)),
-        intermediate_size=config["intermediate_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-    )
 
 
 def digest(fields: dict[str, Any]) -> str:
@@ -262,29 +262,15 @@ def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
         raise MemoryPlanError(
             f"got a {type(model).__name__} as target; wanted a transformers model, which has a config"
         )
-    config = _with_required_fields(config)
     embedding: Any = inner.get_input_embeddings() if isinstance(inner, PreTrainedModel) else None
     dtype = _dtype_name(getattr(getattr(embedding, "weight", None), "dtype", None))
-    packing = replace(_packing(config, None), dtype=dtype)
-    num_bytes = storage_bytes(model)
-    return TargetFacts(
-        name=getattr(inner, "name_or_path", "") or type(inner).__name__,
-        fingerprint=target_fingerprint(config),
-        quantization=packing,
-        weights=WeightBytes(packed=0, experts=0, plain=num_bytes, largest_packed=_largest_packed(config, packing)),
-        num_parameters=weight_inventory(config).num_parameters,
-        shape=decoder_shape(config, packing, attention),
-        intermediate_size=_intermediate_size(config.get_text_config(decoder=True)),
-        max_position_embeddings=trained_context(config),
-        loaded=True,
-    )
+    name = getattr(inner, "name_or_path", "") or type(inner).__name__
+    facts = _facts(name, config, replace(_packing(config, None), dtype=dtype), attention)
+    measured = WeightBytes(0, 0, plain=storage_bytes(model), largest_packed=facts.weights.largest_packed)
+    return replace(facts, weights=measured, loaded=True)
 
 
-def _largest_packed(config: PreTrainedConfig, packing: Quantization) -> tuple[int, int]:
-    return count_weights(weight_inventory(config), packing).largest_packed
-
-
-def _facts_of_gguf(path: Path, quantization: Any) -> TargetFacts:
+def _facts_of_gguf(path: Path, quantization: Any, attention: str | None) -> TargetFacts:
     """Unpacked, as transformers loads it: it has kernels for packed GGUF weights of recurrent architectures alone."""
     packing = scheme(quantization or "bf16")
     if packing.method != "none":
@@ -293,62 +279,16 @@ def _facts_of_gguf(path: Path, quantization: Any) -> TargetFacts:
             "loading: name the precision of that (bf16, fp16, fp32), or leave it out"
         )
     try:
-        header = read_gguf_header(path)
+        read_gguf_metadata(path)  # says more of a file that is damaged
     except CheckpointFormatError as error:
         raise MemoryPlanError(str(error)) from error
-    shape, context = _gguf_shape(header, path.name, packing.dtype_bytes)
-    num_parameters = sum(math.prod(tensor.shape) for tensor in header.tensors)
-    return TargetFacts(
-        name=path.name,
-        fingerprint=_gguf_fingerprint(path) or digest(asdict(shape) | {"tensors": len(header.tensors)}),
-        quantization=packing,
-        weights=WeightBytes(packed=0, experts=0, plain=num_parameters * packing.dtype_bytes, largest_packed=(0, 0)),
-        num_parameters=num_parameters,
-        shape=shape,
-        intermediate_size=shape.mlp_units // 3,
-        max_position_embeddings=context,
-        packed_file_bytes=sum(tensor.num_bytes for tensor in header.tensors),
-    )
-
-
-def _gguf_fingerprint(path: Path) -> str | None:
-    """As the loaded model's, so that a plan of the file is known again; `None` where transformers cannot read it."""
     from transformers import AutoConfig
 
     try:
-        return target_fingerprint(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
-    except Exception:  # whatever it lacks: the header is enough for a plan
-        return None
-
-
-def _gguf_shape(header: GgufHeader, name: str, element_bytes: int) -> tuple[DecoderShape, int | None]:
-    metadata = header.metadata
-    prefix = metadata.get("general.architecture")
-    fields = {
-        "embedding_length": None, "block_count": None, "attention.head_count": None, "feed_forward_length": None
-    }  # fmt: skip
-    values = {field: metadata.get(f"{prefix}.{field}") for field in fields}
-    missing = [f"{prefix}.{field}" for field, value in values.items() if not isinstance(value, int) or value < 1]
-    vocab = header.array_lengths.get("tokenizer.ggml.tokens") or metadata.get(f"{prefix}.vocab_size")
-    if missing or not isinstance(vocab, int):
-        missing += [] if isinstance(vocab, int) else ["tokenizer.ggml.tokens"]
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # whatever it lacks
         raise MemoryPlanError(
-            f"{name!r} lacks the metadata {missing}; a plan needs them: use a complete GGUF model file"
-        )
-    sizes = {field: int(value) for field, value in values.items()}  # type: ignore[arg-type]
-    heads, hidden = sizes["attention.head_count"], sizes["embedding_length"]
-    kv_heads = int(metadata.get(f"{prefix}.attention.head_count_kv", heads))
-    key_dim = int(metadata.get(f"{prefix}.attention.key_length", hidden // heads))
-    context = metadata.get(f"{prefix}.context_length")
-    shape = DecoderShape(
-        hidden_size=hidden,
-        q_heads=heads,
-        kv_heads=kv_heads,
-        key_dim=key_dim,
-        value_dim=int(metadata.get(f"{prefix}.attention.value_length", key_dim)),
-        mlp_units=3 * sizes["feed_forward_length"],
-        vocab_size=vocab,
-        windows=(None,) * sizes["block_count"],  # which layers slide is not in the header; full ones need more
-        element_bytes=element_bytes,
-    )
-    return shape, int(context) if isinstance(context, int) else None
+            f"transformers cannot read {path.name!r} ({first_line(error)[:160]}); it needs the package gguf, and a "
+            "complete file of a model that it knows"
+        ) from error
+    return replace(_facts(path.name, config, packing, attention), packed_file_bytes=path.stat().st_size)

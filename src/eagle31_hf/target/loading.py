@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id
-from ..checkpoints.gguf_header import read_gguf_header
+from ..checkpoints.gguf_header import read_gguf_metadata
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, first_line
 from .precision import SHORT_NAMES, quick_dtype
 
@@ -114,7 +114,7 @@ def pretrained_place(name: str) -> dict[str, str]:
 
 def _splitting(path: Path) -> str:
     """How the file says that its target's text is split before it is tokenised."""
-    return str(read_gguf_header(path).metadata.get("tokenizer.ggml.pre", "default"))
+    return str(read_gguf_metadata(path).get("tokenizer.ggml.pre", "default"))
 
 
 def mend_splitting(tokenizer: Any, splitting: str, name: str) -> None:
