@@ -55,7 +55,7 @@ class LazyCommand(TyperCommand):
         if name == "bench":
             return get_command(module.app)
         alone = typer.Typer(add_completion=False)
-        alone.command(name)(module.make_command() if name == "train" else getattr(module, str(name)))
+        alone.command(name)(getattr(module, str(name)))
         return get_command(alone)
 
 

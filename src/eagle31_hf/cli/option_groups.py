@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import Field, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -37,7 +37,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def expanded(**told: Any) -> None:
         for name, kind in groups.items():
-            told[name] = kind(**{each.name: told.pop(each.name) for each in fields(kind)})
+            told[name] = kind(**{each.name: _as_field(told.pop(each.name), each) for each in fields(kind)})
         command(**told)
 
     parameters: list[inspect.Parameter] = []
@@ -57,8 +57,23 @@ def _parameters_of(kind: Any) -> list[inspect.Parameter]:
 
 
 def _parameter(each: Field, hint: Any) -> inspect.Parameter:
-    flags = each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)
-    annotation: Any = Annotated[hint, typer.Option(*flags, **each.metadata["option"])]
+    """A tuple becomes a repeatable option."""
+    if get_origin(hint) is tuple:
+        hint = list[get_args(hint)[0]]  # type: ignore[misc]
+    if "argument" in each.metadata:
+        told: Any = typer.Argument(**each.metadata["argument"])
+    else:
+        told = typer.Option(*(each.metadata["flags"] or (_flag(each),)), **each.metadata["option"])
+    default = inspect.Parameter.empty if each.default is MISSING else each.default
+    default = list(default) if isinstance(default, tuple) else default
     return inspect.Parameter(
-        each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation
-    )  # fmt: skip
+        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told]
+    )
+
+
+def _flag(each: Field) -> str:
+    return f"--{each.name.replace('_', '-')}"
+
+
+def _as_field(value: Any, each: Field) -> Any:
+    return tuple(value) if isinstance(value, list) and str(each.type).startswith("tuple") else value

@@ -17,12 +17,13 @@ from ..demo import Messages, drafter_path, target_path
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.packed_linear import bitsandbytes
-from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError
+from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError, first_line
 from ..memory import MemoryPlan, plan_memory
-from ..memory.cards import one_card
+from ..memory.cards import best_kind, one_card
 from ..serving.prompts import encode_chat
-from ..target.loading import dtype_here, load_target
+from ..target.loading import dtype_here, load_target, packing_config
 from ..target.precision import SHORT_NAMES
+from ..target.served_processing import sampling_options
 from .option_groups import option
 from .progress import waiting_for
 
@@ -68,8 +69,7 @@ class AnswerSettings:
 
     def to_generate(self) -> dict[str, Any]:
         """Keyword arguments for `generate`."""
-        greedy: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
-        return {**greedy, "do_sample": True, "temperature": self.temperature} if self.samples else greedy
+        return {"max_new_tokens": self.max_new_tokens, **sampling_options(self.temperature)}
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _read_plan(path: Path) -> MemoryPlan:
         told = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise MemoryPlanError(
-            f"got --memory {str(path)!r}, which cannot be read ({_first_line(error)}); wanted auto, or a file that "
+            f"got --memory {str(path)!r}, which cannot be read ({first_line(error)}); wanted auto, or a file that "
             "`eagle31 plan --json` wrote"
         ) from error
     if not isinstance(told, dict):
@@ -335,14 +335,7 @@ def _packing(source: PairSource) -> Any:
     if source.quantization is None:
         return None
     bitsandbytes()  # says how to install it
-    from transformers import BitsAndBytesConfig
-
-    if source.quantization == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    compute = {} if source.dtype in ("auto", "stored") else {"bnb_4bit_compute_dtype": source.torch_dtype}
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, **compute
-    )  # fmt: skip
+    return packing_config(source.quantization, None if source.dtype in ("auto", "stored") else source.torch_dtype)
 
 
 def _load_adapter(target: PreTrainedModel, adapter: str) -> None:
@@ -352,13 +345,9 @@ def _load_adapter(target: PreTrainedModel, adapter: str) -> None:
         target.load_adapter(adapter)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointNotFoundError(
-            f"the adapter {adapter!r} cannot be put on {target.name_or_path!r}: {_first_line(error)}; wanted a folder "
+            f"the adapter {adapter!r} cannot be put on {target.name_or_path!r}: {first_line(error)}; wanted a folder "
             "or Hub id of a PEFT adapter made for this target"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def device_named(name: DeviceName) -> str:
@@ -368,9 +357,7 @@ def device_named(name: DeviceName) -> str:
         ConfigurationError: it has no such device.
     """
     if name == "auto":
-        if torch.cuda.is_available():
-            return "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
+        return best_kind()
     if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
         raise ConfigurationError(f"this machine has no {name} device; use --device cpu or auto")
     return name

@@ -27,8 +27,7 @@ from ..checkpoints.packed import FUSED_PROJECTIONS
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .attention import AttendingCache, make_attention
-from .fixed_dtypes import KeepsBufferDtypes
-from .packed_linear import packed_tensors
+from .packed_linear import KeepsBufferDtypes, packed_tensors
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ input column in full precision as soon as one row of the batch has an outlier th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,22 @@ from torch import Tensor, nn
 
 from ..checkpoints import Checkpoint, PackingScheme, packable_shapes
 from ..errors import ConfigurationError
-from .fixed_dtypes import KeepsBufferDtypes
 
 OLDEST_BITSANDBYTES = (0, 50)
 """From here on products of 4-bit weights with a few tokens are fused, whatever the device."""
+
+
+class KeepsBufferDtypes(nn.Module):
+    """Mixed in before a module class: `.to(dtype)` moves its buffers but leaves their dtypes alone."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
 
 
 class PackedLinear(KeepsBufferDtypes):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .grammar import with_white_space
-from .text import StopScanner
+from .text import StopScanner, begun_at_end
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
@@ -119,7 +119,7 @@ class AnswerParser:
                 return [AnswerPart(call=call) for call in calls]
         if at_end:
             return self._say(len(self._held))
-        surely = self._held[: len(self._held) - _begun(self._held, OPEN_CALL)]
+        surely = self._held[: len(self._held) - begun_at_end(self._held, OPEN_CALL)]
         return self._say(len(surely.rstrip()))  # white space before a call is not said
 
     def _say(self, length: int) -> list[AnswerPart]:
@@ -146,11 +146,6 @@ class AnswerParser:
 
 def _only(part: AnswerPart) -> list[AnswerPart]:
     return [part] if part.content or part.reasoning or part.call else []
-
-
-def _begun(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that `tag` begins with."""
-    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def call_grammar(tools: Sequence[dict[str, Any]], names: Sequence[str], template: str) -> str:

@@ -143,7 +143,7 @@ class Engine:
         with self._work:
             if not self._accepts:
                 raise ShuttingDownError("the server is shutting down and takes no new requests")
-            ticket = self.scheduler.submit(request.longest)
+            ticket = self.scheduler.submit()
             self._jobs[ticket] = Job(request, ticket, on_event)
             self._work.notify()
         return ticket

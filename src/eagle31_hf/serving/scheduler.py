@@ -28,14 +28,10 @@ class Ticket:
     """One request's place.
 
     Attributes:
-        number: given by the scheduler, in order of arrival.
         to_read: tokens of its prompt that are to be read yet; known once reading begins.
-        slots: tokens it may grow to.
         cancelled: its client has gone.
     """
 
-    number: int
-    slots: int
     to_read: int = 0
     cancelled: bool = False
 
@@ -69,21 +65,17 @@ class Scheduler:
         max_rows: texts written at once.
         max_waiting: requests that may wait beyond those a row is free for; `submit` refuses any more.
         read_budget: prompt tokens read between two rounds while others write.
-        max_slots: tokens that the rows of all texts may take together: the longest of them times their number, since
-            rows lie side by side in one block. `None`: rows are the only limit.
     """
 
     max_rows: int
     max_waiting: int
     read_budget: int
-    max_slots: int | None = None
     waiting: deque[Ticket] = field(default_factory=deque)
     reading: Ticket | None = None
     writing: list[Ticket] = field(default_factory=list)
-    _count: int = 0
     _spent: int = 0  # of the budget, since the last round
 
-    def submit(self, slots: int) -> Ticket:
+    def submit(self) -> Ticket:
         """Line up.
 
         Raises:
@@ -92,8 +84,7 @@ class Scheduler:
         waiting = len(self.waiting) - self.free_rows
         if waiting >= self.max_waiting:
             raise QueueFullError(f"{waiting} requests are waiting already, which is all that may; try again later")
-        self._count += 1
-        ticket = Ticket(self._count, slots)
+        ticket = Ticket()
         self.waiting.append(ticket)
         return ticket
 
@@ -109,7 +100,7 @@ class Scheduler:
                 read = min(read, left)
                 self._spent += read
             return Step(dropped, read=read)
-        if self.waiting and self._fits(self.waiting[0]):
+        if self.waiting and len(self.writing) < self.max_rows:
             self.reading = self.waiting.popleft()
             return Step(dropped, begin=self.reading)
         return self._round(dropped)
@@ -143,15 +134,6 @@ class Scheduler:
             self.writing.remove(ticket)
         elif ticket in self.waiting:
             self.waiting.remove(ticket)
-
-    def _fits(self, ticket: Ticket) -> bool:
-        """Whether there is a row for it, and the block of rows would not outgrow its limit."""
-        if len(self.writing) >= self.max_rows:
-            return False
-        if self.max_slots is None or not self.writing:
-            return True
-        longest = max(ticket.slots, *(other.slots for other in self.writing))
-        return longest * (len(self.writing) + 1) <= self.max_slots
 
     def _drop_cancelled(self) -> Iterator[Ticket]:
         for ticket in [*self.waiting]:

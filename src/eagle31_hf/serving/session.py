@@ -28,6 +28,7 @@ from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
+from ..target.served_processing import sampling_options
 from .answer_parts import OPEN_THOUGHT, AnswerParser, AnswerPart
 from .prompts import Message, encode_chat
 from .text import IncrementalDecoder
@@ -174,9 +175,7 @@ class ChatSession:
     def _generate(self, ids: list[int], max_new_tokens: int, streamer: BaseStreamer) -> int:
         """Write the answer; returns how long the whole text then is."""
         prompt = torch.tensor([ids], device=self.drafter.require_binding().input_device)
-        options: dict[str, Any] = {"do_sample": False}
-        if self.temperature > 0:
-            options = {"do_sample": True, "temperature": self.temperature}
+        options = sampling_options(self.temperature)
         cache = self._cache_for(len(ids) + max_new_tokens)
         if cache is not None:
             options |= {CACHE_ARGUMENT: cache, "return_dict_in_generate": True}

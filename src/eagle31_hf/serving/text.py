@@ -82,7 +82,7 @@ class StopScanner:
             at, length = min(ends)
             shown, self._held = self._held[: at + length * self._keeps], ""
             return shown
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        keep = max(begun_at_end(self._held, stop) for stop in self._stops)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
@@ -97,12 +97,9 @@ class StopScanner:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def begun_at_end(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TextWriter:

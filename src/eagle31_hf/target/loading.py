@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id
@@ -86,6 +93,18 @@ def _require_tokenizer(name: str) -> None:
             f"the folder {name!r} holds no tokenizer; copy tokenizer.json and tokenizer_config.json (or whatever "
             "tokenizer files there are) from the folder of the model it was made from"
         )
+
+
+def packing_config(bits: str, compute_dtype: Any = None) -> BitsAndBytesConfig:
+    """`quantization_config` of a target packed by bitsandbytes in `"4bit"` (nf4, scales packed, too) or `"8bit"`.
+
+    Args:
+        compute_dtype: of the products of 4-bit weights; `None`: bitsandbytes' own.
+    """
+    if bits == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = {} if compute_dtype is None else {"bnb_4bit_compute_dtype": compute_dtype}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, **compute)
 
 
 def is_gguf(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,26 +43,27 @@ def probe_tree_verification(binding: TargetBinding) -> None:
     if reasons:
         _leave_to_others(binding, reasons[0])
         return
+    error_of = _state_error if binding.has_states else _tree_error
     with binding.masked_attention(), binding.one_token_arithmetic.active():
         for masks_by_type in (None, True, False):
-            try:
-                error = (
-                    _tree_error(binding, masks_by_type)
-                    if not binding.has_states
-                    else _state_error(binding, masks_by_type)
-                )
-            except FAILURES as failure:
-                reasons.append(named_line(failure))
-                continue
-            if error <= tolerance(binding):
+            reasons.append(_why_wrong(binding, lambda by=masks_by_type: error_of(binding, by)))  # type: ignore[misc]
+            if not reasons[-1]:
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
                 _choose_tape(binding)
                 binding.batch_unsupported_reason = _why_not_in_batches(binding)
                 binding.padding_unsupported_reason = _why_not_padded(binding)
                 binding.reads_on = not binding.has_states or _reads_on(binding)
                 return
-            reasons.append(f"logits differ by {error:.2g} of their range")
     _leave_to_others(binding, reasons[0])
+
+
+def _why_wrong(binding: TargetBinding, error_of: Callable[[], float]) -> str:
+    """What is wrong with what is tried: it fails, or gives other logits; empty if nothing is."""
+    try:
+        error = error_of()
+    except FAILURES as failure:
+        return named_line(failure)
+    return "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
 
 
 def _leave_to_others(binding: TargetBinding, why: str) -> None:
@@ -113,12 +115,7 @@ def require_readable_states(binding: TargetBinding) -> None:
 
 def _why_not_chains(binding: TargetBinding) -> str:
     """Why transformers' assisted loop cannot verify drafts with this target either; empty if it can."""
-    try:
-        error = _chain_error(binding)
-    except FAILURES as failure:
-        why = named_line(failure)
-    else:
-        why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
+    why = _why_wrong(binding, lambda: _chain_error(binding))
     return why and f"the target failed the self-test of chains ({why})"
 
 
@@ -156,12 +153,7 @@ def _why_not_in_batches(binding: TargetBinding) -> str:
     """Some models want a mask for each row of a batch. Where layers keep states, two rows were tried already."""
     if binding.has_states:
         return ""
-    try:
-        error = _tree_error(binding, binding.masks_by_type, rows=2)
-    except FAILURES as failure:
-        why = named_line(failure)
-    else:
-        why = "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
+    why = _why_wrong(binding, lambda: _tree_error(binding, binding.masks_by_type, rows=2))
     return why and f"the target failed the tree self-test of a batch ({why})"
 
 
@@ -214,10 +206,7 @@ def _choose_tape(binding: TargetBinding) -> None:
     if mixers is None or mixers.tape_is_right is not None:
         return
     mixers.use_tape(True)
-    try:
-        mixers.tape_is_right = _state_error(binding, binding.masks_by_type) <= tolerance(binding)
-    except FAILURES:
-        mixers.tape_is_right = False
+    mixers.tape_is_right = not _why_wrong(binding, lambda: _state_error(binding, binding.masks_by_type))
     mixers.use_tape(mixers.tape_is_right)
 
 

@@ -1,4 +1,4 @@
-"""The processors that a `generate` call of a model applies to scores, without generating."""
+"""How a model is served: what `generate` is told, and which processors it then applies to scores."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def processing_of(model: Any, **told: Any) -> ScoreProcessing:
     ends = {"max_new_tokens": 1, "pad_token_id": 0}
     model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), custom_generate=note, **ends, **told)
     return ScoreProcessing(seen[0])
+
+
+def sampling_options(temperature: float) -> dict[str, Any]:
+    """What `generate` is told to write at this temperature; 0 is greedy."""
+    return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}

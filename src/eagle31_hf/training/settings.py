@@ -48,19 +48,20 @@ MACHINE = "Machine"
 RESULT = "Folder and publishing"
 
 
-def _told(group: str, help: str) -> dict[str, str]:
-    return {"help": help, "group": group}
+def _told(group: str, help: str, **more: Any) -> dict[str, Any]:
+    """What `cli.option_groups` makes a command-line option of."""
+    return {"flags": (), "option": {"help": help, "rich_help_panel": group, **more}}
 
 
 def _option(default: Any, group: str, help: str) -> Any:
-    return field(default=default, metadata=_told(group, help))
+    return field(default=default, metadata=_told(group, help, show_default=default not in (None, ())))
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """One training run. `None` means: chosen to suit the target (`setup.resolve`)."""
 
-    target: str = field(metadata=_told(DATA, "target: folder, Hub id or .gguf file"))
+    target: str = field(metadata={"argument": {"help": "target: folder, Hub id or .gguf file", "show_default": False}})
     prompts: tuple[str, ...] = field(
         metadata=_told(
             DATA, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
@@ -110,7 +111,7 @@ class TrainingSettings:
     given_weight: float = _option(
         1.0, DRAFTER, "weight of tokens the target did not write itself; 1 for those it wrote"
     )
-    reward: str | None = field(default=None, metadata=_told(STEPS, "what stage 2 raises; gone") | {"hidden": True})
+    reward: str | None = field(default=None, metadata=_told(STEPS, "what stage 2 raises; gone", hidden=True))
     stage2_share: float = _option(0.25, STEPS, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, STEPS, "passes over the data, if neither max_steps nor minutes is given")

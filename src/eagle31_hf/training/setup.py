@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafter.drafter import Eagle31Drafter
 from ..memory.cards import best_kind
 from ..memory.layer_sizes import trained_context
 from ..target.loading import load_target as load_pretrained
-from ..target.loading import stored_dtype
+from ..target.loading import packing_config, stored_dtype
 from .data.vocabulary import DraftVocabulary
 from .settings import SMALL_TARGET_PARAMETERS, ResolvedSettings, TrainingSettings
 
@@ -27,16 +27,7 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
         CheckpointNotFoundError, IncompatibleTargetError, ConfigurationError: it cannot be found or loaded.
     """
     device = best_kind() if settings.device == "auto" else settings.device
-    quantization = None
-    if settings.quantization is not None:
-        four = settings.quantization == "4bit"
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=four,
-            load_in_8bit=not four,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
+    quantization = None if settings.quantization is None else packing_config(settings.quantization, torch.bfloat16)
     target, tokenizer = load_pretrained(
         settings.target,
         dtype=settings.dtype,

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from ...errors import ConfigurationError
+from ...target.served_processing import sampling_options
 from ...texts.conversations import Conversation, Message, conversation_from_row
 from .disk import require_disk
 from .json_lines import append_lines, read_whole_lines
@@ -92,11 +93,6 @@ def regenerate(
         for row in rows
         if row["answer_ids"]
     ]
-
-
-def sampling_options(temperature: float) -> dict[str, Any]:
-    """What `generate` is told to write at this temperature; 0 is greedy."""
-    return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
 
 def own_temperature(target: Any) -> float:

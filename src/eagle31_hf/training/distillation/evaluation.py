@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import TrainingError
 from ...stats import Acceptance, SpeculationStats
+from ...target.served_processing import sampling_options
 from ...texts.conversations import Conversation, Message
 from ..data.padding import left_padded, pad_token_id
-from ..data.regeneration import sampling_options
 from ..data.rendering import prompt_ids
 
 LAST_MESSAGE = 4

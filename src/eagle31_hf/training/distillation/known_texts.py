@@ -28,10 +28,9 @@ from ...sampling.acceptance import accept_chosen
 from ...sampling.draw import PositionNoise, argmax, perturbed, random_state
 from ...sampling.logits_processing import DraftWarping, ScoreProcessing
 from ...target.binding import TargetBinding
-from ...target.served_processing import processing_of
+from ...target.served_processing import processing_of, sampling_options
 from ...trees.shape import DraftShape
 from ..data.padding import end_ids, left_padded, pad_token_id, until_end
-from ..data.regeneration import sampling_options
 from .evaluation import EvaluationPrompt
 
 
