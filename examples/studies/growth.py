@@ -275,13 +275,10 @@ def main(
     size = tree_size if tree_width > 1 else 0
     shape = DraftShape(depth=FIXED_DEPTH, top_k=tree_width, size=size)
     out = make_console()
-    with progress_bar(out) as (progress, task):
-
-        def show() -> None:
-            progress.advance(task, 1 / len(lengths))
-            progress.refresh()
-
-        records = measure_growth(drafter, shape, lengths, rounds=rounds, on_context=show)
+    with progress_bar(out) as advance:
+        records = measure_growth(
+            drafter, shape, lengths, rounds=rounds, on_context=lambda: advance(1 / len(lengths))
+        )  # fmt: skip
     binding = drafter.require_binding()
     machine = describe_device(binding.head_device, binding.model.dtype)
     out.print(conditions_text("small random target", machine))

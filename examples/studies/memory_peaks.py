@@ -381,13 +381,8 @@ def main(
     precision = torch.bfloat16 if dtype in ("auto", "stored") else getattr(torch, SHORT_NAMES.get(dtype, dtype))
     runs = RUNS if synthetic is None else runs_on(synthetic, context)
     out = make_console()
-    with progress_bar(out) as (progress, task):
-
-        def show() -> None:
-            progress.advance(task, 1 / len(runs))
-            progress.refresh()
-
-        measured = measure_peaks(runs, dtype=precision, device=place, on_run=show)
+    with progress_bar(out) as advance:
+        measured = measure_peaks(runs, dtype=precision, device=place, on_run=lambda: advance(1 / len(runs)))
     versions = {name: software()[name] for name in ("torch", "transformers", "python")}
     machine = {**describe_device(place, precision), **versions, "bitsandbytes": bitsandbytes().__version__}
     out.print(conditions_text("random weights" if synthetic is None else f"random weights, {synthetic}", machine))

@@ -159,13 +159,8 @@ SETTINGS_TOLD = ("new_tokens", "batch_sizes", "repeats", "depth", "tree_width", 
 
 def _run_loop(subject: Subject, settings: RunSettings, json_path: Path | None) -> None:
     out = make_console()
-    with progress_bar(out) as (progress, task):
-
-        def show(done: float) -> None:
-            progress.update(task, completed=done)
-            progress.refresh()
-
-        summary, records = measure_loops(subject.drafter, subject.prompts, settings, show)
+    with progress_bar(out) as advance:
+        summary, records = measure_loops(subject.drafter, subject.prompts, settings, advance)
     binding = subject.drafter.require_binding()
     machine = describe_device(binding.head_device, binding.model.dtype)
     told = {name: getattr(settings, name) for name in SETTINGS_TOLD}

@@ -58,16 +58,11 @@ def acceptance(
     console = make_console()
     found: list[DrafterAcceptance] = []
     for served_at in map(float, temperature.split(",")):
-        with progress_bar(console) as (progress, task):
-
-            def show(count: int) -> None:
-                progress.advance(task, count / len(openings))
-                progress.refresh()
-
-            binding = pair.eagle.require_binding()
+        with progress_bar(console) as advance:
             texts = write_texts(
-                binding, openings, served_at, max_new_tokens=new_tokens, layers=layers, seed=seed, on_prompts=show
-            )
+                pair.eagle.require_binding(), openings, served_at, max_new_tokens=new_tokens, layers=layers, seed=seed,
+                on_prompts=lambda count: advance(count / len(openings)),
+            )  # fmt: skip
         for depth in map(int, draft_tokens.split(",")):
             shape = DraftShape(depth, top_k=tree_width, size=tree_size if tree_width > 1 else 0)
             measured = _compare(drafters, loaded, texts, shape)

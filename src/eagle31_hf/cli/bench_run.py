@@ -227,13 +227,14 @@ def _measure(
         console.print(Text(f"{told}{len(done)} of {len(measured.turns)}.", style="dim"))
     kept = len(done)
     try:
-        with progress_bar(console) as (progress, task):
-            for kept, calls in enumerate(measured.measure(done), len(done) + 1):
+        with progress_bar(console) as advance:
+            advance(kept / len(measured.turns))
+            for calls in measured.measure(done):
                 writer.write(notes)
                 notes.clear()
                 writer.write_turn(calls)
-                progress.update(task, completed=kept / len(measured.turns))
-                progress.refresh()
+                kept += 1
+                advance(1 / len(measured.turns))
     except KeyboardInterrupt:
         told = f"stopped: {out.name} keeps {kept} of {len(measured.turns)} turns; "
         make_console(stderr=True).print(f"{told}the same command with --resume goes on", markup=False)

@@ -184,19 +184,17 @@ def _measure(
     console.print()
     if shown.compiled:
         console.print("Compiling what no earlier run has left: a minute or two the first time, nothing the second.")
-    with progress_bar(console) as (progress, bar):
-
-        def show(share: float) -> None:  # between measurements only: drawing while one runs would slow it
-            progress.update(bar, completed=share)
-            progress.refresh()
+    with progress_bar(console) as advance:
 
         def tell(note: dict[str, Any]) -> None:
             if note["kind"] == "compiled":
-                progress.console.print(f"  {note['graphs']} graphs compiled in {note['seconds']:.0f} s")
+                console.print(f"  {note['graphs']} graphs compiled in {note['seconds']:.0f} s")
             if note["kind"] == "warm-up" and note["method"].endswith("compiled"):
-                progress.console.print(f"  {terminal.shown_name(note['method'])}: ready after {note['seconds']:.0f} s")
+                console.print(f"  {terminal.shown_name(note['method'])}: ready after {note['seconds']:.0f} s")
 
-        summary = measure_pair(pair.eagle, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=show)
+        summary = measure_pair(
+            pair.eagle, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=advance
+        )  # fmt: skip
     console.print(terminal.conditions_line(summary))
     console.print(terminal.pair_table(summary))
     for line in terminal.pair_notes(summary):

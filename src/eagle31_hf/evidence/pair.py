@@ -69,7 +69,7 @@ def measure_pair(
     Args:
         names: folder or Hub id of target and drafter; `None`: the embedded ones.
         note: told of each method's first text, compiling included, as it is written.
-        on_turn: called between measurements with the share done so far, 0 to 1.
+        on_turn: called between measurements with the share of all that the last one was.
     """
     notes: list[dict[str, Any]] = []
 
@@ -97,7 +97,7 @@ def measured_calls(run: BenchmarkRun, on_turn: Callable[[float], None]) -> list[
     """All of a run's calls."""
     calls: list[CallRecord] = []
     num_turns = len(run.turns)
-    for count, turn in enumerate(run.measure(), 1):
+    for turn in run.measure():
         calls += turn
-        on_turn(count / num_turns)
+        on_turn(1 / num_turns)
     return calls
