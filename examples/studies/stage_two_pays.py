@@ -21,7 +21,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,11 +36,11 @@ from eagle31_hf.evidence.known_texts import DrafterAcceptance, acceptance_of
 from eagle31_hf.evidence.provenance import origin
 from eagle31_hf.texts.conversations import read_conversations
 from eagle31_hf.training import text_model
-from eagle31_hf.training.data.packing import collate
+from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.distillation.known_texts import KnownTexts, rounds_of, write_texts
 from eagle31_hf.training.distillation.optimizers import make_optimizer
-from eagle31_hf.training.distillation.training_model import DistillationModel, LossOutput, packed
+from eagle31_hf.training.distillation.training_model import DistillationModel, LossOutput
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
 from eagle31_hf.training.setup import load_target, multiplies_bfloat16, resolve
@@ -103,7 +103,7 @@ def train(model: DistillationModel, dataset: Any, told: ResolvedSettings, second
             group["lr"] = highest * (1 - done)
         with torch.autocast(model.drafter.device.type, torch.bfloat16, enabled=bf16):
             output = model(**batch)
-        (output.loss / model.counted(packed(batch)).sum().clamp(min=1)).backward()
+        (output.loss / model.counted(PackedBatch(**batch)).sum().clamp(min=1)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), told.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -142,7 +142,7 @@ def study(
     preparation = Preparation(resolved, target, tokenizer, Console(stderr=True))
     documents = preparation.read_texts().documents.documents
     drafter, _ = preparation.make_drafter(documents)
-    dataset = preparation.make_dataset(drafter, documents)
+    dataset = PackedDocuments(documents, resolved.max_length, seed=resolved.seed)
     prompts = evaluation_prompts(read_conversations(told.held_out, limit=held_out_rows), tokenizer)
     texts = [
         write_texts(drafter.require_binding(), prompts, temperature, max_new_tokens=told.eval_new_tokens)
@@ -169,7 +169,7 @@ def study(
         "prompts": len(prompts),
         "seconds": seconds,
         "steps": steps,
-        "drafters": [figure.to_dict() for figure in figures],
+        "drafters": [asdict(figure) for figure in figures],
     }
 
 

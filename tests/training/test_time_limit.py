@@ -17,8 +17,8 @@ from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.target import loading
 from eagle31_hf.training import train
+from eagle31_hf.training.plan import most_steps, steps_in_time
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.time_limit import most_steps, steps_in_time
 
 
 def taking(step_s: float, measurement_s: float, every: int):

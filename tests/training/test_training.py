@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.training import setup
 from eagle31_hf.training.data.packing import PackedDocuments
+from eagle31_hf.training.data.regeneration import require_disk
 from eagle31_hf.training.data.vocabulary import DraftVocabulary
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt, EvaluationSettings
 from eagle31_hf.training.distillation.known_texts import (
@@ -308,3 +310,9 @@ def test_a_fresh_drafter_of_another_shape() -> None:
     assert config.intermediate_size == 40
     with pytest.raises(ConfigurationError, match="which has its shape already"):
         dataclasses.replace(told, drafter="one", heads=None, intermediate_size=None).check()
+
+
+def test_too_little_disk_is_said_before_writing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
+    with pytest.raises(TrainingError, match=r"keeping checkpoints needs .* GB, but .* free"):
+        require_disk(tmp_path / "a" / "b", 10**6, "keeping checkpoints")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -69,7 +70,7 @@ def acceptance(
             console.print(_table(measured))
             found += measured
     record = {"bench": "acceptance", "target": pair.name, "prompts": len(openings), "new_tokens": new_tokens}
-    finish(json_path, {**record, "seed": seed, "drafters": [each.to_dict() for each in found]})
+    finish(json_path, {**record, "seed": seed, "drafters": [asdict(each) for each in found]})
 
 
 def _compare(

@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ConfigurationError
 from ..stats import Acceptance
 from .calls import PLAIN, CallRecord
-from .ratios import RESAMPLES, interval_of, speeds
+from .ratios import RESAMPLES, drawn_anew, interval_of, speeds
 from .record_file import Records, differences
 from .summary import MethodSummary, Setting, summarise
 
@@ -146,7 +146,7 @@ class _Table:
     def speedup_draws(self, names: Sequence[Any]) -> np.ndarray:
         """`(R,)` speedups of repeats and prompts drawn anew; the same prompts for both runs."""
         ours, plain = (self._array(each, names) for each in (self._ours, self._plain))
-        prompts = _picked_prompts(len(names))
+        prompts = drawn_anew(len(names))
         repeats = np.random.default_rng(self._seed).integers(ours.shape[1], size=(RESAMPLES, ours.shape[1]))
         return _speed(ours, prompts, repeats) / _speed(plain, prompts, repeats)
 
@@ -154,7 +154,7 @@ class _Table:
         calls = [[c for c in self._ours[name] if c.drafting is not None] for name in names]
         rounds = np.array([sum(c.drafting.rounds for c in each if c.drafting) for each in calls])
         accepted = np.array([sum(c.drafting.accepted for c in each if c.drafting) for each in calls])
-        prompts = _picked_prompts(len(names))
+        prompts = drawn_anew(len(names))
         return 1 + accepted[prompts].sum(1) / np.maximum(rounds[prompts].sum(1), 1)
 
     @staticmethod
@@ -169,11 +169,6 @@ def _by_prompt(calls: Iterable[CallRecord]) -> dict[Any, list[CallRecord]]:
         found.setdefault(tuple(call.prompts), []).append(call)
     fewest = min(map(len, found.values()), default=0)  # a run that was stopped has whole repeats, and a part of one
     return {name: each[:fewest] for name, each in found.items()}
-
-
-def _picked_prompts(count: int) -> np.ndarray:
-    """`(R, P)`, the same each time: both runs answer the same prompts."""
-    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
 
 
 def _speed(calls: np.ndarray, prompts: np.ndarray, repeats: np.ndarray) -> np.ndarray:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..training.distillation.known_texts import TextRounds, acceptance_length
 from ..trees.shape import DraftShape
-from .ratios import RESAMPLES, interval_of
+from .ratios import drawn_anew, interval_of
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,6 @@ class DrafterAcceptance:
     ratio: float | None
     ratio_interval: tuple[float, float] | None
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 def acceptance_of(
@@ -83,6 +78,5 @@ def acceptance_of(
 def _draws(rounds: Sequence[TextRounds]) -> np.ndarray:
     """`(R,)` acceptance lengths of prompts drawn anew, the same ones in every call."""
     table = np.array([(text.tokens, text.rounds) for text in rounds])  # (P, 2)
-    picks = np.random.default_rng(0).integers(len(table), size=(RESAMPLES, len(table)))
-    tokens, taken = table[picks].sum(1).T
+    tokens, taken = table[drawn_anew(len(table))].sum(1).T
     return tokens / taken

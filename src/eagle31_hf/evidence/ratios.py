@@ -67,8 +67,7 @@ def _interval(ours: Sequence[CallRecord], theirs: Sequence[CallRecord]) -> tuple
     if len(names) < 2:
         return None
     table = np.array([[*mine[name], *others[name]] for name in names])  # (P, 4): tokens, seconds, tokens, seconds
-    picks = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
-    tokens, seconds, their_tokens, their_seconds = table[picks].sum(1).T  # (4, R)
+    tokens, seconds, their_tokens, their_seconds = table[drawn_anew(len(names))].sum(1).T  # (4, R)
     return interval_of((tokens / seconds) / (their_tokens / their_seconds))
 
 
@@ -79,6 +78,11 @@ def per_prompt(calls: Iterable[CallRecord]) -> dict[tuple[str, ...], tuple[float
         tokens, seconds = found.get(tuple(call.prompts), (0, 0.0))
         found[tuple(call.prompts)] = (tokens + call.new_tokens, seconds + call.seconds)
     return found
+
+
+def drawn_anew(count: int) -> np.ndarray:
+    """`(R, P)` numbers of `P` prompts drawn anew, the same ones in every call: so ratios compare like with like."""
+    return np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
 
 
 def interval_of(values: np.ndarray) -> tuple[float, float]:

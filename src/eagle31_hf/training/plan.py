@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
+from ..errors import TrainingError
 from ..target.device_clock import now
 from ..trees.shape import DraftShape
-from .data.packing import collate
+from .data.packing import PackedBatch, collate
 from .distillation.evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .distillation.known_texts import KnownTexts, rounds_of
-from .distillation.training_model import DistillationModel, packed
+from .distillation.training_model import DistillationModel
 from .distillation.unroll import supervised_positions
 
 Work = Callable[[dict[str, Tensor]], None]
@@ -26,6 +31,8 @@ PROBE_BATCHES = 5
 PROBE_TOKENS = 8
 LEARNED_ACCEPTANCE = 2.0
 """Tokens per target pass that a measurement's time is told for: an untrained drafter has 1, a good one 3 or 4."""
+STEPS_FILE = "steps.json"
+MOST_STEPS = 2**40
 WARM_UP_S = 2.0
 """The first batches pay for memory and kernels that a run has had long since, small ones for half a dozen of them."""
 
@@ -51,10 +58,10 @@ class TrainingPlan:
         stages: in order.
         measurement_s: seconds of a measurement of acceptance, from a few tokens of one.
         prompts: that acceptance is measured on.
-        disk_bytes: checkpoints and stored features at their most.
+        disk_bytes: checkpoints at their most.
         training_bytes: memory beside the target: weights, gradients, optimiser, activations of one batch.
         token_loss_s: seconds of an optimiser step of the token loss, measured (stage 1; stage 2 adds to it).
-        bare_s: of them, what target forward (if hidden states are not stored) and drafter passes alone would take.
+        bare_s: of them, what target forward and drafter passes alone would take.
     """
 
     rows: int
@@ -179,7 +186,7 @@ def _step_of(model: DistillationModel) -> Work:
 
 
 def _bare_parts_of(model: DistillationModel) -> Work:
-    """A target forward, unless its hidden states are stored, and `S` drafter passes, each with its backward.
+    """A target forward and `S` drafter passes, each with its backward.
 
     A bare pass is causal over the batch and ends in the loss at the supervised positions against a fixed answer.
     """
@@ -189,10 +196,9 @@ def _bare_parts_of(model: DistillationModel) -> Work:
     def parts(batch: dict[str, Tensor]) -> None:
         ids = batch["input_ids"]
         with torch.no_grad():
-            if "aux" not in batch:
-                drafter.require_binding().model(input_ids=ids, use_cache=False)
+            drafter.require_binding().model(input_ids=ids, use_cache=False)
             embeddings = drafter.embed(ids)
-        supervised = supervised_positions(packed(batch))
+        supervised = supervised_positions(PackedBatch(**batch))
         answers = torch.zeros(int(supervised.sum()), dtype=torch.long, device=ids.device)
         width = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size  # type: ignore[operator]
         aux = torch.randn(*ids.shape, width, device=ids.device)
@@ -227,3 +233,39 @@ def _median_times(model: DistillationModel, works: Sequence[Work], probe: Probe)
                 break
         turns = [[seconds_of(work, 1 + turn) for work in works] for turn in range(min(PROBE_BATCHES, probe.batches))]
     return [median(seconds) for seconds in zip(*turns, strict=True)]
+
+
+# --- as many steps as there is time for -------------------------------------------------------------------------------
+
+
+def steps_in_time(folder: Path, seconds_of: Callable[[int], float], left_s: float, *, resume: bool) -> int:
+    """The most steps that are done and measured in time, on all processes as many.
+
+    A run that is resumed keeps the number it began with, since its learning rate decays over so many.
+
+    Args:
+        folder: of the run; the number is kept there.
+        seconds_of: what so many steps and their measurements take; more never take less.
+        left_s: seconds there are.
+
+    Raises:
+        TrainingError: not even one step is done in time.
+    """
+    kept = folder / STEPS_FILE
+    if resume and kept.exists():
+        return int(json.loads(kept.read_text(encoding="utf-8"))["steps"])
+    steps = int(broadcast_object_list([most_steps(seconds_of, left_s)])[0])
+    if not steps:
+        raise TrainingError(
+            f"{left_s / 60:.1f} of the minutes are left after texts were written and read, and one step and its "
+            f"measurement take {seconds_of(1) / 60:.1f}; give more minutes, or less to write and to measure "
+            "(max_rows, held_out, eval_new_tokens)"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps({"steps": steps}), encoding="utf-8")
+    return steps
+
+
+def most_steps(seconds_of: Callable[[int], float], left_s: float) -> int:
+    """The most steps that take no longer than that; 0: not even one does not."""
+    return bisect_right(range(1, MOST_STEPS), left_s, key=seconds_of)

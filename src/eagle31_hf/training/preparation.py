@@ -1,4 +1,4 @@
-"""Everything before the first step: texts the target wrote, draft vocabulary, drafter, rows to train on.
+"""Everything before the first step: texts the target wrote, draft vocabulary, drafter.
 
 With several processes each lets the target write its share of the texts; then all hold the same.
 """
@@ -14,21 +14,18 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import read_checkpoint
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
 from ..texts.conversations import Conversation, read_conversations, with_unique_ids
-from .data.packing import PackedDocuments
 from .data.prompt_sieve import PromptSieve
 from .data.regeneration import disk_bytes, regenerate
 from .data.rendering import Document, Documents, render_documents
 from .data.self_prompts import SOURCE, SelfPromptSettings, self_prompt_count, write_prompts
 from .data.vocabulary import DraftVocabulary, build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
 from .distillation.evaluation import EvaluationPrompt, evaluation_prompts
-from .distillation.features import FeatureManifest, StoredFeatures, store_features
 from .progress import Counting, say
 from .settings import ResolvedSettings
 from .setup import freeze_shared, fresh_drafter
@@ -209,22 +206,6 @@ class Preparation:
         path = self.settings.out / VOCABULARY_FILE
         if path.exists():
             check_vocabulary(read_vocabulary(path), drafter.draft_ids, drafter.config.vocab_size, str(path))
-
-    def make_dataset(self, drafter: Eagle31Drafter, documents: list[Document]) -> Dataset:
-        """Packed rows, with the target's features beside them if those are to be stored."""
-        settings = self.settings
-        if not settings.store_features:
-            return PackedDocuments(documents, settings.max_length, seed=settings.seed)
-        binding = drafter.require_binding()
-        folder = settings.out / "features"
-        # The others find every shard written, and write none.
-        with (
-            self.processes.main_process_first(),
-            Counting(self.console, "hidden states of tokens", 0, resumes=True) as counting,
-        ):
-            store_features(binding, documents, folder, on_tokens=counting.set)
-        wanted = FeatureManifest.of(binding, documents)
-        return StoredFeatures(folder, wanted, documents, row_length=settings.max_length, seed=settings.seed)
 
 
 def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversation], list[Conversation]]:

@@ -58,11 +58,6 @@ class Counting:
         elif time.monotonic() - self._told_at >= LINE_EVERY_S:
             self._tell(self._so_far() + self._left())
 
-    def set(self, done: int, total: int) -> None:
-        """`done` of `total` are done."""
-        self._bar.update(self._task, total=total)
-        self.advance(done - int(self._bar.tasks[0].completed))
-
     def __enter__(self) -> Counting:
         self._bar.start()
         return self

@@ -16,6 +16,7 @@ from .settings import ResolvedSettings, TrainingSettings
 PACKAGES = ("torch", "transformers")
 _OF_ONE_MACHINE = ("resume", "device", "push", "report_to")
 _TOLD_ELSEWHERE = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
+_GONE = ("reward", "store_features")
 
 
 def make_record(settings: ResolvedSettings, told: TrainingSettings, *, prompts: int) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def command_line(settings: ResolvedSettings, told: TrainingSettings) -> str:
     words = ["eagle31", "train", target_name(settings)]
     for field in dataclasses.fields(told):
         value = getattr(told, field.name)
-        if field.name in ("target", "target_id", "out", *_OF_ONE_MACHINE) or value == field.default:
+        if field.name in ("target", "target_id", "out", *_OF_ONE_MACHINE, *_GONE) or value == field.default:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         if value is True:
@@ -84,7 +85,7 @@ def learning_curve(folder: Path, tokens_per_step: float) -> list[dict[str, float
 
 
 def _recipe(settings: ResolvedSettings) -> dict[str, str]:
-    hidden = {*_OF_ONE_MACHINE, *_TOLD_ELSEWHERE}
+    hidden = {*_OF_ONE_MACHINE, *_TOLD_ELSEWHERE, *_GONE}
     return {
         field.name: str(getattr(settings, field.name))
         for field in dataclasses.fields(settings)

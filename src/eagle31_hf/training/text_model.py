@@ -117,14 +117,14 @@ class TextModel(DistillationModel):
         """`(B, T)`: starts, not positions that answer."""
         return written_starts(batch).float()
 
-    def forward(self, *, aux: Tensor | None = None, head_input: Tensor | None = None, **fields: Tensor) -> LossOutput:
+    def forward(self, **fields: Tensor) -> LossOutput:
         """As `DistillationModel.forward`."""
         batch = PackedBatch(**fields)
         steps, ids = self.settings.steps, batch.input_ids.flatten()
         starts = written_starts(batch).flatten().nonzero().squeeze(1)  # (N,)
         behind = tokens_left(batch).flatten()[starts] - 1
         temperature = batch.written_at.flatten()[starts + 1]
-        aux, targets = self._targets(batch, starts, behind, aux, head_input)
+        aux, targets = self._targets(batch, starts, behind)
         chances, sums, correct, counts = [], [], [], []
         for step, normed in enumerate(unroll(self.drafter, batch, aux, steps)):
             inside = behind >= 2 + step
@@ -146,9 +146,7 @@ class TextModel(DistillationModel):
         return LossOutput(loss, losses, figures)
 
     @torch.no_grad()
-    def _targets(
-        self, batch: PackedBatch, starts: Tensor, behind: Tensor, aux: Tensor | None, head_input: Tensor | None
-    ) -> tuple[Tensor, WrittenTargets]:
+    def _targets(self, batch: PackedBatch, starts: Tensor, behind: Tensor) -> tuple[Tensor, WrittenTargets]:
         """The aux states, and what the target says at each position that some draft answers for."""
         asked = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=starts.device)
         for step in range(self.settings.steps):
@@ -156,8 +154,8 @@ class TextModel(DistillationModel):
         rows = asked.nonzero().squeeze(1)  # (M,)
         place = torch.full_like(asked, -1, dtype=torch.long)
         place[rows] = torch.arange(len(rows), device=rows.device)
-        aux, logits = self.read_target(batch, aux, head_input, rows)
-        logits = (logits if logits.shape[0] == len(rows) else logits[rows]).float()  # (M, V)
+        aux, logits = self.read_target(batch)
+        logits = logits[rows].float()  # (M, V)
         ids = self.drafter.draft_ids
         served = torch.zeros_like(logits)
         written_at = batch.written_at.flatten()[rows]

@@ -30,8 +30,8 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, TrainingError
 from ..stats import Acceptance
 from ..trees.shape import DraftShape
-from .data.disk import require_disk
-from .data.regeneration import own_temperature
+from .data.packing import PackedDocuments
+from .data.regeneration import own_temperature, require_disk
 from .distillation.evaluation import EvaluationPrompt, EvaluationSettings
 from .distillation.known_texts import KnownTexts, served_processing, write_texts
 from .distillation.optimizers import OptimizerSettings
@@ -42,6 +42,7 @@ from .plan import (
     StagePlan,
     TrainingPlan,
     checkpoint_bytes,
+    steps_in_time,
     time_known_texts,
     time_measurement,
     time_step,
@@ -55,7 +56,6 @@ from .settings import TrainingSettings
 from .setup import load_target, multiplies_bfloat16, precision_of_result, resolve
 from .stopping import RESULT_FILE, describe_kept, telling_what_is_kept
 from .text_model import TextModel, require_written
-from .time_limit import steps_in_time
 
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
 
@@ -170,7 +170,7 @@ class _Run:
         self.bf16 = self.target.dtype == torch.bfloat16 and multiplies_bfloat16(self.target.device)
         data = preparation.read_texts()
         drafter, coverage = preparation.make_drafter(data.documents.documents)
-        dataset = preparation.make_dataset(drafter, data.documents.documents)
+        dataset = PackedDocuments(data.documents.documents, settings.max_length, seed=settings.seed)
         self._require_what_is_learned(data)
         self.known = self._known_texts(drafter, data.prompts)
         model = DistillationModel(drafter, settings.to_distillation())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, TrainingError
 from ...target.served_processing import sampling_options
 from ...texts.conversations import Conversation, Message, conversation_from_row
-from .disk import require_disk
 from .json_lines import append_lines, read_whole_lines
 from .padding import end_ids, left_padded, pad_token_id, until_end
 from .rendering import prompt_ids
@@ -108,6 +108,21 @@ def disk_bytes(conversations: Sequence[Conversation], settings: RegenerationSett
     kept = sum(len(message["content"]) for conversation in conversations for message in conversation.messages)
     turns = sum(len(_answered(conversation, settings)) for conversation in conversations)
     return kept + turns * settings.max_new_tokens * BYTES_PER_TOKEN
+
+
+def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """Refuse before writing what will not fit.
+
+    Raises:
+        TrainingError: the disk has too little room; both figures are named.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise TrainingError(
+            f"{purpose} needs {needed_bytes / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB free; name a folder "
+            "on a larger disk, or use fewer prompts"
+        )
 
 
 def _header(settings: RegenerationSettings, target: PreTrainedModel) -> dict[str, Any]:

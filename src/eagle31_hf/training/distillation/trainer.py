@@ -27,11 +27,11 @@ from ...drafter.drafter import Eagle31Drafter
 from ...errors import CheckpointError, TrainingError, first_line
 from ...stats import Acceptance
 from ...trees.shape import DraftShape
-from ..data.packing import collate
+from ..data.packing import PackedBatch, collate
 from .evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .known_texts import KnownTexts, TextRounds, acceptance_length, rounds_of, served_error, served_length
 from .optimizers import OptimizerSettings, make_optimizer
-from .training_model import DistillationModel, LossOutput, packed
+from .training_model import DistillationModel, LossOutput
 
 
 class DistillationTrainer(Trainer):
@@ -85,7 +85,7 @@ class DistillationTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The batches of one optimiser step, and how much their positions count for on all processes together."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        count = sum((self.model.counted(packed(batch)).sum() for batch in batches), torch.tensor(0.0)).to(device)
+        count = sum((self.model.counted(PackedBatch(**batch)).sum() for batch in batches), torch.tensor(0.0)).to(device)
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
         return batches, count.clamp(min=1.0)

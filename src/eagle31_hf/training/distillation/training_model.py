@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,15 +50,10 @@ class DistillationModel(nn.Module):
         """Compute draft logits twice instead of keeping those of all steps: they are most of the memory."""
         self.gradient_checkpointing = True
 
-    def forward(self, *, aux: Tensor | None = None, head_input: Tensor | None = None, **fields: Tensor) -> LossOutput:
-        """Token loss of a packed batch.
-
-        Args:
-            aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; computed by the target if absent.
-            fields: those of `PackedBatch`.
-        """
+    def forward(self, **fields: Tensor) -> LossOutput:
+        """Token loss of a packed batch, whose `fields` these are."""
         batch = PackedBatch(**fields)
-        aux, teacher = self.teacher_inputs(batch, aux, head_input)
+        aux, teacher = self.teacher_inputs(batch)
         losses = step_losses(
             self.drafter,
             batch,
@@ -71,33 +66,18 @@ class DistillationModel(nn.Module):
         return LossOutput(weighted_sum(losses, self.settings.step_decay), losses)
 
     @torch.no_grad()
-    def teacher_inputs(
-        self, batch: PackedBatch, aux: Tensor | None, head_input: Tensor | None
-    ) -> tuple[Tensor, Teacher]:
+    def teacher_inputs(self, batch: PackedBatch) -> tuple[Tensor, Teacher]:
         """The aux states `(B, T, A*Ht)` and the teacher of a batch, both on the drafter's device."""
         weights = self.counted(batch).flatten()
         rows = weights.nonzero().squeeze(1)
-        aux, logits = self.read_target(batch, aux, head_input, rows)
+        aux, logits = self.read_target(batch)
         return aux, make_teacher(logits, rows, self.drafter.draft_ids, weights[rows])
 
-    def read_target(
-        self, batch: PackedBatch, aux: Tensor | None, head_input: Tensor | None, rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The aux states `(B, T, A*Ht)` and the target's logits: of all positions `(B*T, V)` where it is run for them,
-        of flat positions `rows (M,)` alone, `(M, V)`, where its states are stored.
-        """
-        drafter = self.drafter
-        if aux is None or head_input is None:
-            features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
-            return features.aux.to(drafter.device), features.logits.flatten(0, 1).to(drafter.device)
-        head: Any = drafter.require_binding().lm_head
-        return aux, head(head_input.flatten(0, 1)[rows])
+    def read_target(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The aux states `(B, T, A*Ht)` and the target's logits `(B*T, V)`, on the drafter's device."""
+        features = compute_features(self.drafter.require_binding(), batch.input_ids, batch.position_ids)
+        return features.aux.to(self.drafter.device), features.logits.flatten(0, 1).to(self.drafter.device)
 
     def counted(self, batch: PackedBatch) -> Tensor:
         """`(B, T)` what each position counts for in the loss, and in what it is divided by."""
         return position_weights(batch, self.settings.given_weight)
-
-
-def packed(inputs: dict[str, Tensor]) -> PackedBatch:
-    """The fields of a batch as `collate` gives them, without stored features."""
-    return PackedBatch(**{field.name: inputs[field.name] for field in fields(PackedBatch)})

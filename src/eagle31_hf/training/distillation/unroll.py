@@ -93,7 +93,7 @@ def position_weights(batch: PackedBatch, given_weight: float) -> Tensor:
 def make_teacher(
     target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None, weights: Tensor | None = None
 ) -> Teacher:
-    """Teacher for `rows (M,)` of flat target logits `(B*T, V)` or of logits `(M, V)` already gathered.
+    """Teacher for `rows (M,)` of flat target logits `(B*T, V)`.
 
     Args:
         draft_ids: `(Vd,)` target ids of the draft vocabulary; `None` if it is the target's.
@@ -101,10 +101,9 @@ def make_teacher(
     """
     if weights is None:
         weights = torch.ones_like(rows, dtype=torch.float32)
-    gathered = target_logits.shape[0] == len(rows)
     blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for block in torch.arange(len(rows), device=rows.device).split(rows_at_once(target_logits)):
-        logits = target_logits[block if gathered else rows[block]].float()  # (m, V)
+        logits = target_logits[rows[block]].float()  # (m, V)
         blocks.append(_teach(logits, rows[block], weights[block], draft_ids))
     if not blocks:
         width = target_logits.shape[-1] if draft_ids is None else len(draft_ids)
