@@ -166,22 +166,12 @@ def write_checkpoint(
     return left_out
 
 
-def inspect_checkpoint(
-    path_or_id: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-) -> CheckpointSummary:
+def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> CheckpointSummary:
     """What a checkpoint holds, from its headers and config only; arguments and errors as in `read_checkpoint`.
 
     Values (NaN, the vocabulary map) are not looked at.
     """
-    folder = resolve_checkpoint(
-        path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-    )
-    headers = _read_headers(folder, to_load=False)
+    headers = _read_headers(resolve_checkpoint(path_or_id, revision=revision), to_load=False)
     infos, config, raw = headers.tensors.infos, headers.config, headers.raw_config
     return CheckpointSummary(
         source=str(path_or_id),

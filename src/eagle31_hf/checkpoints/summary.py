@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .checks import FLOAT_DTYPES, Tensors, expected_shapes
@@ -77,10 +77,7 @@ class CheckpointSummary:
             "aux_layers": self.config.aux_layers,
             "aux_layers_as_stored": self.aux_layers_as_stored,
             "tensors": {name: list(shape) for name, shape in self.tensors.items()},
-            "engines": [
-                {"engine": v.engine, "reads": v.reads, "reasons": list(v.reasons), "needs": list(v.needs)}
-                for v in self.engines
-            ],
+            "engines": [asdict(verdict) for verdict in self.engines],
             "notes": list(self.notes),
         }
 

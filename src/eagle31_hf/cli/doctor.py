@@ -22,6 +22,7 @@ from ..evidence.doctor.examination import Examination, examine
 from ..evidence.doctor.findings import Finding, Patient
 from ..evidence.doctor.prompts import CONVERSATIONS
 from ..evidence.provenance import origin
+from ..evidence.tables import DataTable
 from ..texts.prompts import read_prompts
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, LoadedPair, PairSource, encode, load_pair
@@ -100,13 +101,13 @@ def _calibrate(console: Console, pair: LoadedPair, json_path: Path | None) -> No
 
 def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
     """Rounds by draft length: what they take, and the tokens from which they beat plain decoding."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, title=f"behind {seconds.context} tokens", title_justify="left")
-    for column in ("draft tokens", "ms a round", "tokens to break even"):
-        table.add_column(column, justify="right")
     rounds = costs.rounds(8)
-    for depth, round_s in enumerate(rounds.speculative_s):
-        table.add_row(str(depth or "none"), f"{1e3 * round_s:.1f}", f"{rounds.break_even_tokens(depth):.2f}")
-    return table
+    rows = tuple(
+        (str(depth or "none"), f"{1e3 * round_s:.1f}", f"{rounds.break_even_tokens(depth):.2f}")
+        for depth, round_s in enumerate(rounds.speculative_s)
+    )
+    headings = ("draft tokens", "ms a round", "tokens to break even")
+    return DataTable(f"behind {seconds.context} tokens", headings, rows).on_terminal()
 
 
 def _own_conversations(pair: LoadedPair) -> list[Messages]:
@@ -132,17 +133,13 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _drift_table(curve: DriftCurve) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, title=f"{curve.form}, {curve.condition}", title_justify="left")
-    table.add_column("draft depth")
-    rows = (
-        ("attention on the prompt's first tokens", [f"{value:.2f}" for value in curve.sink]),
-        ("attention on the other text", [f"{value:.2f}" for value in curve.context]),
-        ("attention on the draft itself", [f"{value:.2f}" for value in curve.own]),
-        ("length of the fed-back state", [f"{value:.2f}" for value in curve.feedback_norm]),
-        ("accepted, given all before", [f"{value:.2f}" for value in curve.acceptance]),
-    )
-    for depth in range(len(curve.sink)):
-        table.add_column(str(depth + 1), justify="right")
-    for name, values in rows:
-        table.add_row(name, *values)
-    return table
+    figures = {
+        "attention on the prompt's first tokens": curve.sink,
+        "attention on the other text": curve.context,
+        "attention on the draft itself": curve.own,
+        "length of the fed-back state": curve.feedback_norm,
+        "accepted, given all before": curve.acceptance,
+    }
+    rows = tuple((name, *(f"{value:.2f}" for value in values)) for name, values in figures.items())
+    headings = ("draft depth", *(str(depth + 1) for depth in range(len(curve.sink))))
+    return DataTable(f"{curve.form}, {curve.condition}", headings, rows).on_terminal()
