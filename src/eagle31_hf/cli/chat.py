@@ -48,7 +48,7 @@ def chat(
 ) -> None:
     """Chat with a pair: answers stream, history is not read twice, /help lists the commands."""
     console = make_console()
-    read = _reader(console)
+    read = _reader()
     pair = load_pair(
         source, drafting, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
     )  # fmt: skip
@@ -324,7 +324,7 @@ def _path_in(rest: str) -> Path:
     return Path(words[0]).expanduser()
 
 
-def _reader(console: Console) -> Callable[[], str]:
+def _reader() -> Callable[[], str]:
     """Lines with history and editing in a terminal; plain lines where input is a file or a pipe."""
     if not sys.stdin.isatty():
         return _piped_line

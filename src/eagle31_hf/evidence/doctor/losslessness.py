@@ -49,7 +49,6 @@ class TextComparison:
 
     Attributes:
         texts: `(T,)` whole texts that plain decoding wrote.
-        prompt_lengths: of them.
         differences: where the drafter's text differs.
         acceptance_length: mean tokens per verification.
         loops: which loops served the prompts, with their reasons.
@@ -57,7 +56,6 @@ class TextComparison:
     """
 
     texts: list[Tensor]
-    prompt_lengths: list[int]
     differences: list[Difference]
     acceptance_length: float
     loops: dict[str, int]
@@ -128,7 +126,6 @@ def compare_texts(
         texts.append(plain)
     return TextComparison(
         texts=texts,
-        prompt_lengths=[prompt["input_ids"].shape[1] for prompt in prompts],
         differences=differences,
         acceptance_length=Acceptance.of(drafted).acceptance_length,
         loops=dict(loops),
