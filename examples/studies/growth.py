@@ -28,9 +28,10 @@ from torch.nn import functional as F
 
 from eagle31_hf.cli.bench import conditions_text
 from eagle31_hf.cli.bench_run import list_of
-from eagle31_hf.cli.measuring import finish, progress_bar
+from eagle31_hf.cli.measuring import finish
 from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors
 from eagle31_hf.cli.pairs import DeviceName, DTypeName, device_named
+from eagle31_hf.cli.progress import progress_bar
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError

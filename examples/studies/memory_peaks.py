@@ -26,9 +26,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from eagle31_hf.cli.bench import conditions_text
-from eagle31_hf.cli.measuring import finish, progress_bar
+from eagle31_hf.cli.measuring import finish
 from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors, writable_json
 from eagle31_hf.cli.pairs import DeviceName, DTypeName, device_named
+from eagle31_hf.cli.progress import progress_bar
 from eagle31_hf.decoding.memory_ladder import is_out_of_memory
 from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.drafter.drafter import Eagle31Drafter

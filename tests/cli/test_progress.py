@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import time
 
 import pytest
+from rich.console import Console
 
 from eagle31_hf.cli import progress
 
@@ -24,3 +26,23 @@ def test_a_long_wait_leaves_a_line_and_a_short_one_none(
     with progress.waiting_for("loading the models"):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+def test_measuring_says_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    out = Console(file=io.StringIO())
+    with progress.progress_bar(out) as advance:
+        advance(0.25)
+        monkeypatch.setattr(progress, "LINE_EVERY_S", 60.0)
+        advance(0.5)
+    assert capsys.readouterr().err == "measuring: 25%\n"
+    assert out.file.getvalue() == "", "tables go there"  # type: ignore[attr-defined]
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    out = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with progress.progress_bar(out) as advance:
+        advance(0.5)
+    assert "50%" in out.file.getvalue()  # type: ignore[attr-defined]

@@ -23,11 +23,12 @@ from ..target.precision import quick_dtype
 from ..texts.prompts import read_prompts
 from .bench_acceptance import acceptance as acceptance_command
 from .bench_run import list_of, run
-from .measuring import finish, progress_bar
+from .measuring import finish
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import Drafting, PairSource, device_named, encode, load_pair
 from .plan import print_decision
+from .progress import progress_bar
 
 app = typer.Typer(
     name="bench",

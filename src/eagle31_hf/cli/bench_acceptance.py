@@ -17,9 +17,10 @@ from ..training.distillation.evaluation import EvaluationPrompt
 from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts
 from ..trees.shape import DraftShape
 from .bench_run import list_of
-from .measuring import finish, progress_bar
+from .measuring import finish
 from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
+from .progress import progress_bar
 
 TemperaturesOption = Annotated[
     str, typer.Option(callback=list_of(float, "temperatures, e.g. 0,1"), help="One or several; 0 is greedy.")

@@ -24,11 +24,12 @@ from ..evidence.summary import RunSummary, summarise
 from ..evidence.thinking import ThinkMarks
 from ..generation_config import USUAL_TREE
 from ..texts.prompts import Prompt, embedded_prompts, read_prompts
-from .measuring import finish, progress_bar
+from .measuring import finish
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair, write_plain
 from .plan import print_decision
+from .progress import progress_bar
 
 
 def list_of(kind: Callable[[str], Any], wanted: str, at_least: int = 0) -> Callable[[str | None], str | None]:

@@ -22,11 +22,11 @@ from ..evidence.provenance import origin
 from ..evidence.suite import Task
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
-from .measuring import progress_bar
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json, write_svg
 from .pairs import AnswerSettings, Drafting, LoadedPair, PairSource, encode, load_pair, write
 from .plan import print_decision
+from .progress import progress_bar
 
 STREAMED_IN_DEMO = 2
 REPEATS = 3
