@@ -71,7 +71,7 @@ class TestSpeculators:
     def test_loads_answers_with_our_logits_and_converts_back(self, pair, tmp_path):
         target, drafter = pair
         folder, ids = as_speculators(tmp_path), a_text(target)
-        aux = compute_features(drafter.require_binding(), ids[None], torch.arange(len(ids))[None]).aux[0]
+        aux = compute_features(drafter.binding, ids[None], torch.arange(len(ids))[None]).aux[0]
         save_file({"aux": aux[:-1].contiguous(), "input_ids": ids[1:].contiguous()}, tmp_path / "inputs.safetensors")
         request = {"steps": STEPS, "inputs": str(tmp_path / "inputs.safetensors")}
         request |= {"logits": str(tmp_path / "logits.safetensors"), "save": str(tmp_path / "saved")}

@@ -56,7 +56,7 @@ def _inputs(rows: int, device: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def _greedy(drafter: Eagle31Drafter, inputs: dict[str, Tensor], **arguments: Any) -> Tensor:
-    model = drafter.require_binding().model
+    model = drafter.binding.model
     return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **arguments)
 
 
@@ -82,7 +82,7 @@ def test_every_loop_writes_the_plain_text(family: str, dtype: torch.dtype, devic
             ours = _with_drafts(drafter, inputs, plain, **fields)
             assert drafter.stats is not None
             assert drafter.stats.loop == fields["speculation_loop"]
-            ties = assert_same_or_tie(drafter.require_binding().model, plain, ours, inputs["attention_mask"])
+            ties = assert_same_or_tie(drafter.binding.model, plain, ours, inputs["attention_mask"])
             assert ties == 0 or dtype == torch.bfloat16
 
 
@@ -152,7 +152,7 @@ def test_packed_targets_and_drafters_write_the_plain_text(packing: str, device: 
         plain = _greedy(drafter, inputs)
         for fields in SHAPES.values():
             ours = _with_drafts(drafter, inputs, plain, **fields)
-            assert_same_or_own_tie(drafter.require_binding(), plain[0], ours[0], inputs["input_ids"].shape[1])
+            assert_same_or_own_tie(drafter.binding, plain[0], ours[0], inputs["input_ids"].shape[1])
         drafter.detach()
 
 
@@ -174,7 +174,7 @@ def test_compiled_steps_write_the_plain_text(shape: str, device: str, monkeypatc
             ours = _with_drafts(drafter, inputs, plain, acceleration="compile", **SHAPES[shape])
             assert drafter.stats is not None
             assert drafter.stats.fallbacks == []
-            model = drafter.require_binding().model
+            model = drafter.binding.model
             assert assert_same_or_tie(model, plain, ours, inputs["attention_mask"]) == 0
     compiled: Any = Pair.of(drafter).graphs
     kinds = {kind for kind, *_ in compiled.keys}

@@ -173,7 +173,7 @@ class LargePair:
 
     def _timed(self, request: DecodingRequest, make: Callable[[DecodingRequest], SpeculativeDecoder]) -> dict[str, Any]:
         machine, times = self.machine, []
-        masked = self.drafter.require_binding().masked_attention()
+        masked = self.drafter.binding.masked_attention()
         with torch.no_grad(), masked, Recordings(machine) as recordings:
             decoder = make(request)
             prefill_s = machine.seconds(decoder.prefill)

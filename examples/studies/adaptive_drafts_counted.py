@@ -184,7 +184,7 @@ def study(pair: LoadedPair, untrained: Eagle31Drafter, prompts: list[Prompt], gi
             if prompt.suite == kind
         ]
         for temperature in given.temperatures:
-            binding = pair.drafter.require_binding()
+            binding = pair.drafter.binding
             texts = write_texts(binding, openings, temperature, max_new_tokens=given.new_tokens)
             traces = {id(each): traces_of(each, texts) for each in (pair.drafter, untrained)}
             seconds = {

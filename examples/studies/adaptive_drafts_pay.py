@@ -280,7 +280,7 @@ def write_record(
         return
     facts = {
         **origin(),
-        "machine": machine(pair.drafter.require_binding()),
+        "machine": machine(pair.drafter.binding),
         "pair": pair_facts(pair.drafter, pair.tokenizer, (given.target, given.drafter)),
         "prompts": [prompt.id for prompt in prompts],
     }

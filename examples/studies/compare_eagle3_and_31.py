@@ -97,7 +97,7 @@ def conditions(tokenizer: Any, chats: Sequence[Conversation], length: int) -> di
 @torch.no_grad()
 def feedback_norms(drafter: Eagle31Drafter, prompts: Sequence[EvaluationPrompt]) -> list[float]:
     """Mean norm of what each draft step hands on, depth 1 to `DEPTH`, drafting greedily after every prompt."""
-    binding: TargetBinding = drafter.require_binding()
+    binding: TargetBinding = drafter.binding
     sums = torch.zeros(DEPTH)
     for prompt in prompts:
         ids = torch.tensor([prompt.input_ids], device=binding.input_device)

@@ -118,7 +118,7 @@ def main() -> None:
         turns = in_turns({PLAIN: auto, AUTO: auto}, inputs, given)
     record = {
         **origin(),
-        "machine": machine(auto.drafter.require_binding()),
+        "machine": machine(auto.drafter.binding),
         "pair": pair_facts(auto.drafter, auto.tokenizer, (given.target, given.drafter)),
         "warm_up_s": warm_up_s,
         "first_15_s": begun,

@@ -120,7 +120,7 @@ def measure_growth(
     check_growth(contexts, rounds)
     turns = [min(TURN, rounds - done) for done in range(0, rounds, TURN)]
     steps = 2 * sum(WARM_UP_ROUNDS + count for count in turns) + COUNTED_ROUNDS
-    binding, meters = drafter.require_binding(), []
+    binding, meters = drafter.binding, []
     with binding.capturing(), binding.masked_attention():
         for context in contexts:
             decoder = _after(drafter, shape, context, new_tokens=(steps + 1) * (shape.depth + 1))
@@ -177,7 +177,7 @@ def _timed_rounds(decoder: SpeculativeDecoder, clock: AttentionClock, rounds: in
 
 
 def _after(drafter: Eagle31Drafter, shape: DraftShape, context: int, new_tokens: int) -> SpeculativeDecoder:
-    device = drafter.require_binding().input_device
+    device = drafter.binding.input_device
     dice = torch.Generator().manual_seed(context)
     ids = torch.randint(drafter.config.vocab_size, (1, context), generator=dice).to(device)
     request = SyntheticRequest(new_tokens, shape, ACCEPTANCE, prefill_chunk=PREFILL_CHUNK)
@@ -280,7 +280,7 @@ def main(
         records = measure_growth(
             drafter, shape, lengths, rounds=rounds, on_context=lambda: advance(1 / len(lengths))
         )  # fmt: skip
-    binding = drafter.require_binding()
+    binding = drafter.binding
     machine = describe_device(binding.head_device, binding.model.dtype)
     out.print(conditions_text("small random target", machine))
     out.print(growth_table(records))

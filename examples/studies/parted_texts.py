@@ -107,7 +107,7 @@ def drafted(drafter: Eagle31Drafter, ids: Tensor, truth: Sequence[int], seed: in
         policy=Along(truth, seed),
         do_sample=False,
     )
-    with torch.no_grad(), drafter.require_binding().masked_attention():
+    with torch.no_grad(), drafter.binding.masked_attention():
         return SpeculativeDecoder(drafter, request, compiled=False).run()
 
 
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append({"target": family, "texts": given.texts, "parted": counts})
         print(f"{family:14} {counts['bf16']} of {given.texts} texts part in bf16, {counts['fp32']} in fp32")
     if given.json is not None:
-        binding = Eagle31Drafter.from_target(random_target(DENSE, torch.bfloat16)).require_binding()
+        binding = Eagle31Drafter.from_target(random_target(DENSE, torch.bfloat16)).binding
         record = {**origin(), "machine": machine(binding), "new_tokens": given.new_tokens, "targets": rows}
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     pair.drafter.generation_config.acceleration = "eager"
     record = {
         **origin(),
-        "machine": machine(pair.drafter.require_binding()),
+        "machine": machine(pair.drafter.binding),
         "pair": pair_facts(pair.drafter, pair.tokenizer, (target.name, drafter.name)),
         "trained": json.loads((given.out / "trained.json").read_text()),
         "prompts": [prompt.id for prompt in prompts],

@@ -145,7 +145,7 @@ def study(
     dataset = PackedDocuments(documents, resolved.max_length, seed=resolved.seed)
     prompts = evaluation_prompts(read_conversations(told.held_out, limit=held_out_rows), tokenizer)
     texts = [
-        write_texts(drafter.require_binding(), prompts, temperature, max_new_tokens=told.eval_new_tokens)
+        write_texts(drafter.binding, prompts, temperature, max_new_tokens=told.eval_new_tokens)
         for temperature in (0.0, 1.0)
     ]
     shape = DraftShape(told.draft_tokens)

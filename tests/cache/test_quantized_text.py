@@ -30,7 +30,7 @@ def token_by_token(name: str, prompt: tuple[int, ...], kind: str, new_tokens: in
 
     Returns `(V,)` per token from the prompt's last one on.
     """
-    binding = drafter_of(name).require_binding()
+    binding = drafter_of(name).binding
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=1, capacity=len(prompt) + new_tokens, block=1,
         masks_by_type=binding.masks_by_type, cache_type=kind,

@@ -89,7 +89,7 @@ def fake_pair(
                 drafter = Eagle31Drafter.from_target(model, draft_vocab_size=None).eval()
         finally:
             torch.set_default_dtype(torch.float32)
-        if mixers := drafter.require_binding().mixers:
+        if mixers := drafter.binding.mixers:
             mixers.use_tape(True)  # which the self-test finds right on a CPU
         with torch.device("cpu"):
             yield counting, drafter
@@ -131,7 +131,7 @@ def write(counting: Counting, drafter: Eagle31Drafter, text: Text, rounds: int) 
         graph_maker=CapturesSteps(counting.capture),
     )
     written = Written()
-    with drafter.require_binding().masked_attention():
+    with drafter.binding.masked_attention():
         decoder = SpeculativeDecoder(drafter, request, compiled=text.captured)
         decoder.prefill()
         for _ in range(rounds):

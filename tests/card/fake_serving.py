@@ -43,7 +43,7 @@ def serve(
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
     with (
         mock.patch.dict(captured.CAPTURES, {"cuda": counting.capture}),
-        drafter.require_binding().masked_attention(),
+        drafter.binding.masked_attention(),
         torch.no_grad(),
     ):
         batch = TextBatch(drafter, max_rows=rows, context=4096, prefill_chunk=512)

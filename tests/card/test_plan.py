@@ -37,7 +37,7 @@ def test_a_plan_knows_what_stays_between_texts(nf4: bool) -> None:
     facts = read_target(config, "bnb-nf4-dq" if nf4 else "bf16")
     made: list[int] = []
     with fake_pair(config, nf4=nf4) as (counting, drafter):
-        weights = storage_bytes(drafter.require_binding().model) + storage_bytes(drafter)
+        weights = storage_bytes(drafter.binding.model) + storage_bytes(drafter)
         ledger = build_ledger(facts, read_drafter(drafter, facts), CARD, settings)
         with StorageCounter() as counter:
             for prompt in PROMPTS:

@@ -261,7 +261,7 @@ def test_a_drafter_for_a_hybrid_reads_its_blocks_and_writes_its_text(tmp_path, n
     sizes = {"hidden_size": 8, "vocab_size": 20, "intermediate_size": 12}
     target = recurrent_target(family, **sizes, **fields)
     drafter = Eagle31Drafter.from_pretrained(save(tmp_path, config, layout(first_layer)), target=target)
-    binding = drafter.require_binding()
+    binding = drafter.binding
     assert len(binding.layers) == blocks
     ids = torch.tensor([[3, 5, 7, 11]])
     with torch.no_grad(), binding.capturing():

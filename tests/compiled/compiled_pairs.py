@@ -28,7 +28,7 @@ def pair_of(family: str, layers: int = 4, **overrides: Any) -> Eagle31Drafter:
 
 def write(drafter: Eagle31Drafter, prompts: list[list[int]], oracle_seed: int = 0, **fields: Any) -> tuple[Any, Any]:
     """What the target writes plainly, and with the drafter under these settings."""
-    target, inputs = drafter.require_binding().model, left_padded(prompts)
+    target, inputs = drafter.binding.model, left_padded(prompts)
     kwargs = {**inputs, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     plain = target.generate(**kwargs)
     with (

@@ -22,7 +22,7 @@ from helpers import random_prompts
 def test_nothing_is_compiled_by_itself() -> None:
     drafter = pair_of("llama")
     assert drafter.generation_config.acceleration == "auto"
-    drafter.require_binding().model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, assistant_model=drafter)
+    drafter.binding.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, assistant_model=drafter)
     assert Pair.of(drafter).graphs is None
 
 
@@ -72,7 +72,7 @@ def test_a_target_with_a_hook_stays_eager(fields: dict[str, Any], uncompiled: No
     """A graph would not run it again."""
     calls: list[int] = []
     drafter = pair_of("llama", layers=3)
-    drafter.require_binding().model.register_forward_hook(lambda *_: calls.append(1))
+    drafter.binding.model.register_forward_hook(lambda *_: calls.append(1))
     plain, ours = write(drafter, random_prompts(3), **fields)
     assert torch.equal(plain, ours)
     assert calls
@@ -81,7 +81,7 @@ def test_a_target_with_a_hook_stays_eager(fields: dict[str, Any], uncompiled: No
 
 def test_a_target_on_several_devices_stays_eager(uncompiled: None) -> None:
     drafter = pair_of("llama")
-    drafter.require_binding().model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    drafter.binding.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     plain, ours = write(drafter, random_prompts(1), **CHAIN)
     assert torch.equal(plain, ours)
     assert not Pair.of(drafter).graphs.keys
@@ -103,7 +103,7 @@ def test_graphs_go_when_weights_change() -> None:
     steps = current_graphs(drafter)
     assert current_graphs(drafter) is steps
     with torch.no_grad():
-        drafter.require_binding().model.lm_head.weight.mul_(2)
+        drafter.binding.model.lm_head.weight.mul_(2)
     assert current_graphs(drafter) is not steps
 
 
@@ -113,7 +113,7 @@ def test_graphs_with_packed_weights_go_when_weights_change_unseen() -> None:
     steps = current_graphs(drafter)
     assert steps.freezes_weights
     assert current_graphs(drafter) is steps
-    drafter.require_binding().model.model.layers[1].self_attn.q_proj.weight.data += 0.01
+    drafter.binding.model.model.layers[1].self_attn.q_proj.weight.data += 0.01
     assert current_graphs(drafter) is not steps
 
 

@@ -91,11 +91,9 @@ def test_the_last_token_of_a_text_takes_a_graph_that_is_there(
     eager, forward = [], Verification.__call__
     monkeypatch.setattr(Verification, "__call__", lambda self, tree: eager.append(tree.size) or forward(self, tree))
     inputs = left_padded(prompts)
-    plain = drafter.require_binding().model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    plain = drafter.binding.model.generate(**inputs, max_new_tokens=2, do_sample=False)
     with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
-        ours = drafter.require_binding().model.generate(
-            **inputs, max_new_tokens=2, do_sample=False, assistant_model=drafter
-        )
+        ours = drafter.binding.model.generate(**inputs, max_new_tokens=2, do_sample=False, assistant_model=drafter)
     assert torch.equal(plain, ours)
     assert eager == ([1] if family in WINDOWED else [])
 
@@ -122,7 +120,7 @@ def test_a_chain_at_once_is_the_chain_step_by_step(
     family: str, sample: bool, uncompiled: None, drafted: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    target = drafter.require_binding().model
+    target = drafter.binding.model
     for size in (1, 3):
         texts, drafts = [], []
         for at_once in (False, True):
@@ -161,7 +159,7 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
                     m.setattr(CompiledDrafting, "whole", lambda *_: None)
                     m.setattr(RoundGraph, "__call__", lambda *_: None)
                 plain, ours = write(drafter, random_prompts(size), **NARROW)
-            assert assert_same_or_tie(drafter.require_binding().model, plain, ours) == 0
+            assert assert_same_or_tie(drafter.binding.model, plain, ours) == 0
             drafts.append(list(drafted))
         assert len(drafts[0]) > 3
         for (by_level, live), (whole, also_live) in zip(*drafts, strict=False):
@@ -181,7 +179,7 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
 
 def test_chains_are_compiled_for_a_few_ways_to_draw(uncompiled: None) -> None:
     drafter = pair_of("llama")
-    target, inputs = drafter.require_binding().model, left_padded(random_prompts(1))
+    target, inputs = drafter.binding.model, left_padded(random_prompts(1))
     with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         for temperature in (0.5, 0.6, 0.5, 0.7, 0.8, 0.9, 1.1):
             target.generate(
@@ -244,7 +242,7 @@ def test_sampling_draws_the_same_tokens(
     none where not, as does a graph that drafts ahead of a rest."""
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    target = drafter.require_binding().model
+    target = drafter.binding.model
     for seed in range(3):
         inputs, texts = left_padded(random_prompts(1, seed=seed)), []
         for mode in ("eager", "compile"):
@@ -270,7 +268,7 @@ JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # settings of
 @pytest.mark.thorough(every=2)
 def test_drafts_are_judged_at_once_as_by_the_eager_rule(family: str, way: str, uncompiled: None, judged: list) -> None:
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
-    target, (fields, sampling, nodes) = drafter.require_binding().model, JUDGED[way]
+    target, (fields, sampling, nodes) = drafter.binding.model, JUDGED[way]
     with configured(drafter, speculation_loop="own", acceleration="compile", **fields):
         for rows in (1, 3):
             target.generate(**left_padded(random_prompts(rows)), max_new_tokens=30, assistant_model=drafter, **sampling)
@@ -282,7 +280,7 @@ def test_drafts_are_judged_at_once_as_by_the_eager_rule(family: str, way: str, u
 
 def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> None:
     drafter = pair_of("llama")
-    target, inputs = drafter.require_binding().model, left_padded(random_prompts(1))
+    target, inputs = drafter.binding.model, left_padded(random_prompts(1))
     asked: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": True, "output_scores": True}
     with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
         told = target.generate(**inputs, max_new_tokens=20, assistant_model=drafter, **asked)
@@ -295,7 +293,7 @@ def test_scores_that_somebody_wants_are_not_judged_at_once(uncompiled: None) -> 
 def test_a_fixed_verification_is_the_eager_one(family: str, parents: list[int], uncompiled: None) -> None:
     """Rows of unequal length, a chain and a tree, masks made in the graph or (windows) before it."""
     drafter = pair_of(family)
-    binding = drafter.require_binding()
+    binding = drafter.binding
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=2, capacity=128, block=32, slab=16, masks_by_type=binding.masks_by_type
     )

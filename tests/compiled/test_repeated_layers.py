@@ -42,7 +42,7 @@ class Forward(nn.Module):
 
 
 def pieces_of_target(drafter: Eagle31Drafter) -> list[fx.GraphModule]:
-    binding = drafter.require_binding()
+    binding = drafter.binding
     layers = {type(layer) for layer in binding.layers}
     with torch.no_grad():
         return pieces_of(Forward(binding.model), (torch.arange(6)[None],), layers)
@@ -55,7 +55,7 @@ def test_layers_of_one_kind_are_one_piece(layers: int) -> None:
 
 def test_a_layer_that_does_something_else_is_a_piece_of_its_own() -> None:
     drafter = pair_of("llama", 5)
-    layer = drafter.require_binding().layers[2]
+    layer = drafter.binding.layers[2]
     layer.mlp.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[operator, union-attr]
     assert len(pieces_of_target(drafter)) == 4
 

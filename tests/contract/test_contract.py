@@ -173,7 +173,7 @@ def bf16_pair() -> Eagle31Drafter:
 @cache
 def bf16_texts() -> list[Batch]:
     """Six prompts, and what the target alone writes after them; a machine without bf16 arithmetic takes long for it."""
-    target, options = bf16_pair().require_binding().model, {"do_sample": False, "max_new_tokens": 32}
+    target, options = bf16_pair().binding.model, {"do_sample": False, "max_new_tokens": 32}
     prompts = [left_padded([prompt]) for prompt in prompts_for("demo-target", 6)]
     return [Batch(inputs | options, target.generate(**inputs, **options)) for inputs in prompts]
 
@@ -181,7 +181,7 @@ def bf16_texts() -> list[Batch]:
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_bf16_differs_only_in_ties(loop: str) -> None:
-    target, ties = bf16_pair().require_binding().model, 0
+    target, ties = bf16_pair().binding.model, 0
     with configured(bf16_pair(), num_assistant_tokens=5, **LOOPS[loop]) as drafter:
         for batch in bf16_texts():
             ours = target.generate(**batch.inputs, assistant_model=drafter)

@@ -55,15 +55,15 @@ def test_a_card_drafts_as_deep_as_its_bytes_say(on_a_card: None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle31_hf.decoding.default_length.longest_worthwhile", lambda *_, **__: 4)
         assert drafted(drafter) == DraftShape(4, top_k=2, size=8)
-        drafter.require_binding().model.hf_quantizer = object()
+        drafter.binding.model.hf_quantizer = object()
         assert drafted(drafter) == DraftShape(4), "packed weights make a product dearer with its rows"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle31_hf.decoding.default_length.longest_worthwhile", lambda *_, **__: 1)
-        del drafter.require_binding().model.hf_quantizer
+        del drafter.binding.model.hf_quantizer
         assert drafted(drafter) == DraftShape(1)
 
 
 def test_layers_that_keep_states_verify_chains(on_a_card: None) -> None:
     drafter = random_drafter(random_target(CONFIGS["llama"]()), aux_layers=[1, 2, 4])
-    drafter.require_binding().has_states = True
+    drafter.binding.has_states = True
     assert not drafted(drafter).is_tree

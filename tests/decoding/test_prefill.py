@@ -18,7 +18,7 @@ FIRST = [[7], [11], [13]]
 
 def read_in_chunks(texts: list[list[int]], first: list[list[int]], chunk: int) -> DraftSession:
     drafter = drafter_of("llama")
-    binding = drafter.require_binding()
+    binding = drafter.binding
     caches = PairCaches.make(drafter, DraftShape(depth=3), batch_size=len(texts), length=64, chunk=chunk)
     assert caches.drafter is not None
     reading = PrefillState(texts, unread=0, device=torch.device("cpu"))
@@ -31,7 +31,7 @@ def read_in_chunks(texts: list[list[int]], first: list[list[int]], chunk: int) -
 def root_alone(text: list[int], first: list[int]) -> tuple[Tensor, Tensor]:
     """The drafter's logits and feedback after a text, of one stock forward and one pass."""
     drafter = drafter_of("llama")
-    binding = drafter.require_binding()
+    binding = drafter.binding
     ids = torch.tensor([text])
     with binding.capturing():
         binding.model(ids)

@@ -53,7 +53,7 @@ def load(folder: Path, packing: str, dtype: torch.dtype = torch.float32, **field
 
 def assert_every_loop_agrees(target: Any, drafter: Eagle31Drafter, prompts: list[list[int]], new_tokens: int) -> int:
     """Returns how many texts ended in a tie."""
-    binding, ties = drafter.require_binding(), 0
+    binding, ties = drafter.binding, 0
     assert not binding.tree_unsupported_reason
     for index, prompt in enumerate(prompts):
         inputs = {**left_padded([prompt]), "max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}

@@ -77,7 +77,7 @@ def of_depth(layers: int):
 def test_a_fresh_drafter_reads_three_different_states(layers, tmp_path):
     target = of_depth(layers)
     drafter = Eagle31Drafter.from_target(target)
-    taps = drafter.require_binding().aux_layers
+    taps = drafter.binding.aux_layers
     assert len(set(taps)) == 3
     assert sorted(taps) == list(taps)
     assert taps[0] >= 1
@@ -86,17 +86,17 @@ def test_a_fresh_drafter_reads_three_different_states(layers, tmp_path):
         assert taps == (2, layers // 2, layers - 3), "the published default"
         assert drafter.config.aux_layers is None
     drafter.save_pretrained(tmp_path)
-    assert Eagle31Drafter.from_pretrained(tmp_path, target=target).require_binding().aux_layers == taps
+    assert Eagle31Drafter.from_pretrained(tmp_path, target=target).binding.aux_layers == taps
     told = Eagle31Drafter.from_target(target, config=default_config(target))
-    assert told.require_binding().aux_layers == taps
-    assert Eagle31Drafter.from_target(target, aux_layers=[1, 1, 2]).require_binding().aux_layers == (1, 1, 2)
+    assert told.binding.aux_layers == taps
+    assert Eagle31Drafter.from_target(target, aux_layers=[1, 1, 2]).binding.aux_layers == (1, 1, 2)
 
 
 @pytest.mark.parametrize("layers", [4, 5, 6])
 def test_what_was_trained_with_the_published_default_is_read_with_it(layers):
     target = of_depth(layers)
     drafter = Eagle31Drafter(default_config(target)).attach(target)
-    assert drafter.require_binding().aux_layers == (2, layers // 2, layers - 3)
+    assert drafter.binding.aux_layers == (2, layers // 2, layers - 3)
 
 
 @pytest.mark.parametrize(("layers", "states"), [(1, [0, 1]), (2, [0, 1, 2])])

@@ -60,7 +60,7 @@ def test_of_sampled_text_drafts_by_its_noise_are_counted(draft_ids: Tensor | Non
 
 def positions(rows: int, count: int) -> tuple[Tensor, Tensor]:
     drafter = drafter_of("llama")
-    width = len(drafter.require_binding().aux_layers) * drafter.config.target_hidden_size
+    width = len(drafter.binding.aux_layers) * drafter.config.target_hidden_size
     with seeded(0):
         return torch.randint(3, VOCABULARY, (rows, count)), torch.randn(rows, count, width)
 

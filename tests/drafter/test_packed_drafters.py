@@ -176,7 +176,7 @@ def test_what_is_packed_is_told_by_inspect(drafters: Path, tmp_path: Path) -> No
 @torch.no_grad()
 def drafted(drafter: Eagle31Drafter, ids: Tensor) -> Tensor:
     """What the drafter holds likeliest after each true token of a text `(1, T)`."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     with binding.capturing():
         binding.model(ids)
         hidden = drafter.fuse_aux(binding.take_aux()[:, :-1])

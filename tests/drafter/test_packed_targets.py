@@ -86,7 +86,7 @@ def test_rows_of_a_batch_write_what_each_writes_alone(saved: dict[str, Path]) ->
     ours = target.generate(**left_padded(prompts), **options, assistant_model=drafter)
     for row, single in enumerate(prompts):
         alone = target.generate(torch.tensor([single]), **options)[0]
-        assert_same_or_own_tie(drafter.require_binding(), alone, ours[row], len(single))
+        assert_same_or_own_tie(drafter.binding, alone, ours[row], len(single))
 
 
 @pytest.mark.contract
@@ -95,7 +95,7 @@ def test_rows_of_a_batch_write_what_each_writes_alone(saved: dict[str, Path]) ->
 @torch.no_grad()
 def test_hidden_states_are_in_the_compute_dtype(saved: dict[str, Path], packing: str, dtype: torch.dtype) -> None:
     target = load(saved["llama"], packing, dtype)
-    binding = random_drafter(target, aux_layers=[1, 2, 4]).require_binding()
+    binding = random_drafter(target, aux_layers=[1, 2, 4]).binding
     ids = torch.tensor([[3, 4, 5]])
     with binding.capturing():
         shown = target(ids, output_hidden_states=True).hidden_states

@@ -11,7 +11,7 @@ from helpers import CONFIGS, random_drafter, random_target
 
 def test_a_step_reads_layers_and_head() -> None:
     drafter = random_drafter(random_target(CONFIGS["llama"]()), aux_layers=[1, 2, 4])
-    model = drafter.require_binding().model
+    model = drafter.binding.model
     head = drafter.head_weights
     step = sum(each.nbytes for each in [*drafter.layers.parameters(), *head])
     assert step_share(drafter) == step / sum(each.nbytes for each in [*model.model.layers.parameters(), *head])

@@ -17,7 +17,7 @@ from helpers import VOCABULARY, drafter_of, seeded, use_fixed_shapes_only
 
 def positions(rows: int, count: int) -> tuple[Tensor, Tensor]:
     drafter = drafter_of("llama")
-    width = len(drafter.require_binding().aux_layers) * drafter.config.target_hidden_size
+    width = len(drafter.binding.aux_layers) * drafter.config.target_hidden_size
     with seeded(0):
         return torch.randint(3, VOCABULARY, (rows, count)), torch.randn(rows, count, width)
 

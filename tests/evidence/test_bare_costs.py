@@ -42,9 +42,9 @@ def measured(meter: BareMeter, depths: dict[int, float] | None = None) -> BareCo
 @torch.no_grad()
 def test_bare_costs_weigh_the_widths_that_occurred(drafter, monkeypatch):
     seen = []
-    forward = drafter.require_binding().forward
+    forward = drafter.binding.forward
     monkeypatch.setattr(
-        drafter.require_binding(), "forward", lambda ids, *rest, **_: seen.append(ids.shape) or forward(ids, *rest)
+        drafter.binding, "forward", lambda ids, *rest, **_: seen.append(ids.shape) or forward(ids, *rest)
     )
     meter = BareMeter(drafter, torch.arange(9)[None], CHAIN)
     seen.clear()  # the context
@@ -59,7 +59,7 @@ def test_bare_forwards_read_states_as_rounds_do():
     """A chain at once, as far as its kernels can be recorded, a tree node by node; not by the code for prompts."""
     target = recurrent_target("qwen3_5_text")
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    binding, seen = drafter.require_binding(), []
+    binding, seen = drafter.binding, []
     forward = binding.forward
 
     def watched(ids, positions, mask, cache, **how):

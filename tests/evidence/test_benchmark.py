@@ -206,7 +206,7 @@ def test_methods_of_one_row_are_left_out_of_batches_with_a_reason():
 
 
 def test_early_exit_is_for_targets_that_heed_their_layer_count():
-    llama, neox = drafter_of("llama").require_binding(), drafter_of("gpt_neox").require_binding()
+    llama, neox = drafter_of("llama").binding, drafter_of("gpt_neox").binding
     assert early_exit_refusal(llama, 2) == ""
     whole = neox.text_config.num_hidden_layers
     assert "runs all its layers" in early_exit_refusal(neox, 2)
@@ -214,7 +214,7 @@ def test_early_exit_is_for_targets_that_heed_their_layer_count():
 
 
 def test_passes_of_an_early_exit_are_drafts():
-    model, binding = target_of("llama"), drafter_of("llama").require_binding()
+    model, binding = target_of("llama"), drafter_of("llama").binding
     counter, ids = PassCounter(binding), torch.tensor([[1, 2, 3]])
     with counter.counting(), torch.no_grad():
         model(input_ids=ids)
@@ -240,7 +240,7 @@ def test_ends_are_back_after_an_error():
 
 def test_texts_of_another_length_are_refused(monkeypatch):
     drafter = drafter_of("llama")
-    monkeypatch.setattr(drafter.require_binding().model.generation_config, "max_time", 1e-9)
+    monkeypatch.setattr(drafter.binding.model.generation_config, "max_time", 1e-9)
     with pytest.raises(UnsupportedGenerationError, match="ends its texts early"):
         measure_loops(drafter, tensors(random_prompts(1)), RunSettings(new_tokens=6, **FIXED), lambda _: None)
 

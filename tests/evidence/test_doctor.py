@@ -76,7 +76,7 @@ def attached(target: Any, **fields: Any) -> Eagle31Drafter:
 
 
 def texts_for(drafter: Eagle31Drafter, written: list[Tensor], prompts: list[dict[str, Tensor]]) -> list[TargetText]:
-    binding = drafter.require_binding()
+    binding = drafter.binding
     everything = range(len(binding.layers) + 1)
     return [
         read_text(binding, ids, prompt["input_ids"].shape[1], everything)
@@ -115,7 +115,7 @@ def test_drift_is_counted_as_by_hand() -> None:
     drafter = random_drafter(target, aux_layers=[1, 2, 4], norm_output=False)
     with seeded(3):
         ids = torch.randint(3, target.config.vocab_size, (14,))
-    text = read_text(drafter.require_binding(), ids, 6, drafter.require_binding().aux_layers)
+    text = read_text(drafter.binding, ids, 6, drafter.binding.aux_layers)
     seen = replay(drafter, text, depth=3)
     assert seen.accepted.shape == (len(text.starts(3)),)
     start = int(text.starts(3)[1])
@@ -161,7 +161,7 @@ def _by_hand(drafter: Eagle31Drafter, text: TargetText, start: int, depth: int) 
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return torch.stack(weights).mean(0), drafter.norm(hidden), hidden
 
-    aux = torch.cat([text.states[index] for index in drafter.require_binding().aux_layers], dim=-1)
+    aux = torch.cat([text.states[index] for index in drafter.binding.aux_layers], dim=-1)
     for position in range(start + 1):
         fused = drafter.fuse_aux(aux[position][None, None])[0, 0]
         weights, normed, feedback = step(int(text.ids[position + 1]), fused, position)
@@ -190,7 +190,7 @@ def test_a_large_fault_is_named_by_few_texts(
 ) -> None:
     drafter = attached(target, **planted)
     texts = [text for text in texts_for(drafter, written, prompts) if len(text.starts(DEPTH)) > 0]
-    readings = other_readings(drafter.config, len(drafter.require_binding().layers))
+    readings = other_readings(drafter.config, len(drafter.binding.layers))
     best = score_readings(drafter, texts, readings, depth=DEPTH)[0]
     assert best.is_better == bool(planted)
     assert best.reading.fields == named or not planted
@@ -210,7 +210,7 @@ def test_a_wrong_configuration_is_named(
     planted: dict[str, Any], named: dict[str, Any], target: Any, many: list[TargetText]
 ) -> None:
     drafter = attached(target, **planted)
-    readings = other_readings(drafter.config, len(drafter.require_binding().layers))
+    readings = other_readings(drafter.config, len(drafter.binding.layers))
     best = score_readings(drafter, many, readings, depth=DEPTH)[0]
     assert best.is_better
     assert best.reading.fields == named
@@ -220,7 +220,7 @@ def test_a_wrong_configuration_is_named(
 @pytest.mark.thorough
 def test_the_right_configuration_is_left_alone(target: Any, many: list[TargetText]) -> None:
     drafter = attached(target)
-    readings = other_readings(drafter.config, len(drafter.require_binding().layers))
+    readings = other_readings(drafter.config, len(drafter.binding.layers))
     assert not [score for score in score_readings(drafter, many, readings, depth=DEPTH) if score.is_better]
     replays = [replay(drafter, text, depth=DEPTH) for text in many]
     assert not score_vocabulary(drafter, many, replays).is_wrong

@@ -117,7 +117,7 @@ def test_greedy_rounds_are_those_of_generate(
     ]
     prompts = [EvaluationPrompt(ids, "chat") for ids in sorted(chats, key=len)]
     drafter: Eagle31Drafter = request.getfixturevalue("drafter" if trained else "ignorant")
-    binding, settings = drafter.require_binding(), drafter.generation_config
+    binding, settings = drafter.binding, drafter.generation_config
     drafter.eval()
     with configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule=schedule), ends_off(binding.model):
         texts = write_texts(binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)

@@ -87,7 +87,7 @@ def test_synthetic_rounds_run_the_forwards_of_real_ones(drafter, monkeypatch):
     for make_decoder in (SpeculativeDecoder, by_lot):
         request = SyntheticRequest(40, TREE, (0.0,)).to_decoding(prompts)
         decoder = make_decoder(drafter, request)
-        with torch.no_grad(), drafter.require_binding().capturing():
+        with torch.no_grad(), drafter.binding.capturing():
             decoder.prefill()
             decoder.step()
     real, synthetic = widths
@@ -101,7 +101,7 @@ def test_a_comb_is_a_tree_with_one_deep_path(drafter):
     (prompts,) = batches_of(tensors(random_prompts(2, seed=4)), 2, 0)
     request = SyntheticRequest(20, TREE, (1.0,)).to_decoding(prompts)
     decoder = synthetic_decoder(drafter, request, acceptance=(1.0,), seed=0)
-    with torch.no_grad(), drafter.require_binding().capturing():
+    with torch.no_grad(), drafter.binding.capturing():
         decoder.prefill()
         decoder.caches.drafter.catch_up()
         batch = RoundBatch(request.sequences, [0, 1], [0, 1], DraftPlan(TREE))

@@ -68,7 +68,7 @@ def texts(
     drafter: Eagle31Drafter, seed: int = 0, lengths: Sequence[int] = (12,), new_tokens: int = 32, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Ours and plain's, by drafts that follow plain's for a while."""
-    model, inputs = drafter.require_binding().model, prompts(lengths, seed)
+    model, inputs = drafter.binding.model, prompts(lengths, seed)
     call = {"max_new_tokens": new_tokens, "pad_token_id": 0, **GREEDY, **how}
     with seeded(seed):
         plain = model.generate(**inputs, **call)

@@ -185,7 +185,7 @@ class Borrower:
 
 
 def test_a_cache_that_was_handed_over_is_not_written_over(pair: Eagle31Drafter, recorder: Recorder) -> None:
-    target = pair.require_binding().model
+    target = pair.binding.model
     prompt = torch.tensor(random_prompts(1))
     first = target.generate(prompt, assistant_model=pair, max_new_tokens=60, return_dict_in_generate=True, **GREEDY)
     before = [layer.keys.clone() for layer in first.past_key_values.layers]

@@ -70,7 +70,7 @@ def test_interrupted_generation_leaves_everything_usable(error: type[BaseExcepti
     with configured(drafter_of("gemma3"), speculation_loop=loop) as drafter:
         with pytest.raises(error):
             greedy("gemma3", one(), assistant_model=drafter, streamer=Raising(error, after))
-        binding = drafter.require_binding()
+        binding = drafter.binding
         assert not binding.taps.are_open
         assert binding.taps.are_empty
         assert torch.equal(greedy("gemma3", one(), assistant_model=drafter), plain)

@@ -63,7 +63,7 @@ def test_a_layer_is_kept_once(lent: Eagle31Drafter) -> None:
     (verify,) = (path for path in kept_files(".json") if path.name.startswith("verify-1x8"))
     told = json.loads(verify.read_text())
     first, *layers, last = (piece for piece, _ in told["calls"])
-    assert len(layers) == len(lent.require_binding().layers)
+    assert len(layers) == len(lent.binding.layers)
     assert set(layers) == {1}
     assert (first, last, len(told["packages"])) == (0, 2, 3)
     assert [exported_in(verify.parent / name)[1] for name, _ in told["packages"]] == [{}] * 3

@@ -164,7 +164,7 @@ def test_no_hidden_states_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = NoDrafter(target)
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in target.modules()) == hooks
     assert not list(alone.parameters())
-    assert copy.deepcopy(alone).binding is None
+    assert not copy.deepcopy(alone).is_attached
 
 
 @pytest.mark.parametrize(

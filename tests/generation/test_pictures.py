@@ -230,7 +230,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 @pytest.mark.thorough(every=6)
 def test_memory_that_runs_out_changes_no_text(family: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = pair(family)
-    drafter.require_binding().not_continued.clear()
+    drafter.binding.not_continued.clear()
     inputs = SEEING_FAMILIES[family].inputs(1, rows=3, padding=[0, 5, 2])
     plain = greedy(model, inputs)
     new = plain[1, inputs["input_ids"].shape[1] :].tolist()
@@ -254,7 +254,7 @@ def test_memory_that_runs_out_changes_no_text(family: str, place: str, monkeypat
     if place == "trying":
         assert drafter.stats.loop == "plain"
         assert "memory ran out" in drafter.stats.reason
-        assert not drafter.require_binding().not_continued, "it is tried again"
+        assert not drafter.binding.not_continued, "it is tried again"
     else:
         assert drafter.stats.loop == "own"
         assert FallbackStep.FREE.value in drafter.stats.memory_steps

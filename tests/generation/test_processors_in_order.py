@@ -152,7 +152,7 @@ def test_one_row_of_guidance_is_drafted_for() -> None:
 def test_the_stock_loop_would_show_drafts(processor: Any) -> None:
     inputs = left_padded(prompts_for("llama", 1))
     plain = write(inputs, logits_processor=[processor()])
-    binding = drafter_of("llama").require_binding()
+    binding = drafter_of("llama").binding
     binding.tree_unsupported_reason = "tried in a test"
     try:
         ours = write(inputs, logits_processor=[processor()], assistant_model=drafter_of("llama"))

@@ -107,7 +107,7 @@ def test_texts_are_those_of_one_call_after_the_other(shape: str, each: int, monk
     assert raised
     for text, plain in zip(texts, alone, strict=True):
         assert isinstance(text, str) or torch.equal(text, plain)
-    assert drafter.require_binding().taps.are_empty
+    assert drafter.binding.taps.are_empty
 
 
 def test_plain_calls_beside_ours_do_not_disturb_the_drafts() -> None:
@@ -150,7 +150,7 @@ def test_a_copied_drafter_leaves_the_target_behind() -> None:
     ours = sum(tensor.nbytes for tensor in drafter.state_dict().values())
     assert len(pickle.dumps(drafter)) < 2 * ours
     for twin in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
-        assert twin.binding is None
+        assert not twin.is_attached
         twin.attach(target_of("llama"))
         inputs = left_padded(prompts_for("llama", 1))
         assert torch.equal(write(inputs, 8, assistant_model=twin), write(inputs, 8))

@@ -95,7 +95,7 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
 def test_plain_fallback_says_why(case: str, caplog: pytest.LogCaptureFixture) -> None:
     kwargs, word = FALLBACKS[case]
     drafter = random_drafter(random_target(CONFIGS["llama"]()))
-    model = drafter.require_binding().model
+    model = drafter.binding.model
     rows = 3 if word.startswith(("SynthID", "Unbatched")) else 1  # one row of theirs is served by the own loop
     settings: dict[str, Any] = left_padded(prompts_for("llama", rows)) | {"max_new_tokens": 8, "pad_token_id": 0}
     settings |= {"do_sample": False} | kwargs
@@ -129,7 +129,7 @@ def test_a_cache_object_of_another_kind_falls_back() -> None:
 
 def test_a_target_without_trees_goes_to_the_stock_loop() -> None:
     drafter = random_drafter(random_target(CONFIGS["llama"]()))
-    binding = drafter.require_binding()
+    binding = drafter.binding
     binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"
     out = binding.model.generate(**one(), max_new_tokens=16, do_sample=False, assistant_model=drafter)
     assert torch.equal(out, greedy("llama", one()))
@@ -211,7 +211,7 @@ def test_a_loop_asked_for_by_name_refuses_what_it_cannot_do(case: str) -> None:
 
 def test_stop_string_is_not_left_to_the_stock_loop() -> None:
     drafter = random_drafter(target_of("demo-target"))
-    drafter.require_binding().tree_unsupported_reason = "tried in a test"
+    drafter.binding.tree_unsupported_reason = "tried in a test"
     inputs = one("demo-target")
     text = demo_tokenizer().decode(greedy("demo-target", inputs)[0, inputs["input_ids"].shape[1] :])
     kwargs = {"stop_strings": [text[6:9]], "tokenizer": demo_tokenizer()}

@@ -29,7 +29,7 @@ DRAFTS = 5
 def attached(family: str) -> tuple[Any, Eagle31Drafter]:
     target = recurrent_target(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    mixers = drafter.require_binding().mixers
+    mixers = drafter.binding.mixers
     if mixers is not None and not mixers.taped:
         pytest.skip("this version of transformers has other kernels; chains are stepped")
     return target, drafter
@@ -37,7 +37,7 @@ def attached(family: str) -> tuple[Any, Eagle31Drafter]:
 
 def read(drafter: Eagle31Drafter, counts: list[int], *, taped: bool) -> tuple[Tensor, list[dict[Any, Tensor]]]:
     """Logits of a chain behind prompts of unlike length, and the states once so many of its tokens are kept."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     assert binding.mixers is not None
     binding.mixers.use_tape(taped)
     cache = read_prompts(drafter, [9 + row for row in range(len(counts))])
@@ -49,7 +49,7 @@ def read(drafter: Eagle31Drafter, counts: list[int], *, taped: bool) -> tuple[Te
 
 @torch.no_grad()
 def read_prompts(drafter: Eagle31Drafter, lengths: list[int]) -> SpeculativeCache:
-    binding = drafter.require_binding()
+    binding = drafter.binding
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=len(lengths), capacity=64, block=32, masks_by_type=binding.masks_by_type
     )
@@ -62,7 +62,7 @@ def read_prompts(drafter: Eagle31Drafter, lengths: list[int]) -> SpeculativeCach
 
 @torch.no_grad()
 def verify(drafter: Eagle31Drafter, cache: SpeculativeCache, count: int) -> Tensor:
-    binding, tokens = drafter.require_binding(), torch.arange(40, 40 + count).expand(cache.batch_size, -1)
+    binding, tokens = drafter.binding, torch.arange(40, 40 + count).expand(cache.batch_size, -1)
     cache.place(count, reading=BlockReading.of_drafts())
     mask = cache.attention_mask(dtype=binding.compute_dtype)
     return binding.forward(tokens, cache.position_ids(), mask, cache).logits
@@ -84,7 +84,7 @@ def test_the_tape_is_stepping(family: str) -> None:
 def test_a_row_that_stands_still_and_one_that_stops_are_exact(family: str) -> None:
     """Tokens that are not kept are no-ops, and a row that keeps none stays as it is bit for bit."""
     _, drafter = attached(family)
-    drafter.require_binding().mixers.use_tape(True)  # type: ignore[union-attr]
+    drafter.binding.mixers.use_tape(True)  # type: ignore[union-attr]
     cache = read_prompts(drafter, [9, 9])
     verify(drafter, cache, DRAFTS)
     [(state, recorded)] = cache.with_states[0].taped_states
@@ -116,7 +116,7 @@ class Launches(TorchDispatchMode):
 
 
 def launches_of_a_mixer(target: Any, drafter: Eagle31Drafter, *, taped: bool) -> int:
-    drafter.require_binding().mixers.use_tape(taped)  # type: ignore[union-attr]
+    drafter.binding.mixers.use_tape(taped)  # type: ignore[union-attr]
     [(_, mixer), *_] = find_mixers(target)
     cache, counting = read_prompts(drafter, [9]), Launches()
     own = vars(mixer)["forward"]
@@ -140,7 +140,7 @@ def test_launches(family: str) -> None:
     taped, stepped = (launches_of_a_mixer(target, drafter, taped=how) for how in (True, False))
     assert taped <= 100, (taped, stepped)
     assert taped < stepped
-    drafter.require_binding().mixers.use_tape(True)  # type: ignore[union-attr]
+    drafter.binding.mixers.use_tape(True)  # type: ignore[union-attr]
     cache = read_prompts(drafter, [9])
     verify(drafter, cache, DRAFTS)
     states = [pair for layer in cache.with_states for pair in layer.taped_states]
@@ -178,7 +178,7 @@ def test_a_kernel_that_goes_past_the_tape_is_stepped(family: str, caplog: pytest
     with drafting, oracle_drafts(plain, 6), going_past(family), caplog.at_level(logging.WARNING):
         assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
     assert "cannot be recorded" in caplog.text
-    assert not drafter.require_binding().mixers.taped  # type: ignore[union-attr]
+    assert not drafter.binding.mixers.taped  # type: ignore[union-attr]
 
 
 def test_the_modeling_file_is_left_as_it_was() -> None:

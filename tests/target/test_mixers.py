@@ -75,7 +75,7 @@ def test_a_copy_is_a_target_of_its_own(target: Any) -> None:
 
 def test_projections_run_once_for_all_tokens() -> None:
     target = recurrent_target("qwen3_5_text")
-    binding = attached(target).require_binding()
+    binding = attached(target).binding
     calls: dict[str, int] = {}
     [(name, mixer), *_] = find_mixers(target)
     for child_name, child in mixer.named_children():
@@ -117,7 +117,7 @@ def verify(binding: TargetBinding, cache: SpeculativeCache, count: int) -> Tenso
 
 
 def test_a_forward_that_fails_half_way_leaves_states_as_they_were(target: Any) -> None:
-    binding = attached(target).require_binding()
+    binding = attached(target).binding
     cache = read_prompt(binding)
     before = [layer.held_states() for layer in cache.with_states]
     failing = mock.patch.object(binding.layers[-1], "forward", side_effect=RuntimeError("out of memory"))
@@ -139,15 +139,15 @@ def test_a_mixer_that_was_replaced_is_an_error_that_names_the_layer() -> None:
         greedy(target, IDS, assistant_model=drafter)
     vars(mixer)["forward"] = wrapped
     vars(mixer)["forward"] = lambda hidden_states, **_: hidden_states  # whole layers, as some hubs' kernels do
-    cache = SpeculativeCache.from_config(drafter.require_binding().text_config, batch_size=1, capacity=9, block=9)
+    cache = SpeculativeCache.from_config(drafter.binding.text_config, batch_size=1, capacity=9, block=9)
     cache.load_dynamic(read_prompt_of_another())
-    verify(drafter.require_binding(), cache, 2)
+    verify(drafter.binding, cache, 2)
     with pytest.raises(IncompatibleTargetError, match="layer 0 of the target"):
         cache.keep(None, [1])
 
 
 def read_prompt_of_another() -> Any:
-    binding = attached(recurrent_target("qwen3_5_text")).require_binding()
+    binding = attached(recurrent_target("qwen3_5_text")).binding
     return read_prompt(binding).to_dynamic(binding.text_config)
 
 
@@ -176,7 +176,7 @@ def test_a_target_that_fails_the_self_test_is_decoded_plainly() -> None:
 
     with mock.patch.object(module, "mamba2_selective_state_update", forgetful):
         drafter = attached(target)
-    assert "self-test" in drafter.require_binding().tree_unsupported_reason
+    assert "self-test" in drafter.binding.tree_unsupported_reason
     text = greedy(target, IDS, assistant_model=drafter)
     assert torch.equal(text, greedy(target, IDS))
     assert drafter.stats is not None
@@ -185,8 +185,8 @@ def test_a_target_that_fails_the_self_test_is_decoded_plainly() -> None:
 
 
 def test_what_the_self_test_finds_out() -> None:
-    assert attached(recurrent_target("qwen3_5_text")).require_binding().reads_on
-    assert not attached(recurrent_target("jamba")).require_binding().reads_on, "it begins anew with every chunk"
+    assert attached(recurrent_target("qwen3_5_text")).binding.reads_on
+    assert not attached(recurrent_target("jamba")).binding.reads_on, "it begins anew with every chunk"
 
 
 def test_graphs_that_cannot_step_make_way(target: Any) -> None:

@@ -42,7 +42,7 @@ def test_a_target_that_cannot_verify_chains_is_decoded_plainly(kind: str) -> Non
     """Transformers' assisted loop would write another text, or raise."""
     target = random_target(NO_CHAINS[kind]())
     eagle = random_drafter(target)
-    binding = eagle.require_binding()
+    binding = eagle.binding
     assert "tree self-test" in binding.tree_unsupported_reason
     assert "self-test of chains" in binding.chain_unsupported_reason
     inputs = {"input_ids": torch.tensor(random_prompts(1, seed=3))}
@@ -60,7 +60,7 @@ def test_a_target_that_cannot_verify_chains_is_decoded_plainly(kind: str) -> Non
 @pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
 def test_chains_alone_are_found_to_be_right(family: str) -> None:
     eagle = random_drafter(random_target(TEXT_FAMILIES[family]()))
-    binding = eagle.require_binding()
+    binding = eagle.binding
     assert binding.tree_unsupported_reason
     assert not binding.chain_unsupported_reason
     with pytest.raises(UnsupportedGenerationError, match=r"tree self-test.*use generate"):

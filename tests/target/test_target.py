@@ -157,7 +157,7 @@ def test_attaching_elsewhere_lets_go_of_the_first_target(llama: Any) -> None:
     other = random_target(CONFIGS["llama"](), seed=5)
     assert drafter.attach(other) is drafter
     assert hooks_of(llama) == 0
-    assert drafter.binding is not None
+    assert drafter.is_attached
     assert drafter.binding.model is other
 
 
@@ -169,7 +169,7 @@ def test_a_failed_attach_changes_nothing(llama: Any) -> None:
         drafter.attach(wide)
     assert hooks_of(wide) == 0
     assert hooks_of(llama) == hooks
-    assert drafter.binding is not None
+    assert drafter.is_attached
     assert drafter.binding.model is llama
 
 
@@ -188,7 +188,7 @@ def test_copies_of_an_attached_target_work_alone(llama: Any) -> None:
     logits = llama(ids).logits
     for twin in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
         assert torch.equal(twin(ids).logits, logits)
-        binding = drafter.require_binding()
+        binding = drafter.binding
         with binding.capturing():
             twin(ids)
             assert binding.taps.are_empty, "a copy's forward must not reach the drafter of the original"
@@ -203,7 +203,7 @@ def test_embedding_and_full_head_are_the_targets_own(llama: Any) -> None:
     drafter = random_drafter(llama, own_lm_head=False)
     assert drafter.embed_tokens is None
     assert drafter.lm_head is None
-    binding = drafter.require_binding()
+    binding = drafter.binding
     assert binding.embedding.weight.data_ptr() == llama.get_input_embeddings().weight.data_ptr()
     assert binding.lm_head.weight.data_ptr() == llama.lm_head.weight.data_ptr()
     assert not drafter._head_rows

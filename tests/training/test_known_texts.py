@@ -44,9 +44,9 @@ def prompts() -> list[EvaluationPrompt]:
 @pytest.mark.parametrize("depth", [3, 8])
 @pytest.mark.thorough(every=2)
 def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: list, depth: int) -> None:
-    texts = write_texts(drafter.require_binding(), prompts, 0.0, max_new_tokens=NEW_TOKENS)
+    texts = write_texts(drafter.binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
     found = rounds_of(drafter, texts, DraftShape(depth))
-    model: Any = drafter.require_binding().model
+    model: Any = drafter.binding.model
     with configured(drafter, num_assistant_tokens=depth):
         for known, rounds in zip(texts.texts, found, strict=True):
             prompt = known.text.ids[None, : known.text.prompt_length]
@@ -63,7 +63,7 @@ def test_rounds_are_those_of_generate(
     drafter: Eagle31Drafter, prompts: list, monkeypatch: pytest.MonkeyPatch, temperature: float, shape: DraftShape
 ) -> None:
     """One by one, by chains and by trees, also where texts are sampled: by the noise they were sampled by."""
-    model: Any = drafter.require_binding().model
+    model: Any = drafter.binding.model
     plain, served = model.generate, []
 
     def with_drafter(**options: Any) -> Any:
@@ -76,7 +76,7 @@ def test_rounds_are_those_of_generate(
     monkeypatch.setattr(model, "generate", with_drafter)
     sizes = {"draft_top_k": shape.top_k, "draft_tree_size": shape.size or None}
     with configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule="constant", **sizes):
-        texts = write_texts(drafter.require_binding(), prompts, temperature, max_new_tokens=NEW_TOKENS, batch_size=1)
+        texts = write_texts(drafter.binding, prompts, temperature, max_new_tokens=NEW_TOKENS, batch_size=1)
     monkeypatch.undo()
     found = rounds_of(drafter, texts, shape)
     assert [each.rounds for each in found] == [rounds for rounds, _, _ in served]
@@ -88,8 +88,8 @@ def test_rounds_are_those_of_generate(
 
 
 def test_noise_of_a_batch_is_that_its_texts_were_sampled_by(drafter: Eagle31Drafter, prompts: list) -> None:
-    texts = write_texts(drafter.require_binding(), prompts, 0.8, max_new_tokens=12, batch_size=3, seed=4)
-    model: Any = drafter.require_binding().model
+    texts = write_texts(drafter.binding, prompts, 0.8, max_new_tokens=12, batch_size=3, seed=4)
+    model: Any = drafter.binding.model
     for known in texts.texts:
         noise, ids = known.noise(torch.device("cpu")), known.text.ids
         assert noise is not None
@@ -112,7 +112,7 @@ def test_the_processors_are_those_that_generate_applies() -> None:
 
 
 def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: list) -> None:
-    binding = drafter.require_binding()
+    binding = drafter.binding
     texts = write_texts(binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
     third = int(texts.texts[0].text.ids[texts.texts[0].text.prompt_length + 2])
     with pytest.MonkeyPatch.context() as patched:

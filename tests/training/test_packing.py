@@ -38,12 +38,12 @@ def test_packed_documents_do_not_see_each_other(family: str, target, drafter) ->
     ]
     data = PackedDocuments(documents, 16, seed=1)
     rows = collate([data[i] for i in range(len(data))])
-    packed = compute_features(drafter.require_binding(), rows["input_ids"], rows["position_ids"])
+    packed = compute_features(drafter.binding, rows["input_ids"], rows["position_ids"])
     for index, numbers in enumerate(data.rows):
         start = 0
         for number in numbers:
             ids = torch.tensor([documents[number].input_ids])
-            alone = compute_features(drafter.require_binding(), ids, torch.arange(ids.shape[1])[None])
+            alone = compute_features(drafter.binding, ids, torch.arange(ids.shape[1])[None])
             at = slice(start, start + ids.shape[1])
             assert torch.allclose(packed.logits[index, at], target(ids).logits[0], atol=1e-3)
             assert torch.allclose(packed.aux[index, at], alone.aux[0], atol=1e-3)

@@ -108,7 +108,7 @@ def test_weights_reach_the_loss(drafter: Eagle31Drafter) -> None:
 
 def by_hand(drafter: Eagle31Drafter, found: Document) -> tuple[float, list[float]]:
     """Expected drafts over all starts of one document, and cross-entropy by step, each chain by `DraftSession`."""
-    ids, binding = torch.tensor([found.input_ids]), drafter.require_binding()
+    ids, binding = torch.tensor([found.input_ids]), drafter.binding
     features = compute_features(binding, ids, torch.arange(ids.shape[1])[None])
     expected, losses = 0.0, [0.0] * STEPS
     for root in range(found.written_from, ids.shape[1] - 1):

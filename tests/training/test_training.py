@@ -131,7 +131,7 @@ def test_checkpoints_are_chosen_by_known_texts_at_every_temperature(tmp_path: Pa
         tmp_path, steps=4, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
         metric_for_best_model="served_length",
     )  # fmt: skip
-    binding = trainer.model.drafter.require_binding()
+    binding = trainer.model.drafter.binding
     trainer.known = [write_texts(binding, trainer.prompts, warmth, max_new_tokens=8) for warmth in (0.0, 1.0)]
     trainer.train()
     measured = [entry for entry in trainer.state.log_history if "eval_served_length" in entry]

@@ -27,7 +27,7 @@ def target() -> LlamaForCausalLM:
 def naive_losses(drafter: Eagle31Drafter, document: Document, steps: int, loss_name: str) -> list[float]:
     """Sum of the losses of each step over one document, position by position, each chain drafted by `DraftSession`."""
     ids, mask = document.input_ids, document.loss_mask
-    binding = drafter.require_binding()
+    binding = drafter.binding
     tokens = torch.tensor([ids])
     features = compute_features(binding, tokens, torch.arange(len(ids))[None])
     draft_ids = drafter.draft_ids
@@ -60,7 +60,7 @@ def test_vectorised_loss_equals_a_loop_over_inference(
     monkeypatch.setattr(unrolling, "CACHED_NUMBERS", 3 * len(drafter.draft_ids))  # several blocks, the last one short
     documents = make_documents(4)
     batch = batch_of(documents, rows=9)
-    logits = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
+    logits = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
     rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
     teacher = make_teacher(logits.logits.flatten(0, 1), rows, drafter.draft_ids)
     wanted = [sum(sums) for sums in zip(*(naive_losses(drafter, d, 4, loss) for d in documents), strict=True)]
@@ -89,7 +89,7 @@ def test_gradients_flow_through_earlier_steps(target) -> None:
     """The last step's loss must reach `fc`, which only step 0 applies."""
     drafter = make_drafter(target)
     batch = batch_of(make_documents())
-    aux = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids).aux
+    aux = compute_features(drafter.binding, batch.input_ids, batch.position_ids).aux
     *_, last = unroll(drafter, batch, aux, 4)
     (gradient,) = torch.autograd.grad(last.square().sum() + last.sum(), drafter.fc.weight)
     assert gradient.abs().max() > 1e-6
@@ -99,7 +99,7 @@ def test_both_ways_of_attending_agree(target, monkeypatch: pytest.MonkeyPatch) -
     """Scores in memory (CPU) and a mask over the keys of all steps (elsewhere): same states, same gradients."""
     drafter = make_drafter(target)  # grouped keys: 4 heads, 2 of keys
     batch = batch_of(make_documents())
-    aux = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids).aux
+    aux = compute_features(drafter.binding, batch.input_ids, batch.position_ids).aux
     real = batch.document_ids >= 0
     found = []
     for compact in (True, False):
@@ -115,7 +115,7 @@ def test_both_ways_of_attending_agree(target, monkeypatch: pytest.MonkeyPatch) -
 def test_hits_are_the_targets_likeliest_tokens(target) -> None:
     drafter = make_drafter(target)
     batch = batch_of(make_documents(), rows=9)
-    features = compute_features(drafter.require_binding(), batch.input_ids, batch.position_ids)
+    features = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
     rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
     logits = features.logits.flatten(0, 1)
     teacher = make_teacher(logits, rows, drafter.draft_ids)

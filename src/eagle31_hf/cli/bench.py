@@ -152,7 +152,7 @@ def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> S
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(config.get_text_config().vocab_size, (limit, SYNTHETIC_PROMPT_TOKENS), generator=dice)
     name = f"random weights, {spec}{', 4 bit' if four_bit else ''}"
-    return Subject(name, drafter, list(ids.to(drafter.require_binding().input_device)))
+    return Subject(name, drafter, list(ids.to(drafter.binding.input_device)))
 
 
 SETTINGS_TOLD = ("new_tokens", "batch_sizes", "repeats", "depth", "tree_width", "tree_size", "compiled", "acceptance")
@@ -162,7 +162,7 @@ def _run_loop(subject: Subject, settings: RunSettings, json_path: Path | None) -
     out = make_console()
     with progress_bar(out) as advance:
         summary, records = measure_loops(subject.drafter, subject.prompts, settings, advance)
-    binding = subject.drafter.require_binding()
+    binding = subject.drafter.binding
     machine = describe_device(binding.head_device, binding.model.dtype)
     told = {name: getattr(settings, name) for name in SETTINGS_TOLD}
     record = {"bench": "loop", "target": subject.name, **machine}

@@ -55,14 +55,14 @@ def acceptance(
     asked = read_prompts(prompts, limit) if prompts else embedded_prompts()[:limit]
     pair = load_pair(PairSource(target, drafters[0], dtype, device))
     loaded = [pair.eagle, *(Eagle31Drafter.from_pretrained(name, target=pair.target) for name in drafters[1:])]
-    layers = {layer for drafter in loaded for layer in drafter.require_binding().aux_layers}
+    layers = {layer for drafter in loaded for layer in drafter.binding.aux_layers}
     openings = [EvaluationPrompt(encode(pair, p.opening)["input_ids"][0].tolist(), p.category) for p in asked]
     console = make_console()
     found: list[DrafterAcceptance] = []
     for served_at in map(float, temperature.split(",")):
         with progress_bar(console) as advance:
             texts = write_texts(
-                pair.eagle.require_binding(), openings, served_at, max_new_tokens=new_tokens, layers=layers, seed=seed,
+                pair.eagle.binding, openings, served_at, max_new_tokens=new_tokens, layers=layers, seed=seed,
                 on_prompts=lambda count: advance(count / len(openings)),
             )  # fmt: skip
         for depth in map(int, draft_tokens.split(",")):

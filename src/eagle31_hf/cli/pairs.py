@@ -297,7 +297,7 @@ def _read_plan(path: Path) -> MemoryPlan:
 
 def encode(pair: LoadedPair, conversation: Messages) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` `(1, T)` on the target's device, by the chat template if there is one."""
-    ids = torch.tensor([encode_chat(pair.tokenizer, conversation)], device=pair.drafter.require_binding().input_device)
+    ids = torch.tensor([encode_chat(pair.tokenizer, conversation)], device=pair.drafter.binding.input_device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

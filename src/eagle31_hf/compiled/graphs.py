@@ -99,7 +99,7 @@ class Graphs:
                 they let all graphs go.
             state: the target's, if it was just looked at.
         """
-        binding = drafter.require_binding()
+        binding = drafter.binding
         weights, state = weights_of(binding.model, drafter), state or ModelState(binding.model)
         if before is None or not before.weights.are_still(weights):
             return cls._none_yet(drafter, weights, state)
@@ -111,7 +111,7 @@ class Graphs:
 
     @classmethod
     def _none_yet(cls, drafter: Assistant, weights: list[Tensor], state: ModelState) -> Graphs:
-        binding, num_bytes = drafter.require_binding(), _num_bytes(weights)
+        binding, num_bytes = drafter.binding, _num_bytes(weights)
         copies = _are_plain(weights) and num_bytes <= PACKED_BYTES
         freezes = copies and num_bytes <= FROZEN_BYTES
         graphs = cls(

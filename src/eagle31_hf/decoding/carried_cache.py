@@ -138,7 +138,7 @@ class CarriedCache:
     """
 
     def __init__(self, drafter: Assistant, cache: DynamicCache):
-        binding = drafter.require_binding()
+        binding = drafter.binding
         self.cache = cache
         self.config: PreTrainedConfig = binding.text_config
         self.target_fingerprint = fingerprint(binding.model)

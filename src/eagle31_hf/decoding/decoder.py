@@ -55,7 +55,7 @@ def _why_eager(drafter: Assistant, caches: PairCaches, choosing: Choosing) -> st
     """Why rounds over these caches are not compiled; empty if they are."""
     if caches.target.has_states:
         captures = (choosing.graph_maker or maker_at_hand(drafter)).exact_sizes
-        if why := why_states_are_eager(drafter.require_binding(), capturing=captures):
+        if why := why_states_are_eager(drafter.binding, capturing=captures):
             return f"rounds are not compiled: {why}"
         if isinstance(caches.target, RowPool):
             return "rounds over texts that come and go are not captured where the target keeps recurrent states"
@@ -94,7 +94,7 @@ class SpeculativeDecoder:
         compiled: bool | None = None,
     ):
         self.drafter, self.request = drafter, request
-        self.binding: TargetBinding = drafter.require_binding()
+        self.binding: TargetBinding = drafter.binding
         self.sequences = request.sequences
         self.clock = PhaseClock(request.stats)
         self.rows = list(range(self.sequences.batch_size))

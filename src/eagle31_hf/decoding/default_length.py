@@ -36,7 +36,7 @@ def default_length(
 def _drafted_by_graphs(drafter: Eagle31Drafter, *, sampled: bool) -> DraftLength:
     """What pays where nobody asked. A layer that keeps states verifies chains in fewer launches, and on a card packed
     weights make a product dearer with its rows."""
-    binding, usual = drafter.require_binding(), COMPILED_SAMPLED if sampled else COMPILED
+    binding, usual = drafter.binding, COMPILED_SAMPLED if sampled else COMPILED
     if drafter.device.type in CAPTURES:
         depth = longest_worthwhile(step_share(drafter), Prior().rate, longest=LONGEST_STEERED)
         is_packed = getattr(binding.model, "hf_quantizer", None) is not None

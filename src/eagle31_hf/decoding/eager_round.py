@@ -39,7 +39,7 @@ class EagerRound:
 
     def __init__(self, drafter: Assistant, caches: PairCaches, choosing: Choosing, clock: PhaseClock):
         self.drafter, self.caches, self.choosing, self.clock = drafter, caches, choosing, clock
-        self.binding = drafter.require_binding()
+        self.binding = drafter.binding
         self.acceptor = Acceptor(choosing, caches.target.device)
         self._verify = Verification(self.binding, caches.target)
 

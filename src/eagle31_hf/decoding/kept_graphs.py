@@ -160,7 +160,7 @@ def graph_maker(
         processing: the call's.
         new_tokens: that a row may get.
     """
-    asked, binding = drafter.generation_config.acceleration, drafter.require_binding()
+    asked, binding = drafter.generation_config.acceleration, drafter.binding
     if asked == "eager":
         return None
     if ahead := Pair.of(drafter).ahead:
@@ -190,7 +190,7 @@ def _first_graph(drafter: Assistant, requested: RequestedDraft, processing: Scor
 
 def captured_graphs(drafter: Assistant) -> Graphs | None:
     """Those of a pair whose steps are captured as they are met; `None` where they are not."""
-    binding, config = drafter.require_binding(), drafter.generation_config
+    binding, config = drafter.binding, drafter.generation_config
     capture = CAPTURES.get(binding.head_device.type)
     if capture is None or config.acceleration == "eager" or config.stored_cache_type != "full":
         return None
@@ -205,7 +205,7 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
 def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> str:
     """Why graphs do not serve a generation; empty where rounds always draft one shape, by scores that nobody else asks
     for. Arguments are `graph_maker`'s."""
-    schedule, binding = drafter.generation_config.num_assistant_tokens_schedule, drafter.require_binding()
+    schedule, binding = drafter.generation_config.num_assistant_tokens_schedule, drafter.binding
     if why := why_states_are_eager(binding, capturing=binding.head_device.type in CAPTURES):
         return why
     if not isinstance(drafter, Eagle31Drafter):  # verification alone
@@ -244,22 +244,22 @@ def _say(what: str) -> None:
 def packages_in(folder: Path, drafter: Assistant, graphs: Graphs) -> GraphPackages:
     """Those of this pair that lie there. Graphs that hold weights have a folder for each state these were ever in."""
     own = folder / (weights_digest(drafter, graphs) if graphs.freezes_weights else LENT_WEIGHTS)
-    models = nn.ModuleList([drafter.require_binding().model, drafter])
+    models = nn.ModuleList([drafter.binding.model, drafter])
     return GraphPackages(own, models, graphs.cutter, graphs.settings)
 
 
 def refusal(drafter: Assistant, graphs: Graphs) -> str:
     """Why no graphs are kept for this pair; empty if they can be."""
-    device = drafter.require_binding().head_device.type
+    device = drafter.binding.head_device.type
     if drafter.generation_config.stored_cache_type != "full":
         return "its keys and values are stored in 8 bits, which graphs cannot read"
-    if why := why_states_are_eager(drafter.require_binding(), capturing=False):
+    if why := why_states_are_eager(drafter.binding, capturing=False):
         return why
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
     if not graphs.reads_packed_weights:
         return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
-    if drafter.require_binding().rotates_alike_up_to is not None:
+    if drafter.binding.rotates_alike_up_to is not None:
         return "what its positions are rotated by depends on the text's length, and graphs on disk would not look"
     return code_of_others(graphs.state) or graphs.disabled_reason
 
@@ -267,7 +267,7 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     """Of a pair's graphs in this `state` of the target, whatever its weights: by configurations, precision, versions
     and machine."""
-    history, binding = Pair.of(drafter).history, drafter.require_binding()
+    history, binding = Pair.of(drafter).history, drafter.binding
     network = repr(state.told)
     # What the key is made of, as it lies there: to make the key takes a millisecond.
     own = str(vars(drafter.config)) if isinstance(drafter, Eagle31Drafter) else ""
@@ -286,7 +286,7 @@ def weights_digest(drafter: Assistant, graphs: Graphs) -> str:
         digest = hashlib.blake2b(digest_size=16)
         if isinstance(drafter, Eagle31Drafter):
             _ = drafter.draft_ids  # a tensor that is made when it is first asked for: it counts whenever that was
-        for name, tensor in tensors_by_name(nn.ModuleList([drafter.require_binding().model, drafter])).items():
+        for name, tensor in tensors_by_name(nn.ModuleList([drafter.binding.model, drafter])).items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         graphs.digest = digest.hexdigest()
@@ -295,7 +295,7 @@ def weights_digest(drafter: Assistant, graphs: Graphs) -> str:
 
 def network_of(drafter: Assistant) -> ModelState:
     """A target's modules, what hangs on them and how they are set: adapters and hooks change what graphs compute."""
-    return ModelState(drafter.require_binding().model)
+    return ModelState(drafter.binding.model)
 
 
 def code_of_others(state: ModelState, *, recorded: bool = False) -> str:

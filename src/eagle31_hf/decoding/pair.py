@@ -31,7 +31,7 @@ class Pair:
         Raises:
             NotAttachedError: there is none.
         """
-        binding = drafter.require_binding()
+        binding = drafter.binding
         if not isinstance(binding.pair, Pair):
             binding.pair = cls()
         return binding.pair
@@ -62,5 +62,5 @@ def last_graphs(drafter: Assistant) -> Graphs:
 def maker_at_hand(drafter: Assistant) -> GraphMaker:
     """Where graphs come from that are wanted now: captured where launches can be recorded, compiled elsewhere while
     somebody compiles ahead."""
-    capture = CAPTURES.get(drafter.require_binding().head_device.type)
+    capture = CAPTURES.get(drafter.binding.head_device.type)
     return Pair.of(drafter).ahead or (MakesNone() if capture is None else CapturesSteps(capture))

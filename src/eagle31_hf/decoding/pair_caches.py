@@ -62,7 +62,7 @@ class PairCaches:
             cache_type: as in `SpeculativeCache`; the target's.
             device: where token ids live; default: where the target takes them.
         """
-        binding = drafter.require_binding()
+        binding = drafter.binding
         sizes = partial(graph_sizes.cache_size, exact=exact_sizes) if for_graphs else eager_size
         target = sizes(shape.target_capacity(length), shape.block(chunk))
         cache = cls.target_kind.from_config(

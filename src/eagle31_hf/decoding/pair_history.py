@@ -68,7 +68,7 @@ class PairHistory:
 
 def setting_of(drafter: Assistant, *, compiled: bool) -> Hashable:
     """What of a `calibration_key` may change while a process runs."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     attention = binding.attention
     settings = drafter.generation_config.stored_cache_type, compiled
     return binding.model.dtype, binding.head_device, drafter.dtype, torch.get_num_threads(), attention, settings

@@ -25,7 +25,7 @@ class Assistant(nn.Module):
         generation_config: run-time settings (`Eagle31GenerationConfig`): draft length, loop, graphs.
         stats: figures of the last `generate` call of this thread, of the last of all in a thread that made none; `None`
             before the first.
-        binding: the target it is attached to, or `None`.
+        binding: the target it is attached to; asking for it without one (`is_attached`) is an error.
         memory_plan: what it was loaded under, `None` if nothing was planned.
         device, dtype: where it computes, and in what precision.
     """
@@ -61,11 +61,12 @@ class Assistant(nn.Module):
         self._bindings = NotCopiedList([binding])
 
     @property
-    def binding(self) -> TargetBinding | None:
-        """The attached target, if any."""
-        return self._bindings[0] if self._bindings else None
+    def is_attached(self) -> bool:
+        """Whether there is a target."""
+        return bool(self._bindings)
 
-    def require_binding(self) -> TargetBinding:
+    @property
+    def binding(self) -> TargetBinding:
         """The attached target.
 
         Raises:
@@ -116,8 +117,8 @@ class NoDrafter(Assistant):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.require_binding().head_device
+        return self.binding.head_device
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.require_binding().compute_dtype
+        return self.binding.compute_dtype

@@ -213,7 +213,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         Raises:
             NotAttachedError: there is no target.
         """
-        model: PreTrainedModel = self.require_binding().model
+        model: PreTrainedModel = self.binding.model
         architectures = list(model.config.architectures or [type(model).__name__])
         named = {TARGET_MODEL: {"name_or_path": name_or_path, "architectures": architectures}}
         self._checkpoint_origin["metadata"] = {**self.metadata, **named}
@@ -317,7 +317,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         return torch.where(is_known, own, self._embed_by_target(token_ids))
 
     def _embed_by_target(self, token_ids: Tensor) -> Tensor:
-        return self.require_binding().embed(token_ids).to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
+        return self.binding.embed(token_ids).to(device=self.fc.weight.device, dtype=self.fc.weight.dtype)
 
     def draft_logits(self, normed: Tensor) -> Tensor:
         """Logits `(..., Vd)` over the draft vocabulary from post-norm hidden states `(..., H)`."""
@@ -326,14 +326,14 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         if self._head_rows:
             rows = self._head_rows[0]
             return F.linear(normed, rows) if isinstance(rows, Tensor) else rows(normed)
-        head: nn.Module = self.require_binding().lm_head
-        logits = head(normed.to(self.require_binding().compute_dtype))
+        head: nn.Module = self.binding.lm_head
+        logits = head(normed.to(self.binding.compute_dtype))
         return logits if self._knows_all else logits[..., : self.config.vocab_size]
 
     @property
     def head_weights(self) -> list[Tensor]:
         """Of the head behind `draft_logits`, whosever it is."""
-        head: Tensor | nn.Module = self.lm_head or [*self._head_rows, self.require_binding().lm_head][0]
+        head: Tensor | nn.Module = self.lm_head or [*self._head_rows, self.binding.lm_head][0]
         return [head] if isinstance(head, Tensor) else list(head.parameters())
 
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:

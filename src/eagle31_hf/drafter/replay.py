@@ -93,7 +93,7 @@ def read_text(target: Any, ids: Tensor, prompt_length: int, indices: Sequence[in
 def drafter_states(drafter: Eagle31Drafter, text: TargetText) -> Tensor:
     """`(1, T, A*Ht)` the text's hidden states of the layers that an attached `drafter` reads."""
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-    layers = drafter.require_binding().aux_layers
+    layers = drafter.binding.aux_layers
     return torch.cat([text.states[layer].to(device, dtype) for layer in layers], dim=-1)[None]
 
 

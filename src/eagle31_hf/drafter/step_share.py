@@ -17,7 +17,7 @@ from .drafter import Eagle31Drafter
 
 def step_share(drafter: Eagle31Drafter) -> float:
     """Bytes of weights that one draft step reads, over those that the target reads for one token."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     active = _active_experts(binding.text_config)
     target = [*(each for layer in binding.layers for each in layer.parameters()), *binding.lm_head.parameters()]
     layers = [each for layer in drafter.layers for each in layer.parameters()]

@@ -70,7 +70,7 @@ def all_methods(drafter: Eagle31Drafter, settings: RunSettings, alone: NoDrafter
     """
     methods = [Method(PLAIN, _by_generate(drafter, settings))]
     if settings.acceptance is None:
-        exit_layers = max(1, drafter.require_binding().text_config.num_hidden_layers // 2)
+        exit_layers = max(1, drafter.binding.text_config.num_hidden_layers // 2)
         lookup = _by_generate(drafter, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
         early_exit = _by_generate(drafter, settings, assistant_early_exit=exit_layers)
         stock = _by_assistant(drafter, settings, {"speculation_loop": "stock"})
@@ -112,7 +112,7 @@ def _by_our_loop_alone(alone: NoDrafter, settings: RunSettings) -> list[Method]:
 
 
 def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write:
-    model: Any = drafter.require_binding().model
+    model: Any = drafter.binding.model
 
     def write(prompts: PromptBatch, streamer: Any = None) -> Output:
         ids = model.generate(**prompts.to_generate(), **settings.to_generate(), **how, streamer=streamer)

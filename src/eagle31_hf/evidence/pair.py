@@ -28,7 +28,7 @@ def pair_settings(
     drafter: Eagle31Drafter, *, new_tokens: int, temperature: float, repeats: int, compiled: bool
 ) -> RunSettings:
     """Plain `generate` and the loop that serves this drafter as its settings say, with `compiled` by graphs as well."""
-    asked, trees_refused = drafter.generation_config, drafter.require_binding().tree_unsupported_reason
+    asked, trees_refused = drafter.generation_config, drafter.binding.tree_unsupported_reason
     eager = requested_shape(drafter, batch_size=1, sampled=temperature > 0, compiled=False)
     by_graphs = requested_shape(drafter, batch_size=1, sampled=temperature > 0, compiled=True)
     drafted = "stock loop" if trees_refused else _name(eager)

@@ -32,7 +32,7 @@ def run_facts(
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command_line(),
         **software(),
-        "machine": machine(drafter.require_binding()),
+        "machine": machine(drafter.binding),
         "pair": pair_facts(drafter, tokenizer, names),
     }
 
@@ -116,7 +116,7 @@ def pair_facts(
     Args:
         names: Hub id or folder of target and drafter; `None` for the embedded ones.
     """
-    model: Any = drafter.require_binding().model
+    model: Any = drafter.binding.model
     template = tokenizer.chat_template or ""
     return {
         "target": _checkpoint(names[0], model.config, target_path()),

@@ -96,7 +96,7 @@ class BenchmarkRun:
         if not tasks:
             raise ConfigurationError("got no prompts to measure on; wanted at least one")
         self.drafter, self.tasks, self.settings, self.marks, self.note = drafter, tasks, settings, marks, note
-        self.binding: TargetBinding = drafter.require_binding()
+        self.binding: TargetBinding = drafter.binding
         device = self.binding.head_device
         self.peak, self.energy = PeakGauge(device), EnergyGauge(device)
         self._pad = self.binding.text_config.pad_token_id or 0

@@ -147,7 +147,7 @@ def write_synthetic(
 ) -> tuple[Tensor, SpeculationStats]:
     """Meaningless new tokens `(B, n)` after the prompts, and the figures of the call."""
     decoding = request.to_decoding(prompts)
-    with torch.no_grad(), drafter.require_binding().masked_attention():
+    with torch.no_grad(), drafter.binding.masked_attention():
         ids = synthetic_decoder(drafter, decoding, acceptance=request.acceptance, seed=request.seed).run()
     return ids[:, prompts.input_ids.shape[1] :], decoding.stats
 

@@ -92,7 +92,7 @@ class Call:
     @property
     def may_rotate_otherwise(self) -> bool:
         """Whether the text may get so long that the target rotates all its positions in another way."""
-        limit = self.drafter.require_binding().rotates_alike_up_to
+        limit = self.drafter.binding.rotates_alike_up_to
         return limit is not None and self.longest_text > limit
 
     @property

@@ -19,7 +19,7 @@ _told: WeakKeyDictionary[TargetBinding, set[str]] = WeakKeyDictionary()
 
 def tell_of_changes(drafter: Assistant) -> None:
     """Log, once for every target and change, that acceptance may have suffered and where to see whether it has."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     if not isinstance(drafter, Eagle31Drafter):
         return  # nothing has learnt from any target
     told = _told.setdefault(binding, set())

@@ -31,7 +31,7 @@ def why_not_continued(call: Call) -> str | None:
     names = frozenset(beside_tokens(call))
     if not names:
         return None
-    known = call.drafter.require_binding().not_continued
+    known = call.drafter.binding.not_continued
     if names not in known:
         try:
             known[names] = _try(call)
@@ -44,7 +44,7 @@ def why_not_continued(call: Call) -> str | None:
 
 @torch.no_grad()
 def _try(call: Call) -> str:
-    binding = call.drafter.require_binding()
+    binding = call.drafter.binding
     prompts = prompt_forward(call, left_padding(call.input_ids, call.attention_mask))
     assert prompts is not None, "there is something beside tokens"
     with binding.masked_attention():

@@ -50,7 +50,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     request = _request(call, requested, padding, carried, stats)
     if maker is not None:
         request.graph_maker = maker
-    with torch.no_grad(), call.drafter.require_binding().masked_attention():
+    with torch.no_grad(), call.drafter.binding.masked_attention():
         ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)).run()
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
     if call.streamer is not None:

@@ -37,10 +37,6 @@ def check_before_work(model: Any, drafter: Assistant, config: GenerationConfig) 
 
 def _check_attached(model: Any, drafter: Assistant) -> None:
     binding = drafter.binding
-    if binding is None:
-        raise NotAttachedError(
-            "generate got a drafter that is not attached to a target; call eagle.attach(model) first"
-        )
     if binding.model is not model:
         raise NotAttachedError(
             f"the drafter is attached to another {type(binding.model).__name__} than the one that generates; call "
@@ -50,7 +46,7 @@ def _check_attached(model: Any, drafter: Assistant) -> None:
 
 def _check_is_still_the_target(drafter: Assistant) -> None:
     """What may have been done to the target since the drafter was attached."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     sizes = binding.vocabulary_sizes()
     now = binding.model.get_input_embeddings(), binding.model.get_output_embeddings()
     is_replaced = now[0] is not binding.embedding or now[1] is not binding.lm_head

@@ -103,11 +103,11 @@ def _foreign_cache(call: Call) -> str | None:
 
 
 def _attention_of_its_own(call: Call) -> str | None:
-    return why_attention_is_unknown(call.drafter.require_binding().model)
+    return why_attention_is_unknown(call.drafter.binding.model)
 
 
 def _rotations_that_change(call: Call) -> str | None:
-    limit = call.drafter.require_binding().rotates_alike_up_to
+    limit = call.drafter.binding.rotates_alike_up_to
     if not limit or not call.may_rotate_otherwise:
         return None if limit != 0 else "it could not be found out whether the target rotates long texts otherwise"
     return (
@@ -118,7 +118,7 @@ def _rotations_that_change(call: Call) -> str | None:
 
 def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
     """Rows of a batch are drafted as far as the one that has most to write; graphs look deeper than a text's end."""
-    binding, settings = call.drafter.require_binding(), call.drafter.generation_config
+    binding, settings = call.drafter.binding, call.drafter.generation_config
     if binding.rotates_alike_up_to is None:
         return None
     is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
@@ -133,18 +133,18 @@ def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
 
 
 def _target_without_trees(call: Call) -> str | None:
-    binding = call.drafter.require_binding()
+    binding = call.drafter.binding
     return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
 
 
 def _pads_that_are_counted(call: Call) -> str | None:
-    why = call.drafter.require_binding().padding_unsupported_reason
+    why = call.drafter.binding.padding_unsupported_reason
     return why if why and any(left_padding(call.input_ids, call.attention_mask)) else None
 
 
 def _chunks_that_begin_anew(call: Call) -> str | None:
     chunk = call.generation_config.prefill_chunk_size
-    if call.drafter.require_binding().reads_on or not chunk or call.input_ids.shape[1] <= chunk:
+    if call.drafter.binding.reads_on or not chunk or call.input_ids.shape[1] <= chunk:
         return None
     return "the target's states begin anew with every chunk of prefill_chunk_size, and our loop reads its prompts whole"
 
@@ -181,7 +181,7 @@ def _nothing_that_drafts(call: Call) -> str | None:
 
 
 def _target_without_chains(call: Call) -> str | None:
-    return call.drafter.require_binding().chain_unsupported_reason or None
+    return call.drafter.binding.chain_unsupported_reason or None
 
 
 def _several_rows(call: Call) -> str | None:
@@ -205,7 +205,7 @@ def _ends_it_would_miss(call: Call) -> str | None:
 
 
 def _states(call: Call) -> str | None:
-    has_states = call.drafter.require_binding().has_states
+    has_states = call.drafter.binding.has_states
     return (
         "transformers' assisted loop cannot take back what a draft leaves in recurrent states" if has_states else None
     )
@@ -227,7 +227,7 @@ def _sampled_scores_wanted(call: Call) -> str | None:
 
 
 def _layers_it_would_roll_back_in_part(call: Call) -> str | None:
-    unknown = unknown_layers(call.drafter.require_binding().text_config)
+    unknown = unknown_layers(call.drafter.binding.text_config)
     return f"transformers' assisted loop may roll back layers of kind {unknown} in part only" if unknown else None
 
 

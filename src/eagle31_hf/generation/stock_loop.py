@@ -78,7 +78,7 @@ class Eagle31CandidateGenerator(CandidateGenerator):
         stats: SpeculationStats,
     ):
         self.drafter = drafter
-        self.binding = drafter.require_binding()
+        self.binding = drafter.binding
         self.generation_config = generation_config
         self.sampled = next((each for each in logits_processor if isinstance(each, SampledScores)), None)
         own = [each for each in logits_processor if each is not self.sampled]

@@ -79,7 +79,7 @@ def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable
         config = copy.copy(config)
         config.do_sample = False
         processors.append(sampled)
-    with _advising(), call.drafter.require_binding().capturing():
+    with _advising(), call.drafter.binding.capturing():
         output = assisted_decoding(
             call.model,
             call.input_ids,

@@ -53,7 +53,7 @@ def warm_up(
     Raises:
         ConfigurationError: no graphs can be kept for this pair, or compiling failed.
     """
-    model: Any = drafter.require_binding().model
+    model: Any = drafter.binding.model
     config = how.get("generation_config", model.generation_config)
     measuring: dict[str, Any] = {
         "processing": processing_of(model, **how),
@@ -78,7 +78,7 @@ def warm_up(
 
 def _write(drafter: Assistant, length: int, how: dict[str, Any]) -> None:
     """A text behind a prompt of so many tokens."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     model: Any = binding.model
     vocabulary = binding.text_config.vocab_size
     ids = (torch.arange(length)[None] * 7 % vocabulary).to(binding.input_device)
@@ -115,7 +115,7 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
     Returns:
         Why the text is eager all the same; empty if it is not.
     """
-    drafter, binding = call.drafter, call.drafter.require_binding()
+    drafter, binding = call.drafter, call.drafter.binding
     if Pair.of(drafter).ahead is not None:
         return ""
     if binding.head_device.type in CAPTURES:

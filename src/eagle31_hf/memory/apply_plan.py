@@ -131,7 +131,7 @@ def plan_of_run(drafter: Any, settings: MemorySettings) -> MemoryPlan:
     Raises:
         MemoryPlanError: the target's facts cannot be read, or it sits on several devices.
     """
-    target = drafter.require_binding().model
+    target = drafter.binding.model
     facts = read_target(target)
     own = read_drafter(drafter, facts) if settings.speculates else None
     return MemoryPlan(facts, own, Card("this device", _device_of(target).type, 0, 0), settings, margin_bytes=0)

@@ -55,7 +55,7 @@ class TextBatch:
     """
 
     def __init__(self, drafter: Assistant, *, max_rows: int, context: int, prefill_chunk: int):
-        self.drafter, self.binding = drafter, drafter.require_binding()
+        self.drafter, self.binding = drafter, drafter.binding
         self.max_rows, self.context, self.prefill_chunk = max_rows, context, prefill_chunk
         self.stats = SpeculationStats()
         self.clock = PhaseClock(self.stats)

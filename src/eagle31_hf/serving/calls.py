@@ -42,10 +42,10 @@ class CallTranslator:
 
     def __init__(self, engine: Engine):
         self._engine, self._tokenizer = engine, engine.tokenizer
-        vocabulary = engine.drafter.require_binding().text_config.vocab_size
+        vocabulary = engine.drafter.binding.text_config.vocab_size
         self._grammars = GrammarCompiler(engine.tokenizer, vocabulary, engine.eos_ids)
         self._lock = threading.Lock()
-        self._usual = engine.drafter.require_binding().model.generation_config
+        self._usual = engine.drafter.binding.model.generation_config
 
     def of_chat(self, call: ChatCall) -> ChatTexts:
         """The texts of a chat.
@@ -131,7 +131,7 @@ class CallTranslator:
         return [replace(request, sampling=_for_choice(request.sampling, index)) for index in range(options.choices)]
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        vocabulary = self._engine.drafter.require_binding().text_config.vocab_size
+        vocabulary = self._engine.drafter.binding.text_config.vocab_size
         if any(token >= vocabulary for token in ids):
             raise ApiError(f"{param}: a token id is {max(ids)}; wanted ids below {vocabulary}", param=param)
 
@@ -142,7 +142,7 @@ class CallTranslator:
         temperature = (1.0 if own is None else own) if numbers.temperature is None else numbers.temperature
         samples = usual.do_sample and numbers.temperature is None
         bias = numbers.logit_bias or {}
-        vocabulary = self._engine.drafter.require_binding().text_config.vocab_size
+        vocabulary = self._engine.drafter.binding.text_config.vocab_size
         if any(not 0 <= token < vocabulary for token in bias):
             raise ApiError(f"logit_bias names ids that are not below {vocabulary}", param="logit_bias")
         return Sampling(

@@ -192,7 +192,7 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        with self.drafter.require_binding().masked_attention():
+        with self.drafter.binding.masked_attention():
             while True:
                 with self._work:
                     step = self.scheduler.next_step()
@@ -314,7 +314,7 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
         UnsupportedGenerationError: it could not be found out how long that is, or no text would fit; or our loop cannot
             write this target's texts.
     """
-    binding = drafter.require_binding()
+    binding = drafter.binding
     if why := binding.tree_unsupported_reason or why_attention_is_unknown(binding.model):
         raise UnsupportedGenerationError(
             f"{why}; only targets that our own loop serves can write texts side by side: use generate, which falls back"
@@ -343,7 +343,7 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
 
 def end_tokens(drafter: Assistant, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids after which the target's texts end, as `generate` takes them."""
-    asked = drafter.require_binding().model.generation_config.eos_token_id
+    asked = drafter.binding.model.generation_config.eos_token_id
     ids = [asked] if isinstance(asked, int) else list(asked or ())
     if not ids and tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id]

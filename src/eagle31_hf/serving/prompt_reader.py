@@ -25,7 +25,7 @@ class PromptReader:
     """
 
     def __init__(self, drafter: Assistant, caches: PairCaches, pools: PooledCaches, *, piece: int):
-        self.binding, self.caches, self.pools, self.piece = drafter.require_binding(), caches, pools, piece
+        self.binding, self.caches, self.pools, self.piece = drafter.binding, caches, pools, piece
         self.cache, self.session = caches.target, caches.drafter
         self._chunks = ChunkedPrefill(self.binding, self.cache, self.session)
         self._reading: PrefillState | None = None

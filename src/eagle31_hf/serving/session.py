@@ -174,7 +174,7 @@ class ChatSession:
 
     def _generate(self, ids: list[int], max_new_tokens: int, streamer: BaseStreamer) -> int:
         """Write the answer; returns how long the whole text then is."""
-        prompt = torch.tensor([ids], device=self.drafter.require_binding().input_device)
+        prompt = torch.tensor([ids], device=self.drafter.binding.input_device)
         options = sampling_options(self.temperature)
         cache = self._cache_for(len(ids) + max_new_tokens)
         if cache is not None:
@@ -287,7 +287,7 @@ class ChatSession:
             self._forget_cache()
 
     def _is_for_own_loop(self, longest: int) -> bool:
-        binding, settings = self.drafter.require_binding(), self.drafter.generation_config
+        binding, settings = self.drafter.binding, self.drafter.generation_config
         limit = binding.rotates_alike_up_to
         if settings.speculation_loop not in ("auto", "own") or binding.tree_unsupported_reason:
             return False

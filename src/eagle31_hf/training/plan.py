@@ -196,7 +196,7 @@ def _bare_parts_of(model: DistillationModel) -> Work:
     def parts(batch: dict[str, Tensor]) -> None:
         ids = batch["input_ids"]
         with torch.no_grad():
-            drafter.require_binding().model(input_ids=ids, use_cache=False)
+            drafter.binding.model(input_ids=ids, use_cache=False)
             embeddings = drafter.embed(ids)
         supervised = supervised_positions(PackedBatch(**batch))
         answers = torch.zeros(int(supervised.sum()), dtype=torch.long, device=ids.device)

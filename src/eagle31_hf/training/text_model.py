@@ -193,7 +193,7 @@ class TextModel(DistillationModel):
 
     def _warping_of(self, temperature: float) -> DraftWarping:
         if temperature not in self._warping:
-            model = self.drafter.require_binding().model
+            model = self.drafter.binding.model
             self._warping[temperature] = served_processing(model, temperature).draft_warping
         return self._warping[temperature]
 

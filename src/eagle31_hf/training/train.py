@@ -215,7 +215,7 @@ class _Run:
                     return []
                 known.append(
                     write_texts(
-                        drafter.require_binding(), mine, temperature, max_new_tokens=settings.eval_new_tokens,
+                        drafter.binding, mine, temperature, max_new_tokens=settings.eval_new_tokens,
                         seed=settings.seed + rank, on_prompts=counting.advance,
                     )
                 )  # fmt: skip

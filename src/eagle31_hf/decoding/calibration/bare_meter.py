@@ -118,7 +118,7 @@ class BareMeter:
         if length < 2:
             raise ConfigurationError(f"got a context of {length} token; bare figures want at least 2")
         self.drafter, self.shape, self.compiled = drafter, shape, compiled
-        self.binding: TargetBinding = drafter.require_binding()
+        self.binding: TargetBinding = drafter.binding
         self.context = context.to(self.binding.input_device)
         caches = PairCaches.make(
             drafter,

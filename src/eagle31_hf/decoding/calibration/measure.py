@@ -90,14 +90,14 @@ def measure(drafter: Eagle31Drafter) -> Calibration:
 
 def can_measure_unasked(drafter: Eagle31Drafter, *, compiled: bool) -> bool:
     """Whether it takes seconds: eager rounds, and graphs that are captured. Others would be compiled for it."""
-    return not compiled or drafter.require_binding().head_device.type in CAPTURES
+    return not compiled or drafter.binding.head_device.type in CAPTURES
 
 
 def measure_by_pieces(drafter: Eagle31Drafter, *, compiled: bool = False) -> Generator[None, None, Calibration]:
     """`measure` with a pause after each of its `PIECES`, through which no memory is held. Graphs are one piece."""
     if compiled:
         return measure_graphs(drafter)
-    binding = drafter.require_binding()
+    binding = drafter.binding
     longest = getattr(binding.text_config, "max_position_embeddings", None) or max(CONTEXTS) + max(WIDTHS)
     longest = min(longest, binding.rotates_alike_up_to or longest)  # behind it the target would be left otherwise
     room = max(longest - max(WIDTHS), 2)
@@ -185,9 +185,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _behind(drafter: Eagle31Drafter, length: int) -> ContextSeconds:
-    meter = BareMeter(
-        drafter, _text(drafter.require_binding(), length), DraftShape(depth=WIDTHS[-1] - 1), absorbed=ABSORBED
-    )
+    meter = BareMeter(drafter, _text(drafter.binding, length), DraftShape(depth=WIDTHS[-1] - 1), absorbed=ABSORBED)
     seconds = {width: meter.measure_width(width) for width in reversed(WIDTHS)}
     forward_s = tuple(zip(WIDTHS, _rising([seconds[width].verify_s for width in WIDTHS]), strict=True))
     narrow = [seconds[width] for width in WIDTHS[1:5]]
@@ -243,7 +241,7 @@ def _rounds_s(
     """Median seconds of the loop's own rounds of each kind, the first of which drafts most."""
     decoders = _begin(drafter, context, kinds, processing, sampled=sampled, compiled=compiled)
     seconds: list[list[float]] = [[] for _ in kinds]
-    with drafter.require_binding().masked_attention():
+    with drafter.binding.masked_attention():
         for _ in range(TURNS):
             for decoder, kind, found in zip(decoders, kinds, seconds, strict=True):
                 rounds_s = [_timed_step(decoder) for _ in range(kind.untimed + kind.timed)]
@@ -262,7 +260,7 @@ def _begin(
 ) -> list[SpeculativeDecoder]:
     """A text for each kind, with room for all rounds that are timed, of which so many are made that all were met and
     the first plan's comes last."""
-    binding, decoders = drafter.require_binding(), []
+    binding, decoders = drafter.binding, []
     largest = kinds[0].plans[0].shape
     for kind in kinds:
         rules = StopRules(max_length=context + kind.most_rounds * kind.plans[0].shape.nodes)

@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 
 def calibration_key(drafter: Assistant, *, compiled: bool) -> dict[str, Any]:
     """Everything the seconds depend on, JSON-ready."""
-    binding = drafter.require_binding()
+    binding = drafter.binding
     device, config = binding.head_device, binding.text_config
     is_cuda = device.type == "cuda"
     return {

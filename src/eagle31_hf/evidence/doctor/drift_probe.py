@@ -69,17 +69,17 @@ def _prompts_by_condition(patient: Patient) -> dict[str, list[dict[str, Tensor]]
 
 
 def _encode_text(patient: Patient, text: str) -> dict[str, Tensor]:
-    ids = torch.tensor([patient.tokenizer(text).input_ids], device=patient.drafter.require_binding().input_device)
+    ids = torch.tensor([patient.tokenizer(text).input_ids], device=patient.drafter.binding.input_device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _written(
     patient: Patient, prompt: dict[str, Tensor], drafters: Sequence[Eagle31Drafter], new_tokens: int, depth: int
 ) -> TargetText:
-    binding = patient.drafter.require_binding()
+    binding = patient.drafter.binding
     model: Any = binding.model
     out = model.generate(**prompt, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
-    keep = {layer for drafter in drafters for layer in drafter.require_binding().aux_layers}
+    keep = {layer for drafter in drafters for layer in drafter.binding.aux_layers}
     return read_text(binding, out, prompt["input_ids"].shape[1], sorted(keep))
 
 

@@ -124,7 +124,7 @@ def preflight(patient: Patient) -> list[Finding]:
 
 
 def _shapes(patient: Patient) -> Finding:
-    config, binding = patient.drafter.config, patient.drafter.require_binding()
+    config, binding = patient.drafter.config, patient.drafter.binding
     layers = ", ".join(str(layer) for layer in binding.aux_layers)
     return Finding(
         "shapes",
@@ -148,7 +148,7 @@ def _vocabulary_size(patient: Patient) -> Finding:
 
 
 def _trained_length(patient: Patient) -> Finding:
-    drafter, target = patient.drafter.config, patient.drafter.require_binding().text_config
+    drafter, target = patient.drafter.config, patient.drafter.binding.text_config
     trained, wanted = drafter.max_position_embeddings, target.max_position_embeddings
     ours, theirs = _rope_theta(drafter), _rope_theta(target)
     text = f"drafter up to {trained} tokens, target up to {wanted}; RoPE theta {ours:g} and {theirs:g}"
@@ -185,7 +185,7 @@ def _head(patient: Patient) -> Finding:
 
 
 def _quantisation(patient: Patient) -> Finding:
-    binding = patient.drafter.require_binding()
+    binding = patient.drafter.binding
     if holds_packed_weights(binding.model):
         return Finding(
             "precision",
@@ -200,7 +200,7 @@ def _quantisation(patient: Patient) -> Finding:
 
 
 def _trees(patient: Patient) -> Finding:
-    binding = patient.drafter.require_binding()
+    binding = patient.drafter.binding
     if binding.chain_unsupported_reason:
         whys = f"{binding.tree_unsupported_reason}; {binding.chain_unsupported_reason}"
         return Finding("verification", "problem", f"no drafts, plain decoding only: {whys}")
@@ -261,7 +261,7 @@ def _acceptance_finding(greedy: TextComparison, promised: float | None) -> Findi
 
 
 def _read(drafter: Eagle31Drafter, written: Sequence[Tensor], prompts: Sequence[dict[str, Tensor]]) -> list[TargetText]:
-    binding = drafter.require_binding()
+    binding = drafter.binding
     readings = other_readings(drafter.config, _num_layers(drafter))
     keep = sorted(layers_to_keep(readings, binding.aux_layers))
     return [
@@ -301,7 +301,7 @@ def _reading_finding(scores: Sequence[ReadingScore]) -> Finding:
 
 
 def _num_layers(drafter: Eagle31Drafter) -> int:
-    return len(drafter.require_binding().layers)
+    return len(drafter.binding.layers)
 
 
 def _as_fields(score: ReadingScore) -> str:

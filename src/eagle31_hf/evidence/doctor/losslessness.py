@@ -93,7 +93,7 @@ def compare_texts(
         prompts: `input_ids` and `attention_mask`, `(1, L)` each, on the target's device.
         temperature: 0 is greedy; else both texts of a prompt are sampled by one seed, from the whole vocabulary.
     """
-    model: Any = drafter.require_binding().model
+    model: Any = drafter.binding.model
     how = sampling_options(temperature) | ({"top_k": 0, "top_p": 1.0} if temperature else {})
     warping = processing_of(model, **how).draft_warping if temperature else None
     wanted = {**how, "max_new_tokens": new_tokens, "num_beams": 1}

@@ -135,7 +135,7 @@ def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafte
     for name, value in fields.items():
         setattr(config, name, value)
     other = Eagle31Drafter.from_checkpoint(replace(checkpoint, config=config)).eval()
-    return other.attach(drafter.require_binding().model)
+    return other.attach(drafter.binding.model)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def measure_acceptance(
 
 
 def _generate(drafter: Eagle31Drafter, prompts: list[list[int]], settings: EvaluationSettings) -> SpeculationStats:
-    binding = drafter.require_binding()
+    binding = drafter.binding
     ids, mask = left_padded(prompts, binding.input_device)
     model: Any = binding.model
     model.generate(

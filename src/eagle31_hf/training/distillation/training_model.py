@@ -75,7 +75,7 @@ class DistillationModel(nn.Module):
 
     def read_target(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The aux states `(B, T, A*Ht)` and the target's logits `(B*T, V)`, on the drafter's device."""
-        features = compute_features(self.drafter.require_binding(), batch.input_ids, batch.position_ids)
+        features = compute_features(self.drafter.binding, batch.input_ids, batch.position_ids)
         return features.aux.to(self.drafter.device), features.logits.flatten(0, 1).to(self.drafter.device)
 
     def counted(self, batch: PackedBatch) -> Tensor:
