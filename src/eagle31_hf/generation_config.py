@@ -65,8 +65,8 @@ class Eagle31GenerationConfig(GenerationConfig):
         draft_length_bounds: shortest and longest draft of a schedule that steers; `None` (default): 1 and
             `num_assistant_tokens` (`"calibrated"`), or 12 if that is more.
         draft_top_k: children per tree node; 1 drafts a chain. A tree keeps the nodes the drafter is surest of
-            (EAGLE-2). `None` (default): 2, in trees of 8 nodes, where graphs draft for one sampled text and nothing
-            else is said of drafts; elsewhere 1.
+            (EAGLE-2). `None` (default): 2 where `draft_tree_size` is given, and, in trees of 8 nodes, where graphs
+            draft for one sampled text and nothing else is said of drafts; elsewhere 1.
         draft_tree_size: nodes verified per round, root included; `None` means `num_assistant_tokens + 1` for a chain
             and `2 * draft_top_k * num_assistant_tokens` for a tree that was asked for.
         draft_window: positions the drafter sees back, which bounds its cache whatever the text's length; `None`
@@ -116,6 +116,13 @@ class Eagle31GenerationConfig(GenerationConfig):
         _warn_of_old_name()
         self.draft_min_confidence = value
 
+    @property
+    def asked_top_k(self) -> int | None:
+        """Children per tree node that were asked for; a tree's size alone asks for two."""
+        if self.draft_top_k is None and self.draft_tree_size is not None:
+            return USUAL_TREE.top_k
+        return self.draft_top_k
+
     def draft_length(
         self,
         *,
@@ -139,7 +146,7 @@ class Eagle31GenerationConfig(GenerationConfig):
             compiled: whether rounds are computed by graphs; default: if `acceleration` is `"compile"`.
             by_graphs: what graphs draft of themselves for this pair; default: what pays on a CPU.
         """
-        depth, top_k, least = asked or self.num_assistant_tokens, self.draft_top_k or 1, self.draft_min_confidence
+        depth, top_k, least = asked or self.num_assistant_tokens, self.asked_top_k or 1, self.draft_min_confidence
         steered = self.num_assistant_tokens_schedule in ("pid", "heuristic") or self.draft_length_bounds is not None
         told = DraftLength(depth or FIXED_DEPTH, least or 0.0, top_k, self.draft_tree_size if top_k > 1 else None)
         if depth is not None or top_k > 1:
@@ -147,7 +154,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         compiled = self.acceleration == "compile" if compiled is None else compiled
         if compiled:
             usual = by_graphs or (COMPILED_SAMPLED if sampled else COMPILED)
-            may_be_tree = batch_size == 1 and not steered and self.draft_top_k is None and not least
+            may_be_tree = batch_size == 1 and not steered and self.asked_top_k is None and not least
             return usual if may_be_tree else DraftLength(usual.depth, least or 0.0)
         if device_type == "cpu" and batch_size == 1 and not steered:
             return DraftLength(LONGEST_CHAIN, MIN_CONFIDENCE if least is None else least)
@@ -172,7 +179,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         if self.draft_length_bounds is not None:
             shortest, longest = self.draft_length_bounds
             return shortest, longest
-        if schedule == "calibrated" or (self.draft_top_k or 1) > 1 or compiled:
+        if schedule == "calibrated" or (self.asked_top_k or 1) > 1 or compiled:
             return 1, start
         return 1, max(start, LONGEST_STEERED)
 
@@ -193,6 +200,11 @@ class Eagle31GenerationConfig(GenerationConfig):
         size = self.draft_tree_size
         if size is not None and (not isinstance(size, int) or size < 2):
             raise ConfigurationError(f"draft_tree_size is {size!r}; wanted at least 2 (root and one draft token)")
+        if size is not None and self.draft_top_k == 1:
+            raise ConfigurationError(
+                f"draft_tree_size is {size} and draft_top_k 1, which drafts a chain; leave draft_top_k out for a tree "
+                "of that size, or draft_tree_size for a chain"
+            )
         for field, allowed in (
             ("speculation_loop", LOOPS),
             ("acceleration", ACCELERATIONS),

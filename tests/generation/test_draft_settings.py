@@ -33,6 +33,17 @@ def test_trees_have_the_size_asked_for() -> None:
         assert stats_of().drafted > 3 * stats_of().rounds, "more than a chain"
 
 
+def test_a_trees_size_alone_asks_for_a_tree_and_contradicts_a_chain() -> None:
+    with configured(drafter_of("llama"), num_assistant_tokens=3, draft_tree_size=7) as drafter:
+        greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)
+        assert 3 * stats_of().rounds < stats_of().drafted <= 6 * stats_of().rounds
+    with (
+        configured(drafter_of("llama"), draft_top_k=1, draft_tree_size=7) as drafter,
+        pytest.raises(ConfigurationError, match="draft_tree_size is 7 and draft_top_k 1"),
+    ):
+        greedy("llama", one(), assistant_model=drafter)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -79,7 +79,7 @@ def _check_settings(drafter: Assistant, config: GenerationConfig) -> None:
 
 
 def _check_width(drafter: Eagle31Drafter) -> None:
-    top_k = drafter.generation_config.draft_top_k or 1
+    top_k = drafter.generation_config.asked_top_k or 1
     size = drafter.config.draft_vocab_size or drafter.config.vocab_size
     if top_k > size:
         raise ConfigurationError(
