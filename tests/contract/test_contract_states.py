@@ -20,8 +20,9 @@ from transformers import DynamicCache
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import states
+from eagle31_hf.cache.kept_nodes import LastNodes
 from eagle31_hf.cache.placement import Placement
-from eagle31_hf.cache.states import CONVOLUTION, LastNodes, StateLayer
+from eagle31_hf.cache.states import CONVOLUTION, StateLayer
 from eagle31_hf.decoding.carried_cache import BEFORE_THE_ANSWER
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT, cache_argument
 from families import RECURRENT_FAMILIES, SEEING_HYBRIDS, clamped_target, recurrent_target
@@ -230,23 +231,24 @@ def keep_everything(placement: Placement, kept: Any) -> list[int]:
     return [placement.num_state_nodes - 1] * len(kept)
 
 
-def keep_recurrent(layer: StateLayer, last: LastNodes) -> None:
+def keep_recurrent(layer: StateLayer, last: LastNodes) -> Any:
     """Convolutions go back, recurrent states do not."""
-    settle(layer, last)
-    for key, state in layer._committed.items():
-        if key[0] != CONVOLUTION and key not in layer._records:
-            state.copy_(layer._nodes[key][layer.placement.num_state_nodes - 1])
+    final = layer.placement.num_state_nodes - 1
+    return [
+        (state, moved if key[0] == CONVOLUTION else layer._nodes[key][final])
+        for key, (state, moved) in zip(layer._stepped, stepped_moves(layer, last), strict=True)
+    ]
 
 
-def rebuild_too_far(taped: Any, last: Any) -> None:
+def rebuild_too_far(taped: Any, last: LastNodes) -> Any:
     """The same of states that are rebuilt."""
-    rebuild_states(taped, [taped[0][1].inputs[0].shape[1] - 1] * len(last))
+    return rebuilt_states(taped, LastNodes([99] * len(last.nodes), last.device))
 
 
-settle, rebuild_states = StateLayer.settle, states.rebuild_states
+stepped_moves, rebuilt_states = StateLayer.stepped_moves, states.rebuilt_states
 CONTROLS = {
     "everything": [(Placement, "last_state_nodes", keep_everything)],
-    "recurrent": [(StateLayer, "settle", keep_recurrent), (states, "rebuild_states", rebuild_too_far)],
+    "recurrent": [(StateLayer, "stepped_moves", keep_recurrent), (states, "rebuilt_states", rebuild_too_far)],
 }
 
 

@@ -16,11 +16,12 @@ from kept_pairs import GREEDY, SAMPLING, failing, kinds
 from torch import Tensor
 from transformers import DynamicCache
 
-from eagle31_hf.cache import speculative
-from eagle31_hf.cache.state_blocks import BlockTrace
-from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.compiled import captured
 from eagle31_hf.decoding.pair import Pair
+from eagle31_hf.compiled.captured import CapturesSteps
+from eagle31_hf.compiled.graph_makers import GraphKey, Step
+from eagle31_hf.compiled.graphs import Graphs
+from eagle31_hf.compiled.settle import CompiledSettling
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch
@@ -97,7 +98,9 @@ def test_three_texts_of_which_the_first_one_records(
         assert_captured(drafter, recorder)
         graphs = Pair.of(drafter).graphs.keys
         assert recorder.recorded == len(graphs), "each once: what the next text needs lies where it was"
-        assert ("verify", 6) in {(key.kind, key.size) for key in graphs}
+        sizes = {(key.kind, key.size) for key in graphs}
+        assert ("verify", 6) in sizes
+        assert (("settle", 6) in sizes) == (family != "lfm2"), "a convolution's next window is a part of what is there"
 
 
 def test_a_state_that_is_not_moved_on_shows(
@@ -108,7 +111,7 @@ def test_a_state_that_is_not_moved_on_shows(
         drafter = make_pair(family)
         assert torch.equal(*texts(drafter))
         with monkeypatch.context() as patch:
-            patch.setattr(speculative, "settle_tapes", lambda layers, last: None)
+            patch.setattr(CompiledSettling, "__call__", lambda settling, layers, last: None)
             assert not any(torch.equal(*texts(drafter, seed)) for seed in range(2)), family
         assert_captured(drafter, recorder)
 
@@ -116,29 +119,64 @@ def test_a_state_that_is_not_moved_on_shows(
 def test_states_that_are_moved_on_by_an_earlier_replay_show(
     make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: what the first replay of each layer left is taken for what all of them left."""
-    take_over = StateLayer.take_over
+    """The control: what the first replay of each width left is taken for what all of them left."""
+    run = Graphs.run_or_eager
     for family in ("qwen3_5_text", "bamba", "lfm2"):
         drafter = make_pair(family)
         assert torch.equal(*texts(drafter))
-        first: dict[int, BlockTrace] = {}
+        first: dict[GraphKey, Any] = {}
 
-        def take_over_first(layer: StateLayer, trace: BlockTrace, first: dict[int, BlockTrace] = first) -> None:
-            take_over(layer, first.setdefault(layer.index, trace))
+        def run_first(graphs: Graphs, key: GraphKey, *told: Any, first: dict[GraphKey, Any] = first, **how: Any) -> Any:
+            output = run(graphs, key, *told, **how)
+            return output._replace(traces=first.setdefault(key, output.traces)) if key.kind == "verify" else output
 
         with monkeypatch.context() as patch:
-            patch.setattr(StateLayer, "take_over", take_over_first)
+            patch.setattr(Graphs, "run_or_eager", run_first)
             assert not any(torch.equal(*texts(drafter, seed)) for seed in range(2)), family
         assert first
 
 
+@pytest.mark.parametrize("kind", ["verify", "settle"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_a_graph_that_spoils_a_state_is_given_up(
+    kind: str,
+    family: str,
+    make_pair: Callable[[str], Eagle31Drafter],
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose logits are right and whose states are not: the next round's text would be another one."""
+    make = CapturesSteps.make
+
+    def make_spoiling(maker: CapturesSteps, key: GraphKey, step: Step, inputs: tuple) -> Step:
+        made = make(maker, key, step, inputs)
+
+        def spoiling(*given: Any) -> Any:
+            output = made(*given)
+            state = output.states[-1] if kind == "settle" else output.traces[-1].tensors[0]
+            state.mul_(1.5)
+            return output
+
+        return spoiling if key.kind == kind else made
+
+    monkeypatch.setattr(CapturesSteps, "make", make_spoiling)
+    drafter = make_pair(family)
+    assert torch.equal(*texts(drafter))
+    assert drafter.stats is not None
+    (why,) = drafter.stats.fallbacks
+    assert "capturing failed, steps stay eager: ArithmeticError: the compiled step is off by" in why
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "falcon_h1", "mamba2"])
 def test_rows_of_unlike_length(family: str, make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:
-    """Each row keeps its own number of drafts; those that have ended stand still."""
+    """Each row keeps its own number of drafts; those that have ended stand still. Numbers are what a graph is told."""
     drafter = make_pair(family)
-    for seed in range(2):
+    for seed in range(3):
         assert torch.equal(*texts(drafter, seed, (5, 1, 14)))
         assert_captured(drafter, recorder)
+        graphs = drafter.require_binding().compiled.keys
+        assert recorder.recorded == len(graphs), "each once"
+        assert ("settle", 3, 6) in {key[:3] for key in graphs}
 
 
 def test_single_tokens(make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:

@@ -18,7 +18,7 @@ Use under `torch.no_grad()`: the buffers are written in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -29,14 +29,18 @@ from ..errors import ConfigurationError, UnsupportedGenerationError
 from .block_reading import WHOLE, BlockReading
 from .exchange import ExchangingCache
 from .kept_buffers import KeptBuffers
+from .kept_nodes import LastNodes
 from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
 from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
-from .state_blocks import KeepsStates, LastNodes
-from .states import StateLayer, settle_tapes
+from .state_blocks import KeepsStates
+from .states import StateLayer, settle_states
+
+Settle = Callable[[Sequence[StateLayer], LastNodes], None]
+"""Commits the states after each row's last kept node."""
 
 SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
@@ -312,25 +316,28 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         """
         return self._masks.build(ancestors, depths, dtype, none_is_causal=none_is_causal)
 
-    def keep(self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int]) -> None:
+    def keep(
+        self, path: Tensor | Sequence[Sequence[int]] | None, counts: Sequence[int], *, settle: Settle = settle_states
+    ) -> None:
         """Commit accepted nodes, root included, in path order; whatever else the block holds is dropped.
 
         Args:
             path: node numbers, `(B, A)`; entries from `counts[b]` on are ignored. `None` means nodes `0, 1, 2, ...`.
                 A tensor on an accelerator is read back here: hand over the host copy the loop has already.
             counts: accepted nodes per row, 0 for a row that stands still.
+            settle: moves states on, whatever computes them.
 
         Raises:
             UnsupportedGenerationError: a count or node number lies outside the placed block.
         """
-        self._commit_nodes(self._placement.kept_nodes(path, counts))
+        self._commit_nodes(self._placement.kept_nodes(path, counts), settle)
 
-    def _commit_nodes(self, kept: Sequence[Sequence[int]]) -> None:
+    def _commit_nodes(self, kept: Sequence[Sequence[int]], settle: Settle) -> None:
         before = self.lengths
         lengths = [length + len(row) for length, row in zip(before, kept, strict=True)]
         # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
         self._ring_end = [max(end, length) for end, length in zip(self._ring_end, lengths, strict=True)]
-        self._settle_states(kept, lengths)
+        self._settle_states(kept, lengths, settle)
         moves = {ring: ring_moves(before, kept, ring, self.device) for ring in self._spans.rings}
         full = full_moves(before, kept, self.device)
         for layer in self.attending:
@@ -339,15 +346,13 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
                 layer.copy(needed)
         self._placement.set_lengths(lengths)
 
-    def _settle_states(self, kept: Sequence[Sequence[int]], lengths: list[int]) -> None:
+    def _settle_states(self, kept: Sequence[Sequence[int]], lengths: list[int], settle: Settle) -> None:
         if not self.has_states:
             return
         last = LastNodes(self._placement.last_state_nodes(kept), self.device)
         if max(last.nodes) >= 0:
             self._state_end = lengths.copy()  # first, as above
-            for layer in self.with_states:
-                layer.settle(last)
-            settle_tapes(self.with_states, last)
+            settle(self.with_states, last)
 
     def commit(self, num_tokens: int | Sequence[int]) -> None:
         """Commit the first placed tokens of each row (prefill): one number, or one per row of a right-padded chunk."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..trees.host_numbers import on_device
 from .block_reading import RowGroup
 from .placement import Placement
 from .slot_moves import DeviceCopies
@@ -42,25 +39,6 @@ class MixerCall:
     taped: bool = False
 
 
-@dataclass(frozen=True)
-class LastNodes:
-    """The last node each row keeps, -1 where a row stands still."""
-
-    nodes: Sequence[int]
-    device: torch.device
-
-    @property
-    def common(self) -> int | None:
-        """The node, if it is the same in all rows."""
-        return self.nodes[0] if len(set(self.nodes)) == 1 else None
-
-    @functools.cached_property
-    def moving(self) -> DeviceCopies:
-        """Rows that keep something, and their nodes."""
-        rows = [row for row, node in enumerate(self.nodes) if node >= 0]
-        return DeviceCopies(*on_device([rows, [self.nodes[row] for row in rows]], self.device).unbind())
-
-
 class BlockTrace(NamedTuple):
     """What a block of drafts left in one layer, by which its states can be moved on, as tuples that a graph may give.
 
@@ -73,6 +51,23 @@ class BlockTrace(NamedTuple):
     nodes: tuple[tuple[StateKey, Tensor], ...]
     windows: tuple[tuple[StateKey, Tensor], ...]
     recorded: tuple[Recurrence, tuple[Tensor, ...]] | None
+
+    def through(self, change: Callable[[str, Tensor], Tensor]) -> BlockTrace:
+        """The same with each tensor changed, which is told by a name."""
+        recorded = self.recorded
+        if recorded is not None:
+            recorded = recorded[0], tuple([change(f"input {i}", each) for i, each in enumerate(recorded[1])])
+        return BlockTrace(
+            tuple([(key, change(f"nodes {key}", state)) for key, state in self.nodes]),
+            tuple([(key, change(f"windows {key}", columns)) for key, columns in self.windows]),
+            recorded,
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in one order always."""
+        recorded = () if self.recorded is None else self.recorded[1]
+        return [*(state for _, state in self.nodes), *(columns for _, columns in self.windows), *recorded]
 
 
 class KeepsStates:

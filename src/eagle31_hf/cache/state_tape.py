@@ -1,39 +1,48 @@
 """States of a chain rebuilt from what went into the recurrence, instead of one kept after every token.
 
 A recurrence kernel's inputs are small beside its state. They are recorded while a chain is verified; when it is known
-how many of its tokens each row keeps, the same kernel runs once more, over all layers at once, from the committed
-states. Tokens that are not kept are turned into exact no-ops (nothing decays, nothing is added), so rows of unlike
-counts go together, and each stops where it would have stopped alone.
+how many of its tokens each row keeps, the states after them follow from the committed ones in closed form, of all
+layers at once. One token after the other would read and write every state several times for each. Tokens that are not
+kept are turned into exact no-ops (nothing decays, nothing is added), so rows of unlike counts go together.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..trees.host_numbers import on_device
+from .kept_nodes import LastNodes
 
 NORM_EPS = 1e-6
 """Of keys, in every kernel of this kind."""
+
+Inputs = Sequence[Tensor]
+Moves = list[tuple[Tensor, Tensor]]
+"""Committed states, each with its value after a round."""
 
 
 class Recurrence(Protocol):
     """One kernel with its settings; equal ones are run together, hence hashable."""
 
-    head_dims: ClassVar[tuple[int, ...]]
-    """Along which dimension each input lists heads: 2 where it has tokens, `(B, T, H, *)`."""
-    working_copies: ClassVar[int]
-    """States that moving on a state takes at its worst moment, itself included."""
+    reads: ClassVar[tuple[int, ...]]
+    """Which of the recorded inputs states are moved on by; others make outputs, which are known already."""
 
-    def final_state(self, inputs: Sequence[Tensor], state: Tensor, kept: Tensor | None) -> Tensor:
-        """The state `(B, H, *, *)` after the tokens that are `kept` `(B, T)`, or all. `state` may be written over."""
+    def final_states(self, inputs: Inputs, states: Tensor, kept: Tensor | None) -> Tensor:
+        """States `(L, B, H, *, *)` of `L` layers after the tokens that are `kept` `(B, T)`, or all.
+
+        Args:
+            inputs: those it `reads`, of all layers. Where they have tokens, heads come first: `(L, B, H, T, *)`.
+            states: before; they may be written over.
+            kept: 1 or 0.
+        """
         ...
 
     def __hash__(self) -> int: ...
@@ -41,14 +50,14 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a kernel was called with over a chain of `T` tokens."""
+    """What a kernel was called with over a chain of `T` tokens; inputs with tokens are `(B, T, H, *)`."""
 
     recurrence: Recurrence
     inputs: tuple[Tensor, ...]
 
     @property
     def likeness(self) -> Hashable:
-        """Calls that are alike may be joined along their heads."""
+        """Calls that are alike may be answered together."""
         return self.recurrence, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.inputs)
 
 
@@ -65,24 +74,25 @@ class GatedDelta:
 
     kernel: Callable[..., tuple[Tensor, Tensor | None]]
     options: tuple[tuple[str, Any], ...]
-    head_dims: ClassVar[tuple[int, ...]] = (2, 2, 2, 2, 2)
-    working_copies: ClassVar[int] = 2
+    reads: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
-    def final_state(self, inputs: Sequence[Tensor], state: Tensor, kept: Tensor | None) -> Tensor:
-        query, key, value, decay, beta = inputs
+    def final_states(self, inputs: Inputs, states: Tensor, kept: Tensor | None) -> Tensor:
+        key, value, decay, beta = inputs
         if kept is not None:
-            per_head = kept[..., None]
-            decay, beta = decay * (per_head if decay.dim() == 3 else per_head[..., None]), beta * per_head
+            kept = kept[:, None]  # (B, 1, T)
+            decay, beta = decay * (kept if decay.dim() == 4 else kept[..., None]), beta * kept
         named = _parameters_of(self.kernel)  # it is handed much that it does not know
         told = {name: setting for name, setting in self.options if name in named and setting is not None}
         is_normed = bool(told.pop("use_qk_l2norm_in_kernel", False))
         if not told:
-            return _gated_delta((key, value, decay, beta), state.float(), is_normed=is_normed)
-        _, final = self.kernel(
-            query, key, value, g=decay, beta=beta, initial_state=state, output_final_state=True, **dict(self.options)
-        )
+            return _gated_delta((key, value, decay, beta), states.float(), is_normed=is_normed)
+        key, value, decay, beta = (each.flatten(0, 1).transpose(1, 2) for each in (key, value, decay, beta))
+        _, final = self.kernel(  # outputs, which nobody wants, need no queries of their own
+            key, key, value, g=decay, beta=beta, initial_state=states.flatten(0, 1), output_final_state=True,
+            **dict(self.options),
+        )  # fmt: skip
         assert final is not None, "output_final_state=True"
-        return final
+        return final.view(states.shape)
 
 
 @lru_cache
@@ -91,27 +101,43 @@ def _parameters_of(kernel: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(kernel).parameters)
 
 
-def _gated_delta(inputs: Sequence[Tensor], state: Tensor, *, is_normed: bool) -> Tensor:
-    """The recurrence alone, in place and in float32 as kernels compute it: outputs, which are known already, would take
-    half of the launches.
+def _gated_delta(inputs: Inputs, states: Tensor, *, is_normed: bool) -> Tensor:
+    """In place and in float32, as kernels compute it.
+
+    With `d_ij` what decays from token `j` to token `i`, and `d_i` from the beginning, token `i` of `T` adds
+    `d_Ti k_i u_i` to the last state, where `u_i = beta_i (v_i - k_i d_i S - sum over j < i of (k_i d_ij k_j) u_j)`.
 
     Args:
-        inputs: keys `(B, T, Hk, K)`, values `(B, T, H, V)`, logs of decays `(B, T, H)` or `(B, T, H, K)`, betas
-            `(B, T, H)`.
-        state: `(B, H, K, V)`.
+        inputs: keys `(L, B, Hk, T, K)`, values `(L, B, H, T, V)`, logs of decays `(L, B, H, T)` or
+            `(L, B, H, T, K)`, betas `(L, B, H, T)`.
+        states: `(L, B, H, K, V)`.
     """
     key, value, decay, beta = (each.float() for each in inputs)
     if is_normed:
         key = key * torch.rsqrt((key * key).sum(-1, keepdim=True) + NORM_EPS)
-    if key.shape[2] != state.shape[1]:
-        key = key.repeat_interleave(state.shape[1] // key.shape[2], dim=2)
-    decay = decay.exp()[..., None] if decay.dim() == 4 else decay.exp()[..., None, None]
-    learned_key, learned_value = key * beta[..., None], value * beta[..., None]
-    for t in range(key.shape[1]):
-        state.mul_(decay[:, t])
-        known = (state * learned_key[:, t, :, :, None]).sum(-2)
-        state.addcmul_(key[:, t, :, :, None], (learned_value[:, t] - known)[:, :, None])
-    return state
+    if key.shape[2] != states.shape[2]:
+        key = key.repeat_interleave(states.shape[2] // key.shape[2], dim=2)
+    by_channel = decay.dim() == 5
+    key, value, decay, beta = (each.flatten(0, 2) for each in (key, value, decay, beta))  # (N, T, *), a head each
+    decay, beta, states_of = decay.mT if by_channel else decay[:, None], beta[..., None], states.flatten(0, 2)
+    since = decay.cumsum(-1).exp()  # (N, K or 1, T)
+    between = _sums_after(decay).cumsum(-2).exp()  # (N, K or 1, T, T)
+    if by_channel:
+        alike = (key.mT[:, :, :, None] * key.mT[:, :, None] * between).sum(1)
+    else:
+        alike = torch.bmm(key, key.mT) * between[:, 0]
+    alike = (alike * beta).tril(-1)  # (N, T, T)
+    added = (value - torch.bmm(key * since.mT, states_of)) * beta  # (N, T, V)
+    for t in range(1, key.shape[1]):
+        added[:, t : t + 1].baddbmm_(alike[:, t : t + 1, :t], added[:, :t], alpha=-1)
+    states_of.mul_(since[:, :, -1:]).baddbmm_(key.mT * between[:, :, -1], added)
+    return states
+
+
+def _sums_after(numbers: Tensor) -> Tensor:
+    """`(*, T, T)` whose columns add up to what comes after their place in `(*, T)`. Differences of sums would lose
+    what is small beside them."""
+    return numbers[..., None].expand(*numbers.shape, numbers.shape[-1]).tril(-1)
 
 
 @dataclass(frozen=True)
@@ -121,37 +147,61 @@ class SelectiveScan:
     Attributes:
         kernel: the model's own for one token, which writes the state in place.
         dt_softplus: as it is told.
+        rounds: it adds `dt B x` in the activations' precision, as transformers' own code does, and not in float32, as
+            compiled ones do.
     """
 
     kernel: Callable[..., Tensor]
     dt_softplus: bool
-    head_dims: ClassVar[tuple[int, ...]] = (2, 2, 2, 2, 0, 0, 0)  # x, dt, B, C of each token; A, D, dt_bias
-    working_copies: ClassVar[int] = 6
+    rounds: bool = False
+    reads: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 6)
 
-    def final_state(self, inputs: Sequence[Tensor], state: Tensor, kept: Tensor | None) -> Tensor:
-        x, dt, b, _, a, _, dt_bias = inputs
+    def final_states(self, inputs: Inputs, states: Tensor, kept: Tensor | None) -> Tensor:
+        x, dt, b, a, dt_bias = inputs  # (L, B, H, T, P), (L, B, H, T), (L, B, G, T, N), (L, H), (L, H)
+        dt, a = dt + dt_bias.to(dt.dtype)[:, None, :, None], a.float()[:, None, :, None]
+        dt = F.softplus(dt) if self.dt_softplus else dt
         if kept is not None:
-            dt = dt.masked_fill(~kept[..., None], float("-inf"))
-        for _output in self._steps((x, dt, b, b, a, dt_bias), None, state):  # outputs nobody wants need no C and no D
-            pass
-        return state
+            dt = dt * kept[:, None]
+        states = states.float()
+        return (
+            _scan_rounding(x, dt, b, a, states) if self.rounds else _scan(x.float(), dt.float(), b.float(), a, states)
+        )
 
     def scan(self, inputs: Sequence[Tensor], state: Tensor) -> Tensor:
-        """Outputs `(B, T, H, P)`; the state is moved on."""
-        *others, d, dt_bias = inputs
-        return torch.stack(list(self._steps((*others, dt_bias), d, state)), dim=1)
-
-    def _steps(self, inputs: Sequence[Tensor], d: Tensor | None, state: Tensor) -> Iterator[Tensor]:
-        """Outputs `(B, H, P)` of one token after the other."""
-        x, dt, b, c, a, dt_bias = inputs
+        """Outputs `(B, T, H, P)` of one token after the other, as the model computes them; the state is moved on."""
+        x, dt, b, c, a, d, dt_bias = inputs
         head_dim, state_size = x.shape[-1], b.shape[-1]
         a = a[:, None, None].expand(-1, head_dim, state_size)
-        dt_bias, d = dt_bias[:, None].expand(-1, head_dim), None if d is None else d[:, None].expand(-1, head_dim)
-        for t in range(x.shape[1]):
-            yield self.kernel(
+        dt_bias, d = (each[:, None].expand(-1, head_dim) for each in (dt_bias, d))
+        outputs = [
+            self.kernel(
                 state, x[:, t], dt[:, t, :, None].expand(-1, -1, head_dim), a, b[:, t], c[:, t], d, z=None,
                 dt_bias=dt_bias, dt_softplus=self.dt_softplus,
-            )  # fmt: skip
+            )
+            for t in range(x.shape[1])
+        ]  # fmt: skip
+        return torch.stack(outputs, dim=1)
+
+
+def _scan(x: Tensor, dt: Tensor, b: Tensor, a: Tensor, states: Tensor) -> Tensor:
+    """In place and in closed form: each token adds `exp(A * dt of those after it) dt B x`. `a`: `(L, 1, H, 1)`."""
+    left = (_sums_after(dt).sum(-2) * a).exp()  # (L, B, H, T), of what each token adds
+    weighted = (x * (left * dt)[..., None]).unflatten(2, (b.shape[2], -1))  # (L, B, G, H / G, T, P)
+    states.mul_((dt.sum(-1, keepdim=True) * a).exp()[..., None])
+    added = weighted.transpose(-1, -2).flatten(3, 4).flatten(0, 2)  # (N, H / G * P, T): heads of a group share its B
+    states.view(len(added), added.shape[1], -1).baddbmm_(added, b.flatten(0, 2))
+    return states
+
+
+def _scan_rounding(x: Tensor, dt: Tensor, b: Tensor, a: Tensor, states: Tensor) -> Tensor:
+    """In place and one token after the other, rounded as transformers' own code does: with other last bits in every
+    layer, half of the texts in half precision would soon be others."""
+    decays = (dt.float() * a).exp()
+    added = dt[..., None] * b.repeat_interleave(x.shape[2] // b.shape[2], dim=2)  # (L, B, H, T, N)
+    for t in range(x.shape[3]):
+        states.mul_(decays[..., t, None, None])
+        states.add_(added[..., t, None, :] * x[..., t, :, None])
+    return states
 
 
 class Kernels(NamedTuple):
@@ -174,6 +224,21 @@ class Kernels(NamedTuple):
             return heads * element_bytes
         return heads * ((state[1] if self.decays_by_channel else 1) * 4 + element_bytes)  # decays, in fp32, and betas
 
+    def copies(self, element_bytes: int) -> float:
+        """States that rebuilding one takes: one that is moved on, and what a kernel adds that rounds."""
+        return 1 + element_bytes / 4 if self.recurrence is SelectiveScan else 1
+
+    def token_bytes(self, state: Sequence[int]) -> int:
+        """What rebuilding a state takes for each token, beside states: vectors in fp32.
+
+        Args:
+            state: as of `gate_bytes`.
+        """
+        heads, width, other = state
+        # Keys before and after they are normed and told to every head, values, and what is added.
+        vectors = 3 * width if self.recurrence is SelectiveScan else 5 * width // 2 + 2 * other
+        return heads * vectors * 4
+
 
 RECORDED_KERNELS = (
     Kernels("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", GatedDelta),
@@ -192,46 +257,55 @@ def kernels_of(mixer: nn.Module) -> Kernels | None:
     return None
 
 
-def rebuild_states(taped: Sequence[tuple[Tensor, Recorded]], last: Sequence[int]) -> None:
-    """Move committed states `(B, H, *, *)` on to each row's `last` kept node, each by what is recorded of it."""
-    count = max(last) + 1
-    kept = torch.tensor([[node <= end for node in range(count)] for end in last]) if min(last) < count - 1 else None
+def rebuilt_states(taped: Sequence[tuple[Tensor, Recorded]], last: LastNodes) -> Moves:
+    """Committed states `(B, H, *, *)`, each with that after the rows' last kept nodes, by what is recorded of it."""
     groups: dict[Hashable, list[tuple[Tensor, Recorded]]] = {}
     for state, recorded in taped:
         groups.setdefault((recorded.likeness, state.shape, state.dtype), []).append((state, recorded))
+    moves: Moves = []
     for group in groups.values():
-        states = [state for state, _ in group]
-        recurrence = group[0][1].recurrence
-        columns = zip(*(recorded.inputs for _, recorded in group), strict=True)
-        inputs = [
-            torch.cat([each[:, :count] if dim == 2 else each for each in column], dim)
-            for column, dim in zip(columns, recurrence.head_dims, strict=True)
-        ]
-        joined = torch.cat(states, dim=1)  # a copy, also of a single one: kernels may write in place
-        on_card = None if kept is None else kept.to(joined.device, non_blocking=joined.is_cuda)  # no host wait
-        final = recurrence.final_state(inputs, joined, on_card)
-        torch._foreach_copy_(states, list(final.to(joined.dtype).chunk(len(states), dim=1)))
+        states, recurrence = [state for state, _ in group], group[0][1].recurrence
+        columns = list(zip(*(recorded.inputs for _, recorded in group), strict=True))
+        count = last.reach(columns[0][0].shape[1])
+        inputs = [torch.stack([_heads_first(each, count) for each in columns[place]]) for place in recurrence.reads]
+        final = recurrence.final_states(inputs, torch.stack(states), last.kept(count, states[0].device))
+        moves += zip(states, final.to(states[0].dtype), strict=True)
+    return moves
 
 
-def cut_windows(taped: Sequence[tuple[Tensor, Tensor]], last: Sequence[int]) -> None:
-    """Move convolutions' windows `(B, C, K)` to where each row's last kept token is.
+def _heads_first(recorded: Tensor, count: int) -> Tensor:
+    """An input's first tokens, `(B, H, count, *)`; one that has none as it is."""
+    return recorded if recorded.dim() == 1 else recorded[:, :count].transpose(1, 2)
+
+
+def moved_windows(taped: Sequence[tuple[Tensor, Tensor]], last: LastNodes) -> Moves:
+    """Convolutions' windows `(B, C, K)` and what they are where each row's last kept token is.
 
     Args:
         taped: windows, and what they were part of: the windows before and the chain's columns, `(B, C, K + T)`.
-        last: node of each row, -1 where it stands still.
+        last: of each row.
     """
+    if last.common is not None:
+        start = last.common + 1
+        return [(window, columns[..., start : start + window.shape[2]]) for window, columns in taped]
     groups: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
     for window, columns in taped:
-        groups.setdefault((window.shape[2], columns.shape[2], window.device, window.dtype), []).append(
-            (window, columns)
-        )
+        alike = (window.shape[2], columns.shape[2], window.device, window.dtype)
+        groups.setdefault(alike, []).append((window, columns))
+    moves: Moves = []
     for group in groups.values():
         windows, size = [window for window, _ in group], group[0][0].shape[2]
-        if len(set(last)) == 1:
-            parts = [columns[..., last[0] + 1 : last[0] + 1 + size] for _, columns in group]
-        else:
-            joined = torch.cat([columns for _, columns in group], dim=1)
-            starts = on_device(last, joined.device)[:, None] + 1 + torch.arange(size, device=joined.device)
-            gathered = joined.gather(2, starts[:, None].expand(-1, joined.shape[1], -1))
-            parts = list(gathered.split([window.shape[1] for window in windows], dim=1))
-        torch._foreach_copy_(windows, parts)
+        joined = torch.cat([columns for _, columns in group], dim=1)
+        places = last.on(joined.device)[:, None] + 1 + torch.arange(size, device=joined.device)
+        gathered = joined.gather(2, places[:, None].expand(-1, joined.shape[1], -1))
+        moves += zip(windows, gathered.split([window.shape[1] for window in windows], dim=1), strict=True)
+    return moves
+
+
+def make_moves(moves: Moves) -> None:
+    """Write each state's new value over it, in one launch for each precision."""
+    groups: dict[Hashable, Moves] = {}
+    for state, new in moves:
+        groups.setdefault((state.dtype, state.device), []).append((state, new))
+    for group in groups.values():
+        torch._foreach_copy_([state for state, _ in group], [new for _, new in group])

@@ -4,8 +4,8 @@
     nodes       (N, B, ...)   what the placed block leaves: after every node, or (N = 1) after its last token
 
 A mixer is never handed a committed state: kernels for one token write in place. It gets the node's own, filled with
-what the node continues, and leaves there what follows it. `settle` makes the states after each row's last kept node the
-committed ones, so a rejected node leaves no trace, and neither does a forward that fails half-way.
+what the node continues, and leaves there what follows it. `settle_states` makes the states after each row's last kept
+node the committed ones, so a rejected node leaves no trace, and neither does a forward that fails half-way.
 
 Whoever calls a mixer says so first (`begin`), and which states the mixer then asks for are its own. A state that nobody
 wrote in a block, or two modules did, is an error: the text would silently be another one.
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import IncompatibleTargetError
+from .kept_nodes import LastNodes
 from .layers import SlotLayer
 from .placement import Placement
-from .state_blocks import CONVOLUTION, RECURRENT, BlockTrace, LastNodes, MixerCall, StateKey
-from .state_tape import Recorded, cut_windows, rebuild_states
+from .state_blocks import CONVOLUTION, RECURRENT, BlockTrace, MixerCall, StateKey
+from .state_tape import Moves, Recorded, make_moves, moved_windows, rebuilt_states
 
 
 class StateLayer(LinearAttentionLayer):
@@ -144,22 +145,23 @@ class StateLayer(LinearAttentionLayer):
             self._nodes[key] = nodes = committed.new_empty(num_nodes, *committed.shape)
         return nodes[:, :rows]
 
-    def settle(self, last: LastNodes) -> None:
-        """Commit the states after each row's last kept node.
+    def stepped_moves(self, last: LastNodes) -> Moves:
+        """States that the block left one after the other, each with that after a row's last kept node."""
+        if last.common is not None:
+            return [
+                (self._live(key), self._nodes[key][last.common][: self.placement.batch_size]) for key in self._stepped
+            ]
+        return [(self._live(key), self._picked(key, last)) for key in self._stepped]
 
-        Raises:
-            IncompatibleTargetError: a state was not written by the block, or not after every node.
-        """
-        self._require_all_written()
-        for key in self._stepped:
-            live, nodes = self._live(key), self._nodes[key]
-            if last.common is not None:
-                live.copy_(nodes[last.common][: len(live)])
-            else:
-                rows, kept = last.moving.on(live.device)
-                live.index_copy_(0, rows, nodes[kept, rows])
+    def _picked(self, key: StateKey, last: LastNodes) -> Tensor:
+        """Each row's own, `(B, ...)`."""
+        live, nodes = self._live(key), self._nodes[key]
+        kept = last.on(live.device)
+        picked = nodes[kept.clamp(min=0), torch.arange(len(live), device=live.device)]
+        return torch.where((kept >= 0).view(-1, *[1] * (live.dim() - 1)), picked, live)
 
-    def _require_all_written(self) -> None:
+    def require_all_written(self) -> None:
+        """Raise an `IncompatibleTargetError` if a state was not written by the block, or not after every node."""
         wanted = self.placement.num_state_writes
         for key in self._committed:
             if self._written[key] != wanted:
@@ -178,12 +180,16 @@ class StateLayer(LinearAttentionLayer):
         """What the placed block has left.
 
         Raises:
-            IncompatibleTargetError: as of `settle`.
+            IncompatibleTargetError: as of `require_all_written`.
         """
-        self._require_all_written()
-        recorded = self._records.get((RECURRENT, 0))
+        self.require_all_written()
+        recorded, nodes, rows = (
+            self._records.get((RECURRENT, 0)),
+            self.placement.num_state_nodes,
+            self.placement.batch_size,
+        )
         return BlockTrace(
-            tuple((key, self._nodes[key]) for key in self._stepped),
+            tuple((key, self._nodes[key][:nodes, :rows]) for key in self._stepped),
             tuple(self._windows.items()),
             None if recorded is None else (recorded.recurrence, recorded.inputs),
         )
@@ -310,14 +316,31 @@ def _new_state(key: StateKey, like: Tensor) -> Tensor:
     return like.new_zeros(like.shape)
 
 
-def settle_tapes(layers: Sequence[StateLayer], last: LastNodes) -> None:
-    """Commit what was recorded of a chain, of all layers at once."""
-    windows = [pair for layer in layers for pair in layer.taped_windows]
-    states = [pair for layer in layers for pair in layer.taped_states]
-    if windows:
-        cut_windows(windows, last.nodes)
-    if states:
-        rebuild_states(states, last.nodes)
+def state_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:
+    """Committed states of all layers, each with that after the rows' last kept nodes. Nothing is written."""
+    stepped = [move for layer in layers for move in layer.stepped_moves(last)]
+    return stepped + _taped_moves(layers, last)
+
+
+def _taped_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:
+    moved = moved_windows([pair for layer in layers for pair in layer.taped_windows], last)
+    return moved + rebuilt_states([pair for layer in layers for pair in layer.taped_states], last)
+
+
+def settle_states(layers: Sequence[StateLayer], last: LastNodes) -> None:
+    """Commit the states after each row's last kept node.
+
+    Raises:
+        IncompatibleTargetError: a state was not written by the block, or not after every node. Nothing is committed.
+    """
+    for layer in layers:
+        layer.require_all_written()
+    if last.common is not None:
+        make_moves([move for layer in layers for move in layer.stepped_moves(last)])
+    else:  # each row's own are copies: of one layer at a time
+        for layer in layers:
+            make_moves(layer.stepped_moves(last))
+    make_moves(_taped_moves(layers, last))
 
 
 class _HandedOut(MutableMapping[int, "Tensor | None"]):

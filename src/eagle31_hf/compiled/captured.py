@@ -68,7 +68,7 @@ class CapturedCode:
         inputs: what it takes; say how tensors are put together to inputs.
 
     Attributes:
-        lent: where keys, values and states are among the tensors.
+        lent: where keys, values and states are among the tensors. A cache may want outputs written over them.
     """
 
     def __init__(self, step: Step, inputs: tuple, capture: Capture):
@@ -77,7 +77,7 @@ class CapturedCode:
         self.lent = slice(parts.num_own, parts.num_own + held)
         self._flat = FlatStep(step, (*inputs[:-1], inputs[-1].emptied()), nn.ModuleList())
         self._flat.parts.tensors.clear()  # they are nobody's to keep
-        self._capture = capture
+        self._capture, self._over_lent = capture, inputs[-1].takes_outputs
         self._recorded: dict[tuple[tuple, ...], _Recorded] = {}  # by where keys, values and states lie
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -93,7 +93,7 @@ class CapturedCode:
             _copy_all(own, small)
             recording.replay()
             outputs = list(recording.outputs)
-            copies = [torch.empty_like(output) for output in outputs]
+            copies = lent if self._over_lent else [torch.empty_like(output) for output in outputs]
             _copy_all(copies, outputs)
             return copies
 

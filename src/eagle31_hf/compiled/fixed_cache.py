@@ -136,6 +136,7 @@ class FixedShapeCache(Cache, KeepsStates):
     writes: `at(slots)`.
     """
 
+    takes_outputs = False
     layers: list[FixedLayer | FixedStates]  # type: ignore[assignment]
 
     def __init__(self, source: SpeculativeCache):

@@ -2,12 +2,13 @@
 
 A step reads the committed states of a `SpeculativeCache` and writes none of them: a layer hands out states of its own,
 made in the step, and what the block leaves is among the step's outputs (`BlockTrace`). How much of it is kept is known
-after the step, and then the cache moves its states on as after an eager forward.
+after the step, and then another one moves the states on (`settle`).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class FixedStates(StateLayer):
         self._committed = dict(zip(sorted(self._committed), states, strict=True))
         self.release_nodes()
 
-    def emptied(self, cache: KeepsStates) -> Any:
+    def emptied(self, cache: KeepsStates | CommittedStates) -> Any:
         """Its like in another cache, which holds nothing until it is lent something."""
         made, keys = copy.copy(self), list(self._committed)
         made._bind(cache.placement, self.index)
@@ -81,3 +82,41 @@ def place_chain(placement: Placement, layers: list[FixedStates], num_tokens: int
     placement.read_states(BlockReading.of_drafts())
     for layer in layers:
         layer.begin_block()
+
+
+class CommittedStates:
+    """The committed states of a cache, lent to a step that moves them on: what it gives is written over them.
+
+    Args:
+        sources: the cache's layers with states.
+    """
+
+    block = None
+    takes_outputs = True
+
+    def __init__(self, sources: Sequence[StateLayer]):
+        self._placement = Placement(1, 1, torch.device("cpu"))  # of which layers ask how many rows there are
+        self.layers = [FixedStates(self._placement, source) for source in sources]
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    @property
+    def lent(self) -> list[Tensor]:
+        """All of them, layer by layer."""
+        return [state for layer in self.layers for state in layer.lent]
+
+    def follow(self, sources: Sequence[StateLayer]) -> None:
+        """Take the states that these layers have now."""
+        if (rows := sources[0].placement.batch_size) != self._placement.batch_size:
+            self._placement.set_batch(rows)
+        for layer, source in zip(self.layers, sources, strict=True):
+            layer.take_states(source)
+
+    def emptied(self) -> CommittedStates:
+        """Its like that holds what it is lent."""
+        made = copy.copy(self)
+        made._placement = Placement(self._placement.batch_size, 1, torch.device("cpu"))
+        made.layers = [layer.emptied(made) for layer in self.layers]
+        return made

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .fixed_cache import FixedShapeCache
 from .graph_makers import OtherInputsError, Step
 
 Code = Callable[[list[Tensor]], list[Tensor]]
+
+
+class LendsBuffers(Protocol):
+    """What steps take as their cache: layers that are lent buffers, and the running block, if there is one.
+
+    Attributes:
+        takes_outputs: what a step gives is written over what was lent to it.
+    """
+
+    takes_outputs: bool
+
+    @property
+    def layers(self) -> Sequence[Any]: ...
+
+    @property
+    def block(self) -> Any: ...
+
+    def emptied(self) -> LendsBuffers: ...
 
 
 class Look(NamedTuple):
@@ -62,14 +79,14 @@ class StepInputs(NamedTuple):
         return [Look.of(tensor) for tensor in self.tensors]
 
 
-def buffers_of(cache: FixedShapeCache) -> list[Tensor]:
+def buffers_of(cache: LendsBuffers) -> list[Tensor]:
     """Keys and values, or states, of each layer, then the slots of the running block if there are any."""
     held = [buffer for layer in cache.layers for buffer in layer.lent]
     slots = getattr(cache.block, "slots", None)
     return held if slots is None else [*held, slots]
 
 
-def lend(cache: FixedShapeCache, buffers: list[Tensor]) -> None:
+def lend(cache: LendsBuffers, buffers: list[Tensor]) -> None:
     """Put in what `buffers_of` found, or other tensors in their places."""
     held = iter(buffers)
     for layer in cache.layers:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ class Graphs:
         eager: Callable[[], Any],
         *,
         reference: Callable[[], Tensor | None] | None = None,
+        compared: Callable[[Any], Sequence[Tensor]] = itemgetter(slice(1)),
     ) -> Any:
         """What the graph of `key` makes of its inputs, or what eager code does where there is no such graph.
 
@@ -152,6 +154,7 @@ class Graphs:
             eager: the same outputs without a graph; anything where `reference` is given.
             reference: what the first output must begin with, where that is cheaper than all of `eager`: the new graph
                 then serves the first call, too. It may give `None`: nothing to check by.
+            compared: what of the outputs must agree with the eager ones; default: the first.
         """
         known = key in self._steps
         if self.disabled_reason or not (known or (make is not None and self.can_compile(key))):
@@ -161,9 +164,10 @@ class Graphs:
             assert make is not None, "asked above"
             if reference is None:
                 outputs = eager()
-                self._add(key, make(), filled, outputs[0])
+                self._add(key, make(), filled, compared(outputs), compared)
                 return outputs
-            self._add(key, make(), filled, reference())
+            expected = reference()
+            self._add(key, make(), filled, [] if expected is None else [expected], compared)
         outputs = self._run(key, filled)
         return eager() if outputs is None else outputs
 
@@ -197,13 +201,21 @@ class Graphs:
         for key in list(keys):
             self._steps.pop(key, None)
 
-    def _add(self, key: GraphKey, step: Step, inputs: tuple, expected: Tensor | None) -> None:
-        """Make a graph of `step` and try it on `inputs`; it must begin with `expected`, up to rounding."""
+    def _add(
+        self,
+        key: GraphKey,
+        step: Step,
+        inputs: tuple,
+        expected: Sequence[Tensor],
+        compared: Callable[[Any], Sequence[Tensor]],
+    ) -> None:
+        """Make a graph of `step` and try it on `inputs`; if anything is `expected`, what is `compared` of its outputs
+        must agree with that, up to rounding."""
         maker = self.maker
         try:
             compiled = maker.make(key, step, inputs)
-            found = compiled(*inputs)[0]
-            if expected is not None:
+            found = compared(compiled(*inputs))
+            if expected:
                 _require_agreement(found, expected)
         except Exception as failure:  # whatever a compiler stumbles over, the text must go on
             self.give_up(failure, maker.failure)
@@ -218,19 +230,29 @@ class Graphs:
         logger.warning("eagle31: %s", self.disabled_reason)
 
 
-def _require_agreement(found: Tensor, expected: Tensor) -> None:
+def _require_agreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Raise an `ArithmeticError` unless each tensor is what is expected, in its leading corner, up to rounding."""
+    if len(found) != len(expected):
+        raise ArithmeticError(f"the compiled step gives {len(found)} tensors to compare; wanted {len(expected)}")
+    errors = [_error_of(*pair, by_range=place == 0) for place, pair in enumerate(zip(found, expected, strict=True))]
+    for place, error in enumerate(torch.stack(errors).tolist()):  # one wait for all
+        if not error <= LARGEST_ERRORS.get(expected[place].dtype, LARGEST_ROUNDING_ERROR):
+            where = f"output {place + 1} of {len(expected)} that were compared"
+            raise ArithmeticError(f"the compiled step is off by {error:.2g} of the range of {where}")
+
+
+def _error_of(found: Tensor, expected: Tensor, *, by_range: bool) -> Tensor:
+    """`()` the largest difference, as a share of what is expected: of its range, which logits go by, or its largest."""
     found = found[tuple(slice(size) for size in expected.shape)]
     are_none = found.isnan() & expected.isnan()  # of a text that is to fail, beside others that are not
-    found, expected = found.masked_fill(are_none, 0.0), expected.masked_fill(are_none, 0.0)
-    spread = (expected.max() - expected.min()).clamp(min=torch.finfo(expected.dtype).tiny)
-    error = ((found - expected).abs().max() / spread).item()
-    if not error <= LARGEST_ERRORS.get(expected.dtype, LARGEST_ROUNDING_ERROR):
-        raise ArithmeticError(f"the compiled step is off by {error:.2g} of the logits' range")
+    found, expected = (each.masked_fill(are_none, 0.0).double() for each in (found, expected))
+    scale = expected.max() - expected.min() if by_range else expected.abs().max()
+    return (found - expected).abs().max() / scale.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 LARGEST_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
 LARGEST_ROUNDING_ERROR = 5e-2
-"""Share of the logits' range two right computations may differ by: a wrong one differs by tenths."""
+"""Share of a range by which two right computations may differ: a wrong one differs by tenths."""
 
 
 def _disabled_reason(binding: TargetBinding) -> str:

@@ -10,6 +10,7 @@ a window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from .fixed_cache import FixedShapeCache
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs
 from .inputs import GraphInputs
+from .settle import CompiledSettling
 
 Masks = Tensor | dict[str, Tensor | None] | None
 
@@ -37,6 +39,10 @@ class VerifiedBlock(NamedTuple):
     logits: Tensor
     aux: Tensor | None
     traces: tuple[BlockTrace, ...]
+
+    def decisive(self) -> list[Tensor]:
+        """What later tokens depend on: logits, and what states will be moved on by."""
+        return [self.logits, *(tensor for trace in self.traces for tensor in trace.tensors)]
 
 
 class CompiledVerification:
@@ -53,6 +59,7 @@ class CompiledVerification:
         self.eager = Verification(binding, cache)
         self.inputs = GraphInputs(cache)
         self._attention = binding.attention
+        self.settling = CompiledSettling(cache, graphs, self.inputs)
 
     def __call__(self, tree: DraftTree, *, rests: bool = False) -> TargetOutput:
         """As `Verification`; the binding must be capturing if there is a drafter.
@@ -60,6 +67,7 @@ class CompiledVerification:
         Args:
             rests: whether a single token is one of many, for which a graph pays; not so the last one of a text.
         """
+        self.settling.traces = None
         rows, size = tree.tokens.shape
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         self.cache.place(size, reading=BlockReading.of_drafts())
@@ -71,18 +79,27 @@ class CompiledVerification:
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
         nodes = key.size
         pays = self.inputs.rows_pay and (size > 1 or (nodes == 1 and rests))
-        output: VerifiedBlock | TargetOutput = self.graphs.run_or_eager(
+        output: VerifiedBlock = self.graphs.run_or_eager(
             key,
             partial(_verify_step, self.binding) if pays else None,
             lambda: self._inputs(tree, nodes, masks_trees),
-            lambda: self.eager(tree),
+            lambda: self._eager_block(tree),
+            compared=VerifiedBlock.decisive,
         )
-        if isinstance(output, VerifiedBlock):
-            for layer, trace in zip(self.cache.with_states, output.traces, strict=True):
-                layer.take_over(trace)
+        for layer, trace in zip(self.cache.with_states, output.traces, strict=True):
+            layer.take_over(trace)
+        self.settling.traces = output.traces
         if size == nodes:
             return TargetOutput(output.logits, output.aux)
         return TargetOutput(output.logits[:, :size], None if output.aux is None else output.aux[:, :size])
+
+    def _eager_block(self, tree: DraftTree) -> VerifiedBlock:
+        output = self.eager(tree)
+        return VerifiedBlock(output.logits, output.aux, tuple(layer.trace() for layer in self.cache.with_states))
+
+    def keep(self, path: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """Commit accepted nodes as `SpeculativeCache.keep` does; states by a graph, if one has read the block."""
+        self.cache.keep(path, counts, settle=self.settling)
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""

@@ -132,9 +132,15 @@ class CompiledRound(EagerRound):
         made, session = self._next, self.caches.drafter
         if made is None or session is None:
             return super().commit(accepted, verified, written)
-        self.caches.target.keep(written.paths, written.counts)
+        self.keep(written)
         with self.clock.phase("draft"):
             session.commit(made.state, None, written.counts, made.width)
+
+    def keep(self, written: Written) -> None:
+        if self.verification is None:
+            super().keep(written)
+        else:
+            self.verification.keep(written.paths, written.counts)
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         """Read this at once where drafts are made by graphs, else leave it to the next one."""

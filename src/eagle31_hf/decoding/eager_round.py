@@ -67,9 +67,12 @@ class EagerRound:
         return self.acceptor(tree, verified.logits, batch)
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
-        counts = written.counts
-        self.caches.target.keep(written.paths, counts)
-        self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(counts)))
+        self.keep(written)
+        self.absorb(written.tokens, aux_of_path(accepted, verified.aux, max(written.counts)))
+
+    def keep(self, written: Written) -> None:
+        """Commit the target's keys, values and states."""
+        self.caches.target.keep(written.paths, written.counts)
 
     def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
         session = self.caches.drafter

@@ -272,15 +272,13 @@ def _state_terms(states: StateShape | None, settings: MemorySettings, *, capture
     one = states.num_bytes
     left, left_formula = states.block_bytes(nodes, is_tree=is_tree), "B*N*S" if is_tree else "B * (N*(S-R) + R)"
     tape = states.tape_bytes(nodes, is_tree=is_tree)
-    rebuilding = states.rebuilding if tape else 0
+    rebuilding = states.rebuilding_bytes(nodes, is_tree=is_tree)
     return [
         LedgerTerm("target states", batch * one, "B*S", KEPT if captured else RUNNING),
         LedgerTerm("target states, of a chunk", batch * one, "B*S", (PREFILL, DRAFTER_PREFILL)),
         LedgerTerm("target states, of a draft", batch * left, left_formula, ROUND),
         LedgerTerm("target states, recorded", batch * tape, "B * layers * ((K+T)*2*channels*b + T*gates)", ROUND),
-        LedgerTerm(
-            "target states, rebuilt", batch * rebuilding, "B * recurrent states, 2 times (Mamba 2: 6)", (ACCEPT,)
-        ),
+        LedgerTerm("target states, rebuilt", batch * rebuilding, "B * (recurrent states + T * vectors)", (ACCEPT,)),
         LedgerTerm("target states, snapshots", max(batch, 2) * one, "max(B, 2) * S", RUNNING),
     ]
 
@@ -351,5 +349,6 @@ def _recordings_term(
     lengths = recorded_lengths(cache_size(settings.cache_capacity, 1, exact=True).capacity)
     own = lengths * input_output_bytes(shape, drafter.shape, settings.shape, batch)
     if shape.states is not None:
-        own += lengths * batch * shape.states.given_bytes(nodes, is_tree=settings.shape.is_tree)
+        # Moving states on reads what was given of them and gives as many, whatever the length.
+        own += (lengths + 1) * batch * shape.states.given_bytes(nodes, is_tree=settings.shape.is_tree)
     return LedgerTerm("recordings", pool + own + workspace_bytes(card), FORMULA, KEPT)

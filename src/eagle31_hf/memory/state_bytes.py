@@ -29,7 +29,7 @@ class StateShape:
         stepped: of layers that keep a set after every node of any block.
         stepped_recurrent: what of these are recurrent states, which captured steps do not keep twice.
         taped: of layers that keep a record of a chain instead.
-        rebuilding: what moving these on by a record takes.
+        rebuilding: what moving these on by a record takes; `rebuilding_token`: and of each token in it.
         tape: of a record, whatever its length; `tape_token`: of each token in it.
         forward_token: most bytes a forward over many tokens takes for each; 0 where it is not known.
     """
@@ -38,6 +38,7 @@ class StateShape:
     stepped_recurrent: int
     taped: int
     rebuilding: int
+    rebuilding_token: int
     tape: int
     tape_token: int
     forward_token: int = 0
@@ -54,6 +55,11 @@ class StateShape:
     def tape_bytes(self, nodes: int, *, is_tree: bool) -> int:
         """What is recorded of a chain of so many tokens; a single one is not."""
         return 0 if is_tree or nodes == 1 else self.tape + nodes * self.tape_token
+
+    def rebuilding_bytes(self, nodes: int, *, is_tree: bool) -> int:
+        """What moving states on after a chain of so many tokens takes."""
+        recorded = self.tape_bytes(nodes, is_tree=is_tree) > 0
+        return self.rebuilding + nodes * self.rebuilding_token if recorded else 0
 
     def given_bytes(self, nodes: int, *, is_tree: bool) -> int:
         """What captured forwards over a chain of so many tokens, and over one, give of states; trees are eager."""
@@ -96,7 +102,7 @@ class _StateLayer(NamedTuple):
         windows = [state for state in self.states if not state.is_recurrent]
         recurrent = [state for state in self.states if state.is_recurrent]
         if self.kernels is None:
-            return StateShape(num_bytes, sum(state.num_bytes(element_bytes) for state in recurrent), 0, 0, 0, 0)
+            return StateShape(num_bytes, sum(state.num_bytes(element_bytes) for state in recurrent), 0, 0, 0, 0, 0)
         # The chain's columns behind a window, and what the convolution makes of both.
         columns = [2 * state.shape[0] * (state.fixed_bytes or element_bytes) for state in windows]
         moved = sum(state.num_bytes(element_bytes) for state in recurrent)
@@ -104,7 +110,8 @@ class _StateLayer(NamedTuple):
             stepped=0,
             stepped_recurrent=0,
             taped=num_bytes,
-            rebuilding=self.kernels.recurrence.working_copies * moved,
+            rebuilding=int(self.kernels.copies(element_bytes) * moved),
+            rebuilding_token=sum(self.kernels.token_bytes(state.shape) for state in recurrent),
             tape=sum(column * state.shape[1] for column, state in zip(columns, windows, strict=True)),
             tape_token=sum(columns) + sum(self.kernels.gate_bytes(state.shape, element_bytes) for state in recurrent),
         )
