@@ -203,7 +203,8 @@ def test_trees_are_verified_by_eager_code(make_pair: Callable[[str], Eagle31Draf
             assert torch.equal(*texts(drafter, seed))
     assert "advance" in kinds(drafter)
     assert drafter.stats is not None
-    assert drafter.stats.fallbacks == []
+    (why,) = drafter.stats.fallbacks
+    assert "trees are verified by eager code" in why
     assert recorder.replayed
 
 

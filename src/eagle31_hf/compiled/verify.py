@@ -72,8 +72,8 @@ class CompiledVerification:
         masks_trees = not tree.is_chain and not self.cache.has_windows  # by what a chain's graph does not read
         self.cache.place(size, reading=BlockReading.of_drafts())
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
-        # States of nodes each of which continues another one; masks that some layers do not take.
-        is_eager = self.cache.has_states and (not tree.is_chain or self.cache.has_windows)
+        # Masks that some layers with states do not take.
+        is_eager = bool(self.why_eager(tree)) or (self.cache.has_states and self.cache.has_windows)
         if unmasked or is_eager or not self.inputs.make_room(self._width(size)):
             return self.eager(tree)
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
@@ -92,6 +92,12 @@ class CompiledVerification:
         if size == nodes:
             return TargetOutput(output.logits, output.aux)
         return TargetOutput(output.logits[:, :size], None if output.aux is None else output.aux[:, :size])
+
+    def why_eager(self, tree: DraftTree) -> str:
+        """Why no graph verifies drafts of this form; empty if one may."""
+        if self.cache.has_states and not tree.is_chain:
+            return "trees are verified by eager code where the target keeps recurrent states: each node needs its own"
+        return ""
 
     def _eager_block(self, tree: DraftTree) -> VerifiedBlock:
         output = self.eager(tree)
