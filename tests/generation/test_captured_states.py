@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from eagle31_hf.compiled import captured
-from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.compiled.captured import CapturesSteps
 from eagle31_hf.compiled.graph_makers import GraphKey, Step
 from eagle31_hf.compiled.graphs import Graphs
 from eagle31_hf.compiled.settle import CompiledSettling
+from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch
@@ -174,7 +174,7 @@ def test_rows_of_unlike_length(family: str, make_pair: Callable[[str], Eagle31Dr
     for seed in range(3):
         assert torch.equal(*texts(drafter, seed, (5, 1, 14)))
         assert_captured(drafter, recorder)
-        graphs = drafter.require_binding().compiled.keys
+        graphs = Pair.of(drafter).graphs.keys
         assert recorder.recorded == len(graphs), "each once"
         assert ("settle", 3, 6) in {key[:3] for key in graphs}
 
