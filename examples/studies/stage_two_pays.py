@@ -36,7 +36,7 @@ from eagle31_hf.evidence.known_texts import DrafterAcceptance, acceptance_of
 from eagle31_hf.evidence.provenance import origin
 from eagle31_hf.texts.conversations import read_conversations
 from eagle31_hf.training import text_model
-from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate
+from eagle31_hf.training.data.packing import PackedBatch, collate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.distillation.known_texts import KnownTexts, rounds_of, write_texts
 from eagle31_hf.training.distillation.optimizers import make_optimizer
@@ -142,7 +142,7 @@ def study(
     preparation = Preparation(resolved, target, tokenizer, Console(stderr=True))
     documents = preparation.read_texts().documents.documents
     drafter, _ = preparation.make_drafter(documents)
-    dataset = PackedDocuments(documents, resolved.max_length, seed=resolved.seed)
+    dataset = preparation.make_dataset(drafter, documents)
     prompts = evaluation_prompts(read_conversations(told.held_out, limit=held_out_rows), tokenizer)
     texts = [
         write_texts(drafter.binding, prompts, temperature, max_new_tokens=told.eval_new_tokens)

@@ -47,5 +47,6 @@ def test_packed_documents_do_not_see_each_other(family: str, target, drafter) ->
             at = slice(start, start + ids.shape[1])
             assert torch.allclose(packed.logits[index, at], target(ids).logits[0], atol=1e-3)
             assert torch.allclose(packed.aux[index, at], alone.aux[0], atol=1e-3)
+            assert torch.allclose(packed.head_input[index, at], alone.head_input[0], atol=1e-3)
             start += ids.shape[1]
     assert max(map(len, data.rows)) > 1

@@ -104,12 +104,12 @@ def test_the_command_runs_as_it_stands_where_target_and_texts_have_these_names(t
     rows.touch()
     told = TrainingSettings(
         target=str(tmp_path), target_id="owner/target", prompts=("self:50", str(rows)), out=tmp_path / "out",
-        resume=True, device="cpu", temperature=(0.0, 0.7), gradient_checkpointing=True, eval_new_tokens=64,
+        resume=True, device="cpu", temperature=(0.0, 0.7), store_features=True, eval_new_tokens=64,
     )  # fmt: skip
     filled: Any = {name: 1 for name in ResolvedSettings.__annotations__}
     resolved = ResolvedSettings(**{**vars(told), **filled})
     line = "eagle31 train owner/target --prompts self:50 --prompts rows.jsonl --temperature 0.0 --temperature 0.7"
-    assert command_line(resolved, told) == f"{line} --gradient-checkpointing --eval-new-tokens 64 --out drafter"
+    assert command_line(resolved, told) == f"{line} --store-features --eval-new-tokens 64 --out drafter"
     nameless = replace(resolved, target_id=None)
     assert f"train {tmp_path.name} " in command_line(nameless, replace(told, target_id=None))
 

@@ -61,7 +61,7 @@ class TrainingPlan:
         disk_bytes: checkpoints at their most.
         training_bytes: memory beside the target: weights, gradients, optimiser, activations of one batch.
         token_loss_s: seconds of an optimiser step of the token loss, measured (stage 1; stage 2 adds to it).
-        bare_s: of them, what target forward and drafter passes alone would take.
+        bare_s: of them, what target forward (if hidden states are not stored) and drafter passes alone would take.
     """
 
     rows: int
@@ -186,7 +186,7 @@ def _step_of(model: DistillationModel) -> Work:
 
 
 def _bare_parts_of(model: DistillationModel) -> Work:
-    """A target forward and `S` drafter passes, each with its backward.
+    """A target forward, unless its hidden states are stored, and `S` drafter passes, each with its backward.
 
     A bare pass is causal over the batch and ends in the loss at the supervised positions against a fixed answer.
     """
@@ -196,7 +196,8 @@ def _bare_parts_of(model: DistillationModel) -> Work:
     def parts(batch: dict[str, Tensor]) -> None:
         ids = batch["input_ids"]
         with torch.no_grad():
-            drafter.binding.model(input_ids=ids, use_cache=False)
+            if "aux" not in batch:
+                drafter.binding.model(input_ids=ids, use_cache=False)
             embeddings = drafter.embed(ids)
         supervised = supervised_positions(PackedBatch(**batch))
         answers = torch.zeros(int(supervised.sum()), dtype=torch.long, device=ids.device)

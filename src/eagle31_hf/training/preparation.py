@@ -1,4 +1,4 @@
-"""Everything before the first step: texts the target wrote, draft vocabulary, drafter.
+"""Everything before the first step: texts the target wrote, draft vocabulary, drafter, rows to train on.
 
 With several processes each lets the target write its share of the texts; then all hold the same.
 """
@@ -20,12 +20,14 @@ from ..checkpoints import read_checkpoint
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
 from ..texts.conversations import Conversation, read_conversations, with_unique_ids
+from .data.packing import PackedDocuments
 from .data.prompt_sieve import PromptSieve
 from .data.regeneration import disk_bytes, regenerate
 from .data.rendering import Document, Documents, render_documents
 from .data.self_prompts import SOURCE, SelfPromptSettings, self_prompt_count, write_prompts
 from .data.vocabulary import DraftVocabulary, build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
 from .distillation.evaluation import EvaluationPrompt, evaluation_prompts
+from .distillation.features import StoredFeatures
 from .progress import Counting, say
 from .settings import ResolvedSettings
 from .setup import freeze_shared, fresh_drafter
@@ -206,6 +208,20 @@ class Preparation:
         path = self.settings.out / VOCABULARY_FILE
         if path.exists():
             check_vocabulary(read_vocabulary(path), drafter.draft_ids, drafter.config.vocab_size, str(path))
+
+    def make_dataset(self, drafter: Eagle31Drafter, documents: list[Document]) -> PackedDocuments | StoredFeatures:
+        """Packed rows, with the target's features beside them if those are to be stored."""
+        settings, processes = self.settings, self.processes
+        rows = PackedDocuments(documents, settings.max_length, seed=settings.seed)
+        if not settings.store_features:
+            return rows
+        binding = drafter.binding
+        stored = StoredFeatures(rows, settings.out / "features", binding)
+        mine = range(processes.process_index, len(rows), processes.num_processes)
+        with Counting(self.console, "hidden states of rows", len(mine), resumes=True) as counting:
+            stored.store(binding, mine, on_rows=counting.advance)
+        processes.wait_for_everyone()
+        return stored
 
 
 def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversation], list[Conversation]]:

@@ -16,7 +16,7 @@ from .settings import ResolvedSettings, TrainingSettings
 PACKAGES = ("torch", "transformers")
 _OF_ONE_MACHINE = ("resume", "device", "push", "report_to")
 _TOLD_ELSEWHERE = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
-_GONE = ("reward", "store_features")
+_GONE = ("reward",)
 
 
 def make_record(settings: ResolvedSettings, told: TrainingSettings, *, prompts: int) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class TrainingSettings:
     intermediate_size: int | None = _option(
         None, DRAFTER, "width of its layers' MLP; default: as wide as that of the target's first layer"
     )
-    store_features: bool = field(default=False, metadata=_told(MACHINE, "gone", hidden=True))
+    store_features: bool = _option(False, MACHINE, "compute the target's hidden states once and keep them on disk")
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
     step_decay: float = _option(0.8, DRAFTER, "weight of each step relative to the one before")
     loss: str = _option("cross_entropy", DRAFTER, "cross_entropy, kl, lk_alpha, lk_hybrid or total_variation")
@@ -197,8 +197,6 @@ class TrainingSettings:
         if self.given_weight < 0:
             raise ConfigurationError(f"given_weight is {self.given_weight}; wanted 0 (not learned from) or more")
         find_loss(self.loss)
-        if self.store_features:
-            warnings.warn("store_features is gone: hidden states are computed in each step", DeprecationWarning, 2)
         if self.reward == "text":
             warnings.warn("reward is gone: stage 2 raises expected acceptance along texts", DeprecationWarning, 2)
         elif self.reward is not None:

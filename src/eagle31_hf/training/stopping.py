@@ -23,6 +23,7 @@ def describe_kept(out: Path) -> str:
     lines = {
         "self-written prompts": _lines(out / "data", "prompts*.jsonl"),
         "answers": _lines(out / "data", "conversations*.jsonl"),
+        "files of hidden states": len(list((out / "features").glob("*.safetensors"))),
     }
     told = [f"{count:,} {what}" for what, count in lines.items() if count]
     for stage in sorted(out.glob("stage*")):

@@ -30,7 +30,6 @@ from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError, TrainingError
 from ..stats import Acceptance
 from ..trees.shape import DraftShape
-from .data.packing import PackedDocuments
 from .data.regeneration import own_temperature, require_disk
 from .distillation.evaluation import EvaluationPrompt, EvaluationSettings
 from .distillation.known_texts import KnownTexts, served_processing, write_texts
@@ -170,7 +169,7 @@ class _Run:
         self.bf16 = self.target.dtype == torch.bfloat16 and multiplies_bfloat16(self.target.device)
         data = preparation.read_texts()
         drafter, coverage = preparation.make_drafter(data.documents.documents)
-        dataset = PackedDocuments(data.documents.documents, settings.max_length, seed=settings.seed)
+        dataset = preparation.make_dataset(drafter, data.documents.documents)
         self._require_what_is_learned(data)
         self.known = self._known_texts(drafter, data.prompts)
         model = DistillationModel(drafter, settings.to_distillation())

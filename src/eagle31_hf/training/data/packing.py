@@ -24,6 +24,7 @@ class PackedBatch:
         position_ids: `(B, T)` position within the document.
         written_at: `(B, T)` temperature at which the target wrote the token itself; `NOT_WRITTEN` where it did not, or
             at a temperature that is not known.
+        aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; `None` where the target is run for them.
     """
 
     input_ids: Tensor
@@ -31,6 +32,8 @@ class PackedBatch:
     document_ids: Tensor
     position_ids: Tensor
     written_at: Tensor
+    aux: Tensor | None = None
+    head_input: Tensor | None = None
 
 
 NOT_WRITTEN = -1.0

@@ -75,8 +75,12 @@ class DistillationModel(nn.Module):
 
     def read_target(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The aux states `(B, T, A*Ht)` and the target's logits `(B*T, V)`, on the drafter's device."""
-        features = compute_features(self.drafter.binding, batch.input_ids, batch.position_ids)
-        return features.aux.to(self.drafter.device), features.logits.flatten(0, 1).to(self.drafter.device)
+        binding, device = self.drafter.binding, self.drafter.device
+        if batch.aux is not None:
+            head: Any = binding.lm_head
+            return batch.aux, head(batch.head_input).flatten(0, 1)
+        features = compute_features(binding, batch.input_ids, batch.position_ids)
+        return features.aux.to(device), features.logits.flatten(0, 1).to(device)
 
     def counted(self, batch: PackedBatch) -> Tensor:
         """`(B, T)` what each position counts for in the loss, and in what it is divided by."""
