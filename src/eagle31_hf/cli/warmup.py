@@ -51,7 +51,7 @@ def warmup(
         console.print(f"{len(made)} graphs compiled in {seconds:.0f} s; later runs load them.")
     else:
         console.print("All graphs were there already.")
-    if measured is not None:  # a target alone is not timed
+    if measured is not None:  # of a target alone whose drafts are not looked up nothing is
         _print_rounds(console, pair, measured, sampled=temperature > 0)
 
 

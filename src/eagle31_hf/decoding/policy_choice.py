@@ -73,15 +73,16 @@ def choose_policy(drafter: Assistant, requested: RequestedDraft, stats: Speculat
 
     Which one, and all it decides, depends on settings, counts, what earlier texts accepted, and the calibration.
     """
-    if not isinstance(drafter, Eagle31Drafter):
-        return LookupPolicy(NOMINAL_COSTS, requested.shape.depth, sampled=requested.sampled)
     schedule, history = drafter.generation_config.num_assistant_tokens_schedule, Pair.of(drafter).history
-    if schedule == "constant":
+    has_network = isinstance(drafter, Eagle31Drafter)
+    if has_network and schedule == "constant":
         return DraftBackoff()
     calibration = history.calibration(drafter, compiled=requested.compiled)
-    if calibration is None and schedule == "calibrated":
+    if has_network and calibration is None and schedule == "calibrated":
         return DraftBackoff()
     costs = NOMINAL_COSTS if calibration is None else calibration.costs(requested.context)
+    if not has_network:
+        return LookupPolicy(costs, requested.shape.depth, sampled=requested.sampled)
     table = costs.rounds(
         requested.shape.depth, rows=requested.rows, nodes=requested.shape.nodes if requested.shape.is_tree else None
     )

@@ -18,12 +18,12 @@ from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
 from ..compiled.verify import why_states_are_eager
 from ..decoding.calibration.measure import measure_graphs, meet_graphs
+from ..decoding.default_length import default_length
 from ..decoding.kept_graphs import compiling_ahead, refusal, why_unsuited
 from ..decoding.pair import Pair, current_graphs, last_graphs
 from ..decoding.pair_history import setting_of
 from ..decoding.policy_choice import RequestedDraft
 from ..drafter.assistant import Assistant
-from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..target.served_processing import processing_of
 from .call import Call
@@ -42,7 +42,7 @@ def warm_up(
     """Compile what texts of up to `tokens` tokens take and calibrate it; both is kept, for `acceleration="auto"`.
 
     Args:
-        drafter: attached, or `NoDrafter`, for which nothing is calibrated; its settings say what is drafted.
+        drafter: attached, or `NoDrafter`, whose drafts are looked up; its settings say what is drafted.
         tokens: prompt and answer.
         on_compile: told of each graph before it is compiled.
         how: what later calls pass to `generate` beside prompts and lengths; graphs that draw tokens have it built in.
@@ -70,7 +70,8 @@ def warm_up(
     with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]), history.learning_nothing():
         maker.until_compiled(meet)
         _require_graphs(drafter)
-        measured = measure_graphs(drafter, **measuring) if isinstance(drafter, Eagle31Drafter) else None
+        drafts = default_length(drafter, batch_size=1, sampled=measuring["sampled"], compiled=True).depth > 0
+        measured = measure_graphs(drafter, **measuring) if drafts else None
     if measured is not None:
         history.keep(drafter, measured, compiled=True)
     return maker.made

@@ -112,35 +112,45 @@ def measure_by_pieces(drafter: Eagle31Drafter, *, compiled: bool = False) -> Gen
 
 
 def measure_graphs(
-    drafter: Eagle31Drafter,
+    drafter: Assistant,
     processing: ScoreProcessing | None = None,
     *,
     sampled: bool = False,
     contexts: Sequence[int] = CONTEXTS[:1],
 ) -> Calibration:
     """Measure rounds of one row by graphs: with a chain, with a draft that was there already, without, and with a chain
-    behind another round.
+    behind another round. Without a drafter drafts are always there already.
 
     What is not there yet is captured on a CUDA device, and compiled elsewhere while somebody compiles ahead.
 
     Args:
-        drafter: attached.
+        drafter: attached; one that drafts at all, or looks drafts up.
         processing: of the texts to come, which graphs that draw tokens have built in.
         sampled: whether these draw.
         contexts: tokens before the rounds, rising; by default few, since every length of rows has graphs of its own.
     """
     kinds, measured = _graph_rounds(drafter, sampled=sampled), []
     shape, exact = kinds[0].plans[0].shape, maker_at_hand(drafter).exact_sizes
+    width = node_bucket(shape.nodes, shape.nodes, exact=exact)  # of the graph
     for context in contexts:
         with _undisturbed():
             seconds = _rounds_s(drafter, context, kinds, processing, sampled=sampled, compiled=True)
-        chain_s, rest_s, looked_up_s, resumed_s = seconds
-        plain_s, lookup_s, chain_s = _rising((rest_s, looked_up_s, chain_s))
-        step_s = (chain_s - lookup_s) / shape.depth
-        width = node_bucket(shape.nodes, shape.nodes, exact=exact)  # of the graph
-        forward_s, resume_s = ((1, plain_s), (width, lookup_s)), max(resumed_s - chain_s, 0.0)
-        measured.append(ContextSeconds(context, forward_s, step_s, step_s, resume_s))
+        if isinstance(drafter, Eagle31Drafter):
+            measured.append(_with_drafts(context, seconds, width, shape.depth))
+        else:
+            plain_s, lookup_s = _rising(seconds[::-1])
+            measured.append(ContextSeconds(context, ((1, plain_s), (width, lookup_s)), 0.0, 0.0))
     return Calibration(tuple(measured), 0.0, 0.0, in_buckets=not exact)
+
+
+def _with_drafts(context: int, seconds: Sequence[float], width: int, depth: int) -> ContextSeconds:
+    """By rounds of each kind that `_graph_rounds` names."""
+    chain_s, rest_s, looked_up_s, resumed_s = seconds
+    plain_s, lookup_s, chain_s = _rising((rest_s, looked_up_s, chain_s))
+    step_s = (chain_s - lookup_s) / depth
+    return ContextSeconds(
+        context, ((1, plain_s), (width, lookup_s)), step_s, step_s, resume_s=max(resumed_s - chain_s, 0.0)
+    )
 
 
 def meet_graphs(drafter: Assistant, processing: ScoreProcessing, *, sampled: bool, contexts: Sequence[int]) -> None:
@@ -230,7 +240,7 @@ def _around(drafter: Eagle31Drafter, bare: ContextSeconds) -> tuple[float, float
 
 
 def _rounds_s(
-    drafter: Eagle31Drafter,
+    drafter: Assistant,
     context: int,
     kinds: Sequence[TimedRounds],
     processing: ScoreProcessing | None = None,
