@@ -12,9 +12,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from .errors import ConfigurationError
-from .trees.shape import DraftShape, default_tree_size
+from .trees.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape, default_tree_size
 
-LONGEST_CHAIN, MIN_CONFIDENCE, FIXED_DEPTH = 12, 0.02, 6
+MIN_CONFIDENCE, FIXED_DEPTH = 0.02, 6
 ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "stock", "plain")
 CACHE_TYPES = ("auto", "full", "int8", "fp8")
@@ -39,8 +39,7 @@ class DraftLength:
     tree_size: int | None = None
 
 
-USUAL_TREE = DraftShape(5, top_k=2, size=8)
-COMPILED = DraftLength(7)
+COMPILED = DraftLength(LONGEST_OF_GRAPHS)
 COMPILED_SAMPLED = DraftLength(USUAL_TREE.depth, top_k=USUAL_TREE.top_k, tree_size=USUAL_TREE.size)
 """By graphs, which draft one shape whatever the drafter is sure of. Both have the 8 nodes that are verified anyway.
 Drafts of a sampled text are rejected sooner, so a second guess is worth more than two more steps (docs/LOG.md)."""

@@ -131,7 +131,7 @@ def test_a_commit_that_fails_half_way_is_no_prefix(monkeypatch: pytest.MonkeyPat
     cache.commit(2)
     read(cache, [[3.0]])
     with monkeypatch.context() as broken:
-        broken.setattr(StateLayer, "settle", lambda *_: (_ for _ in ()).throw(MemoryError))
+        broken.setattr(StateLayer, "stepped_moves", lambda *_: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             cache.commit(1)
     with pytest.raises(UnsupportedGenerationError, match="layers with states"):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter, MemoryPlan, plan_memory
+from eagle31_hf.compiled import captured
+from eagle31_hf.decoding.default_length import default_length
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter import drafter
 from eagle31_hf.errors import MemoryPlanError
@@ -27,6 +29,7 @@ from eagle31_hf.memory.apply_plan import (
 )
 from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
 from eagle31_hf.memory.ledger import MemorySettings
+from eagle31_hf.trees.shape import LONGEST_CHAIN, USUAL_TREE
 from helpers import DEMO_DRAFTER, drafter_of, target_of
 
 IDS = torch.randint(3, 400, (1, 70), generator=torch.Generator().manual_seed(0))
@@ -57,8 +60,32 @@ def test_auto_plans_for_where_the_target_sits(roomy: Card) -> None:
     assert plan.settings.context == target_of("demo-target").config.max_position_embeddings
     settings = eagle.generation_config
     settings.check()
-    assert (settings.num_assistant_tokens, settings.draft_top_k, settings.draft_tree_size) == (6, 1, None)
+    assert (settings.num_assistant_tokens, settings.draft_top_k, settings.draft_tree_size) == (None, None, None)
+    assert plan.settings.draft_tokens == LONGEST_CHAIN
     assert (settings.prefill_chunk_size, settings.cache_type) == (plan.settings.prefill_chunk, "full")
+
+
+def test_what_is_usual_is_drafted_under_a_plan_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card: trees for a sampled text, of nodes that the plan has room for."""
+    card = Card("a card", "cuda", 24 * GIB, 24 * GIB)
+    target = target_of("demo-target")
+    plan = plan_memory(target, drafter=DEMO_DRAFTER, card=card)
+    settings, eagle = Eagle31GenerationConfig(), load()
+    apply_plan(plan, settings)
+    monkeypatch.setitem(captured.CAPTURES, "cpu", None)
+    for planned_for in (None, plan):
+        eagle.memory_plan = planned_for
+        drafted = [
+            settings.draft_shape(default_length(eagle, batch_size=1, sampled=sampled, compiled=True))
+            for sampled in (True, False)
+        ]
+        assert [shape.is_tree for shape in drafted] == [True, False]
+    for shape in drafted:
+        assert shape.nodes <= plan.settings.shape.nodes == USUAL_TREE.nodes
+        assert shape.depth <= plan.settings.draft_tokens
+        assert shape.draft_block <= plan.settings.shape.draft_block
+    eagle.memory_plan = replace(plan, settings=replace(plan.settings, draft_tokens=2))
+    assert default_length(eagle, batch_size=1, sampled=False, compiled=True).depth <= 2
 
 
 def test_the_context_is_what_the_target_is_configured_to_write(roomy: Card) -> None:

@@ -28,6 +28,7 @@ from eagle31_hf.memory.ledger import MOMENTS
 from eagle31_hf.memory.report import decision_rows, frontier_rows, ledger_rows, plot_ledger
 from eagle31_hf.memory.target_facts import read_target, target_fingerprint
 from eagle31_hf.memory.weight_bytes import storage_bytes
+from eagle31_hf.trees.shape import DraftShape
 from home_lab import home_lab_table
 
 LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -45,7 +46,7 @@ def test_an_8b_in_nf4_fits_a_24_gb_card_with_its_drafter() -> None:
     plan = plan_memory(LLAMA_8B, quantization="bnb-nf4-dq", card="RTX 4090", context=32768)
     assert plan.fits
     assert plan.require_fit() is plan
-    assert (plan.settings.draft_tokens, plan.settings.cache_type) == (6, "full")
+    assert (plan.settings.draft_tokens, plan.settings.cache_type) == (7, "full")
     # Weights 5.31 GiB, cache 128 KiB a token, drafter 560 + 250 MiB, 900 MiB of context, transients below 2 GiB.
     floor = 5.31 * GIB + 32768 * 128 * 1024 + 810 * 2**20 + 900 * 2**20
     assert floor < plan.peak_bytes < floor + 2 * GIB
@@ -60,7 +61,7 @@ def test_the_drafter_is_given_up_last() -> None:
     without = plan_memory(LLAMA_8B, quantization="bf16", card=between, context=16384, margin=full.margin_bytes)
     assert without.fits
     chunk_or_drafter = (without.settings.prefill_chunk, without.settings.draft_tokens)
-    assert chunk_or_drafter != (2048, 6)
+    assert chunk_or_drafter != (2048, 7)
     tight = plan_memory(LLAMA_8B, quantization="bf16", card=without.peak_bytes + 2**20, context=16384, margin=0)
     assert tight.fits
 
@@ -108,6 +109,37 @@ def test_trees_need_more_than_chains() -> None:
     assert tree.settings.shape.nodes == 60
     assert tree.bytes_by_moment["verify"] > chain.bytes_by_moment["verify"]
     assert tree.settings.cache_capacity == chain.settings.cache_capacity + 54
+
+
+@pytest.mark.parametrize(
+    ("asked", "shape"),
+    [
+        ({}, DraftShape(7, top_k=2, size=8)),
+        ({"batch": 2}, DraftShape(7)),
+        ({"quantization": "bnb-nf4"}, DraftShape(7)),
+        ({"card": "Apple M3 Max 64GB"}, DraftShape(7)),
+        ({"card": Card("main memory", "cpu", 64 * GIB, 64 * GIB)}, DraftShape(12)),
+        ({"cache_type": "int8"}, DraftShape(7)),
+        ({"draft_tokens": 5}, DraftShape(5)),
+        ({"draft_tokens": 5, "tree_size": 20}, DraftShape(5, top_k=2, size=20)),
+    ],
+)
+def test_what_nobody_asked_for_is_planned_as_it_is_drafted(asked: dict, shape: DraftShape) -> None:
+    plan = plan_memory(LLAMA_8B, **{"quantization": "bf16", "card": "RTX A6000", **asked})
+    assert plan.settings.shape == shape
+    assert plan.settings.draft_is_usual == ("draft_tokens" not in asked)
+    assert MemoryPlan.from_dict(json.loads(plan.to_json())) == plan
+    (told,) = [text for name, text in decision_rows(plan) if name == "draft"]
+    assert ("trees of 8 nodes for sampled texts" in told) == (not asked)
+    assert ("up to" in told) == plan.settings.draft_is_usual
+    alone = next(point for point in plan.frontier(contexts=(8192,), draft_tokens=(0,)) if point.cache_type == "full")
+    if plan.settings.cache_type == "full":
+        assert plan.peak_bytes - plan.drafter_bytes == alone.peak_bytes, "nothing of a draft is left without one"
+
+
+def test_layers_that_keep_states_are_planned_with_chains() -> None:
+    plan = plan_memory("Qwen3.5 9B", quantization="bf16", card="RTX A6000")
+    assert plan.settings.shape == DraftShape(7)
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------

@@ -38,10 +38,16 @@ def _drafted_by_graphs(drafter: Eagle31Drafter, *, sampled: bool) -> DraftLength
     weights make a product dearer with its rows."""
     binding, usual = drafter.binding, COMPILED_SAMPLED if sampled else COMPILED
     if drafter.device.type in CAPTURES:
-        depth = longest_worthwhile(step_share(drafter), Prior().rate, longest=LONGEST_STEERED)
+        depth = longest_worthwhile(step_share(drafter), Prior().rate, longest=_longest_with_room(drafter))
         is_packed = getattr(binding.model, "hf_quantizer", None) is not None
         usual = DraftLength(depth) if is_packed or depth < FEWEST_LEVELS else replace(usual, depth=depth)
     return DraftLength(usual.depth) if binding.has_states else usual
+
+
+def _longest_with_room(drafter: Eagle31Drafter) -> int:
+    """Tokens of a draft that nobody asked for."""
+    plan = drafter.memory_plan
+    return LONGEST_STEERED if plan is None else min(LONGEST_STEERED, plan.settings.draft_tokens)
 
 
 def _longest_lookup(assistant: Assistant, asked: int | None, *, compiled: bool | None) -> DraftLength:

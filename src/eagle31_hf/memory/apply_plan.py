@@ -78,11 +78,12 @@ def require_room(plan: MemoryPlan, card: Card) -> None:
 
 
 def apply_plan(plan: MemoryPlan, config: Eagle31GenerationConfig) -> None:
-    """Set draft length or tree, prefill chunk and cache type as planned."""
+    """Set draft length or tree, prefill chunk and cache type as planned; a usual draft has room and stays unasked."""
     settings = plan.settings
-    config.num_assistant_tokens = settings.draft_tokens
-    config.draft_top_k = settings.shape.top_k
-    config.draft_tree_size = settings.tree_size
+    if not settings.draft_is_usual:
+        config.num_assistant_tokens = settings.draft_tokens
+        config.draft_top_k = settings.shape.top_k
+        config.draft_tree_size = settings.tree_size
     config.prefill_chunk_size = settings.prefill_chunk
     config.cache_type = settings.cache_type
     if settings.cache_type != "full":

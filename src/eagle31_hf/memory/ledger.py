@@ -73,6 +73,8 @@ class MemorySettings:
         batch: rows.
         draft_tokens: depth of a draft; 0 means no drafter.
         tree_size: nodes verified per round, root included; `None` for a chain.
+        draft_top_k: children per node of a tree; `None`: as its size allows, by the rule for sizes nobody asked for.
+        draft_is_usual: nobody asked for a draft. It is the largest of what is drafted then, chains or trees.
         prefill_chunk: prompt tokens per target forward.
         cache_type: one of `CACHE_TYPES`; the target's. The drafter's one layer stays as it is.
         drafter_precision: one of `DRAFTER_PRECISIONS`.
@@ -82,6 +84,8 @@ class MemorySettings:
     batch: int = 1
     draft_tokens: int = 6
     tree_size: int | None = None
+    draft_top_k: int | None = None
+    draft_is_usual: bool = False
     prefill_chunk: int = 2048
     cache_type: str = "full"
     drafter_precision: str = "full"
@@ -92,10 +96,10 @@ class MemorySettings:
 
     @property
     def shape(self) -> DraftShape:
-        """The largest draft of a round; a tree is as wide as its size allows by the rule for sizes nobody asked for."""
+        """The largest draft of a round."""
         if self.tree_size is None or not self.speculates:
             return DraftShape(self.draft_tokens)
-        top_k = max(1, self.tree_size // default_tree_size(self.draft_tokens, top_k=1))
+        top_k = self.draft_top_k or max(1, self.tree_size // default_tree_size(self.draft_tokens, top_k=1))
         return DraftShape(self.draft_tokens, top_k=top_k, size=self.tree_size)
 
     @property

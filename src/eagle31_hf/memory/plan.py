@@ -99,7 +99,7 @@ class MemoryPlan:
     @property
     def drafter_bytes(self) -> int:
         """What adding the drafter costs at the peak: this plan's peak less that of the target alone."""
-        alone = replace(self.settings, draft_tokens=0, tree_size=None)
+        alone = replace(self.settings, draft_tokens=0, tree_size=None, draft_is_usual=False)
         return self.peak_bytes - self._with(alone).peak_bytes
 
     def _with(self, settings: MemorySettings) -> MemoryPlan:
@@ -115,7 +115,8 @@ class MemoryPlan:
         for context in contexts:
             for depth in draft_tokens:
                 for kind in CACHE_TYPES:
-                    changes = {"context": context, "draft_tokens": depth, "tree_size": None, "cache_type": kind}
+                    draft = {"draft_tokens": depth, "tree_size": None, "draft_is_usual": False}
+                    changes = {"context": context, "cache_type": kind, **draft}
                     plan = self._with(replace(self.settings, **changes))  # type: ignore[arg-type]
                     points.append(FrontierPoint(context, depth, kind, plan.peak_bytes, plan.peak_moment, plan.fits))
         return points

@@ -12,12 +12,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import MemoryPlanError
+from ..trees.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE
 from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, read_drafter
-from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings
+from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings, captures_steps
 from .plan import Alternative, MemoryPlan
 from .quantization_schemes import SCHEMES, Quantization
 from .target_facts import TargetFacts, read_target
@@ -28,7 +29,7 @@ LOADABLE_DRAFTER_PRECISIONS = ("full", "int8", "nf4")
 # fp8 takes the bytes of int8 and comes less close (docs/kv_cache.md): on request only.
 _CACHE_TYPES_TRIED = ("full", "int8")
 PREFILL_CHUNKS = (2048, 1024, 512, 256)
-DEFAULT_DRAFT_TOKENS, SHORT_DRAFT_TOKENS = 6, 3
+SHORT_DRAFT_TOKENS = 3
 DEFAULT_CONTEXT = 8192
 _LARGEST_CONTEXT = 2**22
 _LIMITS = {"context": _LARGEST_CONTEXT, "batch": 4096, "draft_tokens": 4096, "tree_size": 4096, "prefill_chunk": 2**22}
@@ -78,8 +79,9 @@ def plan_memory(
         context: tokens of the longest row, prompt and new ones; `None`: 8,192, or what the target was trained for if
             that is less.
         batch: rows.
-        draft_tokens: depth of a draft, 0 for none; `None`: 6, or fewer if that fits.
-        tree_size: nodes verified per round, root included; `None`: a chain.
+        draft_tokens: depth of a draft, 0 for none; `None`: what is drafted where nobody asks (chains of up to 7 tokens,
+            12 on a CPU, and trees of 8 nodes where steps are captured), or a chain of 3 if that fits.
+        tree_size: nodes verified per round, root included; `None`: a chain, if `draft_tokens` was asked for.
         prefill_chunk: prompt tokens per forward; `None`: the largest of 2048 to 256 that fits.
         cache_type: of the target's cache, `"full"`, `"int8"` or `"fp8"`; `None`: full, or int8 where that does not fit.
         drafter_precision: `"full"`, `"int8"` or `"nf4"`; `None`: the first that fits of those that load.
@@ -215,18 +217,46 @@ def _candidates(request: _Request) -> list[MemorySettings]:
     def tried(name: str, choices: tuple) -> tuple:
         return (asked[name],) if name in asked else choices
 
-    depths, nodes = tried("draft_tokens", (DEFAULT_DRAFT_TOKENS, SHORT_DRAFT_TOKENS)), asked.get("tree_size", 0)
-    drafts = [(depth, nodes) for depth in depths if nodes > depth] or [(depth, None) for depth in depths]
     caches, chunks = tried("cache_type", _CACHE_TYPES_TRIED), tried("prefill_chunk", PREFILL_CHUNKS)
     precisions = tried("drafter_precision", LOADABLE_DRAFTER_PRECISIONS)
-    choices = list(product(caches, precisions, drafts, chunks))
+    choices = list(product(caches, precisions, _drafts(request), chunks))
     if "draft_tokens" not in asked:
-        choices += product(caches, ("full",), [(0, None)], chunks)
-    names = ("draft_tokens", "tree_size", "prefill_chunk", "cache_type", "drafter_precision")
-    return [
-        MemorySettings(**{**asked, **dict(zip(names, (*draft, chunk, cache, precision), strict=True))})
+        choices += product(caches, ("full",), [_Draft(0)], chunks)
+    names = ("prefill_chunk", "cache_type", "drafter_precision")
+    made = (
+        MemorySettings(**{**asked, **draft._asdict(), **dict(zip(names, (chunk, cache, precision), strict=True))})
         for cache, precision, draft, chunk in choices
-    ]
+    )
+    return [_with_usual_tree(request, settings) for settings in made]
+
+
+class _Draft(NamedTuple):
+    """Fields of `MemorySettings`."""
+
+    draft_tokens: int
+    tree_size: int | None = None
+    draft_is_usual: bool = False
+
+
+def _drafts(request: _Request) -> list[_Draft]:
+    """Drafts to try, the longest first."""
+    depth, nodes = request.asked.get("draft_tokens"), request.asked.get("tree_size")
+    if depth is None and nodes is None:
+        usual = LONGEST_CHAIN if request.card.kind == "cpu" else LONGEST_OF_GRAPHS
+        return [_Draft(usual, draft_is_usual=True), _Draft(SHORT_DRAFT_TOKENS)]
+    depths = (LONGEST_OF_GRAPHS, SHORT_DRAFT_TOKENS) if depth is None else (depth,)
+    trees = [_Draft(each, nodes) for each in depths if nodes is not None and nodes > each]
+    return trees or [_Draft(each) for each in depths]
+
+
+def _with_usual_tree(request: _Request, settings: MemorySettings) -> MemorySettings:
+    """A usual draft is a tree where steps are captured for one row, of weights whose products cost no more for more
+    rows and layers that keep no states (`decoding.default_length`)."""
+    target = request.target
+    suits = target.quantization.method == "none" and target.shape.states is None and settings.batch == 1
+    if not (settings.draft_is_usual and suits and captures_steps(target, request.card, settings)):
+        return settings
+    return replace(settings, tree_size=USUAL_TREE.size, draft_top_k=USUAL_TREE.top_k)
 
 
 def _longest_context(plan: MemoryPlan) -> int:

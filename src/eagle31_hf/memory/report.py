@@ -52,9 +52,11 @@ def _draft_text(plan: MemoryPlan) -> str:
     settings = plan.settings
     if not settings.speculates:
         return "none: no drafter" + ("" if plan.drafter is None else " fits beside the target")
-    shape = f"tree of {settings.tree_size} nodes, depth {settings.draft_tokens}" if settings.tree_size else (
-        f"chain of {settings.draft_tokens} tokens"
-    )  # fmt: skip
+    depth, nodes = settings.draft_tokens, settings.tree_size
+    if settings.draft_is_usual:
+        shape = f"chains of up to {depth} tokens" + (f", trees of {nodes} nodes for sampled texts" if nodes else "")
+    else:
+        shape = f"tree of {nodes} nodes, depth {depth}" if nodes else f"chain of {depth} tokens"
     return f"{shape}, drafter in {settings.drafter_precision} precision (+{size_text(plan.drafter_bytes)})"
 
 

@@ -94,6 +94,14 @@ class DraftShape:
         return replace(self, depth=min(depth, self.depth, most), top_k=1, size=0)
 
 
+USUAL_TREE = DraftShape(5, top_k=2, size=8)
+"""What graphs draft for one sampled text where nobody asks for anything."""
+
+LONGEST_CHAIN, LONGEST_OF_GRAPHS = 12, 7
+"""The longest chains where nobody asks: ended by doubt, where asking costs nothing, and by graphs, whose chain has the
+nodes of the tree."""
+
+
 def default_tree_size(depth: int, top_k: int) -> int:
     """Nodes of a tree nobody asked a size for."""
     return 2 * top_k * depth
