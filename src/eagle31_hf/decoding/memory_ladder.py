@@ -38,7 +38,7 @@ class FallbackStep(Enum):
     SHORTEN = "draft shortened"
     CHUNK = "prefill chunk cut"
     FORGET = "cache for the next turn given up"
-    DROP = "drafter dropped"
+    DROP = "drafting stopped"
     HOST = "cache moved to main memory"
 
 
