@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..checkpoints.packed import PackingScheme
 from ..errors import MemoryPlanError
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -79,17 +80,8 @@ def _plain(q: Quantization, rows: int, columns: int) -> int:
     return rows * columns * q.dtype_bytes
 
 
-def _bnb_int8(q: Quantization, rows: int, columns: int) -> int:
-    return rows * columns + 4 * rows
-
-
-def _bnb_4bit(q: Quantization, rows: int, columns: int) -> int:
-    elements, code_bytes = rows * columns, 16 * 4
-    blocks = math.ceil(elements / 64)
-    if not q.double_quant:
-        return math.ceil(elements / 2) + 4 * blocks + code_bytes
-    nested = 4 * math.ceil(blocks / 256) + 256 * 4 + 4  # scales of scales, their code, their offset
-    return math.ceil(elements / 2) + blocks + nested + code_bytes
+def _bitsandbytes(q: Quantization, rows: int, columns: int) -> int:
+    return PackingScheme(q.method.removeprefix("bnb-"), q.double_quant).packed_bytes(rows, columns)
 
 
 def _groups(q: Quantization, columns: int) -> int:
@@ -152,9 +144,9 @@ def _fp8_inputs(q: Quantization, rows: int, columns: int, tokens: int) -> int:
 _GROUPED = "n*bits/8 + groups*(2N + N*bits/8)"
 METHODS: dict[str, Method] = {
     "none": Method("n*dtype", _plain, _no_workspace, packs_linears=False),
-    "bnb-int8": Method("n + 4N", _bnb_int8, _int8_products),
-    "bnb-nf4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bnb_4bit, _bnb_4bit_copy),
-    "bnb-fp4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bnb_4bit, _bnb_4bit_copy),
+    "bnb-int8": Method("n + 4N", _bitsandbytes, _int8_products),
+    "bnb-nf4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy),
+    "bnb-fp4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy),
     "gptq": Method(f"{_GROUPED} + 4K", _gptq, _unpacked_copy),
     "awq": Method(_GROUPED, _awq, _unpacked_copy),
     "hqq": Method("n*bits/8 + 2*dtype*n/group", _hqq, _unpacked_copy),

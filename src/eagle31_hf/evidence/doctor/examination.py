@@ -101,7 +101,8 @@ def examine(
     seen.findings.append(_text_finding("same text, sampled", seen.sampling))
     seen.findings.append(_acceptance_finding(seen.greedy, promised_acceptance(patient.folder)))
     # Greedy ones alone tell small differences too late.
-    texts = _long_enough(_read(patient.drafter, [*seen.greedy.texts, *seen.sampling.texts], prompts * 2))
+    read = _read(patient.drafter, [*seen.greedy.texts, *seen.sampling.texts], prompts * 2)
+    texts = [text for text in read if len(text.starts(DEPTH)) > 0]  # long enough
     if texts:
         seen.readings, findings = reading_findings(patient.drafter, texts)
         seen.findings += findings
@@ -270,10 +271,6 @@ def _read(drafter: Eagle31Drafter, written: Sequence[Tensor], prompts: Sequence[
     ]
 
 
-def _long_enough(texts: Sequence[TargetText]) -> list[TargetText]:
-    return [text for text in texts if len(text.starts(DEPTH)) > 0]
-
-
 def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:
     """What other readings of the configuration, and of d2t, say of the same texts; layers only where d2t is right."""
     vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
@@ -290,19 +287,16 @@ def _reading_finding(scores: Sequence[ReadingScore]) -> Finding:
     best = next((score for score in scores if score.is_better), None)
     if best is None:
         return Finding("layers and norms", "ok", f"none of {len(scores)} other readings fits the text better")
+    fields = ", ".join(f"{name}={value}" for name, value in best.reading.fields.items())
     return Finding(
         "layers and norms",
         "problem",
         f"{best.reading.name} fits the same text better: log-probability of a token {best.gain:+.3f} (standard "
         f"error {best.standard_error:.3f}), acceptance length {best.acceptance_length:.2f} instead of "
         f"{best.acceptance_before:.2f}",
-        f"its config.json seems wrong: set {_as_fields(best)} and save the drafter again",
+        f"its config.json seems wrong: set {fields} and save the drafter again",
     )
 
 
 def _num_layers(drafter: Eagle31Drafter) -> int:
     return len(drafter.binding.layers)
-
-
-def _as_fields(score: ReadingScore) -> str:
-    return ", ".join(f"{name}={value}" for name, value in score.reading.fields.items())
