@@ -65,6 +65,6 @@ def read(batch: TextBatch, prompt: list[int], sampling: Sampling) -> None:
     chooser._noise = PositionNoise(1, batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
     left = batch.begin(WrittenText(request, writer, chooser))
     while left > 0:
-        batch.read(512)
+        batch.read(min(left, 512))
         left -= 512
     batch.join()

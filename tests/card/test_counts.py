@@ -139,14 +139,19 @@ OUTSIDE_WITH_STATES = OUTSIDE["chain"] + 3
 what a block left goes in, and what becomes of the states goes over them."""
 
 
+def config_of_states(target: str, times: int = 1) -> hf.PreTrainedConfig:
+    """Of `times` as many layers."""
+    kinds = {name: value * times for name, value in OF_STATES[target].items() if isinstance(value, list)}
+    sizes = {"num_hidden_layers": LAYERS * times} if "layer_types" in kinds else {}
+    fields = {**OF_STATES[target], **kinds, **sizes, "max_position_embeddings": 131072}
+    return hf.AutoConfig.for_model(**fields)
+
+
 @pytest.mark.parametrize("target", OF_STATES)
 @pytest.mark.parametrize("times", [1, 2])
 def test_layers_with_states_are_in_the_graphs(target: str, times: int) -> None:
     """However many there are, of whatever kernels: the host starts no more for eight layers than for four."""
-    kinds = {name: value * times for name, value in OF_STATES[target].items() if isinstance(value, list)}
-    sizes = {"num_hidden_layers": LAYERS * times} if "layer_types" in kinds else {}
-    config = hf.AutoConfig.for_model(**{**OF_STATES[target], **kinds, **sizes, "max_position_embeddings": 131072})
-    with fake_pair(config) as (counting, drafter):
+    with fake_pair(config_of_states(target, times)) as (counting, drafter):
         made = [write(counting, drafter, Text(300, 700, captured=True), ROUNDS) for _ in range(2)]
     assert not any(found.fallbacks for found in made)
     assert [[len(each.recorded) for each in found.rounds] for found in made] == [[4, 0, 0], [0, 0, 0]]
@@ -204,6 +209,18 @@ def test_a_servers_round_is_two_graphs_and_one_wait(kind: str) -> None:
     assert len(works[-1].replayed) == 2
     assert (works[-1].waits, works[-1].blocking_copies, works[-1].copied) == (1, 0, 0), works[-1].where
     assert works[-1].launches == outside, works[-1].names
+
+
+@pytest.mark.parametrize("target", OF_STATES)
+def test_so_it_is_where_layers_keep_states(target: str) -> None:
+    """With the graph that moves them on: each row keeps its own number of drafts, which is a tensor."""
+    with fake_pair(config_of_states(target)) as (counting, drafter):
+        works, fallbacks = fake_serving.serve(counting, drafter, 4, ROUNDS)
+    assert not fallbacks
+    assert [len(work.recorded) for work in works] == [4, 0, 0]
+    assert len(works[-1].replayed) == 3
+    assert (works[-1].waits, works[-1].blocking_copies) == (1, 0), works[-1].where
+    assert works[-1].launches == 7 + 3, works[-1].names
 
 
 def test_a_packed_target_is_captured_as_any() -> None:

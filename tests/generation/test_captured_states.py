@@ -24,7 +24,6 @@ from eagle31_hf.compiled.settle import CompiledSettling
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.assistant import NoDrafter
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from families import recurrent_target
 from helpers import VOCABULARY, configured, left_padded, oracle_drafts, random_drafter, seeded
@@ -253,10 +252,4 @@ def test_states_that_are_kept_after_every_draft_stay_eager(
         assert torch.equal(*texts(drafter))
     assert drafter.stats is not None
     assert "keeps recurrent states after each draft" in drafter.stats.fallbacks[0]
-    assert not recorder.recorded
-
-
-def test_a_server_stays_eager(make_pair: Callable[[str], Eagle31Drafter], recorder: Recorder) -> None:
-    batch = TextBatch(make_pair("qwen3_5_text"), max_rows=2, context=64, prefill_chunk=16)
-    assert "texts that come and go" in batch.stats.fallbacks[0]
     assert not recorder.recorded

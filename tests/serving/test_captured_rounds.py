@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from batches import plain, read_in_pieces, text_of, write_all
@@ -9,9 +11,12 @@ from batches import plain, read_in_pieces, text_of, write_all
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, inputs
 from eagle31_hf.decoding.pair import Pair
+from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from eagle31_hf.serving.requests import Sampling
+from eagle31_hf.trees.draft_tree import DraftTree
+from families import recurrent_target
 from helpers import (
     CONFIGS,
     configured,
@@ -168,6 +173,44 @@ def test_targets_that_see_a_window_are_captured(family: str, sampling: Sampling 
     if sampling is None:
         alone = [plain(target, list(text.request.prompt), 9 + 5 * n) for n, text in enumerate(new_texts())]
         assert wanted == alone
+
+
+class OracleRound(RoundWrapper):
+    """Drafts that follow what texts will be, for a while: so that states are moved on by more than a token."""
+
+    def __init__(self, inner: Round, texts: list[WrittenText], wanted: dict[tuple[int, ...], list[int]]):
+        super().__init__(inner)
+        self._texts, self._wanted, self._dice = texts, wanted, torch.Generator().manual_seed(0)
+
+    def draft(self, batch: RoundBatch) -> DraftTree:
+        tree = super().draft(batch)
+        tokens = tree.tokens.clone()
+        for place, row in enumerate(batch.rows):
+            text = self._texts[row]
+            right = int(torch.randint(0, tree.size, (), generator=self._dice))
+            coming = self._wanted[text.request.prompt][len(text.writer.tokens) :][:right]
+            tokens[place, 1 : 1 + len(coming)] = torch.tensor(coming, dtype=tokens.dtype)
+        return dataclasses.replace(tree, tokens=tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
+def test_targets_that_keep_states_are_captured(family: str, recorder: Recorder) -> None:
+    """Rows come and go, each keeps its own number of drafts, and each number of rows has graphs of its own."""
+    target = recurrent_target(family)
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    drafter.generation_config.num_assistant_tokens = 3
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    batch, texts = batch_of(drafter), new_texts()
+    wanted = [plain(target, list(text.request.prompt), 9 + 5 * n) for n, text in enumerate(texts)]
+    by_prompt = {text.request.prompt: tokens for text, tokens in zip(texts, wanted, strict=True)}
+    batch.rounds = OracleRound(batch.rounds, batch.texts, by_prompt)
+    assert write_all(batch, texts) == wanted
+    assert recorder.replayed > 20
+    assert {("settle", rows) for rows in (2, 3)} <= {key[:2] for key in batch.graphs.keys}
+    assert write_all(batch, new_texts()) == wanted
+    assert recorder.recorded == len(batch.graphs.keys), "each once: states lie where they lay"
+    assert batch.stats.fallbacks == []
+    assert batch.stats.acceptance_length > 1.5
 
 
 def test_a_drafter_that_sees_a_window_is_eager(recorder: Recorder) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache.row_pool import RowPool
 from ..compiled.verify import why_states_are_eager
 from ..drafter.assistant import Assistant
 from ..sampling.draw import NOT_PLAIN, choose
@@ -57,8 +56,6 @@ def _why_eager(drafter: Assistant, caches: PairCaches, choosing: Choosing) -> st
         captures = (choosing.graph_maker or maker_at_hand(drafter)).exact_sizes
         if why := why_states_are_eager(drafter.binding, capturing=captures):
             return f"rounds are not compiled: {why}"
-        if isinstance(caches.target, RowPool):
-            return "rounds over texts that come and go are not captured where the target keeps recurrent states"
         if caches.target.has_windows:
             return "rounds are not compiled where some layers of the target keep states and others see a window"
     if caches.drafter is not None and caches.drafter.cache.has_windows:
