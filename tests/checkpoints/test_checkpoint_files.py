@@ -113,6 +113,11 @@ def test_an_interrupted_write_never_leaves_a_mixed_checkpoint(tmp_path, monkeypa
     assert (tmp_path / "README.md").read_text() == "kept"
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
+    write_checkpoint(make(), tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
+
+
 def test_writing_over_shards_removes_them(tmp_path):
     sharded(tmp_path)
     write_checkpoint(make(), tmp_path)

@@ -158,8 +158,13 @@ def test_plan_says_what_fits_and_leaves_with_1_where_it_does_not(tmp_path):
     figures = tmp_path / "plan.json"
     result = run("plan", TARGET, "--card", "RTX 3060", "--context", "1024", "--frontier", "--json", figures)
     assert "target weights" in result.output
+    assert "elements * 2" not in result.output
     assert json.loads(figures.read_text())["settings"]["context"] == 1024
     run("plan", TARGET, "--card", "1GiB", "--context", "2000000", code=1)
+
+
+def test_plan_shows_formulas_if_asked():
+    assert "elements * 2" in run("plan", TARGET, "--card", "RTX 3060", "--formulas").output
 
 
 def test_plan_names_the_cards_it_knows():

@@ -2,12 +2,16 @@
 
 import shutil
 import socket
+from io import StringIO
 
 import pytest
+import typer
 from command_line import DRAFTER, TARGET, error_of, run
+from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
 
-from eagle31_hf.errors import CheckpointNotFoundError
+from eagle31_hf.cli.options import readable_errors
+from eagle31_hf.errors import CheckpointNotFoundError, ConfigurationError
 
 
 def test_an_unknown_hub_id_is_named_with_a_way_out():
@@ -200,6 +204,30 @@ def test_a_misspelt_model_is_told_with_the_name_that_was_meant():
     message = error_of("plan", "Lama 3.1 8B", "--card", "RTX 4090")
     assert "did you mean Llama 3.1 8B?" in message
     assert "did you mean" not in error_of("plan", "what is this", "--card", "RTX 4090")
+
+
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_a_misspelt_folder_is_told_with_the_one_beside_it_that_was_meant(tmp_path, part):
+    (tmp_path / "small-pair-drafter").mkdir()
+    misspelt = tmp_path / "small-pair-drafer"
+    words = ["--target", misspelt, "--drafter", DRAFTER] if part == "target" else ["--drafter", misspelt]
+    message = error_of("generate", "--target", TARGET, *words, "--prompt", "x")
+    assert message.endswith(f"did you mean {tmp_path / 'small-pair-drafter'}?")
+    assert "did you mean" not in error_of("inspect", tmp_path / "another thing")
+
+
+def test_an_error_is_wrapped_at_words_in_a_terminal(monkeypatch):
+    terminal = Console(file=StringIO(), width=30, force_terminal=True, color_system=None)
+    monkeypatch.setattr("eagle31_hf.cli.options.make_console", lambda **_: terminal)
+
+    @readable_errors
+    def command(**_: object) -> None:
+        raise ConfigurationError("got a word too many for one line of this terminal")
+
+    with pytest.raises(typer.Exit):
+        command(traceback=False)
+    lines = terminal.file.getvalue().splitlines()
+    assert [line.rstrip() for line in lines] == ["error: got a word too many for", "one line of this terminal"]
 
 
 def test_a_folder_of_many_drafters_is_refused_in_a_short_line(tmp_path):

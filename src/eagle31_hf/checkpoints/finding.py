@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,17 @@ def can_be_hub_id(name: str) -> bool:
     return True
 
 
+def folder_meant(name: str) -> str:
+    """`"; did you mean PATH?"` for the folder whose name is nearest among those beside it, or nothing."""
+    path = Path(name)
+    try:
+        beside = [other.name for other in path.expanduser().parent.iterdir() if other.is_dir()]
+    except (OSError, RuntimeError, ValueError):
+        return ""
+    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+
+
 def _cause(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
@@ -130,13 +142,17 @@ def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, hub.RevisionNotFoundError):
         return f"{name!r} has no revision {revision!r}; check its branches and tags, {local}"
     if isinstance(error, hub.RepositoryNotFoundError):
-        return f"{name!r} is neither a local folder nor a Hub id this account can see; check the spelling, {local}"
+        return (
+            f"{name!r} is neither a local folder nor a Hub id this account can see; check the spelling, {local}"
+            f"{folder_meant(name)}"
+        )
     if isinstance(error, hub.HFValidationError):
-        return f"{name!r} is no existing folder and cannot be a Hub id ('owner/name'); check the path"
+        meant = folder_meant(name) or "; check the path"
+        return f"{name!r} is no existing folder and cannot be a Hub id ('owner/name'){meant}"
     return (
         f"{name!r} is no local folder, is not (completely) in the local cache, and the Hub could not be asked "
         f"(offline, HF_HUB_OFFLINE, local_files_only or no network: {type(error).__name__}); connect once to download "
-        f"it, {local}"
+        f"it, {local}{folder_meant(name)}"
     )
 
 

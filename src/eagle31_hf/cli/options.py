@@ -34,7 +34,10 @@ TracebackOption = Annotated[bool, typer.Option("--traceback", help="Show the who
 
 
 def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through."""
+    """Errors of our tree become one red line on stderr and exit code 1; `--traceback` lets them through.
+
+    A terminal gets the line wrapped at words.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -43,7 +46,8 @@ def readable_errors(command: Callable[..., None]) -> Callable[..., None]:
         except Eagle31Error as error:
             if kwargs["traceback"]:
                 raise
-            make_console(stderr=True).print(error_line(error), soft_wrap=True)
+            console = make_console(stderr=True)
+            console.print(error_line(error), soft_wrap=not console.is_terminal)
             raise typer.Exit(1) from error
 
     return wrapped

@@ -39,6 +39,7 @@ def plan(
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward; default: what fits.")] = None,
     margin: Annotated[int | None, typer.Option(help="Bytes of the card to leave free; default: 3 %.")] = None,
     frontier: Annotated[bool, typer.Option("--frontier", help="Show context × draft × cache type.")] = False,
+    formulas: Annotated[bool, typer.Option("--formulas", help="Show how each size is computed.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the ledger to this picture.")] = None,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
@@ -63,7 +64,8 @@ def plan(
     write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()
     print_decision(console, made)
-    console.print(_table(LEDGER_COLUMNS, ledger_rows(made)))
+    columns = len(LEDGER_COLUMNS) - (not formulas)  # the last one, which makes a page of a table
+    console.print(_table(LEDGER_COLUMNS[:columns], [row[:columns] for row in ledger_rows(made)]))
     if frontier:
         header, *rows = frontier_rows(made.frontier())
         console.print()

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id
+from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id, folder_meant
 from ..checkpoints.gguf_header import read_gguf_metadata
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, first_line
 from .precision import SHORT_NAMES, quick_dtype
@@ -204,8 +204,9 @@ def _why_not_found(name: str, error: OSError) -> str:
     if os.path.isdir(name):
         return f"the folder {name!r} holds no complete target (config.json, weights, tokenizer): {first_line(error)}"
     if not can_be_hub_id(name):
-        return f"no target at {name!r}: no such folder, and it cannot be a Hub id ('owner/name'); check the path"
+        meant = folder_meant(name) or "; check the path"
+        return f"no target at {name!r}: no such folder, and it cannot be a Hub id ('owner/name'){meant}"
     return (
         f"no target at {name!r}: no such folder, and the Hub did not give it ({first_line(error)}); check the "
-        "spelling, your access and the network, or pass a local folder"
+        f"spelling, your access and the network, or pass a local folder{folder_meant(name)}"
     )
