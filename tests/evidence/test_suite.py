@@ -338,6 +338,13 @@ def test_the_command_measures_writes_and_shows(record_file):
     assert profile["drafter"]["revision"] == records.run["pair"]["drafter"]["revision"]
 
 
+def test_a_place_that_cannot_be_written_is_told_before_a_model_is_loaded(record_file, tmp_path):
+    path, _ = record_file
+    nowhere = ("--target", "no/such-model", "--drafter", "none-of-it")
+    assert "is there already" in command("--out", path, *nowhere, code=1).stderr
+    assert "there is no folder" in command("--out", tmp_path / "no" / "run.jsonl", *nowhere, code=1).stderr
+
+
 def test_a_stopped_command_goes_on(record_file, tmp_path):
     path, _ = record_file
     stopped = tmp_path / "run.jsonl"

@@ -94,3 +94,17 @@ def test_browsers_let_the_pages_ask_that_were_named_and_no_others(pair):
 def test_without_a_name_no_page_may_ask(served):
     told = httpx2.get(f"{served.url}/v1/models", headers={"origin": "http://localhost:3000"})
     assert "access-control-allow-origin" not in told.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/chat/completion", {}, "did you mean /v1/chat/completions?"),
+        ("/chat/completions", {}, "did you mean /v1/chat/completions?"),
+        ("/v1/nothing", {}, "Not Found"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model is missing; GET /v1/models"),
+        ("/v1/chat/completions", {"model": MODEL}, "messages is missing"),
+    ],
+)
+def test_what_a_first_request_by_hand_forgets_is_named(served, path, body, says):
+    assert says in httpx2.post(served.url + path, json=body).json()["error"]["message"]

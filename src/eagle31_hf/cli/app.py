@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from importlib import import_module
@@ -101,11 +102,13 @@ def _common(
 
 
 def _quiet_transformers() -> None:
-    """Its progress bars and advice about generation flags would stand between the lines of ours."""
+    """Its progress bars and advice about generation flags would stand between the lines of ours, as would what
+    bitsandbytes says of kernels it could download."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if "transformers" in sys.modules:
-        logging = import_module("transformers.utils.logging")
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
+        said = import_module("transformers.utils.logging")
+        said.disable_progress_bar()
+        said.set_verbosity_error()
     else:  # it and huggingface_hub read these when they are imported
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -17,7 +17,7 @@ from ..evidence.comparing import compare_runs
 from ..evidence.exports import write_acceptance_csv, write_profile
 from ..evidence.gauges import gauge_names
 from ..evidence.provenance import run_facts
-from ..evidence.record_file import RecordWriter, read_records
+from ..evidence.record_file import RecordWriter, check_place, read_records
 from ..evidence.run_settings import RunSettings, settings_facts
 from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
 from ..evidence.summary import RunSummary, summarise
@@ -155,7 +155,8 @@ def run(
     if out is None:
         raise ConfigurationError("got no file to write to; pass --out run.jsonl, or --compare A.jsonl B.jsonl")
     settings = how.to_settings(compiled=source.acceleration == "compile")
-    # The prompts first: a wrong path should not cost loading a model.
+    # The files first: a wrong path should not cost loading a model.
+    check_place(out, resume=resume)
     prompts = chosen.read()
     drafting = Drafting(schedule="constant")  # whoever compares two runs compares the same lengths
     rows = max(settings.batch_sizes)

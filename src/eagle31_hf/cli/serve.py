@@ -92,7 +92,7 @@ def serve(
     console.print(
         f"{name}: {settings.max_rows} texts at once, {engine.settings.context:,} tokens each, "
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     if not quiet:
         _print_requests()

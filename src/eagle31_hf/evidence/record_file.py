@@ -135,6 +135,17 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+def check_place(path: str | Path, *, resume: bool) -> None:
+    """Raises:
+    RecordFileError: there is no such folder, or a run's records are there and are not to be taken up.
+    """
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise RecordFileError(f"{path.name} cannot be written: there is no folder {path.absolute().parent}")
+    if not resume and path.exists() and b"\n" in path.read_bytes():
+        raise RecordFileError(f"{path.name} is there already; add --resume to go on with it, or write to another file")
+
+
 class RecordWriter:
     """Appends records to a file, a turn at a time.
 
@@ -144,14 +155,15 @@ class RecordWriter:
         resume: go on with what is there.
 
     Raises:
-        RecordFileError: the file is there and is not to be taken up, or was made by another run.
+        RecordFileError: as `check_place` says, or the file was made by another run.
     """
 
     def __init__(self, path: str | Path, run: Mapping[str, Any], *, resume: bool):
+        check_place(path, resume=resume)
         self.path = Path(path)
         self.done: Records | None = None
         if self.path.exists() and b"\n" in self.path.read_bytes():
-            self.done = self._take_up(run, resume)
+            self.done = self._take_up(run)
         if self.path.exists():  # and if it was stopped in its first line, that is written again
             with self.path.open("r+b") as file:
                 file.truncate(0 if self.done is None else self.done.whole_bytes)
@@ -162,11 +174,7 @@ class RecordWriter:
             again = {name: run[name] for name in TOLD_AGAIN if name in run}
             self.write([{"kind": "resumed", **again, "cut_at": self.done.cut_at}])
 
-    def _take_up(self, run: Mapping[str, Any], resume: bool) -> Records:
-        if not resume:
-            raise RecordFileError(
-                f"{self.path.name} is there already; add --resume to go on with it, or write to another file"
-            )
+    def _take_up(self, run: Mapping[str, Any]) -> Records:
         done = read_records(self.path)
         changed = differences(done.run, dict(run), ignored=(*TOLD_AGAIN, "kind", "format"))
         if changed:

@@ -56,6 +56,9 @@ def from_validation(error: ValidationError, *, within: str = "", role: str | Non
     first = max(_of_the_type_meant(found), key=lambda each: len(each["loc"]))
     names = [str(part) for part in first["loc"] if str(part) not in _TYPE_NAMES]
     path = ".".join([*([within] if within else []), *(name for name in names if name[:1].islower() or name.isdigit())])
+    if first["type"] == "missing":
+        hint = "; GET /v1/models names what is served here" if path == "model" else ""
+        return ApiError(f"{path or 'body'} is missing{hint}", param=path or None, code="invalid_type")
     got = repr(first.get("input"))
     shown = got if len(got) <= 80 else f"{got[:77]}..."
     return ApiError(f"{path or 'body'}: {first['msg']}, got {shown}", param=path or None, code="invalid_type")

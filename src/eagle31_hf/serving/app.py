@@ -9,11 +9,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -333,9 +335,17 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def _address_meant(request: Request) -> str:
+    """`"; did you mean /v1/…?"` for the address whose spelling is nearest, or nothing."""
+    paths = [route.path for route in request.app.routes if isinstance(route, APIRoute) and route.path not in ELSEWHERE]
+    close = get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 async def _as_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+        meant = _address_meant(request) if error.status_code == 404 else ""
+        error = ApiError(f"{request.method} {request.url.path}: {error.detail}{meant}", status=error.status_code)
     elif isinstance(error, TooLongError):
         error = ApiError(str(error), code="context_length_exceeded", param="messages")
     elif isinstance(error, QueueFullError):

@@ -117,8 +117,9 @@ def _file_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ConfigurationError(
-            f"the prompts {str(path)!r} cannot be read ({error}); pass a JSON-lines file or a Hub data set (ORG/NAME)"
+            f"the prompts {str(path)!r} cannot be read ({why}); pass a JSON-lines file or a Hub data set (ORG/NAME)"
         ) from error
     for number, line in enumerate(lines, 1):
         if line.strip():

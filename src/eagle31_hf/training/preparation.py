@@ -230,6 +230,7 @@ def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversat
     count = min(HELD_OUT_ROWS, len(conversations) // 5)
     if count == 0:
         raise TrainingError(
-            f"{len(conversations)} conversations are too few to keep some for measuring; give more, or name held_out"
+            f"{len(conversations)} conversations are too few to keep some for measuring; give 5 or more, or others "
+            "to measure on (held_out, --held-out)"
         )
     return [conversations[i] for i in order[:count]], [conversations[i] for i in order[count:]]
