@@ -108,7 +108,7 @@ def folder_meant(name: str) -> str:
         beside = [other.name for other in path.expanduser().parent.iterdir() if other.is_dir()]
     except (OSError, RuntimeError, ValueError):
         return ""
-    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.7)
     return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
