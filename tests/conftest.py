@@ -10,6 +10,7 @@ from weakref import WeakSet
 import pytest
 from hypothesis import settings
 
+from eagle31_hf.cli import progress
 from eagle31_hf.cli.processor import avoid_unusable_tiles
 from eagle31_hf.decoding.calibration.store import CACHE_VARIABLE, cache_folder
 from eagle31_hf.decoding.pair import Pair
@@ -106,6 +107,12 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("eagle31-cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _waits_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine anything may take two seconds, and stderr would say so."""
+    monkeypatch.setattr(progress, "QUIET_S", 600.0)
 
 
 @pytest.fixture(autouse=True)
