@@ -179,3 +179,10 @@ def test_there_is_no_import_cycle():
 )
 def test_every_way_to_import_is_seen(source, folder, found):
     assert imports_of(source, folder) == found
+
+
+def test_what_is_kept_of_a_pair_is_typed() -> None:
+    named = {
+        node.id for node in ast.walk(ast.parse(MODULES["decoding.pair"].read_text())) if isinstance(node, ast.Name)
+    }
+    assert "Any" not in named
