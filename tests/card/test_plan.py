@@ -14,7 +14,7 @@ if torch.cuda.is_available():
 
 from fake_rounds import Text, fake_pair, write
 from storages import StorageCounter
-from test_counts import TARGETS
+from test_counts import OF_STATES, TARGETS, config_of_states
 
 from eagle31_hf.memory.captured_steps import recorded_lengths, workspace_bytes
 from eagle31_hf.memory.cards import find_card
@@ -55,3 +55,28 @@ def test_a_plan_knows_what_stays_between_texts(nf4: bool) -> None:
     assert planned["recordings"] >= kept - buffers
     if not nf4:  # else most of what is planned is unpacked weights
         assert planned["recordings"] - inside <= 1.25 * (kept - buffers)
+
+
+@pytest.mark.parametrize("target", OF_STATES)
+def test_a_plan_knows_what_stays_of_states(target: str) -> None:
+    """The rows' own, what chains leave of them, for each length and where they are moved on, and a set that is."""
+    config, prompts, longest = config_of_states(target), (900, 450), 1200
+    settings = MemorySettings(context=longest, draft_tokens=5, prefill_chunk=256)
+    facts = read_target(config, "bf16")
+    made: list[int] = []
+    with fake_pair(config) as (counting, drafter):
+        weights = storage_bytes(drafter.require_binding().model) + storage_bytes(drafter)
+        ledger = build_ledger(facts, read_drafter(drafter, facts), CARD, settings)
+        with StorageCounter() as counter:
+            for prompt in prompts:
+                found = write(counting, drafter, Text(prompt, longest, captured=True, do_sample=True, chunk=256), 2)
+                assert not found.fallbacks
+                gc.collect()
+                made.append(counter.live_bytes)
+    lengths, (first, both) = recorded_lengths(longest), made
+    kept = first + (lengths - 1) * (both - first) + counting.pool_bytes
+    planned = {term.name: term.num_bytes for term in ledger if BETWEEN in term.moments}
+    rest = sum(planned.values()) - CARD.context_bytes - workspace_bytes(CARD) - weights
+    assert facts.shape.states is not None
+    kept += lengths * facts.shape.states.num_bytes  # what single tokens give, which were not written here
+    assert rest == pytest.approx(kept, rel=0.12)

@@ -169,8 +169,11 @@ class FixedShapeCache(Cache, KeepsStates):
             place_chain(self._placement, states, num_tokens)
 
     def traces(self) -> tuple[BlockTrace, ...]:
-        """What the step has left in each layer with states."""
-        return tuple(layer.trace() for layer in self.with_states)
+        """What the step has left in each layer with states, which keep nothing of it."""
+        traces = tuple([layer.trace() for layer in self.with_states])
+        for layer in self.with_states:
+            layer.release_nodes()
+        return traces
 
     def emptied(self) -> FixedShapeCache:
         """A cache of the same form that holds what it is lent, so that this one may go."""
