@@ -11,6 +11,7 @@ from memory_faults import Fault
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache import states
 from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.drafter.session import DraftSession
 from families import clamped_target, recurrent_target
@@ -42,8 +43,8 @@ def test_text_is_what_it_would_have_been(family: str, batch: int) -> None:
     faults = {
         "a layer, in the prompt": Fault(1).in_module(layer),
         "a layer, in a round": Fault(3).in_module(layer),
-        "states are kept": Fault(3 * 2).before(StateLayer, "settle"),
-        "some states are kept": Fault(3 * 3 + 1).before(StateLayer, "settle"),
+        "states are kept": Fault(3 * 2).before(StateLayer, "stepped_moves"),
+        "some states are kept": Fault(3 * 2).before(states, "make_moves"),
         "the drafter reads on": Fault(2).before(DraftSession, "put_off"),
     }
     for where, failing in faults.items():
