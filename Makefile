@@ -58,6 +58,7 @@ $(BIN)/python:
 
 # Stamps: installing again costs nothing until a requirement changes.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing torch, transformers and what else is needed into $(VENV): some minutes, once"
 	$(PIP) -c constraints.txt -e .
 	@touch $@
 
