@@ -49,12 +49,18 @@ def test_what_is_listed_of_a_command_is_what_it_says_itself(name: str) -> None:
     assert (real.help or "").split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
 
 
-def test_a_terminal_is_told_that_a_command_starts_and_a_file_only_where_that_takes_long() -> None:
-    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", "inspect", str(drafter_path())]
+@pytest.mark.parametrize(
+    ("words", "told"), [(["inspect", str(drafter_path())], b"starting"), (["plan", str(target_path())], b"planning")]
+)
+def test_a_terminal_is_told_what_is_waited_for_and_a_file_is_not(words: list[str], told: bytes) -> None:
+    command = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", *words]
     ours, theirs = pty.openpty()
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, env={**os.environ, "TERM": "xterm"}, check=True)
-    assert b"starting" in os.read(ours, 4096)
-    assert subprocess.run(command, capture_output=True, check=True).stderr in (b"", b"starting ...\n")
+    os.close(theirs)  # so that reading ends, with an error, where nothing was told
+    seen = b""
+    while told not in seen:
+        seen += os.read(ours, 4096)
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
 
 
 MODELS = ("torch", "transformers", "huggingface_hub", "fastapi", "matplotlib")

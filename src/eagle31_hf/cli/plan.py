@@ -14,6 +14,7 @@ from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
 from ..memory.report import LEDGER_COLUMNS, decision_rows, frontier_rows, ledger_rows, plot_ledger
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .progress import waiting_for
 
 
 @readable_errors
@@ -49,18 +50,19 @@ def plan(
         raise ConfigurationError(
             "got --drafter none with --draft-tokens or --tree-size; a plan without a drafter has none"
         )
-    made = plan_memory(
-        target,
-        quantization=quantization,
-        drafter=None if drafter == "none" else drafter,
-        card=one_card(card or ()),
-        context=context,
-        batch=batch,
-        draft_tokens=0 if drafter == "none" else draft_tokens,
-        tree_size=tree_size,
-        prefill_chunk=prefill_chunk,
-        margin=margin,
-    )
+    with waiting_for("planning"):  # of a model known by name, transformers makes the configuration
+        made = plan_memory(
+            target,
+            quantization=quantization,
+            drafter=None if drafter == "none" else drafter,
+            card=one_card(card or ()),
+            context=context,
+            batch=batch,
+            draft_tokens=0 if drafter == "none" else draft_tokens,
+            tree_size=tree_size,
+            prefill_chunk=prefill_chunk,
+            margin=margin,
+        )
     write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()
     print_decision(console, made)
