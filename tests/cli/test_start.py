@@ -43,6 +43,11 @@ def test_the_package_is_imported_without_what_it_is_made_of() -> None:
     assert not imported_by("import eagle31_hf; eagle31_hf.__version__; dir(eagle31_hf)").intersection(HEAVY)
 
 
+def test_the_package_is_the_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "eagle31_hf", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("eagle31-hf ")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_listed_of_a_command_is_what_it_says_itself(name: str) -> None:
     real = LazyCommand(name=name, callback=None).load()
