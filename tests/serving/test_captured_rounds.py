@@ -7,11 +7,13 @@ import dataclasses
 import pytest
 import torch
 from batches import plain, read_in_pieces, text_of, write_all
+from transformers import AutoTokenizer
 
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured, inputs
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
+from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from eagle31_hf.serving.requests import Sampling
@@ -20,7 +22,6 @@ from families import recurrent_target
 from helpers import (
     CONFIGS,
     configured,
-    demo_tokenizer,
     drafter_of,
     random_drafter,
     random_prompts,
@@ -32,7 +33,8 @@ from recorder import Recorder
 ROWS = 3
 SAMPLED = Sampling(temperature=0.9, top_k=20, seed=5)
 PENALISED = Sampling(temperature=0.8, seed=6, repetition_penalty=1.3)
-TOLD = [demo_tokenizer()(text)["input_ids"] for text in ("Tell me a story.", "What is a dog", "The sun is")]
+TOKENIZER = AutoTokenizer.from_pretrained(target_path())
+TOLD = [TOKENIZER(text)["input_ids"] for text in ("Tell me a story.", "What is a dog", "The sun is")]
 POISON = 90
 """A token whose embedding is no number where a test makes it so."""
 
