@@ -12,13 +12,12 @@ that fails half-way leaves nothing to undo. Rejected and padded slots are never 
 are overwritten. Layers that keep recurrent and convolution states (`states`) keep one of each row, that of its last
 committed token, so a row cannot go back to an earlier one. With `cache_type` `"int8"` or `"fp8"` keys and values are
 stored in 8 bits (`quantized`), with nothing else changed. Left out on purpose: eviction, paging, prefix sharing.
-
 Use under `torch.no_grad()`: the buffers are written in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -37,10 +36,7 @@ from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
 from .state_blocks import KeepsStates
-from .states import StateLayer, settle_states
-
-Settle = Callable[[Sequence[StateLayer], LastNodes], None]
-"""Commits the states after each row's last kept node."""
+from .states import Settle, StateLayer, settle_states
 
 SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
@@ -372,13 +368,12 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         if len(new) != self.batch_size or any(not 0 <= n <= old for n, old in zip(new, self.lengths, strict=True)):
             raise UnsupportedGenerationError(f"got lengths {new} to roll back to; the rows have {self.lengths}")
         ring = min(self._spans.rings, default=0)
-        if ring:
-            lost = [b for b, n in enumerate(new) if 0 < n < self._ring_end[b] and self._ring_end[b] > ring]
-            if lost:
-                raise UnsupportedGenerationError(
-                    f"rows {lost} cannot go back to {[new[b] for b in lost]} tokens: their sliding-window layers have "
-                    f"written {[self._ring_end[b] for b in lost]} and hold the last {ring}; roll back to 0 and prefill"
-                )
+        lost = [b for b, n in enumerate(new) if ring and 0 < n < self._ring_end[b] and self._ring_end[b] > ring]
+        if lost:
+            raise UnsupportedGenerationError(
+                f"rows {lost} cannot go back to {[new[b] for b in lost]} tokens: their sliding-window layers have "
+                f"written {[self._ring_end[b] for b in lost]} and hold the last {ring}; roll back to 0 and prefill"
+            )
         gone = [b for b, n in enumerate(new) if self.has_states and n not in (0, self._state_end[b])]
         if gone:
             raise UnsupportedGenerationError(

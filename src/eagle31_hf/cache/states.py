@@ -343,6 +343,10 @@ def settle_states(layers: Sequence[StateLayer], last: LastNodes) -> None:
     make_moves(_taped_moves(layers, last))
 
 
+Settle = Callable[[Sequence[StateLayer], LastNodes], None]
+"""Does what `settle_states` does."""
+
+
 class _HandedOut(MutableMapping[int, "Tensor | None"]):
     """States of one kind as mixers see them, by number."""
 
