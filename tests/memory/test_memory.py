@@ -161,8 +161,8 @@ def test_more_of_anything_never_takes_less(context: int, chunk: int, batch: int,
         {"batch": batch + 1},
         {"draft_tokens": depth + 1},
     ):
-        # A prompt that is read at once needs no resident mask: kilobytes.
-        assert replace(BASE, settings=replace(small, **more)).peak_bytes >= peak * (1 - 1e-5), more
+        # A prompt that is read at once needs no resident mask: tens of kilobytes of some gigabytes.
+        assert replace(BASE, settings=replace(small, **more)).peak_bytes >= peak * (1 - 5e-5), more
 
 
 @given(st.sampled_from(sorted(CARDS)), st.sampled_from(["bf16", "bnb-int8", "bnb-nf4-dq", "gptq-4bit"]))
