@@ -16,6 +16,7 @@ from eagle31_hf import NoDrafter
 from eagle31_hf.decoding import decoder as decoders
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
+from eagle31_hf.decoding.kept_graphs import compiling_ahead
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
@@ -284,6 +285,16 @@ def test_graphs_are_kept_for_a_target_alone(monkeypatch: pytest.MonkeyPatch, tmp
             ours, plain = texts(kept_target(), later, 1, how), texts(kept_target(), None, 1, how)
         assert all(map(torch.equal, ours, plain))
         assert {key.size for key in Pair.of(later).graphs.keys} == {1, 8}
+
+
+def test_who_compiles_ahead_is_told_how_many_graphs_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    leave_the_compiler_out(monkeypatch)
+    alone, told = NoDrafter(kept_target()), list[tuple[int, int]]()
+    with compiling_ahead(alone, on_made=lambda made, of: told.append((made, of))) as ahead:
+        ahead.until_compiled(lambda: texts(kept_target(), alone, 1, GREEDY))
+    assert [made for made, _ in told] == [*range(1, len(ahead.made) + 1)]
+    assert told[-1] == (len(ahead.made), len(ahead.made)) > (0, 0)
 
 
 def test_drafts_are_looked_up_where_they_pay_by_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -192,9 +192,12 @@ def _measure(
             if note["kind"] == "warm-up" and note["method"].endswith("compiled"):
                 console.print(f"  {terminal.shown_name(note['method'])}: ready after {note['seconds']:.0f} s")
 
+        def made(count: int, of: int) -> None:
+            console.print(f"  graph {count} of {of} compiled", style="dim")
+
         summary = measure_pair(
-            pair.eagle, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=advance
-        )  # fmt: skip
+            pair.eagle, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=advance, on_made=made
+        )
     console.print(terminal.conditions_line(summary))
     console.print(terminal.pair_table(summary))
     for line in terminal.pair_notes(summary):

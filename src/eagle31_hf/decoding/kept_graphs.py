@@ -76,6 +76,7 @@ class CompilesAhead:
 
     Attributes:
         on_compile: told of each graph before it is compiled.
+        on_made: told how many are compiled, and of how many that were begun.
         made: what was compiled, in this order.
         begun: what is being compiled; each waits until it is kept.
     """
@@ -84,6 +85,7 @@ class CompilesAhead:
     packages: GraphPackages
     processes: CompilerProcesses
     on_compile: Callable[[GraphKey], None]
+    on_made: Callable[[int, int], None]
     made: list[GraphKey] = field(default_factory=list)
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
     failure = "compiling failed"
@@ -132,6 +134,7 @@ class CompilesAhead:
     def _keep(self, key: GraphKey) -> None:
         self.begun.pop(key)()
         self.made.append(key)
+        self.on_made(len(self.made), len(self.made) + len(self.begun))
 
 
 @contextmanager
@@ -329,9 +332,14 @@ def _processor() -> tuple[str, ...]:
 
 @contextmanager
 def compiling_ahead(
-    drafter: Assistant, on_compile: Callable[[GraphKey], None] = lambda key: None
+    drafter: Assistant,
+    on_compile: Callable[[GraphKey], None] = lambda key: None,
+    on_made: Callable[[int, int], None] = lambda made, of: None,
 ) -> Iterator[CompilesAhead]:
     """While open, this pair's generations compile each graph they meet, and keep it for later processes.
+
+    Args:
+        on_compile, on_made: as of `CompilesAhead`.
 
     Raises:
         ConfigurationError: graphs of this pair cannot be kept, or the folder takes nothing.
@@ -353,7 +361,7 @@ def compiling_ahead(
         )
     processes = CompilerProcesses(1) if packages.tries_products else CompilerProcesses.one_a_core()
     with processes:
-        pair.ahead = ahead = CompilesAhead(drafter, packages, processes, on_compile)
+        pair.ahead = ahead = CompilesAhead(drafter, packages, processes, on_compile, on_made)
         try:
             yield ahead
             ahead.finish()

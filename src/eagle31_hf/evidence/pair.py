@@ -63,6 +63,7 @@ def measure_pair(
     names: tuple[str | None, str | None] = (None, None),
     note: Callable[[dict[str, Any]], None] = lambda _: None,
     on_turn: Callable[[float], None] = lambda _: None,
+    on_made: Callable[[int, int], None] = lambda made, of: None,
 ) -> RunSummary:
     """All methods on all tasks, in turns.
 
@@ -70,6 +71,7 @@ def measure_pair(
         names: folder or Hub id of target and drafter; `None`: the embedded ones.
         note: told of each method's first text, compiling included, as it is written.
         on_turn: called between measurements with the share of all that the last one was.
+        on_made: told how many graphs are compiled, of how many that were begun.
     """
     notes: list[dict[str, Any]] = []
 
@@ -77,7 +79,7 @@ def measure_pair(
         notes.append(told)
         note(told)
 
-    calls = measured_calls(BenchmarkRun(drafter, tasks, settings, note=keep), on_turn)
+    calls = measured_calls(BenchmarkRun(drafter, tasks, settings, note=keep, on_made=on_made), on_turn)
     facts = {**run_facts(drafter, tokenizer, names), "settings": dict(settings_facts(settings))}
     return summarise(Records("this run", facts | {"prompts": [task.prompt.id for task in tasks]}, calls, notes))
 

@@ -28,7 +28,6 @@ from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import windows
-from ..target.binding import TargetBinding
 from ..target.device_clock import now
 from ..target.served_processing import processing_of
 from ..texts.prompts import Prompt
@@ -78,6 +77,7 @@ class BenchmarkRun:
         settings: how.
         marks: how the target's tokenizer writes `<think>`, if it does.
         note: takes what is not a call: the methods left out, the seconds of a first call (compiling among them).
+        on_made: told how many graphs are compiled, of how many that were begun.
 
     Raises:
         ConfigurationError: a setting makes no sense, there are no tasks, or a method is not known.
@@ -91,12 +91,13 @@ class BenchmarkRun:
         *,
         marks: ThinkMarks | None = None,
         note: Callable[[dict[str, Any]], None] = lambda _: None,
+        on_made: Callable[[int, int], None] = lambda made, of: None,
     ):
         settings.check()
         if not tasks:
             raise ConfigurationError("got no prompts to measure on; wanted at least one")
         self.drafter, self.tasks, self.settings, self.marks, self.note = drafter, tasks, settings, marks, note
-        self.binding: TargetBinding = drafter.binding
+        self.binding, self._on_made = drafter.binding, on_made
         device = self.binding.head_device
         self.peak, self.energy = PeakGauge(device), EnergyGauge(device)
         self._pad = self.binding.text_config.pad_token_id or 0
@@ -170,7 +171,7 @@ class BenchmarkRun:
     def _open_compiler(self, stack: ExitStack) -> None:
         try:
             both = self.drafter, self._alone
-            self._compilers = [stack.enter_context(compiling_ahead(assistant)) for assistant in both]
+            self._compilers = [stack.enter_context(compiling_ahead(each, on_made=self._on_made)) for each in both]
         except ConfigurationError as refused:
             self._no_graphs = str(refused)
 
