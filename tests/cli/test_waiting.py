@@ -22,6 +22,11 @@ def test_a_long_wait_leaves_a_line_and_a_short_one_none(
         say("compiling 3 graphs: verify")
     assert told == "loading the models ...\n"
     assert capsys.readouterr().err == "compiling 3 graphs: verify ...\n"
+    monkeypatch.setattr(progress, "QUIET_S", 0.2)
+    with progress.waiting_for("looking for graphs") as say:
+        say("compiling 1 graph: verify")
+        time.sleep(0.4)
+    assert capsys.readouterr().err == "compiling 1 graph: verify ...\n", "it is something else that is waited for now"
     monkeypatch.setattr(progress, "QUIET_S", 60.0)
     with progress.waiting_for("loading the models"):
         pass

@@ -37,8 +37,13 @@ def waiting_for(what: str) -> Iterator[Callable[[str], None]]:
     line = threading.Timer(QUIET_S, tell, (what,))
     line.daemon = True
     line.start()
+
+    def tell_instead(what: str) -> None:
+        line.cancel()
+        tell(what)
+
     try:
-        yield tell
+        yield tell_instead
     finally:
         line.cancel()
 

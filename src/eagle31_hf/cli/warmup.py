@@ -15,7 +15,7 @@ from ..decoding.pair import Pair
 from ..evidence.provenance import origin
 from ..generation.warm_up import warm_up
 from .option_groups import expand_options
-from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 from .pairs import AnswerSettings, LoadedPair, PairSource, load_pair
 from .progress import waiting_for
 
@@ -37,7 +37,7 @@ def warmup(
 
         def tell(key: GraphKey) -> None:
             kinds.append(key.kind)
-            say(f"compiling {len(kinds)} graphs: {', '.join(dict.fromkeys(kinds))}")
+            say(f"compiling {count(len(kinds), 'graph')}: {', '.join(dict.fromkeys(kinds))}")
 
         how = AnswerSettings(temperature=temperature).to_generate()
         how.pop("max_new_tokens")
