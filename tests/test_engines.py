@@ -113,9 +113,9 @@ class TestVllm:
         assert done.returncode == 0, done.stderr[-2000:]
         record = json.loads((tmp_path / "comparison.json").read_text())
         assert record["findings"] == []
-        ways = record["ways"]
+        ways = {way["way"]: way for way in record["ways"]}
         assert {way["equal_texts"] for way in ways.values()} == {record["prompts"]} == {len(CONVERSATIONS)}
-        ours, theirs = ways["eagle31, eager"]["acceptance"], ways["vLLM, drafter"]["acceptance"]
+        ours, theirs = ways["eagle31 eager"]["acceptance"], ways["vLLM drafter"]["acceptance"]
         assert len(ours) == len(theirs) == 5
         assert max(abs(here - there) for here, there in zip(ours, theirs, strict=True)) <= 0.02
         assert ours[0] > 0.5, "a drafter that is never right would prove nothing"
@@ -132,5 +132,6 @@ class TestEconomize:
         assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: so few rounds differ by the last ones of texts
         record = json.loads((tmp_path / "comparison.json").read_text())
         assert record["left_out"] == {}
-        assert {way["equal_texts"] for way in record["ways"].values()} == {record["prompts"]}
-        assert record["ways"]["economize, drafter"]["acceptance"][0] > 0.5
+        ways = {way["way"]: way for way in record["ways"]}
+        assert {way["equal_texts"] for way in ways.values()} == {record["prompts"]}
+        assert ways["economize drafter"]["acceptance"][0] > 0.5
