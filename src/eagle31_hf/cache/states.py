@@ -183,11 +183,8 @@ class StateLayer(LinearAttentionLayer):
             IncompatibleTargetError: as of `require_all_written`.
         """
         self.require_all_written()
-        recorded, nodes, rows = (
-            self._records.get((RECURRENT, 0)),
-            self.placement.num_state_nodes,
-            self.placement.batch_size,
-        )
+        recorded = self._records.get((RECURRENT, 0))
+        nodes, rows = self.placement.num_state_nodes, self.placement.batch_size
         return BlockTrace(
             tuple((key, self._nodes[key][:nodes, :rows]) for key in self._stepped),
             tuple(self._windows.items()),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def probe_tree_verification(binding: TargetBinding) -> None:
     error_of = _state_error if binding.has_states else _tree_error
     with binding.masked_attention(), binding.one_token_arithmetic.active():
         for masks_by_type in (None, True, False):
-            reasons.append(_why_wrong(binding, lambda by=masks_by_type: error_of(binding, by)))  # type: ignore[misc]
+            reasons.append(_why_wrong(binding, partial(error_of, binding, masks_by_type)))
             if not reasons[-1]:
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
                 _choose_tape(binding)
@@ -115,7 +116,7 @@ def require_readable_states(binding: TargetBinding) -> None:
 
 def _why_not_chains(binding: TargetBinding) -> str:
     """Why transformers' assisted loop cannot verify drafts with this target either; empty if it can."""
-    why = _why_wrong(binding, lambda: _chain_error(binding))
+    why = _why_wrong(binding, partial(_chain_error, binding))
     return why and f"the target failed the self-test of chains ({why})"
 
 
@@ -153,7 +154,7 @@ def _why_not_in_batches(binding: TargetBinding) -> str:
     """Some models want a mask for each row of a batch. Where layers keep states, two rows were tried already."""
     if binding.has_states:
         return ""
-    why = _why_wrong(binding, lambda: _tree_error(binding, binding.masks_by_type, rows=2))
+    why = _why_wrong(binding, partial(_tree_error, binding, binding.masks_by_type, rows=2))
     return why and f"the target failed the tree self-test of a batch ({why})"
 
 
@@ -206,7 +207,7 @@ def _choose_tape(binding: TargetBinding) -> None:
     if mixers is None or mixers.tape_is_right is not None:
         return
     mixers.use_tape(True)
-    mixers.tape_is_right = not _why_wrong(binding, lambda: _state_error(binding, binding.masks_by_type))
+    mixers.tape_is_right = not _why_wrong(binding, partial(_state_error, binding, binding.masks_by_type))
     mixers.use_tape(mixers.tape_is_right)
 
 
