@@ -12,6 +12,7 @@ from fake_rounds import ACCEPTED, buffers_of
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import captured
 from eagle31_hf.sampling.draw import PositionNoise
+from eagle31_hf.serving import shared_noise
 from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.requests import Sampling, TextRequest
@@ -43,6 +44,7 @@ def serve(
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
     with (
         mock.patch.dict(captured.CAPTURES, {"cuda": counting.capture}),
+        mock.patch.object(shared_noise, "fresh_generator", return_value=None),  # a card's are not there
         drafter.binding.masked_attention(),
         torch.no_grad(),
     ):

@@ -65,7 +65,7 @@ def test_a_plan_knows_what_stays_of_states(target: str) -> None:
     facts = read_target(config, "bf16")
     made: list[int] = []
     with fake_pair(config) as (counting, drafter):
-        weights = storage_bytes(drafter.require_binding().model) + storage_bytes(drafter)
+        weights = storage_bytes(drafter.binding.model) + storage_bytes(drafter)
         ledger = build_ledger(facts, read_drafter(drafter, facts), CARD, settings)
         with StorageCounter() as counter:
             for prompt in prompts:

@@ -17,6 +17,7 @@ from ..target.binding import TargetBinding
 from ..trees.host_numbers import on_device
 from ..trees.shape import DraftShape
 from .choosing import ScoreShape, TokenChooser
+from .shared_noise import SharedNoise
 from .written_text import WrittenText
 
 
@@ -52,6 +53,7 @@ class BatchTexts:
         self.device = binding.input_device
         self._seen: tuple[list[WrittenText], SeenTokens] | None = None  # of these texts
         self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
+        self._noise = SharedNoise(*self._scores)
 
     # --- what was written ------------------------------------------------------------------------------------------
 
@@ -95,12 +97,17 @@ class BatchTexts:
         """Of greedy rows beside drawn ones it is 1, which changes no choice."""
         if not any(chooser.draws for chooser in self._choosers):
             return None
+        starts = [written - behind for written in batch.written]
+        unseeded = [place for place, chooser in enumerate(self._choosers) if chooser.draws and chooser.seed is None]
+        shared = self._noise.window([self.texts[p] for p in unseeded], [starts[p] for p in unseeded], count)
+        if len(unseeded) == len(self.texts):
+            return shared
+        noise = dict(zip(unseeded, shared, strict=True))
         greedy = torch.ones((), device=self._scores.device).expand(count, self._scores.vocabulary)
-        noise = [
-            chooser.noise(written - behind, count, self._scores) if chooser.draws else greedy
-            for chooser, written in zip(self._choosers, batch.written, strict=True)
-        ]
-        return noise[0][None] if len(noise) == 1 else torch.stack(noise)
+        for place, chooser in enumerate(self._choosers):
+            if place not in noise:
+                noise[place] = chooser.noise(starts[place], count, self._scores) if chooser.draws else greedy
+        return noise[0][None] if len(noise) == 1 else torch.stack([noise[place] for place in range(len(noise))])
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         if not any(chooser.needs_seen for chooser in self._choosers):

@@ -1,8 +1,8 @@
 """By what a text's tokens are chosen: greedy, sampled, penalised, constrained.
 
-A sampled text is chosen by noise of its own, by position, taken from a generator of its seed as plain `generate` takes
-it: a seed writes the same text alone and in a crowd, with any drafts and none, and the one that `generate` writes after
-`torch.manual_seed` of it, wherever the target's scores are the same (in half precision they are up to rounding).
+A text with a seed is chosen by noise of its own, by position, taken from a generator of its seed as plain `generate`
+takes it: a seed writes the same text alone and in a crowd, with any drafts and none, and the one that `generate` writes
+after `torch.manual_seed` of it, wherever the target's scores are the same (in half precision they are up to rounding).
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class TokenChooser:
 
     Attributes:
         kind: equal for texts that choose alike; `None` where each prefix has to be looked at.
+        draws: whether tokens are drawn, by noise.
+        seed: of that; `None`: any noise will do (`shared_noise`).
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class TokenChooser:
         processing = FailsAlone(_processors(sampling, prompt_length, constraint))
         self.processing, self.draws = processing, sampling.draws
         self.kind: Hashable = (self.draws, processing.draft_warping.key) if processing.warps_drafts else None
-        self._seed = sampling.seed
+        self.seed = sampling.seed
         self._noise: PositionNoise | None = None
 
     @property
@@ -82,7 +84,7 @@ class TokenChooser:
         return self.kind is not None and not self.processing.scores_only
 
     def noise(self, position: int, count: int, scores: ScoreShape) -> Tensor:
-        """`(count, V)` of the next positions of a text that is sampled.
+        """`(count, V)` of the next positions of a text that is sampled by a seed.
 
         Args:
             position: new tokens before the first of them.
@@ -90,7 +92,8 @@ class TokenChooser:
         """
         if self._noise is None:
             generator = torch.Generator(scores.device)
-            generator.seed() if self._seed is None else generator.manual_seed(self._seed)
+            assert self.seed is not None, "texts without one share theirs"
+            generator.manual_seed(self.seed)
             self._noise = PositionNoise(1, scores.vocabulary, scores.device, generator)
         return self._noise.window([0], [position], count)[0]
 
