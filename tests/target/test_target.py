@@ -310,15 +310,29 @@ def test_encoder_decoder_is_refused() -> None:
     assert "encoder-decoder" in refused(hf.T5ForConditionalGeneration(config))
 
 
-def test_states_that_nobody_can_take_back_are_refused() -> None:
-    of_their_own = {
-        "minimax": {**GROUPED, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 4},
-        "recurrent_gemma": {**GROUPED, "num_hidden_layers": 4, "lru_width": 64},
-    }
-    for kind, fields in of_their_own.items():
-        message = refused(random_target(hf.AutoConfig.for_model(kind, **fields)))
-        assert "recurrent state that cannot be rolled back" in message
-        assert "layers" in message
+SMALL_SIZES = {**GROUPED, "num_hidden_layers": 4}
+KINDS_OF_STATES: dict[str, dict[str, Any]] = {
+    "minimax": {**GROUPED, "layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 4},
+    "recurrent_gemma": {**SMALL_SIZES, "lru_width": 64},
+    "rwkv": {"vocab_size": 96, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 4},
+    "xlstm": {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_blocks": 4, "num_heads": 4},
+    "deepseek_v4": SMALL_SIZES,
+    "qwen4_exp_text": {
+        **SMALL_SIZES, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "hc_lowrank": 8,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 4, "pad_token_id": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_STATES)
+def test_states_that_nobody_can_take_back_are_refused(kind: str) -> None:
+    if kind not in hf.CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    message = refused(random_target(hf.AutoConfig.for_model(kind, **KINDS_OF_STATES[kind])))
+    assert "a state that cannot be taken back" in message
+    assert "layers" in message
 
 
 def test_no_lm_head() -> None:

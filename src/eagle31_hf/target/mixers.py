@@ -61,7 +61,7 @@ def require_mixers(model: PreTrainedModel) -> bool:
     if not model._is_stateful and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in stock):
         return False
     refusal = (
-        f"{name} keeps a recurrent state that cannot be rolled back when a draft is rejected: {{}}; use a target whose "
+        f"{name} keeps a state that cannot be taken back when a draft is rejected: {{}}; use a target whose "
         "states lie in transformers' own cache layers, or one whose layers are all attention"
     )
     try:
