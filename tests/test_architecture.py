@@ -187,3 +187,26 @@ def test_what_is_kept_of_a_pair_is_typed() -> None:
         node.id for node in ast.walk(ast.parse(MODULES["decoding.pair"].read_text())) if isinstance(node, ast.Name)
     }
     assert "Any" not in named
+
+
+PRIVATE = re.compile(r"\btorch(\.\w+)*\._(?!_)\w+")
+PRIVATE_FILES = {"cache/torch_internals.py", "compiled/ahead/torch_internals.py"}
+MOST_PRIVATE = 10
+
+
+def test_what_torch_promises_nobody_is_asked_in_two_files():
+    """So that an update of torch is looked through in minutes."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        lines = [line for line in path.read_text().splitlines() if PRIVATE.search(line)]
+        if lines:
+            found[path.relative_to(PACKAGE).as_posix()] = lines
+    assert set(found) == PRIVATE_FILES
+    assert sum(map(len, found.values())) <= MOST_PRIVATE, found
+
+
+def test_graphs_for_a_cpu_stand_behind_one_door():
+    """What compiles ahead of time is asked by those who keep graphs and by nobody else."""
+    graph, room = import_graph(), "compiled.ahead"
+    users = {module for module, others in graph.items() if any(other.startswith(room) for other in others)}
+    assert {module for module in users if not module.startswith(room)} == {"compiled.graphs", "decoding.kept_graphs"}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from eagle31_hf.cache import graph_sizes
-from eagle31_hf.compiled import packages
-from eagle31_hf.compiled.compiler_processes import CompilerProcesses
+from eagle31_hf.compiled.ahead import packages
+from eagle31_hf.compiled.ahead.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.pair import Pair
@@ -37,7 +37,7 @@ def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
     monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
     monkeypatch.setattr(CompilerProcesses, "compile", write_exported)
-    monkeypatch.setattr(packages, "_load_package", load_exported)
+    monkeypatch.setattr(packages, "load_package", load_exported)
 
 
 def write_exported(_: CompilerProcesses, exported: Any, package: Path, settings: dict[str, Any]) -> Future[None]:

@@ -37,8 +37,9 @@ from kept_pairs import (
 from torch import Tensor
 
 from eagle31_hf.cli.generate import was_written_by_kept_graphs
-from eagle31_hf.compiled import graphs, packages
-from eagle31_hf.compiled.compiler_processes import CompilerProcesses
+from eagle31_hf.compiled import graphs
+from eagle31_hf.compiled.ahead import packages
+from eagle31_hf.compiled.ahead.compiler_processes import CompilerProcesses
 from eagle31_hf.decoding import kept_graphs
 from eagle31_hf.decoding.calibration import store
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
@@ -381,7 +382,7 @@ def test_what_others_may_write_is_not_loaded(
     """Graphs are machine code."""
     for path in [store.cache_folder()] if of == "folder" else kept_files(".pt2"):
         path.chmod(path.stat().st_mode | 0o022)
-    monkeypatch.setattr(packages, "_load_package", failing(AssertionError("loaded")))
+    monkeypatch.setattr(packages, "load_package", failing(AssertionError("loaded")))
     with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
         assert torch.equal(write(warmed), write(None))
     assert not kinds(warmed)
@@ -453,7 +454,7 @@ def test_a_graph_that_disagrees_is_given_up(warmed: Eagle31Drafter, monkeypatch:
         right = load_exported(path)
         return lambda tensors: [out.flip(-1) if out.is_floating_point() else out for out in right(tensors)]
 
-    monkeypatch.setattr(packages, "_load_package", load_wrong)
+    monkeypatch.setattr(packages, "load_package", load_wrong)
     assert torch.equal(write(warmed), write(None))
     assert "is off by" in Pair.of(warmed).graphs.disabled_reason
 

@@ -121,7 +121,7 @@ def exact_kernel(query, key, value, mask, scale):
 @pytest.mark.parametrize("heads", [0, 1, 2], ids=["no mask", "shared", "of heads"])
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_parts_of_the_keys_give_together_what_all_keys_give(monkeypatch, parts, heads, batch, slots):
-    monkeypatch.setattr(in_parts, "kernel", exact_kernel)
+    monkeypatch.setattr(in_parts, "attention_and_sums", exact_kernel)
     query, key, value = states(batch, 1, 24, slots)
     mask = tree_mask(batch, heads, 24, slots, window=100) if heads else None  # the first parts are hidden as a whole
     ours = finite(mask, query.dtype) if mask is not None else None
@@ -137,7 +137,7 @@ def test_parts_are_views_of_the_keys(monkeypatch):
         seen.append((key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr()))
         return exact_kernel(query, key, value, mask, scale)
 
-    monkeypatch.setattr(in_parts, "kernel", watched)
+    monkeypatch.setattr(in_parts, "attention_and_sums", watched)
     attention_in_parts(query, key, value, None, 4)
     assert seen == [(key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr())] * 2
 
@@ -181,14 +181,14 @@ def test_a_device_is_tried_before_keys_are_shared_out(
 
 
 def test_the_trial_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_parts, "kernel", exact_kernel)
+    monkeypatch.setattr(in_parts, "attention_and_sums", exact_kernel)
     assert in_parts._difference_on(torch.device("cpu")) < in_parts.LARGEST_DIFFERENCE
 
     def in_base_two(*given: Any) -> tuple[Tensor, Tensor]:
         out, sums = exact_kernel(*given)
         return out, sums / math.log(2)
 
-    monkeypatch.setattr(in_parts, "kernel", in_base_two)
+    monkeypatch.setattr(in_parts, "attention_and_sums", in_base_two)
     assert not in_parts._difference_on(torch.device("cpu")) < in_parts.LARGEST_DIFFERENCE
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .kept_nodes import LastNodes
+from .torch_internals import copy_all
 
 NORM_EPS = 1e-6
 """Of keys, in every kernel of this kind."""
@@ -308,4 +309,4 @@ def make_moves(moves: Moves) -> None:
     for state, new in moves:
         groups.setdefault((state.dtype, state.device), []).append((state, new))
     for group in groups.values():
-        torch._foreach_copy_([state for state, _ in group], [new for _, new in group])
+        copy_all(*zip(*group, strict=True))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..cache.torch_internals import copy_all
 from .cuda_capture import Recording, capture_on_cuda
 from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
 from .graph_makers import GraphKey, RecordingFailedError, Step
@@ -109,9 +110,9 @@ class CapturedCode:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One launch for all: they are copied as bytes, since of several precisions `_foreach_copy_` copies each tensor by
+    """One launch for all: they are copied as bytes, since of several precisions `copy_all` copies each tensor by
     itself."""
-    torch._foreach_copy_(_bytes_of(targets), _bytes_of([source.contiguous() for source in sources]))
+    copy_all(_bytes_of(targets), _bytes_of([source.contiguous() for source in sources]))
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from ..cache.torch_internals import TorchDispatchMode, end_allocations
 
 
 class Recording(NamedTuple):
@@ -57,7 +57,7 @@ class ForbidsHostWaits(TorchDispatchMode):
 
 def _selects_by_mask(args: tuple) -> bool:
     """How many elements are selected is known by the device alone."""
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in tree_iter(args[1]))
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _crosses_devices(args: tuple, kwargs: dict) -> bool:
@@ -126,7 +126,7 @@ class CapturesOnCuda:
     def _end_allocations(self) -> None:
         """What `capture_end` leaves out before torch 2.13 where the capture failed."""
         try:
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            end_allocations(self._device, self._pool)
         except RuntimeError:  # it was ended
             return
 

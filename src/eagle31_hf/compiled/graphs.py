@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..cache.kept_buffers import KeptBuffers
 from ..drafter.assistant import Assistant
 from ..target.binding import TargetBinding
+from .ahead.packages import freezing
+from .ahead.packed_weights import PackedWeights
+from .ahead.repeated_layers import LayerCutter
 from .graph_makers import GraphKey, GraphMaker, MakesNone, OtherInputsError, RecordingFailedError, Step
-from .packages import freezing
-from .packed_weights import PackedWeights
-from .repeated_layers import LayerCutter
 from .seen_state import ModelState
 from .seen_weights import SeenWeights, weights_of
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..compiled.ahead.compiler_processes import CompilerProcesses
+from ..compiled.ahead.own_files import make_own_folder, why_not_ours
+from ..compiled.ahead.packages import GraphPackages, name_of, prefix_of, tensors_by_name
 from ..compiled.captured import CAPTURES, CapturesSteps
-from ..compiled.compiler_processes import CompilerProcesses
 from ..compiled.flat_steps import StepInputs
 from ..compiled.graph_makers import GraphKey, GraphMaker, Step
 from ..compiled.graphs import PACKED_BYTES, Graphs
-from ..compiled.own_files import make_own_folder, why_not_ours
-from ..compiled.packages import GraphPackages, name_of, prefix_of, tensors_by_name
 from ..compiled.round_graphs import RoundGraph
 from ..compiled.seen_state import ModelState
 from ..compiled.verify import why_states_are_eager

@@ -7,12 +7,13 @@ log. It cannot see workspaces inside kernels, nor tensors that no operation has 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ..cache.torch_internals import TorchDispatchMode
 
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operations whose input is new: `torch.tensor([...])` passes its storage through this one first."""
@@ -34,12 +35,12 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What goes in was there before, or was counted when it was made.
-        taken = () if func in _MADE_OUTSIDE else tree_leaves((args, kwargs))
-        old = {leaf.untyped_storage()._cdata for leaf in taken if isinstance(leaf, Tensor)}
+        taken = () if func in _MADE_OUTSIDE else _tensors_in((args, kwargs))
+        old = {tensor.untyped_storage()._cdata for tensor in taken}
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in old:
-                self._count(leaf.untyped_storage())
+        for tensor in _tensors_in(out):
+            if tensor.untyped_storage()._cdata not in old:
+                self._count(tensor.untyped_storage())
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -54,3 +55,12 @@ class StorageCounter(TorchDispatchMode):
     def _release(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live_bytes -= num_bytes
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Of an operation's arguments or outputs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)

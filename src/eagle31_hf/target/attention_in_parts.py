@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..cache.torch_internals import attention_and_sums
+
 logger = logging.getLogger(__name__)
 
 SHORTEST_SPLIT = 2048
@@ -134,13 +136,5 @@ def _attend(
     )  # (parts, B*H, size, D)
     if mask is not None:
         mask = mask[..., slice(*span)].unflatten(2, (-1, size)).permute(2, 0, 1, 3)  # (parts, B*H, T, size)
-    out, sums = kernel(query.expand(len(key), -1, -1, -1), key, value, mask, scale)
+    out, sums = attention_and_sums(query.expand(len(key), -1, -1, -1), key, value, mask, scale)
     return out, sums[..., : query.shape[1]]  # padded to the kernel's 32
-
-
-def kernel(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """CUDA's memory-efficient attention, which SDPA runs where there is a mask, and its log-sum-exp `(B, H, >= T)`."""
-    out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scale)
-    return out, sums

@@ -1,4 +1,4 @@
-"""A process that compiles packages: `python -m eagle31_hf.compiled.package_compiler`, started by `CompilerProcesses`.
+"""A process that compiles packages, started by `CompilerProcesses`: `python -m` this module.
 
 It reads a job a line, as JSON, and answers each with a line that says what went wrong, if anything did. Being a process
 of its own it can be told how to compile without anybody else noticing, and leaves its caller's interpreter alone.
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
-from torch._inductor import config as inductor
 
-from .packed_weights import tell_inductor
+from .packed_weights import PACKED_LINEAR
+from .torch_internals import prepare_compiler, write_package
 
 
 class CompileJob(NamedTuple):
@@ -48,9 +48,8 @@ def compile_package(job: CompileJob) -> None:
     torch.set_num_threads(job.threads)
     exported = torch.export.load(job.exported)
     exported.example_inputs = _examples(exported), {}
-    known = {name: value for name, value in job.settings.items() if _is_setting(name)}
     with torch.no_grad():
-        torch._inductor.aoti_compile_and_package(exported, package_path=job.package, inductor_configs=known)
+        write_package(exported, Path(job.package), job.settings)
 
 
 def _examples(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...]:
@@ -58,15 +57,6 @@ def _examples(exported: torch.export.ExportedProgram) -> tuple[torch.Tensor, ...
     own = set(exported.graph_signature.user_inputs)
     looks = [node.meta["val"] for node in exported.graph.find_nodes(op="placeholder") if node.name in own]
     return tuple(torch.empty_strided(look.shape, look.stride(), dtype=look.dtype) for look in looks)
-
-
-def _is_setting(name: str) -> bool:
-    where: Any = inductor
-    for part in name.split("."):
-        if not hasattr(where, part):
-            return False
-        where = getattr(where, part)
-    return True
 
 
 def serve(jobs: TextIO, answers: TextIO) -> None:
@@ -83,15 +73,6 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
         answers.flush()
 
 
-def _prepare() -> None:
-    """What all jobs need."""
-    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401  slow to import
-
-    tell_inductor()
-    with suppress(Exception):  # the first job tells of it
-        cpu_vec_isa.pick_vec_isa()  # asks the C++ compiler what the processor can do
-
-
 def main() -> None:
     """Jobs come by standard input; neither it nor standard output is for compilers."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the caller to tell of
@@ -99,7 +80,7 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _prepare()
+    prepare_compiler(PACKED_LINEAR)
     own, *further = zip(numbers[::2], numbers[1::2], strict=True)
     for pair in further:
         if not os.fork():

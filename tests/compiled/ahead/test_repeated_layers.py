@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.compiled.packed_weights import PackedWeights, pack_products
-from eagle31_hf.compiled.piece_program import PieceProgram
-from eagle31_hf.compiled.repeated_layers import LayerCutter
+from eagle31_hf.compiled.ahead.packed_weights import PackedWeights, pack_products
+from eagle31_hf.compiled.ahead.piece_program import PieceProgram
+from eagle31_hf.compiled.ahead.repeated_layers import LayerCutter
 from helpers import CONFIGS, random_drafter, random_target
 
 

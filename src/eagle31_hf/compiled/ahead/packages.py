@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..flat_steps import Code, FlatStep, Look, ReshapedStep, StepInputs, lend
+from ..graph_makers import GraphKey, Step
 from .compiler_processes import CompilerProcesses
-from .flat_steps import Code, FlatStep, Look, ReshapedStep, StepInputs, lend
-from .graph_makers import GraphKey, Step
 from .own_files import make_own_folder, why_not_ours
 from .piece_program import PieceProgram, bound
 from .repeated_layers import LayerCutter
+from .torch_internals import load_package
 
 SETTINGS = {
     "aot_inductor.compile_wrapper_opt_level": "O1",  # it calls kernels, and takes a compiler longest
@@ -110,7 +111,7 @@ class GraphPackages:
         package = _own(self.folder / Path(name).name)
         if package.stat().st_size != size:
             raise ValueError("it is only a part of one")
-        return _load_package(package)
+        return load_package(package)
 
     def compile(self, key: GraphKey, step: Step, inputs: tuple, processes: CompilerProcesses) -> Callable[[], None]:
         """Let `processes` compile `step`, which takes each a minute or so.
@@ -227,8 +228,3 @@ def _without_stack_traces() -> Iterator[None]:
         yield
     finally:
         config.do_not_emit_stack_traces = before
-
-
-def _load_package(path: Path) -> Code:
-    loaded: Any = torch._inductor.aoti_load_package(str(path))
-    return lambda tensors: loaded.loader.boxed_run(tensors)

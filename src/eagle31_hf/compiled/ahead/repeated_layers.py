@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.split_module import split_module
 
@@ -66,7 +65,7 @@ def _find_shapes(module: fx.GraphModule, inputs: Sequence[Any], packed: Sequence
     """Write to each node's `meta["val"]` what it computes, without data."""
     placeholders = module.graph.find_nodes(op="placeholder")
     known = [given if looks(node) is None else looks(node) for node, given in zip(placeholders, inputs, strict=False)]
-    mode = next(value.fake_mode for value in known if isinstance(value, FakeTensor))
+    mode = next(value.fake_mode for value in known if hasattr(value, "fake_mode"))  # of a tensor without data
     with mode:
         for read in packed:
             matrices = [known[place] for place in read.places]

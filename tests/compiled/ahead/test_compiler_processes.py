@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle31_hf.compiled.compiler_processes import CompilerError, CompilerProcesses
-from eagle31_hf.compiled.package_compiler import CompileJob
-from eagle31_hf.compiled.packages import SETTINGS
+from eagle31_hf.compiled.ahead.compiler_processes import CompilerError, CompilerProcesses
+from eagle31_hf.compiled.ahead.package_compiler import CompileJob
+from eagle31_hf.compiled.ahead.packages import SETTINGS
 
 
 class Doubling(nn.Module):

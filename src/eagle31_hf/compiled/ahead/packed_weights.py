@@ -8,38 +8,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from .torch_internals import can_pack, layout_of, multiply_packed, pack
+
 _library = torch.library.Library("eagle31_hf", "DEF")
 _library.define("packed_linear(Tensor states, Tensor packed, Tensor? bias) -> Tensor")
-
-
-def _packed_linear(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(states, packed, bias, "none", [], "")
 
 
 def _packed_linear_shape(states: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return states.new_empty((*states.shape[:-1], packed.shape[0]))
 
 
-_library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+_library.impl("packed_linear", multiply_packed, "CompositeExplicitAutograd")
 torch.library.register_fake("eagle31_hf::packed_linear", _packed_linear_shape, lib=_library)
 
 
-@cache
-def tell_inductor() -> None:
-    """Graphs call the product itself, without a way through Python. Inductor's own lowering of it wants constants."""
-    from torch._inductor import mkldnn_ir  # slow to import
-    from torch._inductor.ir import TensorBox
-    from torch._inductor.lowering import register_lowering
-
-    @register_lowering(torch.ops.eagle31_hf.packed_linear.default, type_promotion_kind=None)
-    def lowered(states: Any, packed: Any, bias: Any) -> Any:
-        return TensorBox.create(mkldnn_ir.LinearUnary.create(states, packed, bias, "none", [], ""))
+PACKED_LINEAR = torch.ops.eagle31_hf.packed_linear.default
 
 
 class PackedWeights:
@@ -51,7 +39,7 @@ class PackedWeights:
 
     def __init__(self, weights: Iterable[Tensor]):
         self._addresses = frozenset(weight.data_ptr() for weight in weights)
-        self._dtypes = _packed_dtypes()
+        self._dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
         self._packed: dict[tuple, Tensor] = {}  # by weights and number of rows
         self._copies: dict[tuple, Tensor] = {}  # by weights and layout, which many numbers of rows have in common
 
@@ -71,21 +59,9 @@ class PackedWeights:
         key = (rows, *matrices)
         if key not in self._packed:
             joined = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
-            packed = torch.ops.mkldnn._reorder_linear_weight(joined.detach(), rows)
-            self._packed[key] = self._copies.setdefault((_layout(packed), *matrices), packed)
+            packed = pack(joined.detach(), rows)
+            self._packed[key] = self._copies.setdefault((layout_of(packed), *matrices), packed)
         return self._packed[key]
-
-
-def _packed_dtypes() -> tuple[torch.dtype, ...]:
-    """Of matrices that this build of torch and this processor multiply packed."""
-    if not torch.backends.mkldnn.is_available():
-        return ()
-    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
-
-
-def _layout(packed: Tensor) -> bytes:
-    return torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
 
 
 LINEAR = torch.ops.aten.linear.default
@@ -107,7 +83,6 @@ def pack_products(graph: fx.Graph, inputs: Sequence[Any], weights: PackedWeights
         inputs: what it was exported with.
         weights: say which inputs are weights.
     """
-    tell_inductor()
     placeholders = graph.find_nodes(op="placeholder")
     place = {node: index for index, node in enumerate(placeholders)}
     groups: dict[tuple, list[fx.Node]] = {}
@@ -143,7 +118,7 @@ def _replace(graph: fx.Graph, products: list[fx.Node], packed: fx.Node) -> None:
     first = products[0]
     states, _, bias = _arguments(first)
     with graph.inserting_before(first):
-        joined = graph.call_function(torch.ops.eagle31_hf.packed_linear.default, (states, packed, bias))
+        joined = graph.call_function(PACKED_LINEAR, (states, packed, bias))
         parts: list[fx.Node] = [joined]
         if len(products) > 1:
             widths = [looks(node).shape[-1] for node in products]

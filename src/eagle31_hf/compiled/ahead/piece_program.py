@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .flat_steps import Code
+from ..flat_steps import Code
 from .packed_weights import PackedInput, PackedWeights
 from .repeated_layers import LayerCutter, distinct
 
