@@ -215,6 +215,22 @@ def test_targets_that_keep_states_are_captured(family: str, recorder: Recorder) 
     assert batch.stats.acceptance_length > 1.5
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "falcon_h1"])
+def test_prompts_of_one_token(family: str, recorder: Recorder) -> None:
+    """Nothing of them is in the caches when they join: first of all, and in places that others have left."""
+    target = target_of(family) if family in CONFIGS else recurrent_target(family)
+    drafter = random_drafter(target, aux_layers=[1, 2, 3])
+    drafter.generation_config.num_assistant_tokens = 3
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    prompts = [[7], *random_prompts(4, seed=3), [9], [11], *random_prompts(2, seed=4), [13]]
+    wanted = {tuple(prompt): plain(target, prompt, 14) for prompt in prompts}
+    batch = batch_of(drafter)
+    batch.rounds = OracleRound(batch.rounds, batch.texts, wanted)
+    assert write_all(batch, [text_of(prompt, 14) for prompt in prompts]) == list(wanted.values())
+    assert recorder.replayed > 20
+    assert batch.stats.fallbacks == []
+
+
 def test_a_drafter_that_sees_a_window_is_eager(recorder: Recorder) -> None:
     drafter = random_drafter(target_of("llama"), aux_layers=[1, 2, 4], sliding_window=8)
     assert batch_of(drafter).graphs is None

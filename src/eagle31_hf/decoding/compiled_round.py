@@ -57,13 +57,16 @@ class CompiledRound(EagerRound):
         self._next: NextDraft | None = None
         self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
         self._by_graphs = True  # whether this round's drafts are
+        self._begins = False  # whether nothing of some row is in the caches yet, which graphs take for granted
         self._rests = False  # whether nothing is drafted because it would be in vain
         self.choosing.stats.fall_back(self.graphs.disabled_reason)
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         made, self._next = self._next, None
         plan, depth = batch.plan, batch.draft_depth
-        self._by_graphs = self.drafting is not None and plan is not None and depth > 0 and plan.tokens is None
+        self._begins = not min(self.caches.target.lengths)
+        is_drafted = plan is not None and depth > 0 and plan.tokens is None
+        self._by_graphs = self.drafting is not None and is_drafted and not self._begins
         self._rests = self.drafting is None or (plan is not None and plan.skips)
         if self.drafting is None or plan is None or not self._by_graphs:
             return super().draft(batch)
@@ -94,7 +97,7 @@ class CompiledRound(EagerRound):
         return ChosenBy(self.choosing.noise_for(batch, ahead), self.choosing.seen_before(batch))
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        if self.verification is None:
+        if self.verification is None or self._begins:
             return super().verify(tree)
         self.choosing.stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
         self.choosing.stats.fall_back(self.verification.why_eager(tree))
@@ -119,7 +122,7 @@ class CompiledRound(EagerRound):
         plan, rule = batch.plan, only_one(self.choosing.choice_rules(batch))
         if self.drafting is None or plan is None or plan.tokens is not None or not RoundGraph.serves(plan.shape):
             return None
-        if rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:
+        if self._begins or rule is None or self.choosing.wants_scores or not rule.processing.warps_drafts:
             return None
         choosing = _in_graphs(rule)
         key = plan.shape, choosing.key
