@@ -9,6 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from eagle31_hf.cache.layers import FullLayer, SlotLayer
+from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.compiled.round_graphs import RoundGraph
+from eagle31_hf.decoding import out_of_memory, pair_caches
+from eagle31_hf.decoding.compiled_round import CompiledRound
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.memory_ladder import Budget
+from eagle31_hf.decoding.pair import Pair
+from eagle31_hf.decoding.prefill import ChunkedPrefill
+from eagle31_hf.errors import Eagle31Error, OutOfMemoryError
+from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target, target_of, use_fixed_shapes_only
 from memory_faults import (
     CHUNKED,
     DROPPED,
@@ -30,19 +43,6 @@ from memory_faults import (
     steps_of,
     truth_of,
 )
-from torch import Tensor
-
-from eagle31_hf.cache.layers import FullLayer, SlotLayer
-from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.compiled.round_graphs import RoundGraph
-from eagle31_hf.decoding import out_of_memory, pair_caches
-from eagle31_hf.decoding.compiled_round import CompiledRound
-from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.decoding.memory_ladder import Budget
-from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.decoding.prefill import ChunkedPrefill
-from eagle31_hf.errors import Eagle31Error, OutOfMemoryError
-from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target, target_of, use_fixed_shapes_only
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -9,6 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import transformers as hf
+from torch import Tensor
+
+from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.decoding.carried_cache import CacheExport, CacheResume, CarriedCache
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.trees.draft_tree import DraftTree
+from helpers import configured, drafter_of, oracle_drafts, seeded, target_of
 from memory_faults import (
     DROPPED,
     FORGOT,
@@ -22,14 +30,6 @@ from memory_faults import (
     speculative,
     truth_of,
 )
-from torch import Tensor
-
-from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.decoding.carried_cache import CacheExport, CacheResume, CarriedCache
-from eagle31_hf.decoding.decoder import SpeculativeDecoder
-from eagle31_hf.drafter.session import DraftSession
-from eagle31_hf.trees.draft_tree import DraftTree
-from helpers import configured, drafter_of, oracle_drafts, seeded, target_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from memory_faults import Fault
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
@@ -16,6 +15,7 @@ from eagle31_hf.cache.states import StateLayer
 from eagle31_hf.drafter.session import DraftSession
 from families import clamped_target, recurrent_target
 from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts
+from memory_faults import Fault
 
 NEW_TOKENS = 14
 

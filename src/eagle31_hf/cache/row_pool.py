@@ -57,8 +57,8 @@ class RowPool(SpeculativeCache):
         if place == self.num_rows:
             raise MemoryPlanError(f"all {self.num_rows} rows are taken; one has to leave before another joins")
         (length,) = source.lengths
+        self._forget(place)  # first: a copy that fails may have written over a part of what is parked there
         self._copy(source, 0, place, length)
-        self._forget(place)
         self._set_live([*self.lengths, length], [*self._ring_end, source._ring_end[0]])
         return place
 
@@ -77,6 +77,13 @@ class RowPool(SpeculativeCache):
         lengths[place], ends[place] = lengths[last], ends[last]
         self._set_live(lengths[:-1], ends[:-1])
         return last
+
+    def empty(self) -> None:
+        """No row is live or parked, and nothing of what was ever written is left."""
+        for place in range(self.num_rows):
+            wipe_row(self, place)
+            self._forget(place)
+        self._set_live([], [])
 
     def _forget(self, place: int) -> None:
         self._parked_lengths.pop(place, None)

@@ -98,8 +98,8 @@ class TextBatch:
 
     def join(self) -> None:
         """The prompt has been read: its text is written from the next round on."""
-        place = self.caches.join(self._reading)
-        self._parked.pop(place, None)
+        self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
+        self.caches.join(self._reading)
         text = self._reader.text
         self.texts.append(text)
         self.drafts.text_joins(by_itself=text.request.is_repeatable and len(self.texts) == 1)
@@ -175,10 +175,8 @@ class TextBatch:
 
     def reset(self) -> None:
         """Forget everything: after a failure nothing of the caches is trusted."""
-        if self.session is not None:
-            self.session.rollback(self.session.cache.lengths)  # nor is what the drafter was to read
-        for text in list(self.texts):
-            self.leave(text, trusted=False)
+        self.caches.empty()
+        self.texts.clear()
         self._parked.clear()
         self._reader.wipe()
 

@@ -19,14 +19,14 @@ class PooledDraftSession(DraftSession):
     cache_kind = RowPool
 
     def join(self, other: DraftSession) -> None:
-        """Take the only row of another session behind the others."""
+        """Take the only row of another session behind the others; where memory runs out, nothing has changed."""
         self.catch_up()
-        self.cache.join(other.cache)
-        self._rotary = None
         own, new = self._root, other.root
-        self._root = new if own is None else DraftState(
+        joined = new if own is None else DraftState(
             torch.cat((own.logits, new.logits)), torch.cat((own.feedback, new.feedback))
         )  # fmt: skip
+        self.cache.join(other.cache)
+        self._root, self._rotary = joined, None
 
     def leave(self, place: int) -> None:
         """Let a row go; the last one takes its place."""
@@ -35,6 +35,12 @@ class PooledDraftSession(DraftSession):
         self.cache.leave(place)
         rows[place] = rows[-1]
         self._take_root(rows[:-1])
+
+    def empty(self) -> None:
+        """Forget all rows."""
+        self.rollback(self.cache.lengths)  # and what was put off
+        self.cache.empty()
+        self._root = None
 
 
 @dataclass
@@ -47,10 +53,14 @@ class PooledCaches(PairCaches):
     session_kind = PooledDraftSession
 
     def join(self, other: PairCaches) -> int:
-        """Take the only row of others behind the live ones. Returns its place."""
+        """Take the only row of others behind the live ones, on both sides or on neither. Returns its place."""
         place = self.target.join(other.target)
-        if self.drafter is not None and other.drafter is not None:
-            self.drafter.join(other.drafter)
+        try:
+            if self.drafter is not None and other.drafter is not None:
+                self.drafter.join(other.drafter)
+        except BaseException:
+            self.target.leave(place)
+            raise
         return place
 
     def leave(self, place: int) -> int:
@@ -59,6 +69,12 @@ class PooledCaches(PairCaches):
         if self.drafter is not None:
             self.drafter.leave(place)
         return parked
+
+    def empty(self) -> None:
+        """Forget all rows, whatever state a failure has left them in."""
+        self.target.empty()
+        if self.drafter is not None:
+            self.drafter.empty()
 
     def can_resume(self, place: int, length: int) -> bool:
         """As `RowPool.can_resume`, on both sides."""
