@@ -164,6 +164,28 @@ def test_the_cache_of_the_last_turn(family: str) -> None:
             assert "do not hold for this prompt" in drafter.stats.fallbacks[0]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
+def test_ten_turns_of_which_some_rewrite_the_answer_before(family: str) -> None:
+    """Of templates that leave out what was thought: at most the last turn is read again, however short its message."""
+    model, drafter = pair(family)
+    if cache_argument(model) != CACHE_ARGUMENT:
+        pytest.skip(f"transformers {transformers.__version__} has another name for such a cache")
+    past, dice = DynamicCache(config=model.config.get_text_config()), torch.Generator().manual_seed(0)
+    said, most = torch.randint(3, VOCABULARY, (1, 11), generator=dice), 11
+    asked, thought = (3, 2, 15, 3, 1, 3, 9, 2, 4, 3), (0, 0, 5, 0, 3, 5, 5, 0, 0, 5)
+    with configured(drafter, **SHAPES["chain"]):
+        for turn in range(10):
+            inputs = {"input_ids": said, "attention_mask": torch.ones_like(said)}
+            plain = greedy(model, inputs, 12)
+            with oracle_drafts(plain, said.shape[1], seed=turn):
+                assert torch.equal(greedy(model, inputs, 12, assistant_model=drafter, **{CACHE_ARGUMENT: past}), plain)
+            assert drafter.stats is not None
+            assert drafter.stats.prefilled_tokens <= most, turn
+            answer, message = plain[:, said.shape[1] :], torch.randint(3, VOCABULARY, (1, asked[turn]), generator=dice)
+            said = torch.cat((said, answer[:, thought[turn] :], message), 1)
+            most = asked[turn] + (BEFORE_THE_ANSWER + answer.shape[1] if thought[turn] else 1)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", SOME)
 def test_sampled_text_is_plains(family: str, shape: str) -> None:

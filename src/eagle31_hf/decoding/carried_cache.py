@@ -200,6 +200,7 @@ class CarriedCache:
         if state is None or state.length != length or not state.vouches_for(self.cache, length):
             unknown = torch.full((len(prompts), length), UNKNOWN_TOKEN)
             return CacheResume(target=self.cache, history=unknown)
+        self._older = state.snapshot
         # The drafter joined its last position with the last token written. The user may go on with another one.
         goes_on = torch.equal(state.token_ids[:, -1], prompts[:, 0].cpu())
         return CacheResume(

@@ -193,16 +193,19 @@ class SpeculativeDecoder:
             texts = self._read_prompts_apart(prefill, texts, written)
             prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, stepped=True)
         self.reading = PrefillState(texts, unread=unread, device=device)
-        prefill.read(self.reading, self.chunk, pause=self._snapshot_column(texts), at_pause=self._take_snapshot)
+        pause = self._snapshot_column(texts)
+        if pause == 0 and any(self.caches.target.lengths):  # all that is new is as short as that
+            self._take_snapshot()
+        prefill.read(self.reading, self.chunk, pause=pause, at_pause=self._take_snapshot)
         return self.reading
 
     def _snapshot_column(self, texts: Sequence[Sequence[int]]) -> int:
-        """Where states are kept for a next turn that rewrites this one's answer; 0: nowhere."""
+        """Where states are kept for a next turn that rewrites this one's answer; -1: nowhere."""
         end, width = self.request.end, len(texts[0])
         is_first = end is not None and end.snapshot is None and len(self.rows) == self.sequences.batch_size
         alike = all(len(text) == width for text in texts) and not any(self.sequences.new)
         wanted = is_first and alike and self.caches.target.has_states and self.binding.reads_on
-        return max(width - BEFORE_THE_ANSWER, 0) if wanted else 0
+        return max(width - BEFORE_THE_ANSWER, 0) if wanted else -1
 
     def _take_snapshot(self) -> None:
         assert self.request.end is not None, "somebody wants the cache"
