@@ -12,9 +12,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from .errors import ConfigurationError
-from .trees.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape, default_tree_size
+from .trees.shape import FIXED_DEPTH, LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape, default_tree_size
 
-MIN_CONFIDENCE, FIXED_DEPTH = 0.02, 6
+MIN_CONFIDENCE = 0.02
 ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "stock", "plain")
 CACHE_TYPES = ("auto", "full", "int8", "fp8")

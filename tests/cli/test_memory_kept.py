@@ -1,6 +1,7 @@
 """A plan that is asked for on the command line is printed, and what is then taken stays within it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from memory_peaks import StorageMeter
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app, generate
-from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
+from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair, make_plan
+from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.memory.apply_plan import apply_plan
 from eagle31_hf.target import loading
 
 REPEATED = "What is the weather going to be like in Portland this weekend? " * 150
@@ -49,3 +52,25 @@ def test_a_plan_counts_weights_as_this_machine_loads_them(quick, monkeypatch):
     held = {p.data_ptr(): p.nbytes for model in (pair.target, pair.drafter) for p in model.parameters()}
     assert pair.target.dtype is quick
     assert 0.98 * sum(held.values()) < weights
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tree_width": 1}, {"tree_width": 3}, {"tree_width": 3, "draft_tokens": 2}, {"tree_width": 4, "tree_size": 9},
+    ],
+)  # fmt: skip
+def test_a_plan_knows_the_tree_that_is_asked_for(asked):
+    """By its width alone, too: what is then drafted is what would be without a plan."""
+    drafting, shapes = Drafting(**asked), []
+    plan = make_plan(PairSource(memory="auto", card=["RTX A6000"]), drafting, batch=1)
+    for planned in (None, plan):
+        settings = Eagle31GenerationConfig()
+        if planned is not None:
+            apply_plan(planned, settings)
+        drafting.apply_to(SimpleNamespace(generation_config=settings))
+        length = settings.draft_length(device_type="cuda", batch_size=1, sampled=True, compiled=True)
+        shapes.append(settings.draft_shape(length))
+    alone, drafted = shapes
+    assert drafted == alone
+    assert drafted == plan.settings.shape if drafted.is_tree else drafted.nodes <= plan.settings.shape.nodes

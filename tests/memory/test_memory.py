@@ -122,12 +122,17 @@ def test_trees_need_more_than_chains() -> None:
         ({"cache_type": "int8"}, DraftShape(7)),
         ({"draft_tokens": 5}, DraftShape(5)),
         ({"draft_tokens": 5, "tree_size": 20}, DraftShape(5, top_k=2, size=20)),
+        ({"tree_width": 3}, DraftShape(6, top_k=3, size=36)),
+        ({"tree_width": 3, "draft_tokens": 4}, DraftShape(4, top_k=3, size=24)),
+        ({"tree_width": 3, "draft_tokens": 4, "tree_size": 9}, DraftShape(4, top_k=3, size=9)),
+        ({"tree_width": 1}, DraftShape(7)),
+        ({"tree_width": 1, "draft_tokens": 4}, DraftShape(4)),
     ],
 )
 def test_what_nobody_asked_for_is_planned_as_it_is_drafted(asked: dict, shape: DraftShape) -> None:
     plan = plan_memory(LLAMA_8B, **{"quantization": "bf16", "card": "RTX A6000", **asked})
     assert plan.settings.shape == shape
-    assert plan.settings.draft_is_usual == ("draft_tokens" not in asked)
+    assert plan.settings.draft_is_usual == ("draft_tokens" not in asked and asked.get("tree_width", 1) == 1)
     assert MemoryPlan.from_dict(json.loads(plan.to_json())) == plan
     (told,) = [text for name, text in decision_rows(plan) if name == "draft"]
     assert ("trees of 8 nodes for sampled texts" in told) == (not asked)
@@ -308,6 +313,7 @@ def test_a_plan_is_kept_to_its_card() -> None:
         ({"batch": 2.5}, "batch=2.5"),
         ({"draft_tokens": -1}, "draft_tokens=-1"),
         ({"draft_tokens": 8, "tree_size": 4}, "more nodes than levels"),
+        ({"tree_width": 1, "tree_size": 4}, "tree_width=1, which is a chain"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"cache_type": "int2"}, "full, int8, fp8"),
         ({"drafter_precision": "int3"}, "full, int8, nf4"),

@@ -36,6 +36,7 @@ def plan(
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     draft_tokens: Annotated[int | None, typer.Option(help="Draft depth, 0 for none; default: what fits.")] = None,
+    tree_width: Annotated[int | None, typer.Option(help="Children per draft token; 1 drafts a chain.")] = None,
     tree_size: Annotated[int | None, typer.Option(help="Tokens verified per round with a tree.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward; default: what fits.")] = None,
     margin: Annotated[int | None, typer.Option(help="Bytes of the card to leave free; default: 3 %.")] = None,
@@ -46,9 +47,9 @@ def plan(
     traceback: TracebackOption = False,
 ) -> None:
     """Plan a run's memory from configurations alone. Exit code 1 if it does not fit."""
-    if drafter == "none" and (draft_tokens or tree_size):
+    if drafter == "none" and (draft_tokens or tree_width or tree_size):
         raise ConfigurationError(
-            "got --drafter none with --draft-tokens or --tree-size; a plan without a drafter has none"
+            "got --drafter none with --draft-tokens, --tree-width or --tree-size; a plan without a drafter has none"
         )
     with waiting_for("planning"):  # of a model known by name, transformers makes the configuration
         made = plan_memory(
@@ -59,6 +60,7 @@ def plan(
             context=context,
             batch=batch,
             draft_tokens=0 if drafter == "none" else draft_tokens,
+            tree_width=tree_width,
             tree_size=tree_size,
             prefill_chunk=prefill_chunk,
             margin=margin,

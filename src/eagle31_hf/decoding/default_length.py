@@ -9,6 +9,7 @@ from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.step_share import longest_worthwhile, step_share
 from ..generation_config import COMPILED, COMPILED_SAMPLED, LONGEST_CHAIN, LONGEST_STEERED, DraftLength
+from ..trees.shape import trees_pay
 from .adaptive.acceptance_rates import Prior
 
 FEWEST_LEVELS = 3
@@ -34,14 +35,13 @@ def default_length(
 
 
 def _drafted_by_graphs(drafter: Eagle31Drafter, *, sampled: bool) -> DraftLength:
-    """What pays where nobody asked. A layer that keeps states verifies chains in fewer launches, and on a card packed
-    weights make a product dearer with its rows."""
-    binding, usual = drafter.binding, COMPILED_SAMPLED if sampled else COMPILED
+    """What pays where nobody asked; on a card by the weights that a step reads."""
+    binding, usual, is_packed = drafter.binding, COMPILED_SAMPLED if sampled else COMPILED, False
     if drafter.device.type in CAPTURES:
         depth = longest_worthwhile(step_share(drafter), Prior().rate, longest=_longest_with_room(drafter))
+        usual = DraftLength(depth) if depth < FEWEST_LEVELS else replace(usual, depth=depth)
         is_packed = getattr(binding.model, "hf_quantizer", None) is not None
-        usual = DraftLength(depth) if is_packed or depth < FEWEST_LEVELS else replace(usual, depth=depth)
-    return DraftLength(usual.depth) if binding.has_states else usual
+    return usual if trees_pay(is_packed=is_packed, has_states=binding.has_states) else DraftLength(usual.depth)
 
 
 def _longest_with_room(drafter: Eagle31Drafter) -> int:

@@ -84,6 +84,8 @@ def apply_plan(plan: MemoryPlan, config: Eagle31GenerationConfig) -> None:
         config.num_assistant_tokens = settings.draft_tokens
         config.draft_top_k = settings.shape.top_k
         config.draft_tree_size = settings.tree_size
+    elif settings.draft_top_k == 1:  # chains were asked for, of any length
+        config.draft_top_k = 1
     config.prefill_chunk_size = settings.prefill_chunk
     config.cache_type = settings.cache_type
     if settings.cache_type != "full":

@@ -15,7 +15,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ..errors import MemoryPlanError
-from ..trees.shape import LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE
+from ..trees.shape import (
+    FIXED_DEPTH,
+    LONGEST_CHAIN,
+    LONGEST_OF_GRAPHS,
+    USUAL_TREE,
+    default_tree_size,
+    trees_pay,
+)
 from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, read_drafter
 from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings, captures_steps
@@ -32,7 +39,7 @@ PREFILL_CHUNKS = (2048, 1024, 512, 256)
 SHORT_DRAFT_TOKENS = 3
 DEFAULT_CONTEXT = 8192
 _LARGEST_CONTEXT = 2**22
-_LIMITS = {"context": _LARGEST_CONTEXT, "batch": 4096, "draft_tokens": 4096, "tree_size": 4096, "prefill_chunk": 2**22}
+_LIMITS = {"context": _LARGEST_CONTEXT, "prefill_chunk": 2**22}  # of all else 4096
 # Tried, in this order, when the asked-for quantisation does not fit.
 _SMALLER_SCHEMES = ("bnb-int8", "bnb-nf4", "bnb-nf4-dq")
 
@@ -60,6 +67,7 @@ def plan_memory(
     context: int | None = None,
     batch: int = 1,
     draft_tokens: int | None = None,
+    tree_width: int | None = None,
     tree_size: int | None = None,
     prefill_chunk: int | None = None,
     cache_type: str | None = None,
@@ -81,7 +89,9 @@ def plan_memory(
         batch: rows.
         draft_tokens: depth of a draft, 0 for none; `None`: what is drafted where nobody asks (chains of up to 7 tokens,
             12 on a CPU, and trees of 8 nodes where steps are captured), or a chain of 3 if that fits.
-        tree_size: nodes verified per round, root included; `None`: a chain, if `draft_tokens` was asked for.
+        tree_width: children per node of a tree; 1 is a chain, and `None` as many as its size allows.
+        tree_size: nodes verified per round, root included; `None`: by depth and width, or a chain, if `draft_tokens`
+            alone was asked for.
         prefill_chunk: prompt tokens per forward; `None`: the largest of 2048 to 256 that fits.
         cache_type: of the target's cache, `"full"`, `"int8"` or `"fp8"`; `None`: full, or int8 where that does not fit.
         drafter_precision: `"full"`, `"int8"` or `"nf4"`; `None`: the first that fits of those that load.
@@ -94,9 +104,10 @@ def plan_memory(
     Raises:
         MemoryPlanError: unknown card or quantisation, a size out of range, a config that lacks a field.
     """
-    sizes = {"context": context, "batch": batch, "draft_tokens": draft_tokens, "tree_size": tree_size,
-             "prefill_chunk": prefill_chunk}  # fmt: skip
+    sizes = {"context": context, "batch": batch, "draft_tokens": draft_tokens, "tree_width": tree_width,
+             "tree_size": tree_size, "prefill_chunk": prefill_chunk}  # fmt: skip
     asked = {**sizes, "cache_type": cache_type, "drafter_precision": drafter_precision}
+    asked["draft_top_k"] = asked.pop("tree_width")
     _check_sizes(sizes)
     _check_name("cache_type", cache_type, CACHE_TYPES)
     _check_name("drafter_precision", drafter_precision, DRAFTER_PRECISIONS)
@@ -128,14 +139,19 @@ def _check_sizes(sizes: dict[str, int | None]) -> None:
     for name, value in sizes.items():
         if value is None:
             continue
-        least = {"draft_tokens": 0, "tree_size": 2}.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LIMITS[name]:
-            raise MemoryPlanError(f"got {name}={value!r}; wanted a whole number from {least} to {_LIMITS[name]:,}")
+        least, most = {"draft_tokens": 0, "tree_size": 2}.get(name, 1), _LIMITS.get(name, 4096)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise MemoryPlanError(f"got {name}={value!r}; wanted a whole number from {least} to {most:,}")
     depth, nodes = sizes["draft_tokens"], sizes["tree_size"]
     if depth is not None and nodes is not None and nodes <= depth:
         raise MemoryPlanError(
             f"got tree_size={nodes} with draft_tokens={depth}; wanted more nodes than levels (the root counts): raise "
             "tree_size, or leave it out for a chain"
+        )
+    if nodes is not None and sizes["tree_width"] == 1:
+        raise MemoryPlanError(
+            f"got tree_size={nodes} with tree_width=1, which is a chain; leave tree_width out for a tree of that size, "
+            "or tree_size for a chain"
         )
 
 
@@ -240,21 +256,27 @@ class _Draft(NamedTuple):
 
 def _drafts(request: _Request) -> list[_Draft]:
     """Drafts to try, the longest first."""
-    depth, nodes = request.asked.get("draft_tokens"), request.asked.get("tree_size")
-    if depth is None and nodes is None:
+    depth, width, nodes = (request.asked.get(name) for name in ("draft_tokens", "draft_top_k", "tree_size"))
+    is_tree = nodes is not None or (width or 1) > 1
+    if depth is None and not is_tree:
         usual = LONGEST_CHAIN if request.card.kind == "cpu" else LONGEST_OF_GRAPHS
         return [_Draft(usual, draft_is_usual=True), _Draft(SHORT_DRAFT_TOKENS)]
-    depths = (LONGEST_OF_GRAPHS, SHORT_DRAFT_TOKENS) if depth is None else (depth,)
-    trees = [_Draft(each, nodes) for each in depths if nodes is not None and nodes > each]
-    return trees or [_Draft(each) for each in depths]
+    if depth is not None:
+        depths: tuple[int, ...] = (depth,)
+    else:
+        depths = (LONGEST_OF_GRAPHS if width is None else FIXED_DEPTH, SHORT_DRAFT_TOKENS)
+    if not is_tree:
+        return [_Draft(each) for each in depths]
+    sizes = {each: nodes or default_tree_size(each, width or 1) for each in depths}
+    return [_Draft(each, size) for each, size in sizes.items() if size > each] or [_Draft(each) for each in depths]
 
 
 def _with_usual_tree(request: _Request, settings: MemorySettings) -> MemorySettings:
-    """A usual draft is a tree where steps are captured for one row, of weights whose products cost no more for more
-    rows and layers that keep no states (`decoding.default_length`)."""
+    """A usual draft is a tree where steps are captured for one row and nobody asks for chains, if trees pay there."""
     target = request.target
-    suits = target.quantization.method == "none" and target.shape.states is None and settings.batch == 1
-    if not (settings.draft_is_usual and suits and captures_steps(target, request.card, settings)):
+    pays = trees_pay(is_packed=target.quantization.method != "none", has_states=target.shape.states is not None)
+    may_be_tree = settings.draft_is_usual and settings.draft_top_k is None and settings.batch == 1
+    if not (pays and may_be_tree and captures_steps(target, request.card, settings)):
         return settings
     return replace(settings, tree_size=USUAL_TREE.size, draft_top_k=USUAL_TREE.top_k)
 

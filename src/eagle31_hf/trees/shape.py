@@ -100,6 +100,14 @@ USUAL_TREE = DraftShape(5, top_k=2, size=8)
 LONGEST_CHAIN, LONGEST_OF_GRAPHS = 12, 7
 """The longest chains where nobody asks: ended by doubt, where asking costs nothing, and by graphs, whose chain has the
 nodes of the tree."""
+FIXED_DEPTH = 6
+"""Of other drafts where nobody says how deep, trees of a width that was asked for among them."""
+
+
+def trees_pay(*, is_packed: bool, has_states: bool) -> bool:
+    """Whether graphs draft trees for a sampled text where nobody asks: packed weights make a product dearer with its
+    rows, and layers that keep states verify chains in fewer launches."""
+    return not is_packed and not has_states
 
 
 def default_tree_size(depth: int, top_k: int) -> int:
