@@ -40,8 +40,9 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 docs: $(VENV)/.installed-dev  ## the pages as a site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.toml says which)
+figures: $(VENV)/.installed-dev  ## put the records' figures into README and docs (docs/figures.toml says which), and draw the pictures
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/pictures.py
 
 # A machine that is lent for an hour has no environment and often no network: its own python3 will do.
 gpu:  ## what works on a CUDA card and what it takes, e.g. ARGS="--only pair,serve" OUT=folder

@@ -1,0 +1,251 @@
+"""Pictures on the pages that are drawn from plans and records: `make figures` draws them, a test draws them anew.
+
+They are SVG on a white card, since pages may be dark, and as wide as a page, so that letters are as large as its own.
+Numbers and names are written beside what they belong to: hardly anybody has to tell colours apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory.cards import GIB
+
+ROOT = Path(__file__).parents[1]
+RECORDS, IMAGES = ROOT / "docs" / "records", ROOT / "docs" / "images"
+
+WIDTH, MARGIN, LETTER = 760, 16, 7.2
+"""Of a page, at its borders, and of a letter in most fonts."""
+INK, RULE, PAPER = "#111111", "#555555", "#ffffff"
+BLUE, ORANGE, GREEN, PURPLE, RED, GREY, PALE = (
+    "#8fb8ea", "#f5b95c", "#8fd08a", "#c5a7e8", "#ee9c9c", "#b9b9b9", "#e6e6e6",
+)  # fmt: skip
+STRONG = ("#1f5fae", "#b35900", "#2c7a2c")
+"""Of lines and their letters, on white."""
+
+
+@dataclass
+class Drawing:
+    """An SVG that grows by what is drawn; sizes are in pixels of a page.
+
+    Attributes:
+        title: what is seen, for those who do not see it.
+        height: of the whole.
+    """
+
+    title: str
+    height: float
+    parts: list[str] = field(default_factory=list)
+
+    def text(
+        self, x: float, y: float, words: str, *, anchor: str = "start", bold: bool = False, ink: str = INK
+    ) -> None:
+        """`words` on the line `y`."""
+        weight = ' font-weight="bold"' if bold else ""
+        at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}"{weight}'
+        self.parts.append(f"<text {at}>{escape(words, quote=False)}</text>")
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        at = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+        self.parts.append(f'<rect {at} fill="{colour}" stroke="{RULE}" stroke-width="0.8"/>')
+
+    def line(self, points: Sequence[tuple[float, float]], ink: str = RULE, *, dashed: bool = False) -> None:
+        """Through all points `(x, y)`."""
+        dashes = ' stroke-dasharray="5 4"' if dashed else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        width = 1 if ink == RULE else 2
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="{width}"{dashes}/>')
+
+    def dot(self, x: float, y: float, ink: str) -> None:
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{ink}"/>')
+
+    def legend(self, y: float, entries: Iterable[tuple[str, str]]) -> None:
+        """A box of each colour with its name, side by side."""
+        x = float(MARGIN)
+        for name, colour in entries:
+            self.box(x, y, 14, 14, colour)
+            self.text(x + 20, y + 12, name)
+            x += 38 + LETTER * len(name)
+
+    def svg(self) -> str:
+        size = f'viewBox="0 0 {WIDTH} {self.height:.0f}"'
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif" font-size="14">',
+            f"<title>{escape(self.title, quote=False)}</title>",
+            f'<rect width="{WIDTH}" height="{self.height:.0f}" rx="8" fill="{PAPER}"/>',
+            *self.parts,
+            "</svg>",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def record(name: str) -> Any:
+    return json.loads((RECORDS / name).read_text(encoding="utf-8"))
+
+
+# --- what fills a card ------------------------------------------------------------------------------------------------
+
+PLANNED = (
+    ("RTX 4090", "Llama 3.1 8B", "bf16", 32768),
+    ("RTX 4090", "Qwen3.6 27B", "bnb-nf4-dq", 16384),
+    ("RTX A6000", "Llama 3.1 70B", "bnb-nf4-dq", 8192),
+    ("Apple M1 Max 32GB", "Llama 3.1 8B", "bf16", 8192),
+)
+"""Card, target, quantisation, context."""
+SCHEME_NAMES = {"bf16": "bf16", "bnb-nf4-dq": "nf4"}
+SHARES = {
+    "weights": (BLUE, ("target weights", "target experts")),
+    "drafter": (ORANGE, ("drafter weights", "draft head", "drafter cache")),
+    "cache": (GREEN, ("target cache", "target states")),
+    "graphs": (PURPLE, ("recordings",)),
+    "activations": (RED, ()),
+    "runtime": (GREY, ("context",)),
+    "others": (PALE, ()),
+    "free": (PAPER, ()),
+}
+"""Each with its colour and how its terms of a ledger begin; activations are all other terms."""
+
+
+def shares_of(plan: MemoryPlan) -> dict[str, int]:
+    """Bytes of a whole card by `SHARES`, at the moment when most is alive."""
+    shares = dict.fromkeys(SHARES, 0)
+    for term in plan.ledger:
+        if plan.peak_moment in term.moments:
+            begins = (name for name, (_, starts) in SHARES.items() if term.name.startswith(starts))
+            shares[next(begins, "activations")] += term.num_bytes
+    shares["others"] = plan.card.total_bytes - plan.budget_bytes
+    shares["free"] = plan.budget_bytes - plan.peak_bytes
+    return shares
+
+
+def cards() -> str:
+    """One bar for each of `PLANNED`, as long as the card has memory."""
+    drawing = Drawing("What fills four cards: weights, drafter, cache, graphs, activations, and what is free", 404)
+    for place, (card, target, scheme, context) in enumerate(PLANNED):
+        plan = plan_memory(target, quantization=scheme, card=card, context=context).require_fit()
+        assert (plan.settings.speculates, plan.settings.cache_type) == (True, "full"), (
+            "with a drafter, nothing given up"
+        )
+        top, shares = 14 + 88 * place, shares_of(plan)
+        total = f"{plan.card.total_bytes / GIB:.0f} GiB"
+        drawing.text(
+            MARGIN, top + 14, f"{card}, {total}: {target} in {SCHEME_NAMES[scheme]}, {context:,} tokens", bold=True
+        )
+        x = float(MARGIN)
+        for name, num_bytes in shares.items():
+            width = num_bytes / plan.card.total_bytes * (WIDTH - 2 * MARGIN)
+            drawing.box(x, top + 24, width, 26, SHARES[name][0])
+            x += width
+        told = [f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in shares.items() if num_bytes]
+        drawing.text(MARGIN, top + 68, ", ".join(told))
+    drawing.legend(374, ((name, colour) for name, (colour, _) in SHARES.items()))
+    return drawing.svg()
+
+
+# --- what drafts bring, by kind of text -------------------------------------------------------------------------------
+
+KINDS = {
+    "domain": "dialogues, as trained",
+    "other": "questions (MT-bench)",
+    "code": "code (HumanEval)",
+    "copy": "problems to be repeated",
+}
+WAYS = (
+    ("greedy", 0.0, "default", BLUE),
+    ("temperature 1", 1.0, "default", GREEN),
+    ("greedy, drafter untrained", 0.0, "random drafter", ORANGE),
+    ("temperature 1, drafter untrained", 1.0, "random drafter", GREY),
+)
+"""Name, temperature, way of the record and colour of each bar of a kind."""
+
+
+def kinds() -> str:
+    """Bars from the left, one for each way and kind, with the interval over texts and a line where drafts change
+    nothing."""
+    rows: Mapping[tuple[str, float], Any] = {
+        (each["kind"], each["temperature"]): {way["way"]: way["over_plain"] for way in each["ways"]}
+        for each in record("adaptive-graphs-smollm2.json")["kinds"]
+    }
+    drawing, left, scale = Drawing("Speed with drafts over speed without, by kind of text", 458), 226.0, 160.0
+    drawing.line([(left + scale, 12), (left + scale, 400)], dashed=True)
+    for block, (kind, name) in enumerate(KINDS.items()):
+        top = 16 + 97 * block
+        drawing.text(left - 10, top + 46, name, anchor="end", bold=True)
+        for row, (_, temperature, way, colour) in enumerate(WAYS):
+            found, y = rows[kind, temperature][way], top + 21 * row
+            drawing.box(left, y, found["ratio"] * scale, 17, colour)
+            drawing.line([(left + found["low"] * scale, y + 8.5), (left + found["high"] * scale, y + 8.5)])
+            drawing.text(left + found["high"] * scale + 8, y + 13.5, f"{found['ratio']:.2f}×")
+    drawing.text(left + scale, 416, "as fast as without", anchor="middle")
+    drawing.legend(430, ((name, colour) for name, *_, colour in WAYS))
+    return drawing.svg()
+
+
+# --- how far drafts are accepted --------------------------------------------------------------------------------------
+
+SETS = {"GSM8K": "smollm2-gsm8k.json", "HumanEval": "smollm2-HumanEval.json", "MT-bench": "smollm2-mt-bench.json"}
+DRAFTER = "third"
+TALL, STEP, LEFT = 290.0, 48.0, 62.0
+"""Pixels of an acceptance of 100 %, from one position to the next, and left of a panel's first position."""
+
+
+def positions() -> str:
+    """A line of each set of prompts over draft positions, its first and last share written beside it."""
+    drawing, floor = Drawing("Share of drafts that are right up to each position, of three sets of prompts", 304), 248.0
+    for panel, (name, temperature) in enumerate((("greedy", 0.0), ("temperature 1", 1.0))):
+        left = LEFT + panel * WIDTH / 2
+        drawing.text(left - 46, 26, name, bold=True)
+        drawing.line([(left - 46, floor), (left + 4.2 * STEP, floor)])
+        for place in range(5):
+            drawing.text(left + place * STEP, floor + 20, str(place + 1), anchor="middle")
+        drawing.text(left - 46, floor + 42, "position in the draft")
+        found = [accepted_at(file, temperature) for file in SETS.values()]
+        ends = apart([floor - shares[-1] * TALL + 5 for shares in found], least=16)
+        for prompts, shares, end, ink in zip(SETS, found, ends, STRONG, strict=True):
+            points = [(left + place * STEP, floor - share * TALL) for place, share in enumerate(shares)]
+            drawing.line(points, ink)
+            for x, y in points:
+                drawing.dot(x, y, ink)
+            drawing.text(left - 10, points[0][1] + 5, percent(shares[0]), anchor="end", ink=ink)
+            drawing.text(points[-1][0] + 10, end, f"{prompts} {percent(shares[-1])}", ink=ink)
+    return drawing.svg()
+
+
+def apart(lines: Sequence[float], *, least: float) -> list[float]:
+    """The same lines from the top down, moved up where they would lie on one another."""
+    moved: list[float] = []
+    for line in reversed(lines):
+        moved.append(min(line, moved[-1] - least) if moved else line)
+    return moved[::-1]
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def accepted_at(file: str, temperature: float) -> list[float]:
+    """Of the third drafter, by position."""
+    (found,) = [
+        each
+        for each in record(file)["drafters"]
+        if Path(each["name"]).name == DRAFTER and each["temperature"] == temperature
+    ]
+    return list(found["accepted_at"])
+
+
+PICTURES = {"memory-cards.svg": cards, "speedup-by-kind.svg": kinds, "acceptance-by-position.svg": positions}
+
+
+def main() -> None:
+    """Draw all pictures."""
+    for name, draw in PICTURES.items():
+        (IMAGES / name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
