@@ -19,7 +19,8 @@ import torch
 from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, write
 from torch import Tensor
 
-from eagle31_hf.compiled import captured, packages
+from eagle31_hf.compiled import captured
+from eagle31_hf.compiled.ahead import packages
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding.accept import Acceptor, GoingDown
 from eagle31_hf.decoding.calibration import store, unasked

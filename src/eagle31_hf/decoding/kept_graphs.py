@@ -205,6 +205,13 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
     return graphs.made_by(CapturesSteps(capture))
 
 
+def why_given_up(drafter: Assistant) -> str:
+    """What kept the graphs of an earlier text of this pair from being made or used; empty if nothing did."""
+    graphs = Pair.of(drafter).graphs
+    is_eager = drafter.generation_config.acceleration == "eager"
+    return "" if graphs is None or is_eager else graphs.disabled_reason
+
+
 def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> str:
     """Why graphs do not serve a generation; empty where rounds always draft one shape, by scores that nobody else asks
     for. Arguments are `graph_maker`'s."""

@@ -11,7 +11,7 @@ from ..cache.stock import held_length
 from ..decoding.calibration.unasked import calibrate_if_due
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
-from ..decoding.kept_graphs import GraphMaker, graph_maker
+from ..decoding.kept_graphs import GraphMaker, graph_maker, why_given_up
 from ..decoding.out_of_memory import RecoveringDecoder, keep_for_next_turn
 from ..decoding.pair import Pair
 from ..decoding.policy_choice import RequestedDraft, choose_policy
@@ -50,6 +50,8 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     request = _request(call, requested, padding, carried, stats)
     if maker is not None:
         request.graph_maker = maker
+    else:
+        stats.fall_back(why_given_up(call.drafter))
     with torch.no_grad(), call.drafter.binding.masked_attention():
         ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)).run()
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
