@@ -22,11 +22,10 @@ class RepeatingText:
     Args:
         text: prompt and new tokens so far. They are asked for once: a prompt may lie on a device.
         num_new: how many of them are new.
-        sampled: whether it is drawn.
     """
 
-    def __init__(self, text: Sequence[int], num_new: int, *, sampled: bool):
-        self.index, self.rates = TextIndex(text), LookupRates(sampled=sampled)
+    def __init__(self, text: Sequence[int], num_new: int):
+        self.index, self.rates = TextIndex(text), LookupRates()
         self.prompt_length = len(text) - num_new
         self.offered, self._num_new = NOTHING, num_new  # before the last round, and how many were new then
 
@@ -56,11 +55,10 @@ class LookupPolicy(DraftPolicy):
     Args:
         costs: what forwards take, in whatever unit.
         longest: draft.
-        sampled: whether texts are drawn.
     """
 
-    def __init__(self, costs: RoundCosts, longest: int, *, sampled: bool):
-        self._costs, self.longest, self._sampled = costs, longest, sampled
+    def __init__(self, costs: RoundCosts, longest: int):
+        self._costs, self.longest = costs, longest
         self._texts: dict[Hashable, RepeatingText] = {}
         self._asked: ReadTexts | None = None
         self._tables: dict[int, RoundTable] = {}  # by number of rows
@@ -80,7 +78,7 @@ class LookupPolicy(DraftPolicy):
 
     def _known(self, texts: ReadTexts, row: int) -> RepeatingText:
         known = self._texts.get(texts.identity(row))
-        return known or RepeatingText(texts.text(row), len(texts.new[row]), sampled=self._sampled)
+        return known or RepeatingText(texts.text(row), len(texts.new[row]))
 
     def record(self, stats: RoundStats) -> None:
         """Compare what was offered with what was written."""

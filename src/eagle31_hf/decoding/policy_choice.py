@@ -82,7 +82,7 @@ def choose_policy(drafter: Assistant, requested: RequestedDraft, stats: Speculat
         return DraftBackoff()
     costs = NOMINAL_COSTS if calibration is None else calibration.costs(requested.context)
     if not has_network:
-        return LookupPolicy(costs, requested.shape.depth, sampled=requested.sampled)
+        return LookupPolicy(costs, requested.shape.depth)
     table = costs.rounds(
         requested.shape.depth, rows=requested.rows, nodes=requested.shape.nodes if requested.shape.is_tree else None
     )
@@ -93,7 +93,6 @@ def choose_policy(drafter: Assistant, requested: RequestedDraft, stats: Speculat
         table,
         _schedule(drafter, schedule, table, requested),
         prior=history.prior,
-        sampled=requested.sampled,
         longest_trial=None if has_one_size else max(LONGEST_TRIAL, shortest),
         asks_confidence=schedule == "calibrated" and requested.shape.min_confidence > 0,
         on_event=tell,

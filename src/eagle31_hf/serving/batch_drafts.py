@@ -51,7 +51,7 @@ class BatchLookups:
 
     def __init__(self, drafter: Assistant, texts: ReadTexts):
         self.longest, self._texts = longest_draft(drafter), texts
-        self._policy = LookupPolicy(NOMINAL_COSTS, self.longest, sampled=True)  # the more careful of both
+        self._policy = LookupPolicy(NOMINAL_COSTS, self.longest)
 
     def next_draft(self, rows: int, *, context: int, remaining: int) -> DraftPlan:
         """As `BatchDrafts.next_draft`."""

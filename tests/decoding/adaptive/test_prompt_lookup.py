@@ -130,12 +130,8 @@ def test_a_perfect_drafter_is_not_left_for_a_short_match() -> None:
     assert route.decide(Lookup(2, (5, 6, 7))).source is Source.DRAFTER
 
 
-def test_reach_falls_with_depth() -> None:
+def test_reach_falls_with_depth_and_longer_matches_are_likelier_right() -> None:
     reach = LookupRates().reach(2, 10)
     assert reach == sorted(reach, reverse=True)
-    assert reach[0] == pytest.approx(0.35)
-
-
-def test_a_drawn_text_is_expected_to_repeat_itself_less() -> None:
-    drawn, greedy = LookupRates(sampled=True), LookupRates()
-    assert all(here < there for here, there in zip(drawn.reach(2, 8), greedy.reach(2, 8), strict=True))
+    first = [LookupRates().reach(match, 1)[0] for match in (2, 4, LONGEST_MATCH, LONGEST_MATCH + 1)]
+    assert first == pytest.approx([1 / 2, 2 / 3, 4 / 5, 4 / 5])

@@ -82,7 +82,6 @@ class DraftController:
         table: what rounds take on this machine, for the models at work.
         schedule: of draft lengths, none beyond the table.
         prior: what earlier generations say of the drafter.
-        sampled: whether the text is drawn.
         asks_confidence: whether reading the drafter's confidence costs nothing: a draft may then be as long as any, and
             ends where the drafter is less sure of it than pays.
         longest_trial: what a drafter in doubt gets to draft at most; `None`: what the schedule says (drafts of other
@@ -96,7 +95,6 @@ class DraftController:
         schedule: LengthSchedule,
         *,
         prior: Prior | None = None,
-        sampled: bool = False,
         asks_confidence: bool = False,
         longest_trial: int | None = LONGEST_TRIAL,
         on_event: Callable[[str, str], None] | None = None,
@@ -106,7 +104,7 @@ class DraftController:
         self.longest = len(table.speculative_s) - 1
         self._longest_trial = min(longest_trial or self.longest, self.longest)
         self.rates = AcceptanceRates(self.longest, prior)
-        self.lookup_rates = LookupRates(sampled=sampled)
+        self.lookup_rates = LookupRates()
         self._on_event = on_event or (lambda _what, _why: None)
         self._source = Source.NOTHING  # of the last round's drafts
         expected = self._expected()

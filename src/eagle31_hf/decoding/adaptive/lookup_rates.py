@@ -7,31 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import exp
 from operator import mul
 
-MATCH_CLASSES = (2, 3, 4, 6, 8)
-"""Shortest match of each class: matches of one class are taken to be equally telling."""
-
-PRIOR_RATES = (0.35, 0.5, 0.65, 0.75, 0.85)
-PRIOR_RATES_DRAWN = (0.3, 0.35, 0.55, 0.65, 0.75)
-"""Of texts drawn at temperature 1, which repeat themselves less: two pairs' rates on four kinds of text."""
-
-PRIOR_WEIGHT = 4.0
-KEEP = exp(-1.0 / 64.0)
+from .acceptance_rates import KEEP
+from .prompt_lookup import LONGEST_MATCH, SHORTEST_MATCH
 
 
 class LookupRates:
     """Chance of each looked-up token to be right, by the length of the match it was found by.
 
-    Args:
-        sampled: whether the text is drawn.
+    Before anything is known the shortest match is taken to be right every other time, and a longer one the more often:
+    as if it had been right once for each of its tokens, and wrong as often as the shortest one.
     """
 
-    def __init__(self, *, sampled: bool = False) -> None:
-        self._prior = PRIOR_RATES_DRAWN if sampled else PRIOR_RATES
-        self._right = [0.0] * len(MATCH_CLASSES)
-        self._tried = [0.0] * len(MATCH_CLASSES)
+    def __init__(self) -> None:
+        self._right = [0.0] * (LONGEST_MATCH + 1)
+        self._tried = [0.0] * (LONGEST_MATCH + 1)
 
     def reach(self, match: int, length: int) -> list[float]:
         """Chance of each of `length` tokens to be accepted: every right one makes the match longer."""
@@ -40,17 +31,12 @@ class LookupRates:
     def record(self, match: int, looked_up: Sequence[int], written: Sequence[int]) -> None:
         """Compare a lookup with what was written instead of it, or with its help."""
         for index, (guess, token) in enumerate(zip(looked_up, written, strict=False)):
-            which = match_class(match + index)
-            self._right[which] = self._right[which] * KEEP + (guess == token)
-            self._tried[which] = self._tried[which] * KEEP + 1.0
+            known = min(match + index, LONGEST_MATCH)
+            self._right[known] = self._right[known] * KEEP + (guess == token)
+            self._tried[known] = self._tried[known] * KEEP + 1.0
             if guess != token:
                 return
 
     def _rate(self, match: int) -> float:
-        which = match_class(match)
-        return (self._right[which] + self._prior[which] * PRIOR_WEIGHT) / (self._tried[which] + PRIOR_WEIGHT)
-
-
-def match_class(match: int) -> int:
-    """Index of the class a match of at least the shortest length belongs to."""
-    return max(index for index, shortest in enumerate(MATCH_CLASSES) if match >= shortest or index == 0)
+        known = min(match, LONGEST_MATCH)
+        return (self._right[known] + known) / (self._tried[known] + known + SHORTEST_MATCH)
