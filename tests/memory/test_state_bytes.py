@@ -174,8 +174,8 @@ def test_rounds_are_planned_as_they_are_captured(family: str, are: bool) -> None
     assert ("target states" in kept) == ("recordings" in kept) == are
     if are:
         assert kept["target states"] == states.num_bytes
-        given = states.tape_bytes(6, is_tree=False) + 6 * states.stepped + states.num_bytes
-        assert kept["recordings"] - kept_without["recordings"] == 2 * given, "once for the length, once to move them on"
+        given = 2 * states.given_bytes(6, is_tree=False)  # once for the length, once to move them on
+        assert kept["recordings"] - kept_without["recordings"] == given + states.taped, "which mixers are handed"
 
 
 def test_a_model_that_does_not_run_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

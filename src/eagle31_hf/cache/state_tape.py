@@ -225,6 +225,11 @@ class Kernels(NamedTuple):
             return heads * element_bytes
         return heads * ((state[1] if self.decays_by_channel else 1) * 4 + element_bytes)  # decays, in fp32, and betas
 
+    @property
+    def step_copies(self) -> int:
+        """States in fp32 that the model's own code for one token takes beside the one that it moves on."""
+        return 4 if self.recurrence is SelectiveScan else 3
+
     def copies(self, element_bytes: int) -> float:
         """States that rebuilding one takes: one that is moved on, and what a kernel adds that rounds."""
         return 1 + element_bytes / 4 if self.recurrence is SelectiveScan else 1

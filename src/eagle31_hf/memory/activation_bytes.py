@@ -36,6 +36,7 @@ class DecoderShape:
             above. Latent attention caches less than it attends to; where layers differ, above are the widest's sizes;
             a layer that does not attend keeps nothing.
         states: of layers that keep recurrent and convolution states; `None`: there are none.
+        logit_bytes: of a logit, if the model gives them in another precision; 0: in its own.
     """
 
     hidden_size: int
@@ -51,6 +52,7 @@ class DecoderShape:
     score_bytes: int = 0
     kv_by_layer: tuple[tuple[int, int], ...] = ()
     states: StateShape | None = None
+    logit_bytes: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -143,7 +145,8 @@ def target_forward_bytes(shape: DecoderShape, block: Block, *, taps: int) -> int
     mlp = rows * (4 * shape.hidden_size + shape.mlp_units) * b
     norm = rows * (3 * b + 12) * shape.hidden_size  # fp32 copy, its square, the normed product
     attention = 3 * rows * shape.hidden_size * b + _attention_bytes(shape, block)
-    mixers = 0 if shape.states is None else rows * shape.states.forward_token
+    states = shape.states
+    mixers = 0 if states is None else max(rows * states.forward_token, block.batch * states.forward_step)
     return always + max(mlp, norm, attention, mixers)
 
 
@@ -182,12 +185,13 @@ def unpacked_layer_bytes(shape: DecoderShape, capacity: int, block: int) -> int:
 
 def logits_bytes(shape: DecoderShape, rows: int) -> int:
     """Logits `(rows, V)` as the model returns them."""
-    return rows * shape.vocab_size * shape.element_bytes
+    return rows * shape.vocab_size * (shape.logit_bytes or shape.element_bytes)
 
 
 def accept_bytes(shape: DecoderShape, rows: int) -> int:
-    """Processing and acceptance of `(rows, V)` logits: fp32 scores, sorted copy and ids, probabilities."""
-    return rows * shape.vocab_size * (4 + 4 + 8 + 4)
+    """Processing and acceptance of `(rows, V)` logits by temperature and top-p, which take most: fp32 scores before and
+    after, a sorted copy and its ids, their sums, and which of them go, twice."""
+    return rows * shape.vocab_size * (4 + 4 + 4 + 8 + 4 + 2)
 
 
 @dataclass(frozen=True)

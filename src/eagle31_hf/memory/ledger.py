@@ -33,7 +33,7 @@ from .activation_bytes import (
     target_forward_bytes,
     unpacked_layer_bytes,
 )
-from .captured_steps import FORMULA, input_output_bytes, recorded_lengths, workspace_bytes
+from .captured_steps import FORMULA, drafted_bytes, input_output_bytes, recorded_lengths, workspace_bytes
 from .cards import Card
 from .drafter_facts import DrafterFacts
 from .quantization_schemes import SCHEMES, Quantization
@@ -342,9 +342,11 @@ def _recordings_term(
     update = replace(verify, tokens=settings.draft_tokens + 1, capacity=settings.drafter_capacity)
     step = replace(update, tokens=settings.shape.top_k, context=settings.drafter_capacity)
     taps = _taps(target, drafter, settings)
+    handed_out = 0 if shape.states is None else batch * shape.states.taped  # other layers' are among what is given
+    seen, given = verify.rows * shape.vocab_size, drafted_bytes(drafter.shape, settings.shape, batch)
     pooled = {
-        VERIFY: max(target_forward_bytes(shape, verify, taps=taps), logits_bytes(shape, verify.rows)),
-        ACCEPT: accept_bytes(shape, verify.rows),
+        VERIFY: max(target_forward_bytes(shape, verify, taps=taps) + handed_out, logits_bytes(shape, verify.rows)),
+        ACCEPT: accept_bytes(shape, verify.rows) + seen - given,  # what the step gives lies where scores have lain
         UPDATE: absorb_bytes(drafter.shape, update),
         DRAFT: draft_step_bytes(drafter.shape, step),
     }

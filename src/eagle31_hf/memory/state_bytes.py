@@ -32,6 +32,7 @@ class StateShape:
         rebuilding: what moving these on by a record takes; `rebuilding_token`: and of each token in it.
         tape: of a record, whatever its length; `tape_token`: of each token in it.
         forward_token: most bytes a forward over many tokens takes for each; 0 where it is not known.
+        forward_step: most that a kernel takes which reads one token after the other, whatever their number.
     """
 
     stepped: int
@@ -42,6 +43,7 @@ class StateShape:
     tape: int
     tape_token: int
     forward_token: int = 0
+    forward_step: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -62,9 +64,12 @@ class StateShape:
         return self.rebuilding + nodes * self.rebuilding_token if recorded else 0
 
     def given_bytes(self, nodes: int, *, is_tree: bool) -> int:
-        """What captured forwards over a chain of so many tokens, and over one, give of states; trees are eager."""
-        chain = 0 if is_tree else nodes * self.stepped + self.tape_bytes(nodes, is_tree=False)
-        return chain + self.num_bytes
+        """What captured forwards over a chain of so many tokens, and over one, give of states; trees are eager. Of what
+        a convolution made they give the chain's own columns alone."""
+        if is_tree:
+            return self.num_bytes
+        before = self.tape // 2 if nodes > 1 else 0
+        return nodes * self.stepped + self.tape_bytes(nodes, is_tree=False) - before + self.num_bytes
 
 
 def state_shape(config: PreTrainedConfig, element_bytes: int) -> StateShape:
@@ -75,8 +80,23 @@ def state_shape(config: PreTrainedConfig, element_bytes: int) -> StateShape:
     """
     config_class: Any = type(config)
     found = _found(config_class, config_json(config))
-    sizes = zip(*(vars(layer.shape(element_bytes)).values() for layer in found.layers), strict=True)
-    return replace(StateShape(*map(sum, sizes)), forward_token=found.forward_token * element_bytes // 2)
+    layers = [layer.shape(element_bytes) for layer in found.layers]
+    every = StateShape(*map(sum, zip(*(vars(layer).values() for layer in layers), strict=True)))
+    return replace(
+        every,
+        forward_token=found.forward_token * element_bytes // 2,
+        forward_step=max((layer.forward_step for layer in layers), default=0),  # one layer after the other
+    )
+
+
+def logit_bytes(config: PreTrainedConfig) -> int:
+    """Bytes of a logit of a model with states, if it gives them in another precision than its own; else 0.
+
+    Raises:
+        MemoryPlanError: as of `state_shape`.
+    """
+    config_class: Any = type(config)
+    return _found(config_class, config_json(config)).logit_bytes
 
 
 class _State(NamedTuple):
@@ -114,6 +134,7 @@ class _StateLayer(NamedTuple):
             rebuilding_token=sum(self.kernels.token_bytes(state.shape) for state in recurrent),
             tape=sum(column * state.shape[1] for column, state in zip(columns, windows, strict=True)),
             tape_token=sum(columns) + sum(self.kernels.gate_bytes(state.shape, element_bytes) for state in recurrent),
+            forward_step=self.kernels.step_copies * max((math.prod(state.shape) * 4 for state in recurrent), default=0),
         )
 
 
@@ -122,16 +143,19 @@ class _Found(NamedTuple):
 
     layers: tuple[_StateLayer, ...]
     forward_token: int
+    logit_bytes: int
 
 
 @lru_cache(maxsize=32)
 def _found(config_class: Any, config_json: str) -> _Found:
+    import torch
+
     from ..cache.state_tape import kernels_of
 
     model = meta_model(config_class, config_json)
     kernels = {getattr(mixer, "layer_idx", None): kernels_of(mixer) for mixer in model.modules() if kernels_of(mixer)}
     try:
-        states_of = _states_of_a_token(model)
+        states_of, logits = _states_of_a_token(model)
         forward_token = _forward_token_bytes(model) if kernels else 0
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise MemoryPlanError(
@@ -143,7 +167,8 @@ def _found(config_class: Any, config_json: str) -> _Found:
     columns = max(
         (2 * state.shape[0] for layer in layers for state in layer.states if not state.is_recurrent), default=0
     )
-    return _Found(layers, forward_token + columns if forward_token else 0)
+    other = 0 if logits == torch.bfloat16 else logits.itemsize
+    return _Found(layers, forward_token + columns if forward_token else 0, other)
 
 
 def _forward_token_bytes(model: Any) -> int:
@@ -200,16 +225,16 @@ def _cache_in(output: Any) -> Any:
     return cache
 
 
-def _states_of_a_token(model: Any) -> dict[int, tuple[_State, ...]]:
-    """By layer, what is cached after one token."""
+def _states_of_a_token(model: Any) -> tuple[dict[int, tuple[_State, ...]], Any]:
+    """By layer, what is cached after one token, and the precision of its logits."""
     import torch
 
     from ..cache.states import RECURRENT
     from ..cache.stock import read_stock_layers
 
     with torch.no_grad():
-        cache = _cache_in(model(torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True))
-    return {
+        output = model(torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)
+    states = {
         index: tuple(
             _State(
                 kind == RECURRENT,
@@ -218,6 +243,7 @@ def _states_of_a_token(model: Any) -> dict[int, tuple[_State, ...]]:
             )
             for (kind, _), state in layer.states.items()
         )
-        for index, layer in read_stock_layers(cache).items()
+        for index, layer in read_stock_layers(_cache_in(output)).items()
         if layer.states
     }
+    return states, output.logits.dtype

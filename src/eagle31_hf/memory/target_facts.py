@@ -17,7 +17,7 @@ from .activation_bytes import DecoderShape
 from .folder_facts import PlainDecoder, read_plain_decoder
 from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import SCHEMES, Quantization, scheme
-from .state_bytes import state_shape
+from .state_bytes import logit_bytes, state_shape
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
 
 if TYPE_CHECKING:
@@ -172,9 +172,9 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
     widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
     kinds = set(getattr(text, "layer_types", None) or ())
     rope = getattr(text, "rope_parameters", None) or {}
-    states = None
+    states, of_logits = None, 0
     if any(num_states) and not isinstance(config, PlainDecoder):  # which keeps none
-        states = state_shape(config, packing.dtype_bytes)
+        states, of_logits = state_shape(config, packing.dtype_bytes), logit_bytes(config)
     return DecoderShape(
         hidden_size=text.hidden_size,
         q_heads=widest.attention_heads,
@@ -194,6 +194,7 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
             for layer, is_attention in zip(layers, attends, strict=True)
         ),
         states=states,
+        logit_bytes=of_logits,
     )
 
 
