@@ -192,3 +192,31 @@ def test_the_table_of_what_fits_is_what_the_planner_says():
     planned = [[target, *map(thousands, found.values())] for target, found in home_lab_table().items()]
     section = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").partition("## What fits on one card")[2]
     assert rows(section.partition("\n## ")[0]) == planned
+
+
+@pytest.mark.slow
+def test_the_table_of_8_bit_caches_is_what_the_planner_says():
+    from home_lab import CACHED, cache_table
+
+    page = (ROOT / "docs" / "kv_cache.md").read_text(encoding="utf-8")
+    for (target, weights, card), (full, packed) in zip(CACHED, cache_table(), strict=True):
+        assert f"| {target}, {weights} | {card} | {full:,} | {packed:,} |" in page
+
+
+def test_the_table_of_packed_drafters_is_what_the_planner_says():
+    from transformers import LlamaConfig
+
+    from eagle31_hf.memory.cards import MIB
+    from eagle31_hf.memory.drafter_facts import read_drafter
+    from eagle31_hf.memory.ledger import drafter_quantization
+    from eagle31_hf.memory.target_facts import read_target
+
+    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+                         num_hidden_layers=32, vocab_size=128256)  # fmt: skip
+    target = read_target(config, "bf16")
+    drafter, page = read_drafter(None, target), (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    for name, precision in (("bf16", "full"), ("int8", "int8"), ("nf4, double quantisation", "nf4")):
+        packing = drafter_quantization(target, precision)
+        weights, head = drafter.weight_bytes(packing), drafter.head_bytes(packing)
+        sizes = " | ".join(f"{size / MIB:.0f} MiB" for size in (weights, head, weights + head))
+        assert f"| {name} | {sizes} |" in page
