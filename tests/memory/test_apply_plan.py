@@ -14,6 +14,8 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter, MemoryPlan, plan_memory
 from eagle31_hf.compiled import captured
+from eagle31_hf.compiled.draft_graphs import GraphChoice
+from eagle31_hf.compiled.round_graphs import ChainAcceptAndDraft
 from eagle31_hf.decoding.default_length import default_length
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter import drafter
@@ -29,7 +31,8 @@ from eagle31_hf.memory.apply_plan import (
 )
 from eagle31_hf.memory.cards import GIB, MIB, Card, measure_card
 from eagle31_hf.memory.ledger import MemorySettings
-from eagle31_hf.trees.shape import LONGEST_CHAIN, USUAL_TREE
+from eagle31_hf.sampling.noise_size import noise_bytes
+from eagle31_hf.trees.shape import LONGEST_CHAIN, USUAL_TREE, DraftShape
 from helpers import DEMO_DRAFTER, drafter_of, target_of
 
 IDS = torch.randint(3, 400, (1, 70), generator=torch.Generator().manual_seed(0))
@@ -230,3 +233,15 @@ def test_this_machine_is_measured_where_the_device_is() -> None:
     assert card.kind == "cpu"
     assert card.measured
     assert 64 * MIB < card.usable_bytes <= card.total_bytes * 2
+
+
+@pytest.mark.parametrize(("kind", "ahead"), [("cuda", 13), ("cpu", 7)])
+def test_noise_is_planned_as_far_as_a_round_looks_ahead(kind: str, ahead: int) -> None:
+    """A graph accepts and drafts again at once."""
+    card = Card("a card", kind, 24 * GIB, 24 * GIB)
+    plan = plan_memory(target_of("demo-target"), drafter=DEMO_DRAFTER, card=card, draft_tokens=6)
+    (noise,) = [term.num_bytes for term in plan.ledger if term.name == "sampling noise"]
+    assert noise == noise_bytes(1, plan.target.shape.vocab_size, ahead)
+    drafter = drafter_of("llama")
+    graph = ChainAcceptAndDraft(drafter, DraftShape(6), GraphChoice(draws=True, warping=None))
+    assert graph.looks_ahead == 13

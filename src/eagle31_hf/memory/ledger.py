@@ -208,7 +208,9 @@ def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int, c
     logits = logits_bytes(shape, verify.rows)
     layers = target_forward_bytes(shape, verify, taps=taps)
     after_layers = verify.rows * (2 * shape.hidden_size * shape.element_bytes + tapped) + logits
-    noise = noise_bytes(batch, shape.vocab_size, settings.shape.depth + 1)
+    depth = settings.shape.depth
+    ahead = 2 * depth + 1 if captured else depth + 1  # a graph drafts again behind all that it may accept
+    noise = noise_bytes(batch, shape.vocab_size, ahead)
     accept = accept_bytes(shape, verify.rows) + verify.rows * tapped
     return [
         *_cache_terms("target", shape, settings, captured=captured),
@@ -218,7 +220,7 @@ def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int, c
         LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
         LedgerTerm("verify logits", logits, "B*N*V * b", (ACCEPT, UPDATE)),
         LedgerTerm("acceptance", accept, "B*N*V * 20 + hidden states", (ACCEPT,)),
-        LedgerTerm("sampling noise", noise, "(16 + K + 1) * B*V * 4, of one row twice", ROUND),
+        LedgerTerm("sampling noise", noise, "(16 + K + 1, by graphs 2K + 1) * B*V * 4, of one row twice", ROUND),
         LedgerTerm("kept scores", verify.rows * shape.vocab_size * 4, "B*N*V * 4", (UPDATE,)),
         _workspace_term(target, prefill, PREFILL),
         _workspace_term(target, verify, VERIFY),
