@@ -10,7 +10,7 @@ from ..drafter.drafter import Eagle31Drafter
 from ..generation_config import DraftLength
 from ..stats import DraftEvent, SpeculationStats
 from ..trees.shape import DraftShape
-from .adaptive.controller import LONGEST_TRIAL, DraftController
+from .adaptive.controller import DraftController
 from .adaptive.costs import RoundCosts, RoundTable
 from .adaptive.schedules import (
     CalibratedSchedule,
@@ -87,13 +87,10 @@ def choose_policy(drafter: Assistant, requested: RequestedDraft, stats: Speculat
         requested.shape.depth, rows=requested.rows, nodes=requested.shape.nodes if requested.shape.is_tree else None
     )
     tell = _teller(stats)
-    shortest, _ = drafter.generation_config.steered_bounds(requested.start, compiled=requested.compiled)
-    has_one_size = requested.compiled or requested.shape.is_tree
     controller = DraftController(
         table,
         _schedule(drafter, schedule, table, requested),
         prior=history.prior,
-        longest_trial=None if has_one_size else max(LONGEST_TRIAL, shortest),
         asks_confidence=schedule == "calibrated" and requested.shape.min_confidence > 0,
         on_event=tell,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from draft_traces import COSTS, LONGEST, calibrated
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,18 +12,15 @@ from hypothesis import strategies as st
 from eagle31_hf.decoding.adaptive.acceptance_rates import Prior
 from eagle31_hf.decoding.adaptive.controller import FEWEST_JUDGED, Decision, DraftController, Source
 from eagle31_hf.decoding.adaptive.guard import (
-    GRACE_LOSS,
-    LONGEST_HOPELESS_REST,
+    LONGEST_FIRST_REST,
     LONGEST_REST,
-    ROUNDS_OF_GRACE,
+    LOSS,
     SHORTEST_REST,
     CollapseGuard,
     GuardState,
 )
 
 LOSING, WINNING = (-0.8, 0.4), (1.5, 1.6)  # tokens won by a round, speedup expected of the next
-
-HALF = LONGEST_HOPELESS_REST // 2
 
 
 def rest_lengths(guard: CollapseGuard, rounds: int) -> list[int]:
@@ -75,13 +73,25 @@ def test_what_knows_nothing_rests_long_at_once() -> None:
     assert rests == [SHORTEST_REST, LONGEST_REST, LONGEST_REST]
 
 
-def test_a_trial_goes_on_where_drafts_are_expected_to_pay() -> None:
+def trying() -> CollapseGuard:
+    """One that rested, as earlier texts had it, and promised something."""
     guard = CollapseGuard(starts_resting=True)
-    while guard.record_rest(1) is None:
-        pass
+    assert [guard.record_rest(1) for _ in range(LONGEST_REST)][-1] is GuardState.JUDGING
     guard.record_judgement(is_promising=True)
-    assert guard.record_drafts(-1.2, 1.1) is None
-    assert guard.record_drafts(-1.2, 0.9) is GuardState.RESTING
+    return guard
+
+
+def test_a_trial_goes_on_while_drafts_are_expected_to_pay() -> None:
+    guard = trying()
+    assert guard.record_drafts(-1.2 * LOSS, 1.1) is None
+    assert guard.record_drafts(-0.2 * LOSS, 0.2) is GuardState.RESTING
+
+
+def test_a_trial_ends_by_a_gain() -> None:
+    guard = trying()
+    assert guard.record_drafts(-0.3, 0.9) is None
+    assert guard.record_drafts(0.5, 1.0) is GuardState.DRAFTING
+    assert guard.record_drafts(-4.1 * LOSS, 0.9) is None, "what would end a trial does not end drafting"
 
 
 def test_a_loss_alone_is_no_reason_to_rest() -> None:
@@ -94,31 +104,24 @@ def test_a_loss_alone_is_no_reason_to_rest() -> None:
 
 def test_what_has_never_won_is_not_believed_for_long() -> None:
     guard = CollapseGuard()
-    assert [guard.record_drafts(-0.4, 1.2) for _ in range(ROUNDS_OF_GRACE)] == [
-        *[None] * (ROUNDS_OF_GRACE - 1),
-        GuardState.RESTING,
-    ]
+    assert [guard.record_drafts(-1.0 * LOSS, 1.2) for _ in range(4)] == [None, None, None, GuardState.RESTING]
 
 
-def test_dear_drafts_that_have_never_won_are_given_up_sooner() -> None:
+def test_what_has_won_once_is_not_believed_after_its_trial_fails() -> None:
     guard = CollapseGuard()
-    dear = GRACE_LOSS / 2
-    assert [guard.record_drafts(-dear, 1.2) for _ in range(2)] == [None, GuardState.RESTING]
+    guard.record_drafts(*WINNING)
+    while not guard.rests:
+        guard.record_drafts(*LOSING)
+    while guard.record_rest(1) is None:
+        pass
+    guard.record_judgement(is_promising=True)
+    assert guard.record_drafts(-4.0 * LOSS, 1.2) is GuardState.RESTING
 
 
 def test_near_break_even_chance_is_not_taken_for_collapse() -> None:
     guard = CollapseGuard()
-    assert guard.record_drafts(-1.2, 0.97) is None
-    assert CollapseGuard().record_drafts(-1.2, 0.5) is GuardState.RESTING
-
-
-def test_a_trial_ends_by_gain_or_loss_and_not_between() -> None:
-    guard = CollapseGuard(starts_resting=True)
-    assert [guard.record_rest(1) for _ in range(LONGEST_REST)][-1] is GuardState.JUDGING, "known from earlier texts"
-    guard.record_judgement(is_promising=True)
-    assert guard.record_drafts(0.4, 1.0) is None
-    assert guard.record_drafts(0.5, 1.0) is GuardState.DRAFTING
-    assert guard.record_drafts(-0.7, 0.9) is None, "hysteresis: what fails a trial does not end drafting"
+    assert guard.record_drafts(-1.2 * LOSS, 0.97) is None
+    assert CollapseGuard().record_drafts(-1.2 * LOSS, 0.1) is GuardState.RESTING
 
 
 def test_what_was_won_makes_the_next_rest_short_again() -> None:
@@ -180,33 +183,31 @@ def test_what_knows_nothing_of_the_prompt_rests_first() -> None:
     assert ignorant.decide().source is Source.DRAFTER, "it may know what is written behind it"
 
 
-def test_what_knows_neither_the_prompt_nor_what_follows_rests_long() -> None:
+@pytest.mark.parametrize("right", [0.1, 1.5])
+def test_what_knows_neither_the_prompt_nor_what_follows_rests_longest(right: float) -> None:
+    """No domain has gone that could return."""
     ignorant = controller()
     ignorant.record_prompts(16, 0.4)
-    assert rests_of(ignorant, [1.5, 1.5, 1.5]) == [SHORTEST_REST, LONGEST_REST, LONGEST_REST]
-
-
-def test_what_has_never_known_anything_rests_longest() -> None:
-    """A drafter of another target: no domain has gone that could return."""
-    hopeless = controller()
-    hopeless.record_prompts(16, 0.1)
-    assert rests_of(hopeless, [0.1] * 4) == [HALF, LONGEST_HOPELESS_REST, LONGEST_HOPELESS_REST, LONGEST_HOPELESS_REST]
-    lucky = controller()
-    lucky.record_prompts(16, 0.1)
-    assert rests_of(lucky, [1.5] * 3) == [HALF, LONGEST_HOPELESS_REST, LONGEST_HOPELESS_REST]  # not to be tried yet
+    assert rests_of(ignorant, [right] * 5) == [
+        SHORTEST_REST,
+        LONGEST_REST,
+        2 * LONGEST_REST,
+        LONGEST_FIRST_REST,
+        LONGEST_FIRST_REST,
+    ]
 
 
 def test_what_was_worth_a_trial_rests_no_longer_than_others() -> None:
     guard, rests = CollapseGuard(), []
-    guard.rest_at_first(is_hopeless=True)
-    for is_promising in (False, True, False):
+    guard.rest_at_first()
+    for is_promising in (False, False, True, False):
         rests.append(1)
         while guard.record_rest(1) is None:
             rests[-1] += 1
         if guard.record_judgement(is_promising=is_promising) is GuardState.TRYING:
             while not guard.rests:
                 guard.record_drafts(*LOSING)
-    assert rests == [HALF, LONGEST_HOPELESS_REST, LONGEST_REST]
+    assert rests == [SHORTEST_REST, LONGEST_REST, 2 * LONGEST_REST, LONGEST_REST]
 
 
 def rests_of(controller: DraftController, judged: list[float]) -> list[int]:

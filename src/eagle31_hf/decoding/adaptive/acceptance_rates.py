@@ -61,24 +61,16 @@ class AcceptanceRates:
         drafted = min(drafted, self.depth)
         if not drafted:
             return
-        self._fade(KEEP)
+        self._accepted = [count * KEEP for count in self._accepted]
+        self._reached = [count * KEEP for count in self._reached]
+        self._reach = None
         for row in accepted:
             for position in range(min(drafted, row + 1)):
                 self._reached[position] += 1.0
                 self._accepted[position] += position < row
 
-    def record_first(self, positions: int, accepted: float) -> None:
-        """Of so many first draft tokens, none of which was verified in a round, this many would have been accepted."""
-        self._fade(1.0)
-        self._reached[0] += positions
-        self._accepted[0] += accepted
-
-    def doubt_past(self) -> None:
-        """Something has changed: what was seen before counts a tenth from now on."""
-        self._fade(0.1)
-
-    def _fade(self, keep: float) -> None:
-        """Let all that was seen count less."""
-        self._accepted = [count * keep for count in self._accepted]
-        self._reached = [count * keep for count in self._reached]
+    def begin_anew(self, positions: int, accepted: float) -> None:
+        """What was seen before counts no more; of so many first draft tokens this many would have been accepted."""
+        self._reached = [float(positions)] + [0.0] * (self.depth - 1)
+        self._accepted = [accepted] + [0.0] * (self.depth - 1)
         self._reach = None

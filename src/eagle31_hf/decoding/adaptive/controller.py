@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .acceptance_rates import AcceptanceRates, Prior
 from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
 from .doubt import DoubtThreshold
-from .guard import CollapseGuard, GuardState
+from .guard import SHORTEST_REST, CollapseGuard, GuardState
 from .lookup_rates import LookupRates
 from .prompt_lookup import NOTHING, Lookup
 from .schedules import LengthSchedule
@@ -22,21 +22,12 @@ SPEED_KEEP = exp(-1.0 / 24.0)
 PRIOR_ROUNDS = 4.0
 """Rounds that the expected speed counts for before any was measured."""
 
-LONGEST_TRIAL = 2
-"""Tokens that a drafter in doubt gets to draft: a right second one shows as much as a right fifth, and costs less."""
-
-PROMISING = 0.93
-"""Expected speedup from which on a drafter that rested is tried: near 1 the few positions it is judged by may err."""
-
 FEWEST_RIGHT = 0.5
-"""First tokens of a rest that must have been right for that: what knows nothing is not tried, however cheap it is. The
-same of a prompt: trained drafters have 1 to 12 of 16 right there, whatever it is about, and untrained ones none."""
+"""First tokens of a rest that must have been right for a trial: what knows nothing is not tried, however cheap it is.
+The same of a prompt: trained drafters have 1 to 12 of 16 right there, whatever it is about, and untrained ones none."""
 
-HOPELESS_SHARE = 0.01
-"""Of a prompt's positions: a drafter that is right at fewer was never trained for this target, or not for such text."""
-
-FEWEST_JUDGED = 8
-"""Positions of a prompt that say something."""
+FEWEST_JUDGED = SHORTEST_REST
+"""Positions of a prompt that say something: as many as a rest shows at least."""
 
 
 class Source(Enum):
@@ -84,8 +75,6 @@ class DraftController:
         prior: what earlier generations say of the drafter.
         asks_confidence: whether reading the drafter's confidence costs nothing: a draft may then be as long as any, and
             ends where the drafter is less sure of it than pays.
-        longest_trial: what a drafter in doubt gets to draft at most; `None`: what the schedule says (drafts of other
-            lengths cannot be had).
         on_event: told what changed and why.
     """
 
@@ -96,13 +85,11 @@ class DraftController:
         *,
         prior: Prior | None = None,
         asks_confidence: bool = False,
-        longest_trial: int | None = LONGEST_TRIAL,
         on_event: Callable[[str, str], None] | None = None,
     ):
         self.table, self.schedule, self.asks_confidence = table, schedule, asks_confidence
         self._choice: tuple[Sequence[float], LengthChoice] | None = None  # expected of drafts by some reach
         self.longest = len(table.speculative_s) - 1
-        self._longest_trial = min(longest_trial or self.longest, self.longest)
         self.rates = AcceptanceRates(self.longest, prior)
         self.lookup_rates = LookupRates()
         self._on_event = on_event or (lambda _what, _why: None)
@@ -151,7 +138,7 @@ class DraftController:
             accepted: first draft tokens that would have been the prompt's next one there.
         """
         if positions >= FEWEST_JUDGED and accepted < FEWEST_RIGHT and not self.guard.rests:
-            self.guard.rest_at_first(is_hopeless=accepted < HOPELESS_SHARE * positions)
+            self.guard.rest_at_first()
             self._tell("rest", "the drafter knows nothing of the prompt")
 
     def record_hindsight(self, positions: int, accepted: float) -> None:
@@ -161,13 +148,12 @@ class DraftController:
             positions: of the text at which the drafter was judged; 0: nothing could be said, so it is tried.
             accepted: first draft tokens that the target would have kept there.
         """
-        self.rates.doubt_past()
-        self.rates.record_first(positions, accepted)
+        self.rates.begin_anew(positions, accepted)
         if not positions:
             self.guard.record_judgement(is_promising=True)
             return
         knows_nothing = accepted < FEWEST_RIGHT
-        is_promising = not knows_nothing and self._expected().speedup >= PROMISING
+        is_promising = not knows_nothing and self._expected().speedup >= 1.0
         self.guard.record_judgement(is_promising=is_promising, knows_nothing=knows_nothing)
 
     # --- the drafter ---------------------------------------------------------------------------------------------
@@ -175,10 +161,9 @@ class DraftController:
     def _drafter_decision(self) -> Decision:
         if self.guard.rests:
             return Decision(Source.NOTHING, looks_back=self.guard.state is GuardState.JUDGING)
-        longest = self._longest_trial if self.guard.is_unsure else self.longest
         if not self.asks_confidence:
-            return Decision(Source.DRAFTER, min(self.schedule.length(self.rates.reach()), longest))
-        return Decision(Source.DRAFTER, longest, self.doubt.least_confidence)
+            return Decision(Source.DRAFTER, self.schedule.length(self.rates.reach()))
+        return Decision(Source.DRAFTER, self.longest, self.doubt.least_confidence)
 
     def _further_token_s(self) -> float:
         """What one more draft token costs, in plain tokens at the present speed."""
