@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import accumulate
-from math import exp
 from typing import NamedTuple
 
-from .acceptance_rates import AcceptanceRates, Prior
+from .acceptance_rates import KEEP, MEMORY, AcceptanceRates, Prior
 from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
 from .doubt import DoubtThreshold
 from .guard import SHORTEST_REST, CollapseGuard, GuardState
 from .lookup_rates import LookupRates
 from .prompt_lookup import NOTHING, Lookup
 from .schedules import LengthSchedule
-
-SPEED_KEEP = exp(-1.0 / 24.0)
-"""Of what is known of the speed, after each round: a dozen bad rounds are often nothing but chance."""
-
-PRIOR_ROUNDS = 4.0
-"""Rounds that the expected speed counts for before any was measured."""
 
 FEWEST_RIGHT = 0.5
 """First tokens of a rest that must have been right for a trial: what knows nothing is not tried, however cheap it is.
@@ -51,15 +44,15 @@ class Decision(NamedTuple):
 
 
 class RealisedSpeed:
-    """Tokens that the drafter's rounds wrote, over what plain decoding would have, in the last two dozen of them."""
+    """Tokens that the drafter's rounds wrote, over what plain decoding would have, in as many as are remembered."""
 
-    def __init__(self, prior: float):
-        self._tokens, self._plain_tokens = prior * PRIOR_ROUNDS, PRIOR_ROUNDS
+    def __init__(self, expected: float):
+        self._tokens, self._plain_tokens = expected * MEMORY, MEMORY
 
     def record(self, tokens: float, plain_tokens: float) -> None:
         """One round."""
-        self._tokens = self._tokens * SPEED_KEEP + tokens
-        self._plain_tokens = self._plain_tokens * SPEED_KEEP + plain_tokens
+        self._tokens = self._tokens * KEEP + tokens
+        self._plain_tokens = self._plain_tokens * KEEP + plain_tokens
 
     @property
     def speedup(self) -> float:
@@ -87,7 +80,7 @@ class DraftController:
         asks_confidence: bool = False,
         on_event: Callable[[str, str], None] | None = None,
     ):
-        self.table, self.schedule, self.asks_confidence = table, schedule, asks_confidence
+        self.table, self.schedule = table, schedule
         self._choice: tuple[Sequence[float], LengthChoice] | None = None  # expected of drafts by some reach
         self.longest = len(table.speculative_s) - 1
         self.rates = AcceptanceRates(self.longest, prior)
@@ -96,7 +89,7 @@ class DraftController:
         self._source = Source.NOTHING  # of the last round's drafts
         expected = self._expected()
         self._realised = RealisedSpeed(max(expected.speedup, 1.0))
-        self.doubt = DoubtThreshold(self._further_token_s())
+        self.doubt = DoubtThreshold(self._further_token_s()) if asks_confidence else None
         self.guard = CollapseGuard(starts_resting=expected.speedup < 1.0)
         if self.guard.rests:
             self._tell("rest", "as in earlier texts")
@@ -161,7 +154,7 @@ class DraftController:
     def _drafter_decision(self) -> Decision:
         if self.guard.rests:
             return Decision(Source.NOTHING, looks_back=self.guard.state is GuardState.JUDGING)
-        if not self.asks_confidence:
+        if self.doubt is None:
             return Decision(Source.DRAFTER, self.schedule.length(self.rates.reach()))
         return Decision(Source.DRAFTER, self.longest, self.doubt.least_confidence)
 
@@ -189,12 +182,12 @@ class DraftController:
         before = self._expected().depth
         self.rates.record(drafted, accepted)
         self.schedule.record(drafted, accepted, self.rates.reach())
-        if self.asks_confidence and drafted < self.longest:
+        if self.doubt is not None and drafted < self.longest:
             self.doubt.record(max(accepted) >= drafted, self._further_token_s())
         expected = self._expected()
-        if expected.depth != before and not self.asks_confidence:
+        if expected.depth != before and self.doubt is None:
             self._tell("length", f"{before} to {expected.depth} tokens")
-        speedup = self._realised.speedup if self.asks_confidence else expected.speedup
+        speedup = expected.speedup if self.doubt is None else self._realised.speedup
         state = self.guard.record_drafts(tokens - plain_tokens, speedup)
         if state is GuardState.RESTING:
             self._tell("rest", f"drafts would write {speedup:.2f} x as fast as none")
@@ -222,7 +215,7 @@ class DraftController:
         """The same of what the drafter would do."""
         if drafter.source is Source.NOTHING:
             return 1.0 - self._speedup()
-        if self.asks_confidence:
+        if self.doubt is not None:
             return 0.0  # the present speed is the drafter's
         tokens = expected_tokens(self.rates.reach(), drafter.depth)
         resume_s = 0.0 if self._source is Source.DRAFTER else self.table.resume_s

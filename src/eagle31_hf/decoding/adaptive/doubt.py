@@ -7,15 +7,11 @@ are accepted whole than one more token would have to be, it ended them too early
 
 from __future__ import annotations
 
-from math import exp, log
-
-START_POWER = 0.4
-"""Chance of a draft to be right as a power of the drafter's own, before anything is known of it."""
-
-LAST_OVER_NEXT = 1.3
-"""How much likelier a draft that doubt has ended is to be accepted whole than with the next token, which nobody saw."""
+from math import exp
 
 STEP = 0.35
+"""By how much a draft that was ended too early lowers the logarithm of the threshold, at most."""
+
 BOUNDS = (1e-6, 0.9)
 
 
@@ -27,20 +23,17 @@ class DoubtThreshold:
     """
 
     def __init__(self, cost: float):
-        self._log = log(_bounded(_wanted(cost) ** (1.0 / START_POWER)))
-
-    @property
-    def least_confidence(self) -> float:
-        return exp(self._log)
+        # Drafters are right more often than they think: at first by a square root.
+        self.least_confidence = _bounded(_wanted(cost) ** 2)
 
     def record(self, accepted_whole: bool, cost: float) -> None:
         """Learn what became of a draft that doubt has ended."""
-        self._log = log(_bounded(exp(self._log + STEP * (_wanted(cost) - accepted_whole))))
+        self.least_confidence = _bounded(self.least_confidence * exp(STEP * (_wanted(cost) - accepted_whole)))
 
 
 def _wanted(cost: float) -> float:
     """Share of the drafts ended by doubt that should be accepted whole."""
-    return min(max(cost * LAST_OVER_NEXT, 0.02), 0.98)
+    return min(max(cost, 0.02), 0.98)
 
 
 def _bounded(confidence: float) -> float:

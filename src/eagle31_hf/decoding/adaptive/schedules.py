@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from .acceptance_rates import KEEP
 from .costs import RoundTable, choose_length
 
-SWITCHING_GAIN = 1.01
-"""How much faster another length must be to take the place of the present one."""
+INTEGRAL_GAIN = 0.15
+"""Of the PID controller; its two other gains are 1."""
 
 
 class LengthSchedule(Protocol):
@@ -64,19 +65,12 @@ class CalibratedSchedule:
 
     def __init__(self, table: RoundTable, lengths: Sequence[int]):
         self._table, self._lengths = table, sorted(lengths)
-        self._length: int | None = None
 
     def length(self, reach: Sequence[float]) -> int:
-        if len(self._lengths) == 1:
-            return self._lengths[0]
-        best = choose_length(self._table, reach, self._lengths)
-        if self._length is None or best.depth == self._length:
-            return best.depth
-        kept = choose_length(self._table, reach, (self._length,))
-        return best.depth if best.speedup > kept.speedup * SWITCHING_GAIN else self._length
+        return choose_length(self._table, reach, self._lengths).depth
 
     def record(self, drafted: int, accepted: Sequence[int], reach: Sequence[float]) -> None:
-        self._length = self.length(reach)
+        pass
 
 
 class PidSchedule:
@@ -91,9 +85,6 @@ class PidSchedule:
         start: first length.
         longest, shortest: bounds.
     """
-
-    PROPORTIONAL, INTEGRAL, DERIVATIVE = 1.0, 0.15, 1.0
-    SMOOTHING = 0.1  # share of the newest round in the measured value
 
     def __init__(self, table: RoundTable, start: int, longest: int, shortest: int = 1):
         self._table, self._longest, self._shortest = table, longest, shortest
@@ -113,12 +104,11 @@ class PidSchedule:
         set_point = self._set_point(length, reach)
         now = sum(row >= length for row in accepted) / len(accepted)
         before = set_point if self._whole is None else self._whole
-        self._whole = before + self.SMOOTHING * (now - before)
+        self._whole = KEEP * before + (1.0 - KEEP) * now
         # A share of the way to the end of the scale: set points near 0 or 1 steer as quickly in both directions.
         error = (self._whole - set_point) / (1.0 - set_point if self._whole > set_point else set_point)
-        steered = self.PROPORTIONAL * error - self.DERIVATIVE * (self._whole - before)
-        self._integral = self._bounded(self._integral + self.INTEGRAL * error)
-        self._value = self._bounded(self._integral + steered)
+        self._integral = self._bounded(self._integral + INTEGRAL_GAIN * error)
+        self._value = self._bounded(self._integral + error - (self._whole - before))
 
     def _bounded(self, length: float) -> float:
         return min(max(length, float(self._shortest)), float(self._longest))
