@@ -79,6 +79,7 @@ WHOLE_MODEL = random_tensors({f"model.layers.{n}.{name}": s for n in (0, 1) for 
         ({}, eagle_1(), "EAGLE-1/2"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, layout("midlayer"), "EAGLE-1/2"),
         ({"architectures": ["LlamaForCausalLM"]}, WHOLE_MODEL, "whole language model"),
+        ({}, {"backbone.layers.0.mixer.in_proj.weight": torch.ones(8, 8)}, "whole language model"),
         ({}, {"0.0.linear.weight": torch.ones(8, 8), "0.1.weight": torch.ones(20, 8)}, "Medusa"),
         ({"medusa_num_heads": 3}, {"heads.weight": torch.ones(8, 8)}, "Medusa"),
         ({"hydra_num_heads": 3}, {"heads.weight": torch.ones(8, 8)}, "Hydra"),

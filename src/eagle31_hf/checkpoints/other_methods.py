@@ -108,7 +108,7 @@ def _is_parallel(config: Mapping[str, Any], tensors: Tensors) -> bool:
 
 def _is_whole_model(config: Mapping[str, Any], tensors: Tensors) -> bool:
     return not _any_name(tensors, r"(^|\.)fc\.weight$|hidden_norm\.") and _any_name(
-        tensors, r"layers\.\d+\.self_attn\.|transformer\.h\."
+        tensors, r"layers\.\d+\.(self_attn|linear_attn|mixer|mamba|conv)\.|transformer\.h\."
     )
 
 
