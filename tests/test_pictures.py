@@ -47,7 +47,11 @@ def test_words_in_a_picture_lie_within_it_and_not_on_each_other(name: str) -> No
     _, _, width, height = (float(side) for side in root.attrib["viewBox"].split())
     boxes = []
     for text in root.iter("{http://www.w3.org/2000/svg}text"):
-        x, y, long = float(text.attrib["x"]), float(text.attrib["y"]), pictures.LETTER * len(text.text or "")
+        x, y, long = (
+            float(text.attrib["x"]),
+            float(text.attrib["y"]),
+            pictures.LETTER * len(text.text or "") * int(text.attrib.get("font-size", pictures.SIZE)) / pictures.SIZE,
+        )
         start = x - {"start": 0.0, "middle": long / 2, "end": long}[text.attrib["text-anchor"]]
         boxes.append((start, y - 0.8 * LINE, start + long, y + 0.2 * LINE, text.text))
     for left, top, right, bottom, words in boxes:
