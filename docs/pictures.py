@@ -132,7 +132,7 @@ SHARES = {
     "cache": (GREEN, ("target cache", "target states")),
     "graphs": (PURPLE, ("recordings",)),
     "activations": (RED, ()),
-    "runtime": (GREY, ("context",)),
+    "runtime": (GREY, ("runtime",)),
     "others": (PALE, ()),
     "free": (PAPER, ()),
 }

@@ -225,7 +225,7 @@ def measure_peak(run: PeakRun, plan: MemoryPlan, *, dtype: torch.dtype, device: 
 
 def planned_weights(plan: MemoryPlan) -> int:
     """Bytes of target and drafter: what is alive from loading to the end."""
-    packing_up = ("context", "one tensor before packing")
+    packing_up = ("runtime", "one tensor before packing")
     terms = (term for term in plan.ledger if "load" in term.moments)
     return sum(term.num_bytes for term in terms if term.name not in packing_up)
 

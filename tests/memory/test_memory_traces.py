@@ -269,7 +269,7 @@ def test_ledger_matches_prefill_drafter_and_verification_run_together(cache_type
     )
     facts, drafter = read_target(config, "bf16"), drafter_facts(DRAFTER, 2)
     ledger = build_ledger(facts, drafter, Card("main memory", "cpu", 2**36, 2**36), settings)
-    left_out = ("context", "weights", "draft head", "before packing", "sampling noise")  # nothing is sampled here
+    left_out = ("runtime", "weights", "draft head", "before packing", "sampling noise")  # nothing is sampled here
     terms = [term for term in ledger if not any(word in term.name for word in left_out)]
     moments = (PREFILL, DRAFTER_PREFILL, VERIFY)
     predicted = {m: sum(t.num_bytes for t in terms if m in t.moments) for m in moments}

@@ -131,7 +131,7 @@ def build_ledger(
 ) -> tuple[LedgerTerm, ...]:
     """Every term of a run, empty ones left out."""
     captured = drafter is not None and captures_steps(target, card, settings)
-    terms = [LedgerTerm("context", card.context_bytes, "runtime and kernels, before the first tensor", MOMENTS)]
+    terms = [LedgerTerm("runtime", card.context_bytes, "CUDA or Metal, before the first tensor", MOMENTS)]
     terms += _weight_terms(target)
     terms += _target_terms(target, settings, taps=_taps(target, drafter, settings), captured=captured)
     if drafter is not None and settings.speculates:
