@@ -10,6 +10,7 @@ import torch
 from batches import plain, read_in_pieces, text_of, write_all
 
 from eagle31_hf.cache.row_pool import RowPool
+from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.serving.batch import TextBatch
 from families import recurrent_target
@@ -70,3 +71,20 @@ def test_a_batch_whose_pools_are_out_of_step_begins_anew(where: str) -> None:
     assert not batch.texts
     written = write_all(batch, [text_of(prompt, 12) for prompt in prompts])
     assert written == [plain(batch.binding.model, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_prompt_that_is_read_beside_a_failed_round_is_read_on(family: str) -> None:
+    batch, prompts = batch_of(family), random_prompts(2, seed=2)
+    reading = text_of(prompts[1] * 2, 12)
+    with torch.inference_mode():
+        read_in_pieces(batch, text_of(prompts[0], 20), writing=False)
+        left = batch.begin(reading)
+        batch.read(5)
+        with Fault(1).after(SpeculativeCache, "keep"), pytest.raises(torch.OutOfMemoryError):
+            batch.round()
+        batch.reset()
+        batch.read(left - 5)
+        batch.join()
+    write_all(batch, [])
+    assert reading.writer.tokens == plain(batch.binding.model, prompts[1] * 2, 12)

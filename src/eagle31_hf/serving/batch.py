@@ -174,11 +174,13 @@ class TextBatch:
         self.texts.pop()
 
     def reset(self) -> None:
-        """Forget everything: after a failure nothing of the caches is trusted."""
+        """Forget all texts and what they have left: after a failed round nothing of the pools is trusted.
+
+        The prompt that is being read lies in caches of its own, and is read on.
+        """
         self.caches.empty()
         self.texts.clear()
         self._parked.clear()
-        self._reader.wipe()
 
     def _plan(self, batch: RoundBatch) -> DraftPlan:
         remaining = max(text.writer.remaining for text in self.texts)
