@@ -41,7 +41,6 @@ from policy_replay import DraftTrace, judged_by_prompt, replay
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cli.pairs import LoadedPair, encode
 from eagle31_hf.decoding.adaptive.prompt_lookup import TextIndex
-from eagle31_hf.decoding.calibration.bare_meter import BareMeter
 from eagle31_hf.decoding.calibration.calibration import Calibration
 from eagle31_hf.decoding.calibration.measure import CONTEXTS, InTurn
 from eagle31_hf.decoding.calibration.unasked import calibrate
@@ -49,6 +48,7 @@ from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState,
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.drafter.hindsight import MOST_JUDGED
+from eagle31_hf.evidence.bare_meter import BareMeter
 from eagle31_hf.evidence.gauges import ends_off
 from eagle31_hf.evidence.ratios import RESAMPLES, interval_of
 from eagle31_hf.generation_config import LONGEST_CHAIN
@@ -133,7 +133,8 @@ class Costs:
         text = torch.arange(CONTEXTS[0])[None] * 7 % drafter.config.vocab_size
         missed = 2 * MOST_JUDGED  # by graphs, too, what was missed is read eagerly
         meter = BareMeter(drafter, text, DraftShape(missed), absorbed=missed)
-        return cls(calibration, compiled, meter.measure_width(1, count=20).absorb_s)
+        meter.time_rounds({1: 1.0}, count=20)
+        return cls(calibration, compiled, meter.costs({1: 1.0}).absorb_s)
 
 
 def count(way: Way, traces: list[DraftTrace], costs: Costs, *, sampled: bool) -> np.ndarray:

@@ -13,7 +13,7 @@ from command_line import DRAFTER, PROMPT, TARGET, run
 from rich.console import Console
 
 from eagle31_hf.cli import generate, pairs, terminal
-from eagle31_hf.decoding.calibration.bare_meter import BareCosts
+from eagle31_hf.evidence.bare_meter import BareCosts
 from eagle31_hf.evidence.calls import DIFFERENT, REFERENCE, SAME, SAMPLED, TIE, CallRecord, Drafting, Verdict
 from eagle31_hf.evidence.pair import pair_settings
 from eagle31_hf.evidence.record_file import Records

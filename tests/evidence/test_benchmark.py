@@ -11,8 +11,8 @@ from rich.console import Console
 from small_loops import CHAIN, tensors
 
 from eagle31_hf import NoDrafter
-from eagle31_hf.decoding.calibration.bare_meter import BareCosts, BareMeter
 from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
+from eagle31_hf.evidence.bare_meter import BareCosts, BareMeter
 from eagle31_hf.evidence.calls import PLAIN, SAME, CallRecord, Drafting, Verdict
 from eagle31_hf.evidence.gauges import PassCounter, ends_off
 from eagle31_hf.evidence.loop_report import LoopRecord, loop_parts

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..decoding.calibration.bare_meter import BareCosts
+from .bare_meter import BareCosts
 from .calls import SAMPLED, CallRecord
 from .ratios import speeds
 from .run_tables import run_notes, setting_tables

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..compiled.captured import CAPTURES
-from ..decoding.calibration.bare_meter import BareCosts, BareMeter
 from ..decoding.kept_graphs import CompilesAhead, compiling_ahead
 from ..drafter.assistant import NoDrafter
 from ..drafter.drafter import Eagle31Drafter
@@ -33,6 +32,7 @@ from ..target.served_processing import processing_of
 from ..texts.prompts import Prompt
 from ..training.data.padding import end_ids, until_end
 from .bare import drafted_depths
+from .bare_meter import BareCosts, BareMeter
 from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, digest_of, served_by
 from .exactness import SampledBy, judge
 from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off

@@ -1,4 +1,4 @@
-"""What single forwards and the loop around them took on one machine: plain figures, as they lie on disk. No torch."""
+"""What rounds took on one machine: plain figures, as they lie on disk. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..adaptive.costs import MOST_TOKENS, RoundCosts
 
 @dataclass(frozen=True)
 class ContextSeconds:
-    """Seconds of single forwards behind a text of `context` tokens.
+    """Seconds of rounds behind a text of `context` tokens.
 
     Attributes:
-        forward_s: of the target, as in `RoundCosts`.
+        forward_s: of the target, as in `RoundCosts`, and of all else in such a round.
         drafter_step_s, absorb_s, resume_s: of the drafter, as in `RoundCosts`.
     """
 
@@ -32,7 +32,7 @@ class Calibration:
 
     Attributes:
         contexts: by length of the text, rising; at least one.
-        round_s, plain_round_s: what a round takes beyond its forwards, with drafts and without.
+        round_s, plain_round_s: what a round takes beyond `forward_s`, with drafts and without; 0 of whole rounds.
         in_buckets: as in `RoundCosts`.
 
     Raises:

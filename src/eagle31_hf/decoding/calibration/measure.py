@@ -1,6 +1,6 @@
-"""Measure a calibration: single forwards at several widths and two contexts, then the loop around them. Seconds.
+"""Measure a calibration: whole rounds of the loop, with drafts and without, of several widths. Seconds.
 
-By graphs whole rounds are measured: a graph drafts all of a chain, and more graphs are not to be made for measuring.
+Eager rounds are measured behind two contexts. Graphs have one width: no more of them are to be made for measuring.
 """
 
 from __future__ import annotations
@@ -29,21 +29,17 @@ from ..draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ..pair import maker_at_hand
 from ..request import DecodingRequest
 from ..text import Sequences, StopRules
-from .bare_meter import BareMeter, WidthSeconds
 from .calibration import Calibration, ContextSeconds
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 768)
 """Tokens before a round. Graphs are measured behind the first: every length of rows is a graph of its own."""
 
-ABSORBED = 3
-"""Accepted tokens that the drafter reads at once: few, as they are after most rounds."""
-
-LOOP_DEPTH = 5
-"""Of the chains in the real loop."""
+CHAIN = 7
+"""Tokens of the drafter's long drafts in eager rounds: they are as wide as one of the looked-up ones."""
 
 TURNS = 6
-"""Of each kind of round in the real loop, one after the other: a slow moment of the machine falls on all of them."""
+"""Of all kinds of rounds, one after the other: a slow moment of the machine falls on all of them."""
 
 SPARE_ROUNDS = 4
 """That texts have room for beside these: the first make graphs, and the last of a text are cut short."""
@@ -70,12 +66,12 @@ class TimedRounds(NamedTuple):
         return TURNS * (self.untimed + self.timed) + SPARE_ROUNDS
 
 
-PIECES = len(CONTEXTS) + 1
-"""What is measured at once: forwards behind each context, and the loop."""
+PIECES = len(CONTEXTS)
+"""What is measured at once: rounds behind each context."""
 
 
 def measure(drafter: Eagle31Drafter) -> Calibration:
-    """Measure the pair on the machine it is on: one row, eager forwards.
+    """Measure the pair on the machine it is on: one row, eager rounds.
 
     Args:
         drafter: attached.
@@ -94,21 +90,20 @@ def can_measure_unasked(drafter: Eagle31Drafter, *, compiled: bool) -> bool:
 
 
 def measure_by_pieces(drafter: Eagle31Drafter, *, compiled: bool = False) -> Generator[None, None, Calibration]:
-    """`measure` with a pause after each of its `PIECES`, through which no memory is held. Graphs are one piece."""
+    """`measure` with a pause between its `PIECES`, through which no memory is held. Graphs are one piece."""
     if compiled:
         return measure_graphs(drafter)
     binding = drafter.binding
     longest = getattr(binding.text_config, "max_position_embeddings", None) or max(CONTEXTS) + max(WIDTHS)
     longest = min(longest, binding.rotates_alike_up_to or longest)  # behind it the target would be left otherwise
-    room = max(longest - max(WIDTHS), 2)
+    room = max(longest - _most_written(), 2)
     measured: list[ContextSeconds] = []
     for length in sorted({min(length, room) for length in CONTEXTS}):
+        if measured:
+            yield
         with _undisturbed():
             measured.append(_behind(drafter, length))
-        yield
-    with _undisturbed():
-        round_s, plain_round_s = _around(drafter, measured[0])
-    return Calibration(tuple(measured), round_s, plain_round_s)
+    return Calibration(tuple(measured), 0.0, 0.0)
 
 
 def measure_graphs(
@@ -194,21 +189,36 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
+def _eager_rounds() -> tuple[DraftPlan, ...]:
+    """Those of one turn: of each width with what is there already, then three of the drafter's, the first of which
+    reads what the others have written."""
+    looked_up = [DraftPlan(DraftShape(width - 1), tokens=((0,) * (width - 1),)) for width in WIDTHS[:0:-1]]
+    chain, one = DraftPlan(DraftShape(CHAIN)), DraftPlan(DraftShape(1))
+    return (*looked_up, DraftPlan.skip(), chain, chain, one)
+
+
+def _most_written() -> int:
+    """Tokens of a text, about: of most rounds nothing is accepted, and the last may be wide."""
+    return (TURNS + 2) * len(_eager_rounds()) + 2 * WIDTHS[-1]
+
+
 def _behind(drafter: Eagle31Drafter, length: int) -> ContextSeconds:
-    meter = BareMeter(drafter, _text(drafter.binding, length), DraftShape(depth=WIDTHS[-1] - 1), absorbed=ABSORBED)
-    seconds = {width: meter.measure_width(width) for width in reversed(WIDTHS)}
-    forward_s = tuple(zip(WIDTHS, _rising([seconds[width].verify_s for width in WIDTHS]), strict=True))
-    narrow = [seconds[width] for width in WIDTHS[1:5]]
-    return ContextSeconds(length, forward_s, _median("drafter_step_s", narrow), _median("absorb_s", narrow))
+    plans = _eager_rounds()
+    decoder = _decoder(drafter, length, plans, most_tokens=_most_written())
+    with drafter.binding.masked_attention():
+        decoder.prefill()
+        seconds = [_timed_step(decoder) for _ in range((1 + TURNS) * len(plans)) if decoder.rows]
+    timed = seconds[len(plans) :]
+    *looked_up_s, plain_s, _, chain_s, one_s = (median(timed[at :: len(plans)]) for at in range(len(plans)))
+    forward_s = dict(zip(WIDTHS, _rising([plain_s, *reversed(looked_up_s)]), strict=True))
+    drafted_s = max(chain_s - forward_s[CHAIN + 1], 0.0)
+    absorb_s = min(max(one_s - forward_s[2], drafted_s / CHAIN), drafted_s)
+    return ContextSeconds(length, tuple(forward_s.items()), (drafted_s - absorb_s) / (CHAIN - 1), absorb_s)
 
 
 def _rising(seconds: Sequence[float]) -> list[float]:
     """Without what noise alone can have made: less work that takes longer than more."""
     return list(accumulate(reversed(seconds), min))[::-1]
-
-
-def _median(figure: str, rounds: list[WidthSeconds]) -> float:
-    return median(getattr(each, figure) for each in rounds)
 
 
 class InTurn(DraftPolicy):
@@ -224,19 +234,6 @@ class InTurn(DraftPolicy):
     def record(self, stats: RoundStats) -> None:
         """Counts, and learns nothing."""
         self._rounds += 1
-
-
-def _around(drafter: Eagle31Drafter, bare: ContextSeconds) -> tuple[float, float]:
-    """Seconds of a round beyond its forwards, with a chain and without."""
-    forward_s, shape = dict(bare.forward_s), DraftShape(LOOP_DEPTH)
-    drafted = bare.absorb_s + (LOOP_DEPTH - 1) * bare.drafter_step_s
-    chain_s = drafted + max(s for width, s in bare.forward_s if width <= LOOP_DEPTH + 3)
-    drafting, plain = _rounds_s(
-        drafter, bare.context, (TimedRounds((DraftPlan(shape),)), TimedRounds((DraftPlan.skip(),)))
-    )
-    round_s = max(drafting - chain_s, 0.0)
-    # A round without drafts does nothing that one with them does not do: what says otherwise was disturbed.
-    return round_s, min(max(plain - forward_s[1], 0.0), round_s)
 
 
 def _rounds_s(
@@ -270,24 +267,49 @@ def _begin(
 ) -> list[SpeculativeDecoder]:
     """A text for each kind, with room for all rounds that are timed, of which so many are made that all were met and
     the first plan's comes last."""
-    binding, decoders = drafter.binding, []
-    largest = kinds[0].plans[0].shape
+    decoders, largest = [], kinds[0].plans[0].shape
     for kind in kinds:
-        rules = StopRules(max_length=context + kind.most_rounds * kind.plans[0].shape.nodes)
-        request = DecodingRequest(
-            sequences=Sequences(_text(binding, context), [0], rules, None),
-            processing=processing or ScoreProcessing(LogitsProcessorList()),
-            shape=largest,
-            policy=InTurn(*kind.plans),
-            do_sample=sampled,
+        most_tokens = kind.most_rounds * kind.plans[0].shape.nodes
+        decoder = _decoder(
+            drafter,
+            context,
+            kind.plans,
+            processing,
+            most_tokens=most_tokens,
+            largest=largest,
+            sampled=sampled,
+            compiled=compiled,
         )
-        decoders.append(SpeculativeDecoder(drafter, request, compiled=compiled))
-    with binding.masked_attention():
+        decoders.append(decoder)
+    with drafter.binding.masked_attention():
         for decoder, kind in zip(decoders, kinds, strict=True):
             decoder.prefill()
             for _ in range(len(kind.plans) + 1):
                 decoder.step()
     return decoders
+
+
+def _decoder(
+    drafter: Assistant,
+    context: int,
+    plans: Sequence[DraftPlan],
+    processing: ScoreProcessing | None = None,
+    *,
+    most_tokens: int,
+    largest: DraftShape | None = None,
+    sampled: bool = False,
+    compiled: bool = False,
+) -> SpeculativeDecoder:
+    """Writes at most so many tokens behind a context by rounds of these plans in turn, the first of them the largest
+    unless another shape is."""
+    request = DecodingRequest(
+        sequences=Sequences(_text(drafter.binding, context), [0], StopRules(max_length=context + most_tokens), None),
+        processing=processing or ScoreProcessing(LogitsProcessorList()),
+        shape=largest or plans[0].shape,
+        policy=InTurn(*plans),
+        do_sample=sampled,
+    )
+    return SpeculativeDecoder(drafter, request, compiled=compiled)
 
 
 def _timed_step(decoder: SpeculativeDecoder) -> float:

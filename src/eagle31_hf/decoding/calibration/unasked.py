@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 PASSES_BEFORE_PIECE = 8192 // PIECES
 """Rounds after which one piece of a calibration is measured unasked, at the end of a call. All pieces together take
-about as long as 230 plain rounds: under 3 % of the rounds before them, and a short script never waits for one."""
+about as long as 190 plain rounds: under 3 % of the rounds before them, and a short script never waits for one."""
 
 
 def calibrate(drafter: Eagle31Drafter, *, compiled: bool) -> Calibration:

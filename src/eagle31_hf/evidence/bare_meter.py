@@ -1,7 +1,6 @@
 """Bare figures: single forwards and nothing else, what every round of a loop is made of.
 
-A loop is judged by them (what it takes beyond the forwards it must compute is its overhead), and a draft's length is
-chosen by them.
+A loop is judged by them: what it takes beyond the forwards it must compute is its overhead.
 """
 
 from __future__ import annotations
@@ -9,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import mean, median
-from typing import Any, NamedTuple
+from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...cache.block_reading import BlockReading
-from ...compiled.draft_session import CompiledDrafting
-from ...compiled.verify import CompiledVerification
-from ...drafter.drafter import Eagle31Drafter
-from ...errors import ConfigurationError
-from ...target.binding import TargetBinding
-from ...target.device_clock import now
-from ...trees.draft_tree import DraftTree
-from ...trees.shape import DraftShape
-from ..pair import current_graphs, maker_at_hand
-from ..pair_caches import PairCaches
+from ..cache.block_reading import BlockReading
+from ..compiled.draft_session import CompiledDrafting
+from ..compiled.verify import CompiledVerification
+from ..decoding.pair import current_graphs, maker_at_hand
+from ..decoding.pair_caches import PairCaches
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import ConfigurationError
+from ..target.binding import TargetBinding
+from ..target.device_clock import now
+from ..trees.draft_tree import DraftTree
+from ..trees.shape import DraftShape
 
 FEW_CALLS = 3  # beside each text of a loop
 UNCOUNTED_CALLS = 2  # the first ones of a width pay for allocation and compiling
@@ -67,14 +66,6 @@ class BareCosts:
             plain_step_s: seconds per step of the plain decoding to beat.
         """
         return acceptance_length * plain_step_s / self.round_s
-
-
-class WidthSeconds(NamedTuple):
-    """Median seconds of a round's forwards: the target's over so many tokens, the drafter's two kinds of steps."""
-
-    verify_s: float
-    absorb_s: float
-    drafter_step_s: float
 
 
 @dataclass
@@ -154,23 +145,6 @@ class BareMeter:
         self.aux = (
             aux[:, -min(absorbed, length) :].to(self.drafter.device, self.drafter.dtype).clone()
         )  # (B, absorbed, A*Ht)
-
-    @torch.no_grad()
-    def measure_width(self, width: int) -> WidthSeconds:
-        """Medians over bare rounds of one width, in the order of a round, after some that pay for allocation.
-
-        Args:
-            width: tokens the target reads at once, no more than the shape has nodes.
-        """
-        with self.binding.masked_attention():
-            verify = self._timed(self._target_over(width) if self._verification is None else self._compiled_over(width))
-            absorb, step = self._timed(self._absorb()), self._timed(self._drafter_step())
-            rounds = []
-            for _ in range(UNCOUNTED_CALLS + FEW_CALLS):
-                with self.binding.capturing():
-                    verify_s = verify()
-                rounds.append((verify_s, absorb(), step()))
-        return WidthSeconds(*(median(seconds) for seconds in zip(*rounds[UNCOUNTED_CALLS:], strict=True)))
 
     @torch.no_grad()
     def time_rounds(self, depths: Mapping[int, float] | None = None, count: int = FEW_CALLS) -> None:
