@@ -15,10 +15,6 @@ from .lookup_rates import LookupRates
 from .prompt_lookup import NOTHING, Lookup
 from .schedules import LengthSchedule
 
-FEWEST_RIGHT = 0.5
-"""First tokens of a rest that must have been right for a trial: what knows nothing is not tried, however cheap it is.
-The same of a prompt: trained drafters have 1 to 12 of 16 right there, whatever it is about, and untrained ones none."""
-
 FEWEST_JUDGED = SHORTEST_REST
 """Positions of a prompt that say something: as many as a rest shows at least."""
 
@@ -130,7 +126,7 @@ class DraftController:
             positions: of prompts at which it was judged.
             accepted: first draft tokens that would have been the prompt's next one there.
         """
-        if positions >= FEWEST_JUDGED and accepted < FEWEST_RIGHT and not self.guard.rests:
+        if positions >= FEWEST_JUDGED and _is_none(accepted) and not self.guard.rests:
             self.guard.rest_at_first()
             self._tell("rest", "the drafter knows nothing of the prompt")
 
@@ -145,8 +141,8 @@ class DraftController:
         if not positions:
             self.guard.record_judgement(is_promising=True)
             return
-        knows_nothing = accepted < FEWEST_RIGHT
-        is_promising = not knows_nothing and self._expected().speedup >= 1.0
+        knows_nothing = _is_none(accepted)
+        is_promising = not knows_nothing and self._expected().speedup >= 1.0  # what knows nothing may be cheap
         self.guard.record_judgement(is_promising=is_promising, knows_nothing=knows_nothing)
 
     # --- the drafter ---------------------------------------------------------------------------------------------
@@ -228,3 +224,11 @@ class DraftController:
     def _tokens_of(self, seconds: float) -> float:
         """Written in that time at the present speed."""
         return self._speedup() * seconds / self.table.plain_s
+
+
+def _is_none(accepted: float) -> bool:
+    """Whether that many tokens, of drawn text an expected number, are none in round figures.
+
+    Of a prompt's last 16 trained drafters have 1 to 12 right, whatever it is about, and untrained ones none.
+    """
+    return accepted < 0.5

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .acceptance_rates import KEEP
 from .costs import RoundTable, choose_length
 
-INTEGRAL_GAIN = 0.15
-"""Of the PID controller; its two other gains are 1."""
+GAIN = 0.15
+"""Of the PID controller's integral, and of its measured value's smoothing; its two other gains are 1."""
 
 
 class LengthSchedule(Protocol):
@@ -104,10 +103,10 @@ class PidSchedule:
         set_point = self._set_point(length, reach)
         now = sum(row >= length for row in accepted) / len(accepted)
         before = set_point if self._whole is None else self._whole
-        self._whole = KEEP * before + (1.0 - KEEP) * now
+        self._whole = before + GAIN * (now - before)
         # A share of the way to the end of the scale: set points near 0 or 1 steer as quickly in both directions.
         error = (self._whole - set_point) / (1.0 - set_point if self._whole > set_point else set_point)
-        self._integral = self._bounded(self._integral + INTEGRAL_GAIN * error)
+        self._integral = self._bounded(self._integral + GAIN * error)
         self._value = self._bounded(self._integral + error - (self._whole - before))
 
     def _bounded(self, length: float) -> float:
