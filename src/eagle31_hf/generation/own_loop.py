@@ -50,7 +50,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     request = _request(call, requested, padding, carried, stats)
     if maker is not None:
         request.graph_maker = maker
-    else:
+    elif not any(why_given_up(call.drafter) in told for told in stats.fallbacks):
         stats.fall_back(why_given_up(call.drafter))
     with torch.no_grad(), call.drafter.binding.masked_attention():
         ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)).run()
