@@ -1,4 +1,4 @@
-"""What torch promises nobody and running on any device cannot do without. Tried with torch 2.8 to 2.14.
+"""What torch promises nobody and running on any device cannot do without.
 
 Graphs for a CPU need more (`compiled/ahead/torch_internals`).
 """

@@ -50,8 +50,10 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     request = _request(call, requested, padding, carried, stats)
     if maker is not None:
         request.graph_maker = maker
-    elif not any(why_given_up(call.drafter) in told for told in stats.fallbacks):
-        stats.fall_back(why_given_up(call.drafter))
+    else:
+        why = why_given_up(call.drafter)
+        if not any(why in told for told in stats.fallbacks):  # compiling just now may have said so
+            stats.fall_back(why)
     with torch.no_grad(), call.drafter.binding.masked_attention():
         ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)).run()
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)

@@ -1,4 +1,4 @@
-"""What torch promises nobody and kept graphs cannot do without. Tried with torch 2.8 to 2.14."""
+"""What torch promises nobody and kept graphs cannot do without."""
 
 from __future__ import annotations
 

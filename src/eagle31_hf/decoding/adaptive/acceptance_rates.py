@@ -46,7 +46,7 @@ class AcceptanceRates:
 
     def rates(self) -> list[float]:
         """Of each position."""
-        weight = Prior.weight
+        weight = Prior.weight  # the usual one: what earlier texts weigh says nothing of one position
         base = self.overall() * weight
         return [(a + base) / (r + weight) for a, r in zip(self._accepted, self._reached, strict=True)]
 
