@@ -31,7 +31,6 @@ from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState,
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
-from eagle31_hf.drafter.hindsight import Hindsight
 from eagle31_hf.generation import own_loop
 from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
 from eagle31_hf.target.binding import TargetBinding
@@ -182,10 +181,6 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
         return truth[row, start : start + min(count, depth)].tolist()
 
     class OracleRound(RoundWrapper):
-        def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
-            super().read_prompts(tokens, aux, counts)
-            return Hindsight()  # what the drafter knows of them says nothing about the oracle
-
         def draft(self, batch: RoundBatch) -> DraftTree:
             tree = super().draft(batch)
             tokens = tree.tokens.clone()

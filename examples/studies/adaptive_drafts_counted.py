@@ -36,7 +36,7 @@ from adaptive_drafts_pay import (
     untrained_drafter,
     write_record,
 )
-from policy_replay import DraftTrace, judged_by_prompt, replay
+from policy_replay import DraftTrace, replay
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cli.pairs import LoadedPair, encode
@@ -93,12 +93,7 @@ def ways_of(pair: LoadedPair, untrained: Eagle31Drafter, *, graphs: bool) -> lis
 
 def traces_of(drafter: Eagle31Drafter, texts: KnownTexts) -> list[DraftTrace]:
     """One of each text."""
-    return [
-        DraftTrace.of(
-            known, chains_along(drafter, known, texts, LONGEST_CHAIN), judged_by_prompt(drafter, known, texts)
-        )
-        for known in texts.texts
-    ]
+    return [DraftTrace.of(known, chains_along(drafter, known, texts, LONGEST_CHAIN)) for known in texts.texts]
 
 
 def policy_of(way: Way, context: int, *, sampled: bool, compiled: bool) -> tuple[DraftPolicy, DraftShape]:

@@ -14,13 +14,9 @@ import torch
 from eagle31_hf.decoding.adaptive.costs import RoundTable
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.text import Sequences, StopRules
-from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.drafter.hindsight import MOST_JUDGED, FirstDrafts, Hindsight
-from eagle31_hf.drafter.replay import drafts_along
-from eagle31_hf.training.distillation.known_texts import KnownChains, KnownText, KnownTexts
+from eagle31_hf.drafter.hindsight import MOST_JUDGED, Hindsight
+from eagle31_hf.training.distillation.known_texts import KnownChains, KnownText
 from eagle31_hf.trees.shape import DraftShape
-
-NOTHING_SAID = Hindsight()
 
 
 @dataclass(frozen=True)
@@ -32,17 +28,15 @@ class DraftTrace:
         sure: the drafter's largest probability of each of them; empty for a drafter that says nothing.
         prompt: ids up to the first root.
         written: ids behind it, as many as roots; empty if no policy looks at them.
-        of_prompt: what the prompt says of the drafter.
     """
 
     right: tuple[int, ...]
     sure: tuple[tuple[float, ...], ...] = ()
     prompt: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
-    of_prompt: Hindsight = NOTHING_SAID
 
     @classmethod
-    def of(cls, known: KnownText, chains: KnownChains, of_prompt: Hindsight = NOTHING_SAID) -> DraftTrace:
+    def of(cls, known: KnownText, chains: KnownChains) -> DraftTrace:
         """Of a known text's chains."""
         ids, first = known.text.ids.tolist(), known.text.prompt_length + 1
         return cls(
@@ -50,7 +44,6 @@ class DraftTrace:
             sure=tuple(map(tuple, chains.sure.tolist())),
             prompt=tuple(ids[:first]),
             written=tuple(ids[first:]),
-            of_prompt=of_prompt,
         )
 
     def __len__(self) -> int:
@@ -69,17 +62,6 @@ class DraftTrace:
             if length == shape.depth or confidence < shape.min_confidence:
                 return length
         return shape.depth
-
-
-@torch.no_grad()
-def judged_by_prompt(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts) -> Hindsight:
-    """What the end of one of `texts`' prompts says of an attached drafter, as before the first round of `generate`."""
-    last = known.text.prompt_length - 1
-    (draft,) = drafts_along(drafter, known.text, torch.arange(max(last - MOST_JUDGED, 0), last), 1)
-    first = FirstDrafts(warping=texts.warping.of_nodes if texts.temperature > 0 else None)
-    truth = draft.truth[None]
-    right = first.accepted(draft.logits[None], truth, drafter.draft_ids)
-    return Hindsight.of(truth.numel(), right, draft.logits)
 
 
 @dataclass(frozen=True)
@@ -130,7 +112,6 @@ def replay(
     seconds, rounds = 0.0, []
     unread = 0  # positions that the drafter has not read
     resume_s = 0.0  # what its next draft takes beyond others
-    policy.record_prompts(trace.of_prompt)
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
         state = RoundState(largest, [0], sequences, remaining)

@@ -47,10 +47,6 @@ class AdaptivePolicy(DraftPolicy):
         self._pending: PendingLookup | None = None
         self._sequences: ReadTexts | None = None
 
-    def record_prompts(self, hindsight: Hindsight) -> None:
-        """Tell the controller."""
-        self.controller.record_prompts(*hindsight)
-
     def record_hindsight(self, hindsight: Hindsight) -> None:
         """Tell the controller."""
         self.controller.record_hindsight(*hindsight)

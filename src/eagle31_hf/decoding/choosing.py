@@ -100,9 +100,8 @@ class Choosing(Protocol):
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         """Which tokens each row has, `(B, V)`; `None` where no rule asks."""
 
-    def first_drafts(self, batch: RoundBatch | None) -> FirstDrafts | None:
-        """How a draft's first token is chosen, behind what was written last or (no batch) in a prompt; `None` where
-        that depends on more than the drafter's scores."""
+    def first_drafts(self, batch: RoundBatch) -> FirstDrafts | None:
+        """How a draft's first token is chosen; `None` where that depends on more than the drafter's scores."""
 
 
 def only_one(rules: Sequence[ChoiceRule]) -> ChoiceRule | None:

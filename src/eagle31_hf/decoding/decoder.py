@@ -228,7 +228,7 @@ class SpeculativeDecoder:
         written = self._write([[token] for token in chosen], batch)
         self.stage = Stage.COMMIT
         if self.caches.drafter is not None and self._goes_on:
-            self.request.policy.record_prompts(self.round.read_prompts(*prompts.pair(written)))
+            self.caches.drafter.absorb(*prompts.pair(written))
         self._after_round(batch)
 
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:

@@ -1,4 +1,4 @@
-"""What to draft next: told what the prompts say of the drafter, asked before each round, told after it.
+"""What to draft next: asked before each round, told after it.
 
 A policy decides length, shape or source of the coming draft from what earlier rounds accepted, never from what the
 target is about to say: so the text is the target's own whatever it decides.
@@ -95,11 +95,6 @@ class DraftPolicy(Protocol):
     Asked in every round in which something may be drafted. A round that memory failed is asked about again without
     having been recorded, so `next_draft` must not count how often it is called.
     """
-
-    def record_prompts(self, hindsight: Hindsight) -> None:
-        """Learn how often the first token of a draft would have been the next one of the prompts, at their ends; by
-        default nothing."""
-        return
 
     def next_draft(self, state: RoundState) -> DraftPlan:
         """What to draft in the coming round."""

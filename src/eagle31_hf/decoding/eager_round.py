@@ -74,16 +74,6 @@ class EagerRound:
         """Commit the target's keys, values and states."""
         self.caches.target.keep(written.paths, written.counts)
 
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
-        session = self.caches.drafter
-        if session is None:
-            return Hindsight()
-        first = self.choosing.first_drafts(None)
-        if first is not None:
-            return session.absorb_judging(tokens, aux, counts, first)
-        session.absorb(tokens, aux, counts)
-        return Hindsight()
-
     def look_back(self, batch: RoundBatch) -> Hindsight:
         session = self.caches.drafter
         if session is None:

@@ -102,11 +102,11 @@ class DecodingRequest:
         """Which tokens each row has, `(B, V)`; `None` where nobody asks."""
         return None if self.seen is None else self.seen.of(batch.rows, self.sequences.new)
 
-    def first_drafts(self, batch: RoundBatch | None) -> FirstDrafts | None:
+    def first_drafts(self, batch: RoundBatch) -> FirstDrafts | None:
         """As `Choosing` has it."""
         if not self.processing.fits_draft_vocabulary:
             return None
         if not self.do_sample:
             return FirstDrafts(self.shape.top_k)
-        noise = None if batch is None else lambda count: self.noise_for(batch, count, behind=count)
-        return FirstDrafts(self.shape.top_k, self.processing.draft_warping.of_nodes, noise)
+        warping = self.processing.draft_warping.of_nodes
+        return FirstDrafts(self.shape.top_k, warping, lambda count: self.noise_for(batch, count, behind=count))

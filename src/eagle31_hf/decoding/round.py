@@ -143,10 +143,6 @@ class Round(Protocol):
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
 
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
-        """Let the drafter read the end of the prompts and each row's first token, arguments as of
-        `DraftSession.absorb`, and judge it by them as `look_back` does."""
-
     def look_back(self, batch: RoundBatch) -> Hindsight:
         """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said. Before
         a round's `draft`."""
@@ -179,9 +175,6 @@ class RoundWrapper:
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         self.inner.commit(accepted, verified, written)
-
-    def read_prompts(self, tokens: Tensor, aux: Tensor, counts: Sequence[int]) -> Hindsight:
-        return self.inner.read_prompts(tokens, aux, counts)
 
     def look_back(self, batch: RoundBatch) -> Hindsight:
         return self.inner.look_back(batch)

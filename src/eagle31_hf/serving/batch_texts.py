@@ -117,8 +117,8 @@ class BatchTexts:
             self._seen = list(self.texts), seen_in(prompts, self._scores)
         return self._seen[1].of(range(len(self.texts)), self.new)
 
-    def first_drafts(self, batch: RoundBatch | None) -> FirstDrafts:
-        if batch is None or not any(chooser.draws for chooser in self._choosers):
+    def first_drafts(self, batch: RoundBatch) -> FirstDrafts:
+        if not any(chooser.draws for chooser in self._choosers):
             return FirstDrafts()
 
         rules = self.choice_rules(batch)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from draft_traces import COSTS, LONGEST, calibrated
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.decoding.adaptive.acceptance_rates import Prior
-from eagle31_hf.decoding.adaptive.controller import FEWEST_JUDGED, Decision, DraftController, Source
+from eagle31_hf.decoding.adaptive.controller import Decision, DraftController, Source
 from eagle31_hf.decoding.adaptive.guard import (
-    LONGEST_FIRST_REST,
     LONGEST_REST,
     LOSS,
     SHORTEST_REST,
@@ -162,69 +160,8 @@ def controller(**settings: Any) -> DraftController:
     return DraftController(table, calibrated(table), **settings)
 
 
-def test_what_knows_nothing_of_the_prompt_rests_first() -> None:
-    events: list[tuple[str, str]] = []
-    knows = controller(on_event=lambda *told: events.append(told))
-    knows.record_prompts(16, 1.0)
-    knows.record_prompts(FEWEST_JUDGED - 1, 0.0)  # so few say nothing
-    knows.record_prompts(0, 0.0)
-    assert not knows.guard.rests
-    assert not events
-    ignorant = controller(on_event=lambda *told: events.append(told))
-    ignorant.record_prompts(FEWEST_JUDGED, 0.4)
-    for _ in range(SHORTEST_REST):
-        assert ignorant.decide() == Decision(Source.NOTHING)
-        ignorant.record(Decision(Source.NOTHING), 0, [0])
-    assert ignorant.decide().looks_back
-    (what, why), *_ = events
-    assert what == "rest"
-    assert why.startswith("the drafter knows nothing of the prompt")
-    ignorant.record_hindsight(7, 6.0)
-    assert ignorant.decide().source is Source.DRAFTER, "it may know what is written behind it"
-
-
-@pytest.mark.parametrize("right", [0.1, 1.5])
-def test_what_knows_neither_the_prompt_nor_what_follows_rests_longest(right: float) -> None:
-    """No domain has gone that could return."""
-    ignorant = controller()
-    ignorant.record_prompts(16, 0.4)
-    assert rests_of(ignorant, [right] * 5) == [
-        SHORTEST_REST,
-        LONGEST_REST,
-        2 * LONGEST_REST,
-        LONGEST_FIRST_REST,
-        LONGEST_FIRST_REST,
-    ]
-
-
-def test_what_was_worth_a_trial_rests_no_longer_than_others() -> None:
-    guard, rests = CollapseGuard(), []
-    guard.rest_at_first()
-    for is_promising in (False, False, True, False):
-        rests.append(1)
-        while guard.record_rest(1) is None:
-            rests[-1] += 1
-        if guard.record_judgement(is_promising=is_promising) is GuardState.TRYING:
-            while not guard.rests:
-                guard.record_drafts(*LOSING)
-    assert rests == [SHORTEST_REST, LONGEST_REST, 2 * LONGEST_REST, LONGEST_REST]
-
-
-def rests_of(controller: DraftController, judged: list[float]) -> list[int]:
-    """Rounds of each rest, at whose ends so many of 16 first tokens would have been right."""
-    rests = []
-    for right in judged:
-        rests.append(0)
-        while not controller.decide().looks_back:
-            controller.record(Decision(Source.NOTHING), 0, [0])
-            rests[-1] += 1
-        controller.record_hindsight(16, right)
-    return rests
-
-
-def test_what_earlier_texts_say_is_no_less_than_what_a_prompt_says() -> None:
+def test_what_was_of_no_use_to_earlier_texts_rests_first() -> None:
     resting = controller(prior=Prior(0.02, 4.0))
-    resting.record_prompts(16, 0.0)
     for _ in range(LONGEST_REST):
         assert not resting.decide().looks_back
         resting.record(Decision(Source.NOTHING), 0, [0])

@@ -10,13 +10,10 @@ from typing import NamedTuple
 from .acceptance_rates import KEEP, MEMORY, AcceptanceRates, Prior
 from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
 from .doubt import DoubtThreshold
-from .guard import SHORTEST_REST, CollapseGuard, GuardState
+from .guard import CollapseGuard, GuardState
 from .lookup_rates import LookupRates
 from .prompt_lookup import NOTHING, Lookup
 from .schedules import LengthSchedule
-
-FEWEST_JUDGED = SHORTEST_REST
-"""Positions of a prompt that say something: as many as a rest shows at least."""
 
 
 class Source(Enum):
@@ -119,17 +116,6 @@ class DraftController:
         else:
             self.guard.record_rest(round(tokens))
 
-    def record_prompts(self, positions: int, accepted: float) -> None:
-        """Learn, before the first round, whether the drafter knows anything of what this text is about.
-
-        Args:
-            positions: of prompts at which it was judged.
-            accepted: first draft tokens that would have been the prompt's next one there.
-        """
-        if positions >= FEWEST_JUDGED and _is_none(accepted) and not self.guard.rests:
-            self.guard.rest_at_first()
-            self._tell("rest", "the drafter knows nothing of the prompt")
-
     def record_hindsight(self, positions: int, accepted: float) -> None:
         """Learn whether a rest had better end.
 
@@ -141,9 +127,8 @@ class DraftController:
         if not positions:
             self.guard.record_judgement(is_promising=True)
             return
-        knows_nothing = _is_none(accepted)
-        is_promising = not knows_nothing and self._expected().speedup >= 1.0  # what knows nothing may be cheap
-        self.guard.record_judgement(is_promising=is_promising, knows_nothing=knows_nothing)
+        is_promising = accepted > 0 and self._expected().speedup >= 1.0  # what knows nothing may be cheap
+        self.guard.record_judgement(is_promising=is_promising, knows_nothing=not accepted)
 
     # --- the drafter ---------------------------------------------------------------------------------------------
 
@@ -224,11 +209,3 @@ class DraftController:
     def _tokens_of(self, seconds: float) -> float:
         """Written in that time at the present speed."""
         return self._speedup() * seconds / self.table.plain_s
-
-
-def _is_none(accepted: float) -> bool:
-    """Whether that many tokens, of drawn text an expected number, are none in round figures.
-
-    Of a prompt's last 16 trained drafters have 1 to 12 right, whatever it is about, and untrained ones none.
-    """
-    return accepted < 0.5

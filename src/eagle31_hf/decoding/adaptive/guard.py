@@ -22,10 +22,6 @@ SHORTEST_REST = 8
 LONGEST_REST = 48
 """The same at most: a returning domain is used within 64 tokens."""
 
-LONGEST_FIRST_REST = 4 * LONGEST_REST
-"""The same where the drafter knew nothing of the prompt and promised nothing since: no domain has gone that could
-return."""
-
 
 class GuardState(Enum):
     """What is being done."""
@@ -49,7 +45,6 @@ class CollapseGuard:
         self._rest_left = self._next_rest = LONGEST_REST if starts_resting else SHORTEST_REST
         self._lost = 0.0  # tokens, since drafts were at their best
         self._has_won = False  # whether drafts ever did, in this text or since the last rest
-        self._longest_rest = LONGEST_REST
 
     @property
     def rests(self) -> bool:
@@ -88,12 +83,6 @@ class CollapseGuard:
         """Judge the drafter soon: what it is asked about may have changed."""
         self._rest_left = min(self._rest_left, SHORTEST_REST)
 
-    def rest_at_first(self) -> None:
-        """Begin with a rest, before any drafts, and with long ones if what follows promises nothing either."""
-        self._longest_rest = LONGEST_FIRST_REST
-        self._begin_rest()
-        self._next_rest = LONGEST_REST
-
     def record_judgement(self, *, is_promising: bool, knows_nothing: bool = False) -> GuardState:
         """After the drafter was judged by what it missed. Returns the new state.
 
@@ -102,16 +91,15 @@ class CollapseGuard:
             knows_nothing: none of its tokens would have been right: there is no hurry to judge it again.
         """
         if is_promising:
-            self._longest_rest = LONGEST_REST
             return self._enter(GuardState.TRYING)
         if knows_nothing:
-            self._next_rest = max(self._next_rest, LONGEST_REST)
+            self._next_rest = LONGEST_REST
         return self._begin_rest()
 
     def _begin_rest(self) -> GuardState:
         """Rest, and longer the next time, unless drafting wins something before."""
-        self._rest_left = min(self._next_rest, self._longest_rest)
-        self._next_rest = min(2 * self._rest_left, self._longest_rest)
+        self._rest_left = self._next_rest
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         return self._enter(GuardState.RESTING)
 
     def _enter(self, state: GuardState) -> GuardState:
