@@ -209,7 +209,7 @@ def test_a_random_drafter_writes_at_plain_speed_by_counted_costs(
             return tree
 
     if not looks_up:
-        monkeypatch.setattr(AdaptivePolicy, "_lookup", lambda *_: NOTHING)
+        monkeypatch.setattr(AdaptivePolicy, "_look_up", lambda *_: NOTHING)
     with calibrated(drafter_of("llama"), costs), wrapped_rounds(Counting):
         for _ in range(2):  # what the first text has taught is known to the second
             write(1, max_new_tokens=200, eos_token_id=None)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from ..drafter.hindsight import Hindsight
 from ..trees.shape import DraftShape
 from .adaptive.controller import Decision, DraftController, Source
-from .adaptive.prompt_lookup import NOTHING, Lookup, TextIndex
+from .adaptive.prompt_lookup import NOTHING, Lookup
 from .draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
-
-
-@dataclass(frozen=True)
-class PendingLookup:
-    """What the text offered before a round, and how long row and text were then."""
-
-    row: int
-    written: int
-    lookup: Lookup
+from .lookup_policy import RepeatingText
 
 
 class AdaptivePolicy(DraftPolicy):
@@ -43,8 +35,8 @@ class AdaptivePolicy(DraftPolicy):
         self._on_event = on_event or (lambda _what, _why: None)
         self._source = Source.DRAFTER
         self._plan: tuple[Decision, DraftPlan] | None = None  # the last of the drafter's drafts; most are alike
-        self._index, self._indexed_row, self._prompt_length = TextIndex(), -1, 0
-        self._pending: PendingLookup | None = None
+        self._text: RepeatingText | None = None  # of this row of these
+        self._row = -1
         self._sequences: ReadTexts | None = None
 
     def record_hindsight(self, hindsight: Hindsight) -> None:
@@ -53,7 +45,7 @@ class AdaptivePolicy(DraftPolicy):
 
     def next_draft(self, state: RoundState) -> DraftPlan:
         """The controller's decision as a plan."""
-        lookup = self._lookup(state)
+        lookup = self._look_up(state)
         decision = self.controller.decide(lookup)
         if decision.source is Source.NOTHING:
             return DraftPlan.skip(looks_back=decision.looks_back)
@@ -65,8 +57,10 @@ class AdaptivePolicy(DraftPolicy):
 
     def record(self, stats: RoundStats) -> None:
         """Tell the controller what became of it."""
-        match = 0 if self._pending is None else self._pending.lookup.match
-        self._judge_lookup()
+        match = 0
+        if self._text is not None and self._sequences is not None:
+            match = self._text.offered.match
+            self._text.judge(self._sequences.new[self._row])
         plan = stats.plan
         if plan.skips:
             decision = Decision(Source.NOTHING)
@@ -87,36 +81,14 @@ class AdaptivePolicy(DraftPolicy):
         shape = self.shape.cut_to(decision.depth)
         return shape if self.shape.is_tree else replace(shape, min_confidence=decision.min_confidence)
 
-    # --- prompt lookup -------------------------------------------------------------------------------------------
-
-    def _lookup(self, state: RoundState) -> Lookup:
+    def _look_up(self, state: RoundState) -> Lookup:
         """What the text offers; asking twice changes nothing."""
-        self._pending = None
         if not self.looks_up or len(state.rows) != 1 or state.sequences is None:
             return NOTHING
-        (row,), sequences = state.rows, state.sequences
-        self._read_on(row, sequences)
+        (row,), self._sequences = state.rows, state.sequences
+        new = state.sequences.new[row]
+        if self._text is None or row != self._row:
+            self._row = row
+            self._text = RepeatingText(state.sequences.text(row), len(new), self.controller.lookup_rates)
         longest = min(self.controller.longest, state.largest.nodes - 1, state.remaining_tokens - 1)
-        lookup = self._index.lookup(longest)
-        if lookup.tokens:
-            self._pending, self._sequences = PendingLookup(row, len(sequences.new[row]), lookup), sequences
-        return lookup
-
-    def _read_on(self, row: int, sequences: ReadTexts) -> None:
-        """Bring the index up to date with the text of a row."""
-        if row != self._indexed_row:
-            self._index, self._indexed_row = TextIndex(sequences.text(row)), row
-            self._prompt_length = len(self._index) - len(sequences.new[row])
-        written = len(self._index) - self._prompt_length
-        if written > len(sequences.new[row]):  # memory ran out, and tokens were taken back
-            self._index.truncate(self._prompt_length + len(sequences.new[row]))
-        else:
-            self._index.extend(sequences.new[row][written:])
-
-    def _judge_lookup(self) -> None:
-        """Compare what the text offered with what was written, whoever drafted that."""
-        pending, self._pending = self._pending, None
-        if pending is None or self._sequences is None:
-            return
-        written: Sequence[int] = self._sequences.new[pending.row][pending.written :]
-        self.controller.lookup_rates.record(pending.lookup.match, pending.lookup.tokens, written)
+        return self._text.look_up(new, longest)

@@ -22,10 +22,11 @@ class RepeatingText:
     Args:
         text: prompt and new tokens so far. They are asked for once: a prompt may lie on a device.
         num_new: how many of them are new.
+        rates: how often such offers were right; default: nothing is known.
     """
 
-    def __init__(self, text: Sequence[int], num_new: int):
-        self.index, self.rates = TextIndex(text), LookupRates()
+    def __init__(self, text: Sequence[int], num_new: int, rates: LookupRates | None = None):
+        self.index, self.rates = TextIndex(text), rates or LookupRates()
         self.prompt_length = len(text) - num_new
         self.offered, self._num_new = NOTHING, num_new  # before the last round, and how many were new then
 
