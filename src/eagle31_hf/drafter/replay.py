@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from ..target.taps import HiddenStateTaps
 from .drafter import Eagle31Drafter
 from .modeling_eagle31 import AttendingCache
 
@@ -65,29 +66,15 @@ def read_text(target: Any, ids: Tensor, prompt_length: int, indices: Sequence[in
     Args:
         target: a `TargetBinding`, for its model and decoder layers.
     """
-    states: dict[int, Tensor] = {}
-
-    def entering(index: int) -> Any:
-        def keep(_module: Any, args: tuple, kwargs: dict) -> None:
-            states[index] = (args[0] if args else kwargs["hidden_states"])[0].clone()
-
-        return keep
-
-    def leaving(_module: Any, _args: tuple, output: Any) -> None:
-        states[len(target.layers)] = (output[0] if isinstance(output, tuple) else output)[0].clone()
-
-    handles = []
-    for index in set(indices):
-        if index < len(target.layers):
-            handles.append(target.layers[index].register_forward_pre_hook(entering(index), with_kwargs=True))
-        else:
-            handles.append(target.layers[-1].register_forward_hook(leaving))
+    wanted = sorted(set(indices))
+    taps = HiddenStateTaps(target.model, target.layers, wanted)
     try:
-        target.model(input_ids=ids[None].to(target.input_device), logits_to_keep=1, use_cache=False)
+        with taps.open():
+            target.model(input_ids=ids[None].to(target.input_device), logits_to_keep=1, use_cache=False)
+            states = taps.take(target.head_device)[0]
     finally:
-        for handle in handles:
-            handle.remove()
-    return TargetText(ids, prompt_length, states)
+        taps.close()
+    return TargetText(ids, prompt_length, dict(zip(wanted, states.chunk(len(wanted), dim=-1), strict=True)))
 
 
 def drafter_states(drafter: Eagle31Drafter, text: TargetText) -> Tensor:
@@ -142,10 +129,8 @@ class StartsCache(AttendingCache):
 
     def __init__(self, starts: Tensor):
         self._starts = starts
-        self._keys: dict[int, Tensor] = {}  # per layer, of the text (1, n, T, d)
-        self._values: dict[int, Tensor] = {}
-        self._own_keys: dict[int, Tensor] = {}  # (S, n, k, d)
-        self._own_values: dict[int, Tensor] = {}
+        self._of_text: dict[int, tuple[Tensor, Tensor]] = {}  # per layer keys and values (1, n, T, d)
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # of the drafts, (S, n, k, d)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layer_idx: int
@@ -153,19 +138,19 @@ class StartsCache(AttendingCache):
         """See `AttendingCache`."""
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        if layer_idx not in self._keys:
-            self._keys[layer_idx], self._values[layer_idx] = key, value
+        if layer_idx not in self._of_text:
+            self._of_text[layer_idx] = key, value
             self.see_text(layer_idx, query)
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        if layer_idx in self._own_keys:
-            key = torch.cat((self._own_keys[layer_idx], key), dim=2)
-            value = torch.cat((self._own_values[layer_idx], value), dim=2)
-        self._own_keys[layer_idx], self._own_values[layer_idx] = key, value
+        if layer_idx in self._own:
+            own_key, own_value = self._own[layer_idx]
+            key, value = torch.cat((own_key, key), dim=2), torch.cat((own_value, value), dim=2)
+        self._own[layer_idx] = key, value
         weights = self.weights(layer_idx, query)
         self.see_drafts(layer_idx, weights)
-        length = self._keys[layer_idx].shape[2]
-        of_text = torch.einsum("snqt,ntd->snqd", weights[..., :length], self._values[layer_idx][0])
-        return of_text + weights[..., length:] @ value
+        read = self._of_text[layer_idx][1][0]  # (n, T, d)
+        length = read.shape[1]
+        return torch.einsum("snqt,ntd->snqd", weights[..., :length], read) + weights[..., length:] @ value
 
     def see_text(self, layer_idx: int, query: Tensor) -> None:
         """For who wants to look: the queries `(1, n, T, d)` of the pass over the text."""
@@ -175,10 +160,10 @@ class StartsCache(AttendingCache):
 
     def weights(self, layer_idx: int, query: Tensor) -> Tensor:
         """Attention `(S, n, 1, T + k)` of one query per start over the text up to it and its own tokens."""
-        keys = self._keys[layer_idx]
-        scores = torch.einsum("snqd,ntd->snqt", query, keys[0])
-        later = torch.arange(keys.shape[2], device=keys.device) > self._starts[:, None]  # (S, T)
+        keys = self._of_text[layer_idx][0][0]
+        scores = torch.einsum("snqd,ntd->snqt", query, keys)
+        later = torch.arange(keys.shape[1], device=keys.device) > self._starts[:, None]  # (S, T)
         scores = scores.masked_fill(later[:, None, None], -torch.inf)
-        if layer_idx in self._own_keys:
-            scores = torch.cat((scores, query @ self._own_keys[layer_idx].transpose(2, 3)), dim=-1)
+        if layer_idx in self._own:
+            scores = torch.cat((scores, query @ self._own[layer_idx][0].transpose(2, 3)), dim=-1)
         return (scores.float() * query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)

@@ -78,10 +78,10 @@ class _ObservedCache(StartsCache):
         self.see_drafts(layer_idx, self.weights(layer_idx, of_starts))
 
     def see_drafts(self, layer_idx: int, weights: Tensor) -> None:
-        depth = 0 if layer_idx not in self._own_keys else self._own_keys[layer_idx].shape[2]
+        depth = 0 if layer_idx not in self._own else self._own[layer_idx][0].shape[2]
         if depth == len(self._shares):
             self._shares.append({})
         mean = weights.float().mean((1, 2))  # (S, T + k)
-        length = self._keys[layer_idx].shape[2]
+        length = self._of_text[layer_idx][0].shape[2]
         parts = (mean[:, :SINK_TOKENS], mean[:, SINK_TOKENS:length], mean[:, length:])
         self._shares[depth][layer_idx] = torch.stack([part.sum(1) for part in parts], dim=1)
