@@ -2,9 +2,6 @@
 
 It reads a job a line, as JSON, and answers each with a line that says what went wrong, if anything did. Being a process
 of its own it can be told how to compile without anybody else noticing, and leaves its caller's interpreter alone.
-
-Arguments are pairs of further files, by number, to read jobs from and to answer on: for each pair the process forks
-itself, once it has imported what compiling takes, which costs as much as two small packages.
 """
 
 from __future__ import annotations
@@ -19,8 +16,9 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
+from ...errors import named_line
 from .packed_weights import PACKED_LINEAR
-from .torch_internals import prepare_compiler, write_package
+from .torch_internals import lower_packed_linear, write_package
 
 
 class CompileJob(NamedTuple):
@@ -66,7 +64,7 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
         try:
             compile_package(job)
         except Exception as error:
-            failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure = named_line(error)
             with suppress(OSError):
                 Path(job.package).unlink()
         answers.write(json.dumps({"failure": failure}) + "\n")
@@ -76,18 +74,11 @@ def serve(jobs: TextIO, answers: TextIO) -> None:
 def main() -> None:
     """Jobs come by standard input; neither it nor standard output is for compilers."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for the caller to tell of
-    numbers = [os.dup(sys.stdin.fileno()), os.dup(sys.stdout.fileno()), *map(int, sys.argv[1:])]
+    own = os.dup(sys.stdin.fileno()), os.dup(sys.stdout.fileno())
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    prepare_compiler(PACKED_LINEAR)
-    own, *further = zip(numbers[::2], numbers[1::2], strict=True)
-    for pair in further:
-        if not os.fork():
-            own = pair
-            break
-    for number in set(numbers) - set(own):
-        os.close(number)  # or nobody would notice where a process ends
+    lower_packed_linear(PACKED_LINEAR)
     with open(own[0], encoding="utf-8") as jobs, open(own[1], "w", encoding="utf-8") as answers:
         serve(jobs, answers)
 

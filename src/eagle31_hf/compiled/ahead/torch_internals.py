@@ -26,36 +26,18 @@ def write_package(exported: torch.export.ExportedProgram, path: Path, settings: 
     """
     from torch._inductor import aoti_compile_and_package, config
 
-    known = {name: value for name, value in settings.items() if _has(config, name)}
+    known = {name: value for name, value in settings.items() if name in config.get_config_copy()}
     aoti_compile_and_package(exported, package_path=str(path), inductor_configs=known)
 
 
-def _has(where: Any, name: str) -> bool:
-    """Whether there is something of that dotted name."""
-    for part in name.split("."):
-        if not hasattr(where, part):
-            return False
-        where = getattr(where, part)
-    return True
-
-
-def prepare_compiler(linear: Any) -> None:
-    """Import what compiling takes, which is slow.
-
-    Args:
-        linear: operator that graphs call with packed weights. They call the product itself, without a way through
-            Python; inductor's own lowering of it wants constants.
-    """
-    from torch._inductor import compile_fx, cpu_vec_isa, lowering, mkldnn_ir  # noqa: F401
+def lower_packed_linear(linear: Any) -> None:
+    """Let graphs that call this operator with packed weights call the product itself, without a way through Python;
+    inductor's own lowering of it wants constants."""
+    from torch._inductor import lowering, mkldnn_ir
 
     @lowering.register_lowering(linear, type_promotion_kind=None)
     def lowered(states: Any, packed: Any, bias: Any) -> Any:
         return lowering.TensorBox.create(mkldnn_ir.LinearUnary.create(states, packed, bias, "none", [], ""))
-
-    try:
-        cpu_vec_isa.pick_vec_isa()  # asks the C++ compiler what the processor can do
-    except Exception:  # the first package tells of it
-        return
 
 
 # --- oneDNN's products with packed weights ----------------------------------------------------------------------------
