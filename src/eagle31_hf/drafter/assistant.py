@@ -15,7 +15,24 @@ from ..memory import MemoryPlan
 from ..stats import LastStats, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.self_test import probe_tree_verification
-from .not_copied import NotCopiedList
+
+
+class _NotCopied:
+    """Stays behind when what holds it is copied or pickled: the twin has an empty one."""
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+class NotCopiedList(_NotCopied, list):
+    """A list that stays behind."""
+
+
+class NotCopiedDict(_NotCopied, dict):
+    """A dict that stays behind."""
 
 
 class Assistant(nn.Module):

@@ -33,12 +33,6 @@ class AttendingCache:
         raise NotImplementedError
 
 
-def make_attention(config: Eagle31Config, layer_idx: int, input_size: int) -> nn.Module:
-    """The attention that `config` asks for, reading `input_size` wide rows."""
-    kind = LatentAttention if config.is_latent else GroupedQueryAttention
-    return kind(config, layer_idx, input_size)
-
-
 class GroupedQueryAttention(nn.Module):
     """Query heads share key and value heads in groups; query, key and value are one matrix."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
 
-from ..checkpoints import Checkpoint, PackingScheme, packable_shapes, read_checkpoint, write_checkpoint
+from ..checkpoints import Checkpoint, PackingScheme, read_checkpoint, write_checkpoint
 from ..checkpoints.config_fields import TARGET_MODEL
 from ..checkpoints.formats import default_format
 from ..checkpoints.publish import publish_checkpoint, publish_folder
@@ -111,7 +111,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             dtype = dtype or binding.compute_dtype
             device = device or binding.head_device
         if scheme is not None and checkpoint.scheme is None:
-            drafter._pack(scheme, device, dtype)
+            pack_linears(drafter, scheme, device, dtype)
         if dtype is not None or device is not None:
             drafter.to(device=device, dtype=dtype)  # type: ignore[call-arg]
         if binding is not None:
@@ -143,13 +143,6 @@ class Eagle31Drafter(Assistant, Eagle31Network):
                 "quantization_config out, or pack anew from the unpacked drafter"
             )
         self.packing = scheme
-
-    def _pack(self, scheme: PackingScheme, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Pack the matrices that would take more on `device` in `dtype`."""
-        element_bytes = (dtype or self.dtype).itemsize
-        shapes = packable_shapes(self.config)
-        worth = [name for name, shape in shapes.items() if scheme.packs(name, shape, element_bytes)]
-        pack_linears(self, scheme, worth, device)
 
     def to_checkpoint(self) -> Checkpoint:
         """The drafter as a checkpoint: published tensor names, nothing of the target's."""

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ..checkpoints.packed import FUSED_PROJECTIONS
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
-from .attention import AttendingCache, make_attention
+from .attention import AttendingCache, GroupedQueryAttention, LatentAttention
 from .packed_linear import KeepsBufferDtypes, packed_tensors
 
 
@@ -63,7 +63,8 @@ class Eagle31DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         if joins:
             self.hidden_norm = nn.RMSNorm(width, eps=eps)
-        self.self_attn = make_attention(config, layer_idx, input_size=2 * width if joins else width)
+        attention = LatentAttention if config.is_latent else GroupedQueryAttention
+        self.self_attn = attention(config, layer_idx, input_size=2 * width if joins else width)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
         self.mlp = Eagle31MLP(config)
 
@@ -166,14 +167,10 @@ class Eagle31Network(PreTrainedModel):
         packed = packed_tensors(self)
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.state_dict().items():
-            parts = _fused_parts(name)
-            if name in packed:
-                continue
-            if parts is None:
-                tensors[name] = tensor
-            else:
-                rows = tensor.split(self._fused_rows(name), dim=0)
-                tensors.update(zip(parts, rows, strict=True))
+            if name not in packed:
+                parts = _published_names(name)
+                rows = [tensor] if len(parts) == 1 else tensor.split(self._fused_rows(name), dim=0)
+                tensors |= zip(parts, rows, strict=True)
         return tensors
 
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:
@@ -192,22 +189,20 @@ class Eagle31Network(PreTrainedModel):
             )
         state = packed_tensors(self)
         for name in self.state_dict().keys() - state.keys():
-            parts = _fused_parts(name)
-            state[name] = tensors[name] if parts is None else torch.cat([tensors[part] for part in parts], dim=0)
+            parts = [tensors[part] for part in _published_names(name)]
+            state[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=0)
         self.load_state_dict(state, strict=True, assign=True)
 
-    def _fused_rows(self, name: str) -> tuple[int, ...]:
+    def _fused_rows(self, name: str) -> list[int]:
         config = self.config
         if "gate_up_proj" in name:
-            return (config.intermediate_size,) * 2
-        return tuple(
-            heads * config.head_dim
-            for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        )
+            return [config.intermediate_size] * 2
+        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        return [count * config.head_dim for count in heads]
 
 
-def _fused_parts(name: str) -> list[str] | None:
+def _published_names(name: str) -> list[str]:
     for fused, parts in FUSED_PROJECTIONS.items():
         if f".{fused}." in name:
             return [name.replace(fused, part) for part in parts]
-    return None
+    return [name]

@@ -161,15 +161,15 @@ def _four_bit_tensors(weight: Tensor, scheme: PackingScheme) -> dict[str, Tensor
 
 @torch.no_grad()
 def pack_linears(
-    network: nn.Module, scheme: PackingScheme, names: list[str], device: torch.device | str | None = None
+    network: Any, scheme: PackingScheme, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
-    """Replace the named `nn.Linear`s of `network` by packed ones, one at a time.
+    """Replace those of a drafter's `nn.Linear`s by packed ones that would take more on `device` in `dtype`.
 
-    Args:
-        device: where the packed ones live; each matrix is taken there alone, so that the network never is as a whole.
+    Each matrix is taken there alone, so that the network never is as a whole.
     """
-    for name in names:
-        linear: Any = network.get_submodule(name)
+    element_bytes, shapes = (dtype or network.dtype).itemsize, packable_shapes(network.config)
+    for name in [name for name, shape in shapes.items() if scheme.packs(name, shape, element_bytes)]:
+        linear = network.get_submodule(name)
         bias = None if linear.bias is None else linear.bias.detach().to(device or linear.bias.device)
         packed = pack_matrix(linear.weight.detach().to(device or linear.weight.device), scheme, bias)
         network.set_submodule(name, packed)
@@ -179,25 +179,18 @@ def put_packed(network: nn.Module, checkpoint: Checkpoint) -> None:
     """Put layers around the matrices that `checkpoint` holds packed; `network` may be on meta."""
     assert checkpoint.scheme is not None
     for name, shape in packable_shapes(checkpoint.config).items():
-        tensors = {
-            part.rpartition(".")[2]: tensor
-            for part, tensor in checkpoint.packed.items()
-            if part.rpartition(".")[0] == name
-        }
+        names = {part: f"{name}.{part}" for part in checkpoint.scheme.tensor_infos(*shape)}
+        tensors = {part: checkpoint.packed[full] for part, full in names.items() if full in checkpoint.packed}
         if tensors:
             bias = getattr(network.get_submodule(name), "bias", None)  # on meta: it comes with the rest
             network.set_submodule(name, packed_linear(checkpoint.scheme, shape, tensors, bias))
 
 
-def packed_modules(network: nn.Module) -> dict[str, PackedLinear]:
-    """The packed matrices of a network, by name."""
-    return {name: module for name, module in network.named_modules() if isinstance(module, PackedLinear)}
-
-
 def packed_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Their tensors, by name; biases are not packed and not among them."""
+    """Tensors of the packed matrices, by name; biases are not packed and not among them."""
     return {
         f"{name}.{part}": tensor
-        for name, module in packed_modules(network).items()
+        for name, module in network.named_modules()
+        if isinstance(module, PackedLinear)
         for part, tensor in module.named_buffers()
     }

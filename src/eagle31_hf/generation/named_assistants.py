@@ -14,8 +14,8 @@ from typing import Any
 from transformers.pipelines import base as pipelines
 
 from ..checkpoints import holds_drafter
+from ..drafter.assistant import NotCopiedDict
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.not_copied import NotCopiedDict
 from ..errors import UnsupportedGenerationError
 
 KEPT_AT = "_eagle31_named_drafters"
