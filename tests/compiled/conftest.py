@@ -35,7 +35,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Acceptance, Acceptance
             scores = self.step.choosing.warping.of_nodes(logits)
             rows = torch.arange(len(logits))[:, None]
             choice = argmax(scores) if noise is None else choose(scores, noise[rows, tree.depths])
-            kept.append((made[0], accept_chosen(tree, choice)))
+            kept.append((made.acceptance, accept_chosen(tree, choice)))
         return made
 
     monkeypatch.setattr(RoundGraph, "__call__", accept_twice)

@@ -119,7 +119,7 @@ def remove(net: nn.Sequential) -> None:
 )
 def test_a_change_is_seen(change: Callable[[nn.Sequential], None]) -> None:
     net = network()
-    seen = SeenWeights(weights_of(net), whole=weights_of(net), by_content=True)
+    seen = SeenWeights(weights_of(net), by_content=True)
     assert seen.are_still(weights_of(net))
     change(net)
     assert not seen.are_still(weights_of(net))
@@ -128,7 +128,7 @@ def test_a_change_is_seen(change: Callable[[nn.Sequential], None]) -> None:
 def test_a_nan_is_no_change() -> None:
     net = network()
     net[0].weight.data.fill_(torch.nan)
-    assert SeenWeights(weights_of(net), whole=weights_of(net), by_content=True).are_still(weights_of(net))
+    assert SeenWeights(weights_of(net), by_content=True).are_still(weights_of(net))
 
 
 def test_all_weights_are_found() -> None:

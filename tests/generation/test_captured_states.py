@@ -152,7 +152,7 @@ def test_a_graph_that_spoils_a_state_is_given_up(
 
         def spoiling(*given: Any) -> Any:
             output = made(*given)
-            state = output.states[-1] if kind == "settle" else output.traces[-1].tensors[0]
+            state = output[-1] if kind == "settle" else output.traces[-1].tensors[0]
             state.mul_(1.5)
             return output
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter, MemoryPlan, plan_memory
 from eagle31_hf.compiled import captured
 from eagle31_hf.compiled.draft_graphs import GraphChoice
-from eagle31_hf.compiled.round_graphs import ChainAcceptAndDraft
+from eagle31_hf.compiled.round_graphs import RoundStep
 from eagle31_hf.decoding.default_length import default_length
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter import drafter
@@ -243,5 +243,5 @@ def test_noise_is_planned_as_far_as_a_round_looks_ahead(kind: str, ahead: int) -
     (noise,) = [term.num_bytes for term in plan.ledger if term.name == "sampling noise"]
     assert noise == noise_bytes(1, plan.target.shape.vocab_size, ahead)
     drafter = drafter_of("llama")
-    graph = ChainAcceptAndDraft(drafter, DraftShape(6), GraphChoice(draws=True, warping=None))
+    graph = RoundStep(drafter, DraftShape(6), GraphChoice(draws=True, warping=None))
     assert graph.looks_ahead == 13

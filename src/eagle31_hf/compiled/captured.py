@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..cache.torch_internals import copy_all
 from .cuda_capture import Recording, capture_on_cuda
-from .flat_steps import FlatStep, ReshapedStep, StepInputs, lend
-from .graph_makers import GraphKey, RecordingFailedError, Step
+from .flat_steps import FlatStep, Look, ReshapedStep, emptied, lend, num_own, tensors_of
+from .graph_makers import GraphKey, GraphMaker, RecordingFailedError, Step
 
 Capture = Callable[[Callable[[], Sequence[Tensor]]], Recording]
 """Records what a function without arguments launches."""
@@ -31,7 +31,7 @@ CAPTURES: dict[str, Capture] = {"cuda": capture_on_cuda}
 
 
 @dataclass(frozen=True)
-class CapturesSteps:
+class CapturesSteps(GraphMaker):
     """A `GraphMaker` that compiles nothing.
 
     Args:
@@ -47,10 +47,10 @@ class CapturesSteps:
         return True
 
     def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        code, parts = CapturedCode(step, inputs, self.capture), StepInputs.of(inputs)
-        looks = parts.looks
-        looks[code.lent] = [look._replace(stride=None) for look in looks[code.lent]]  # of buffers of any length
-        return ReshapedStep(code, step, looks)
+        looks = [Look.of(tensor) for tensor in tensors_of(inputs)]
+        own = num_own(inputs)
+        looks[own:] = [look._replace(stride=None) for look in looks[own:]]  # of buffers of any length
+        return ReshapedStep(CapturedCode(step, inputs, self.capture), step, looks)
 
 
 MOST_RECORDINGS = 4
@@ -62,28 +62,21 @@ _ONE_THREAD_AT_A_TIME = threading.Lock()
 
 
 class CapturedCode:
-    """A step as `Code`, recorded for each cache it is called with.
+    """A step as `Code`, recorded for each cache it is called with, which may want outputs written over what it lends.
 
     Args:
         step: to be recorded.
         inputs: what it takes; say how tensors are put together to inputs.
-
-    Attributes:
-        lent: where keys, values and states are among the tensors. A cache may want outputs written over them.
     """
 
     def __init__(self, step: Step, inputs: tuple, capture: Capture):
-        parts = StepInputs.of(inputs)
-        held = sum(len(layer.lent) for layer in inputs[-1].layers)
-        self.lent = slice(parts.num_own, parts.num_own + held)
-        self._flat = FlatStep(step, (*inputs[:-1], inputs[-1].emptied()), nn.ModuleList())
-        self._flat.parts.tensors.clear()  # they are nobody's to keep
-        self._capture, self._over_lent = capture, inputs[-1].takes_outputs
+        *others, cache = inputs
+        self._flat = FlatStep(step, (*others, emptied(cache)), nn.ModuleList())
+        self._num_own, self._capture, self._over_lent = num_own(inputs), capture, cache.takes_outputs
         self._recorded: dict[tuple[tuple, ...], _Recorded] = {}  # by where keys, values and states lie
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        lent = tensors[self.lent]
-        small = tensors[: self.lent.start] + tensors[self.lent.stop :]
+        small, lent = tensors[: self._num_own], tensors[self._num_own :]
         place = tuple([(tensor.data_ptr(), tensor.stride()) for tensor in lent])
         with _ONE_THREAD_AT_A_TIME:
             if place not in self._recorded:
@@ -99,14 +92,13 @@ class CapturedCode:
             return copies
 
     def _record(self, small: Sequence[Tensor], lent: Sequence[Tensor]) -> _Recorded:
-        own, start = [tensor.clone(memory_format=torch.contiguous_format) for tensor in small], self.lent.start
-        tensors = [*own[:start], *lent, *own[start:]]
+        own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in small]
         try:
-            return _Recorded(own, self._capture(lambda: [output.contiguous() for output in self._flat(*tensors)]))
+            return _Recorded(own, self._capture(lambda: [output.contiguous() for output in self._flat(*own, *lent)]))
         except Exception as failure:  # whatever a step does that cannot be recorded, the text must go on
             raise RecordingFailedError("a step could not be recorded") from failure
         finally:
-            lend(self._flat.cache, [torch.empty(0)] * (len(tensors) - start))  # keys and values go with their text
+            lend(self._flat.cache, [torch.empty(0)] * len(lent))  # keys and values go with their text
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

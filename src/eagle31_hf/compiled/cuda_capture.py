@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -107,28 +108,14 @@ class CapturesOnCuda:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             outputs = run()
-        except BaseException:
-            self._end_failed(graph)
-            raise
-        try:
             graph.capture_end()
-        except RuntimeError:
-            self._end_allocations()
+        except BaseException:
+            with suppress(RuntimeError):  # it says again that the capture failed
+                graph.capture_end()
+            with suppress(RuntimeError):  # it was ended: `capture_end` leaves it out before torch 2.13
+                end_allocations(self._device, self._pool)
             raise
         return graph, outputs
-
-    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:  # it says again that the capture failed
-            self._end_allocations()
-
-    def _end_allocations(self) -> None:
-        """What `capture_end` leaves out before torch 2.13 where the capture failed."""
-        try:
-            end_allocations(self._device, self._pool)
-        except RuntimeError:  # it was ended
-            return
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         here = torch.cuda.current_stream(self._device)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafter.draft_state import DraftState, NextTokenProbs
+from ..drafter.draft_state import DraftState
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
 from ..sampling.draw import argmax, choose, likeliest
@@ -25,55 +25,50 @@ from .graph_makers import Step
 Rotary = tuple[Tensor, Tensor]  # cosines and sines (B, T, d)
 
 
-class DraftedChain(NamedTuple):
-    """A drafted chain of `K` tokens: the distribution `(B, 1, S)` that the first was chosen by, by which a graph is
-    checked, and target ids `(B, K + 1)`, the root's first."""
+class DraftNodes(NamedTuple):
+    """A draft as graphs take and give it: of a tree what `DraftTree` has, of a chain tokens `(B, N)` alone."""
 
-    first_probs: Tensor
     tokens: Tensor
+    parents: Tensor | None = None
+    depths: Tensor | None = None
+    ancestors: Tensor | None = None
+    scores: Tensor | None = None
 
-    def to_tree(self, shape: DraftShape, depth: int) -> DraftTree:
-        """Its first `depth` tokens behind the root."""
-        return DraftTree.chain(self.tokens[:, : depth + 1])
+    @classmethod
+    def of(cls, tree: DraftTree, shape: DraftShape, fill: Callable[[str, Tensor], Tensor]) -> DraftNodes:
+        """To be accepted, in memory that graphs read, by `GraphInputs.fill`."""
+        names = ("tokens", "parents", "depths", "ancestors") if shape.is_tree else ("tokens",)
+        return cls(*(fill(f"drafts: {name}", getattr(tree, name)) for name in names))
 
-
-class GrownTree(NamedTuple):
-    """Fields of a dynamic `DraftTree`, and the logits `(B, k, Vd)` of its first level, by which a graph is checked."""
-
-    first_level: Tensor
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    scores: Tensor
-
-    def to_tree(self, shape: DraftShape, depth: int) -> DraftTree:
+    def to_tree(self, shape: DraftShape, depth: int | None = None) -> DraftTree:
         """Made for this shape, of no more than `depth` levels."""
+        if self.parents is None:
+            return DraftTree.chain(self.tokens if depth is None else self.tokens[:, : depth + 1])
         most = self.tokens.shape[1] - 1
-        tree = DraftTree(
-            self.tokens,
-            self.parents,
-            self.depths,
-            self.ancestors,
-            max_depth=min(shape.depth, most),
-            max_children=min(shape.top_k, most),
-            scores=self.scores,
-        )
-        return tree.cut_to(depth)
+        sizes = {"max_depth": min(shape.depth, most), "max_children": min(shape.top_k, most)}
+        tree = DraftTree(*self[:4], **sizes, scores=self.scores)  # type: ignore[arg-type]
+        return tree if depth is None else tree.cut_to(depth)
 
 
-def draft_step(drafter: Eagle31Drafter, *, single: bool = False) -> Step:
-    """Of `T` positions of one depth; with `single` of one position, whose next token's distribution is computed too."""
+class Drafted(NamedTuple):
+    """A draft, and by what its graph is checked: of a chain the distribution `(B, 1, S)` that the first token was
+    chosen by, of a tree the logits `(B, k, Vd)` of its first level."""
+
+    checked: Tensor
+    nodes: DraftNodes
+
+
+def draft_step(drafter: Eagle31Drafter) -> Step:
+    """Of `T` positions of one depth."""
 
     def draft(
         tokens: Tensor, feedback: Tensor, slots: Tensor, rotary: Rotary, mask: Tensor | None, cache: FixedShapeCache
     ) -> DraftState:
-        block = cache.at(slots)
+        cache.at(slots)
         if mask is None:
-            mask = block.mask(feedback.dtype)
-        out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, block)  # type: ignore[arg-type]
-        logits = drafter.draft_logits(out.normed)
-        return DraftState(logits, out.feedback, NextTokenProbs.of(logits[:, 0]) if single else None)
+            mask = cache.mask(feedback.dtype)
+        out = drafter.decode(drafter.embed(tokens), feedback, rotary, mask, cache)
+        return DraftState(drafter.draft_logits(out.normed), out.feedback)
 
     return draft
 
@@ -92,11 +87,12 @@ def absorb_step(drafter: Eagle31Drafter) -> Step:
     def absorb(
         tokens: Tensor, aux: Tensor, slots: Tensor, rotary: Rotary, last: Tensor, cache: FixedShapeCache
     ) -> DraftState:
-        hidden, block = drafter.fuse_aux(aux), cache.at(slots)
-        out = drafter.decode(drafter.embed(tokens), hidden, rotary, block.mask(hidden.dtype), block)  # type: ignore[arg-type]
+        hidden = drafter.fuse_aux(aux)
+        mask = cache.at(slots).mask(hidden.dtype)
+        out = drafter.decode(drafter.embed(tokens), hidden, rotary, mask, cache)
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         logits = drafter.draft_logits(out.normed[rows, last][:, None])  # (B, 1, Vd)
-        return DraftState(logits, out.feedback[rows, last][:, None], NextTokenProbs.of(logits[:, 0]))
+        return DraftState(logits, out.feedback[rows, last][:, None])
 
     return absorb
 
@@ -187,7 +183,7 @@ def chain_step(drafter: Eagle31Drafter, depth: int, choosing: GraphChoice) -> St
     """A chain of `depth` tokens; the last one is not stepped over, though it has a slot."""
     ids, draft = drafter.draft_ids, draft_step(drafter)
 
-    def chain(told: DraftInputs, cache: FixedShapeCache) -> DraftedChain:
+    def chain(told: DraftInputs, cache: FixedShapeCache) -> Drafted:
         root, feedback, slots, roots, rotary, by = told
         rotary = rotary_of(drafter, slots, depth, rotary)
         choice, logits, tokens, first = choosing.of_drafts(by), root, [roots[:, None]], root  # tokens: (B, 1) each
@@ -198,33 +194,32 @@ def chain_step(drafter: Eagle31Drafter, depth: int, choosing: GraphChoice) -> St
             if k + 1 < depth:
                 here = slice(k, k + 1)
                 cos, sin = (table[:, here] for table in rotary)
-                logits, feedback, _ = draft(tokens[-1], feedback, slots[:, here], (cos, sin), None, cache)
-        return DraftedChain(first, torch.cat(tokens, 1))
+                logits, feedback = draft(tokens[-1], feedback, slots[:, here], (cos, sin), None, cache)
+        return Drafted(first, DraftNodes(torch.cat(tokens, 1)))
 
     return chain
 
 
 def tree_step(drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice) -> Step:
     """A dynamic tree as `grow_tree` grows it; writes `top_k * (depth - 1)` slots."""
-    ids, top_k = drafter.draft_ids, shape.top_k
+    ids, top_k, draft = drafter.draft_ids, shape.top_k, draft_step(drafter)
 
-    def tree(told: DraftInputs, cache: FixedShapeCache) -> GrownTree:
+    def tree(told: DraftInputs, cache: FixedShapeCache) -> Drafted:
         levels: list[Tensor] = []
         turned = rotary_of(drafter, told.slots, shape.depth - 1, told.rotary)
 
         def step(tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor) -> DraftState:
-            block = cache.at(told.slots[:, after : after + top_k])
+            slots = told.slots[:, after : after + top_k]
             cos, sin = (table[:, depth : depth + 1] for table in turned)
-            mask = block.mask(feedback.dtype, ancestors)
-            out = drafter.decode(drafter.embed(tokens), feedback, (cos, sin), mask, block)  # type: ignore[arg-type]
-            levels.append(drafter.draft_logits(out.normed))
-            return DraftState(levels[-1], out.feedback)
+            mask = cache.at(slots).mask(feedback.dtype, ancestors)
+            state: DraftState = draft(tokens, feedback, slots, (cos, sin), mask, cache)
+            levels.append(state.logits)
+            return state
 
-        grown = grow_tree(
-            DraftState(told.root, told.feedback), step, ids, told.roots, shape, choosing.of_drafts(told.by)
-        )
-        assert grown.scores is not None, "a dynamic tree has them"
-        return GrownTree(levels[0], grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores)
+        choice = choosing.of_drafts(told.by)
+        grown = grow_tree(DraftState(told.root, told.feedback), step, ids, told.roots, shape, choice)
+        nodes = DraftNodes(grown.tokens, grown.parents, grown.depths, grown.ancestors, grown.scores)
+        return Drafted(levels[0], nodes)
 
     return tree
 

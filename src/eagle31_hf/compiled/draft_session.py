@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +19,7 @@ from ..drafter.session import DraftSession
 from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.host_numbers import on_device
 from ..trees.shape import DraftShape
-from .draft_graphs import (
-    ChosenBy,
-    DraftedChain,
-    DraftInputs,
-    GraphChoice,
-    GrownTree,
-    Rotary,
-    absorb_step,
-    draft_step,
-    whole_step,
-)
+from .draft_graphs import ChosenBy, Drafted, DraftInputs, GraphChoice, Rotary, absorb_step, draft_step, whole_step
 from .graph_makers import GraphKey, Step
 from .graphs import Graphs
 from .inputs import GraphInputs
@@ -79,22 +70,17 @@ class CompiledDrafting:
         state: DraftState = self.graphs.run_or_eager(
             GraphKey("absorb", rows, NODE_BUCKET, (self.inputs.num_slots,)),
             self.if_rows_pay(partial(absorb_step, self.drafter)),
-            lambda: self._read_inputs(tokens, aux, rotary, counts),
+            lambda: (
+                self.inputs.fill("tokens", tokens, (rows, NODE_BUCKET)),
+                self.inputs.fill("aux", aux, (rows, NODE_BUCKET, aux.shape[-1])),
+                self.inputs.slots(NODE_BUCKET),
+                self.inputs.fill_rotary(rotary, NODE_BUCKET),
+                on_device([max(count - 1, 0) for count in counts], self.session.device),
+                self.inputs.fixed,
+            ),
             eager,
         )
         return state
-
-    def _read_inputs(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> tuple:
-        inputs, rows = self.inputs, len(tokens)
-        last = on_device([max(count - 1, 0) for count in counts], self.session.device)
-        return (
-            inputs.fill("tokens", tokens, (rows, NODE_BUCKET)),
-            inputs.fill("aux", aux, (rows, NODE_BUCKET, aux.shape[-1])),
-            inputs.slots(NODE_BUCKET),
-            inputs.fill_rotary(rotary, NODE_BUCKET),
-            inputs.fill("last", last),
-            inputs.fixed,
-        )
 
     def step(
         self, tokens: Tensor, feedback: Tensor, *, after: int, depth: int, ancestors: Tensor | None = None
@@ -106,10 +92,14 @@ class CompiledDrafting:
         self.session.cache.place(size, after=after)
         if not self.inputs.make_room(after + width):
             return eager()
-        mask = self._mask(ancestors, (rows, 1, width, self.inputs.num_slots))
+        mask: Any = None  # of a chain, whose mask the graph makes itself
+        if ancestors is not None:
+            mask = self.session.cache.attention_mask(ancestors, dtype=self.session.dtype)
+        if mask is not None:
+            mask = self.inputs.fill_mask("mask", mask, (rows, 1, width, self.inputs.num_slots))
         output = self.graphs.run_or_eager(
             GraphKey("step", rows, width, (self.inputs.num_slots, mask is not None)),
-            self.if_rows_pay(partial(draft_step, self.drafter, single=width == 1)),
+            self.if_rows_pay(partial(draft_step, self.drafter)),
             lambda: (
                 self.inputs.fill("tokens", tokens, (rows, width)),
                 self.inputs.fill("feedback", feedback, (rows, width, feedback.shape[-1])),
@@ -120,12 +110,7 @@ class CompiledDrafting:
             ),
             eager,
         )
-        return DraftState(output.logits[:, :size], output.feedback[:, :size], output.known)
-
-    def _mask(self, ancestors: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-        """`None` for a chain, whose mask the graph makes itself."""
-        mask = None if ancestors is None else self.session.cache.attention_mask(ancestors, dtype=self.session.dtype)
-        return None if mask is None else self.inputs.fill_mask("mask", mask, shape)  # type: ignore[arg-type]
+        return DraftState(output.logits[:, :size], output.feedback[:, :size])
 
     def rotary(self, count: int) -> Rotary | None:
         """Tables of the next positions for a graph that cannot make them itself."""
@@ -154,8 +139,11 @@ class CompiledDrafting:
         self.session.cache.place(1)
         if not self.inputs.make_room(shape.top_k * levels):
             return None
-        drafted: DraftedChain | GrownTree | None = self.graphs.run_or_eager(
-            self._key_of(shape, choosing),
+        key = GraphKey("chain", len(roots), shape.depth, (self.inputs.num_slots,), choosing.draft_key)
+        if shape.is_tree:
+            key = key._replace(kind="tree", size=shape.nodes, shape=(shape.depth, shape.top_k, *key.shape))
+        drafted: Drafted | None = self.graphs.run_or_eager(
+            key,
             self.if_rows_pay(partial(whole_step, self.drafter, shape, choosing)),
             lambda: (
                 DraftInputs(
@@ -171,13 +159,7 @@ class CompiledDrafting:
             lambda: None,
             reference=partial(_first_of_draft, self.session, shape, choosing.of_drafts(by)),
         )
-        return None if drafted is None else drafted.to_tree(shape, depth)
-
-    def _key_of(self, shape: DraftShape, choosing: GraphChoice) -> GraphKey:
-        rows, slots = self.session.cache.batch_size, self.inputs.num_slots
-        if shape.is_tree:
-            return GraphKey("tree", rows, shape.nodes, (shape.depth, shape.top_k, slots), choosing.draft_key)
-        return GraphKey("chain", rows, shape.depth, (slots,), choosing.draft_key)
+        return None if drafted is None else drafted.nodes.to_tree(shape, depth)
 
 
 def _first_of_draft(session: DraftSession, shape: DraftShape, choice: DraftChoice) -> Tensor:

@@ -6,32 +6,29 @@ not its own. Where a block is written is a tensor, not a number, so that a graph
 
 from __future__ import annotations
 
-import copy
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..cache.block_reading import BlockReading
 from ..cache.layers import SlotLayer, WindowLayer
 from ..cache.placement import Placement
 from ..cache.speculative import SpeculativeCache
 from ..cache.state_blocks import BlockTrace, KeepsStates
 from ..cache.states import StateLayer
 from ..errors import UnsupportedGenerationError
-from .fixed_states import FixedStates, place_chain
+from .fixed_states import FixedStates
 
 
 class RunningBlock:
-    """Slots `(B, T)` of full layers that a target's running forward writes."""
+    """Slots `(B, T)` of full layers that the running forward writes; a copy of the cache has not begun one."""
 
-    slots: Tensor
+    slots: Any = None
 
-
-class _Views(NamedTuple):
-    of: Tensor  # the keys' whole buffer
-    keys: Tensor
-    values: Tensor
+    def __deepcopy__(self, memo: dict) -> RunningBlock:
+        return RunningBlock()
 
 
 class FixedLayer(CacheLayerMixin):
@@ -42,7 +39,6 @@ class FixedLayer(CacheLayerMixin):
     is_croppable = True
     keys: Tensor
     values: Tensor
-    _views: _Views | None = None
 
     def __init__(self, block: RunningBlock, ring: int | None):
         super().__init__()
@@ -50,11 +46,11 @@ class FixedLayer(CacheLayerMixin):
 
     def take(self, layer: SlotLayer, num_slots: int) -> None:
         """Stand for the first slots of this layer's rows; its buffers may have more of either."""
-        views, rows = self._views, layer.placement.batch_size
-        if views is None or views.of is not layer.keys or views.keys.shape[::2] != (rows, num_slots):
-            keys, values = (buffer[:rows, :, :num_slots] for buffer in (layer.keys, layer.values))
-            views = self._views = _Views(layer.keys, keys, values)  # kept: making views takes its time
-        self.keys, self.values, self.is_initialized = views.keys, views.values, True
+        held, shape = self.keys, (layer.placement.batch_size, num_slots)
+        stands = held is not None and (held.data_ptr(), held.stride()) == (layer.keys.data_ptr(), layer.keys.stride())
+        if not stands or held.shape[::2] != shape:  # making views takes its time
+            self.keys, self.values = (buffer[: shape[0], :, :num_slots] for buffer in (layer.keys, layer.values))
+            self.is_initialized = True
 
     @property
     def lent(self) -> list[Tensor]:
@@ -66,44 +62,28 @@ class FixedLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = buffers
 
-    def emptied(self, cache: FixedShapeCache) -> FixedLayer:
-        """Its like in another cache, which holds nothing until it is lent something."""
-        made = copy.copy(self)
-        made.block, made._views = cache.block, None
-        if made.is_initialized:
-            made.keys = made.values = torch.empty(0)
-        return made
-
-    def write(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the block `(B, heads, T, D)` to `slots (B, T)`; return all slots `(B, heads, slots, D)`."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the running block `(B, heads, T, D)`; return all slots `(B, heads, slots, D)`."""
         if self.ring is None:
             rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]  # (B, 1)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2)  # (B, T, heads, D)
-            self.values[rows, :, slots] = value_states.transpose(1, 2)
+            self.keys[rows, :, self.block.slots] = key_states.transpose(1, 2)  # (B, T, heads, D)
+            self.values[rows, :, self.block.slots] = value_states.transpose(1, 2)
         else:
             self.keys.narrow(2, self.ring, key_states.shape[2]).copy_(key_states)
             self.values.narrow(2, self.ring, value_states.shape[2]).copy_(value_states)
         return self.keys, self.values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """`write` to the running block, as a target does."""
-        return self.write(key_states, value_states, self.block.slots)
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         raise UnsupportedGenerationError("a compiled forward cannot allocate; run an eager one first")
-
-    def get_mask_sizes(self, query_length: int) -> NoReturn:
-        self._refuse()
-
-    def get_seq_length(self) -> NoReturn:
-        self._refuse()
 
     def get_max_length(self) -> int:
         return -1
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         # The answer would be frozen into the graph: right this round, wrong in the next.
         raise UnsupportedGenerationError("the target asks its cache how long it is, which compiled code cannot follow")
+
+    get_mask_sizes = get_seq_length = _refuse
 
 
 class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
@@ -125,15 +105,11 @@ class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
         FixedLayer.lend(self, buffers[:attended])
         FixedStates.lend(self, buffers[attended:])
 
-    def emptied(self, cache: Any) -> Any:
-        return FixedStates.emptied(FixedLayer.emptied(self, cache), cache)  # type: ignore[arg-type]
-
 
 class FixedShapeCache(Cache, KeepsStates):
     """Stands in for `source` during compiled forwards; holds its buffers, never copies them.
 
-    A target takes it as its cache and writes to `block`. The drafter's graphs take several steps and say where each one
-    writes: `at(slots)`.
+    A step says where each forward in it writes: `at(slots)`.
     """
 
     takes_outputs = False
@@ -164,9 +140,16 @@ class FixedShapeCache(Cache, KeepsStates):
         return bool(self.with_states)
 
     def place(self, num_tokens: int) -> None:
-        """A target's step is about to read a chain of so many tokens: layers with states ask."""
-        if states := self.with_states:
-            place_chain(self._placement, states, num_tokens)
+        """A target's step is about to read a chain of so many tokens: layers with states ask. Host arithmetic only."""
+        if not self.has_states:
+            return
+        placement = self._placement
+        placement.set_lengths([1] * placement.batch_size)  # of states, all that counts is that they have begun
+        placement.num_tokens = num_tokens
+        placement.read_states(BlockReading.of_drafts())
+        for layer in self.with_states:
+            layer.release_nodes()
+            layer.has_previous_state = dict.fromkeys(range(layer.number_of_states), True)
 
     def traces(self) -> tuple[BlockTrace, ...]:
         """What the step has left in each layer with states, which keep nothing of it."""
@@ -174,16 +157,6 @@ class FixedShapeCache(Cache, KeepsStates):
         for layer in self.with_states:
             layer.release_nodes()
         return traces
-
-    def emptied(self) -> FixedShapeCache:
-        """A cache of the same form that holds what it is lent, so that this one may go."""
-        own = copy.copy(self)
-        own.block = RunningBlock()
-        if hasattr(self.block, "slots"):
-            own.block.slots = torch.empty(0)
-        own._placement = Placement(self._placement.batch_size, self._placement.block, torch.device("cpu"))
-        own.layers = [layer.emptied(own) for layer in self.layers]
-        return own
 
     def follow(self, source: SpeculativeCache, num_slots: int) -> None:
         """Take the buffers `source` has now: growing and dropping rows replace them.
@@ -200,38 +173,21 @@ class FixedShapeCache(Cache, KeepsStates):
                 # A layer that shares another's keys and values has none.
                 fixed.take(layer, num_slots if fixed.ring is None else layer.num_slots)
 
-    def at(self, slots: Tensor) -> BlockWriter:
-        """These buffers, written to at `slots (B, T)`."""
-        return BlockWriter(self._attending, slots)
+    def at(self, slots: Tensor) -> FixedShapeCache:
+        """These buffers, written to at `slots (B, T)` of full layers from now on."""
+        self.block.slots = slots
+        return self
 
     @property
     def _attending(self) -> list[FixedLayer]:
         return [layer for layer in self.layers if isinstance(layer, FixedLayer) and layer.is_initialized]
 
-    def masks(
-        self, slots: Tensor, dtype: torch.dtype, ancestors: Tensor | None
-    ) -> Tensor | dict[str, Tensor | None] | None:
-        """`BlockWriter.mask` for all layers as the model takes it; `None` where no layer attends."""
-        mask = self.at(slots).mask(dtype, ancestors) if self._attending else None
+    def masks(self, dtype: torch.dtype, ancestors: Tensor | None) -> Tensor | dict[str, Tensor | None] | None:
+        """`mask` for all layers as the model takes it; `None` where no layer attends."""
+        mask = self.mask(dtype, ancestors) if self._attending else None
         if self.mask_types is None:
             return mask
         return {kind: None if kind in self.unmasked_types else mask for kind in self.mask_types}
-
-
-class BlockWriter:
-    """Buffers of a fixed cache and where one step writes in them: what a drafter takes as its cache.
-
-    Args:
-        layers: hold the buffers.
-        slots: `(B, T)` of full layers.
-    """
-
-    def __init__(self, layers: list[FixedLayer], slots: Tensor):
-        self.layers, self.slots = layers, slots
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write the block `(B, heads, T, D)`; return all slots `(B, heads, slots, D)`."""
-        return self.layers[layer_idx].write(key_states, value_states, self.slots)
 
     def mask(self, dtype: torch.dtype, ancestors: Tensor | None = None) -> Tensor:
         """Made in the graph: the mask `(B, 1, T, S)` that `SpeculativeCache` gives full layers, over all their slots.
@@ -240,8 +196,8 @@ class BlockWriter:
             ancestors: which nodes of the block each written one sees, `(B, T, M)`, the last `T` of `M` being written;
                 `None`: a chain, where each sees its slots up to its own.
         """
-        slots = self.slots  # (B, T)
-        columns = torch.arange(self.layers[0].keys.shape[2], device=slots.device)
+        slots = self.block.slots  # (B, T)
+        columns = torch.arange(self._attending[0].keys.shape[2], device=slots.device)
         if ancestors is None:
             hidden = columns > slots[:, :, None]  # (B, T, S)
         else:

@@ -7,17 +7,14 @@ after the step, and then another one moves the states on (`settle`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..cache.block_reading import BlockReading
 from ..cache.placement import Placement
-from ..cache.state_blocks import CONVOLUTION, BlockTrace, KeepsStates
+from ..cache.state_blocks import CONVOLUTION, BlockTrace
 from ..cache.states import StateLayer
 
 
@@ -25,7 +22,7 @@ class FixedStates(StateLayer):
     """The committed states of one `StateLayer`.
 
     Args:
-        placement: of the blocks that steps read; see `place_chain`.
+        placement: of the blocks that steps read.
         source: whose states they are.
     """
 
@@ -42,11 +39,6 @@ class FixedStates(StateLayer):
                 self.conv_kernel_size[number] = state.shape[-1]
             else:
                 self.is_recurrent_states_initialized[number] = True
-
-    def begin_block(self) -> None:
-        """A step has placed a block behind what is committed."""
-        self.release_nodes()
-        self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
 
     def trace(self) -> BlockTrace:
         """As of any layer; outputs of a step must not be weights themselves."""
@@ -67,22 +59,6 @@ class FixedStates(StateLayer):
         self._committed = dict(zip(sorted(self._committed), states, strict=True))
         self.release_nodes()
 
-    def emptied(self, cache: KeepsStates | CommittedStates) -> Any:
-        """Its like in another cache, which holds nothing until it is lent something."""
-        made, keys = copy.copy(self), list(self._committed)
-        made._bind(cache.placement, self.index)
-        made._committed = dict.fromkeys(keys, torch.empty(0))
-        return made
-
-
-def place_chain(placement: Placement, layers: list[FixedStates], num_tokens: int) -> None:
-    """Say that a step reads a chain of so many drafts behind each row. Host arithmetic only."""
-    placement.set_lengths([1] * placement.batch_size)  # how long rows are is nothing to states, once they have begun
-    placement.num_tokens = num_tokens
-    placement.read_states(BlockReading.of_drafts())
-    for layer in layers:
-        layer.begin_block()
-
 
 class CommittedStates:
     """The committed states of a cache, lent to a step that moves them on: what it gives is written over them.
@@ -91,16 +67,11 @@ class CommittedStates:
         sources: the cache's layers with states.
     """
 
-    block = None
     takes_outputs = True
 
     def __init__(self, sources: Sequence[StateLayer]):
-        self._placement = Placement(1, 1, torch.device("cpu"))  # of which layers ask how many rows there are
-        self.layers = [FixedStates(self._placement, source) for source in sources]
-
-    @property
-    def placement(self) -> Placement:
-        return self._placement
+        self.placement = Placement(1, 1, torch.device("cpu"))  # of which layers ask how many rows there are
+        self.layers = [FixedStates(self.placement, source) for source in sources]
 
     @property
     def lent(self) -> list[Tensor]:
@@ -109,14 +80,7 @@ class CommittedStates:
 
     def follow(self, sources: Sequence[StateLayer]) -> None:
         """Take the states that these layers have now."""
-        if (rows := sources[0].placement.batch_size) != self._placement.batch_size:
-            self._placement.set_batch(rows)
+        if (rows := sources[0].placement.batch_size) != self.placement.batch_size:
+            self.placement.set_batch(rows)
         for layer, source in zip(self.layers, sources, strict=True):
             layer.take_states(source)
-
-    def emptied(self) -> CommittedStates:
-        """Its like that holds what it is lent."""
-        made = copy.copy(self)
-        made._placement = Placement(self._placement.batch_size, 1, torch.device("cpu"))
-        made.layers = [layer.emptied(made) for layer in self.layers]
-        return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Step = Callable[..., Any]
 """Tensors in, a NamedTuple of tensors out."""
@@ -35,8 +35,8 @@ class GraphKey(NamedTuple):
     sampling: Hashable = None
 
 
-class GraphMaker(Protocol):
-    """Where graphs come from that are not there yet.
+class GraphMaker:
+    """Where graphs come from that are not there yet: from nowhere, so that only those are used that are there.
 
     Attributes:
         exact_sizes: making one takes so little that blocks are not padded to sizes that many rounds share.
@@ -44,30 +44,14 @@ class GraphMaker(Protocol):
         failure: what is said where it could not make one.
     """
 
-    @property
-    def exact_sizes(self) -> bool: ...
-
-    @property
-    def weights_seen(self) -> bool: ...
-
-    @property
-    def failure(self) -> str: ...
+    failure = ""
+    exact_sizes = False
+    weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         """Whether it has, or would make, the graph of `key`; the same throughout a generation."""
-
-    def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        """The graph of `step`. May raise anything."""
-
-
-class MakesNone:
-    """A `GraphMaker` where there is none: only graphs that are there already are used."""
-
-    failure = ""
-    exact_sizes = weights_seen = False
-
-    def can_make(self, key: GraphKey) -> bool:
         return False
 
     def make(self, key: GraphKey, step: Step, inputs: tuple) -> Step:
-        raise RuntimeError(f"nothing here makes a graph of {key}")
+        """The graph of `step`. May raise anything."""
+        raise NotImplementedError

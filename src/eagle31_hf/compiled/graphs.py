@@ -5,6 +5,7 @@ A graph that cannot be made, that disagrees, or that things keep changing under 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 
 from ..cache.kept_buffers import KeptBuffers
 from ..drafter.assistant import Assistant
-from ..target.binding import TargetBinding
+from ..errors import named_line
 from .ahead.packages import freezing
 from .ahead.packed_weights import PackedWeights
 from .ahead.repeated_layers import LayerCutter
-from .graph_makers import GraphKey, GraphMaker, MakesNone, OtherInputsError, RecordingFailedError, Step
+from .graph_makers import GraphKey, GraphMaker, OtherInputsError, RecordingFailedError, Step
 from .seen_state import ModelState
 from .seen_weights import SeenWeights, weights_of
 
@@ -39,6 +40,11 @@ takes a good part, and compiled into the graph they are not called."""
 class Graphs:
     """The graphs of a target and its drafter; they outlive the generation that asked for them.
 
+    Args:
+        drafter: attached.
+        weights: of both, as `weights_of` gives them.
+        state: of the target that graphs are made for.
+
     Attributes:
         settings: of inductor, if every graph has a packed copy of its weights built in; else empty.
         cutter: cuts steps into layers that are compiled one for all; `None`: they are compiled whole.
@@ -46,24 +52,27 @@ class Graphs:
         kept: keys and values over which steps were captured, for the next text.
         digest: of all weights, once somebody has computed it.
         warmed: what texts had compiled ahead for them.
-        state: of the target that they were made for.
     """
 
-    def __init__(
-        self,
-        weights: SeenWeights,
-        state: ModelState,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        cutter: LayerCutter | None = None,
-    ):
-        self.weights, self.state, self.settings, self.cutter = weights, state, settings or {}, cutter
-        self.maker: GraphMaker = MakesNone()
-        self.kept = KeptBuffers()
-        self.digest = ""
+    def __init__(self, drafter: Assistant, weights: list[Tensor], state: ModelState):
+        binding = drafter.binding
+        num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values())  # some are shared
+        are_plain = all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
+        packs = are_plain and num_bytes <= PACKED_BYTES
+        freezes = packs and num_bytes <= FROZEN_BYTES
+        self.weights = SeenWeights(weights, by_content=packs)
+        self.state = state
+        self.settings: Mapping[str, Any] = freezing(binding.compute_dtype) if freezes else {}
+        self.cutter: LayerCutter | None = None
+        if packs and not freezes:
+            self.cutter = LayerCutter({type(layer) for layer in binding.layers}, PackedWeights(weights))
+        self.maker, self.kept, self.digest = GraphMaker(), KeptBuffers(), ""
         self.warmed: set[Hashable] = set()
         self._reasons: list[str] = []
         self._steps: dict[GraphKey, Step] = {}
+        devices = set(getattr(binding.model, "hf_device_map", {}).values())
+        if len(devices) > 1:
+            self.disabled_reason = f"the target is spread over {len(devices)} devices, steps stay eager"
 
     @property
     def freezes_weights(self) -> bool:
@@ -86,8 +95,7 @@ class Graphs:
 
     def made_by(self, maker: GraphMaker) -> Graphs:
         """These graphs, of which those that are missing are made by `maker`: what one generation uses."""
-        view = object.__new__(Graphs)
-        view.__dict__.update(self.__dict__)  # one set of graphs and reasons
+        view = copy.copy(self)  # one set of graphs and reasons
         view.maker = maker
         return view
 
@@ -100,37 +108,20 @@ class Graphs:
                 they let all graphs go.
             state: the target's, if it was just looked at.
         """
-        binding = drafter.binding
-        weights, state = weights_of(binding.model, drafter), state or ModelState(binding.model)
+        model = drafter.binding.model
+        weights, state = weights_of(model, drafter), state or ModelState(model)
         if before is None or not before.weights.are_still(weights):
-            return cls._none_yet(drafter, weights, state)
+            return cls(drafter, weights, state)
         if before.state != state:
             before.state = state
             before.forget(before.keys)
             before.warmed.clear()
         return before
 
-    @classmethod
-    def _none_yet(cls, drafter: Assistant, weights: list[Tensor], state: ModelState) -> Graphs:
-        binding, num_bytes = drafter.binding, _num_bytes(weights)
-        copies = _are_plain(weights) and num_bytes <= PACKED_BYTES
-        freezes = copies and num_bytes <= FROZEN_BYTES
-        graphs = cls(
-            SeenWeights(weights, whole=weights_of(binding.model), by_content=copies),
-            state,
-            settings=freezing(binding.compute_dtype) if freezes else None,
-            cutter=_cutter(binding, weights) if copies and not freezes else None,
-        )
-        graphs.disabled_reason = _disabled_reason(binding)
-        return graphs
-
     @property
     def keys(self) -> list[GraphKey]:
         """What graphs there are."""
         return list(self._steps)
-
-    def __contains__(self, key: GraphKey) -> bool:
-        return key in self._steps
 
     def run_or_eager(
         self,
@@ -139,7 +130,7 @@ class Graphs:
         inputs: Callable[[], tuple],
         eager: Callable[[], Any],
         *,
-        reference: Callable[[], Tensor | None] | None = None,
+        reference: Callable[[], Tensor] | None = None,
         compared: Callable[[Any], Sequence[Tensor]] = itemgetter(slice(1)),
     ) -> Any:
         """What the graph of `key` makes of its inputs, or what eager code does where there is no such graph.
@@ -153,7 +144,7 @@ class Graphs:
             inputs: what the step takes, in memory that stays where it is.
             eager: the same outputs without a graph; anything where `reference` is given.
             reference: what the first output must begin with, where that is cheaper than all of `eager`: the new graph
-                then serves the first call, too. It may give `None`: nothing to check by.
+                then serves the first call, too.
             compared: what of the outputs must agree with the eager ones; default: the first.
         """
         known = key in self._steps
@@ -162,33 +153,30 @@ class Graphs:
         filled = inputs()
         if not known:
             assert make is not None, "asked above"
+            outputs = eager() if reference is None else None
+            expected = compared(outputs) if reference is None else [reference()]
+            try:
+                made = self.maker.make(key, make(), filled)
+                _require_agreement(compared(made(*filled)), expected)
+                self._steps[key] = made
+            except Exception as failure:  # whatever a compiler stumbles over, the text must go on
+                self.give_up(failure, self.maker.failure)
             if reference is None:
-                outputs = eager()
-                self._add(key, make(), filled, compared(outputs), compared)
                 return outputs
-            expected = reference()
-            self._add(key, make(), filled, [] if expected is None else [expected], compared)
-        outputs = self._run(key, filled)
-        return eager() if outputs is None else outputs
-
-    def can_compile(self, key: GraphKey) -> bool:
-        """Whether one more graph for this way to choose tokens is there or would still pay."""
-        if not self.maker.can_make(key):
-            return False
-        settings = {known.sampling for known in self._steps if known.kind == key.kind}
-        return key.sampling is None or key.sampling in settings or len(settings) < MOST_SAMPLING_SETTINGS
-
-    def _run(self, key: GraphKey, inputs: tuple) -> Any:
-        """What the graph of `key` makes of `inputs`; `None` if there is no such graph or it cannot be used."""
-        if key not in self._steps:
-            return None
         try:
-            return self._steps[key](*inputs)
+            if key in self._steps:
+                return self._steps[key](*filled)
         except RecordingFailedError as failure:  # for the caches of another text
             self.give_up(failure, self.maker.failure)
-            return None
         except OtherInputsError:
-            return None
+            pass
+        return eager()
+
+    def can_compile(self, key: GraphKey) -> bool:
+        """Whether one more graph for this way to choose tokens would pay, and can be had."""
+        settings = {known.sampling for known in self._steps if known.kind == key.kind}
+        pays = key.sampling is None or key.sampling in settings or len(settings) < MOST_SAMPLING_SETTINGS
+        return pays and self.maker.can_make(key)
 
     def drop(self, reason: str) -> None:
         """Let all graphs go, and the memory they write in; whoever holds these is served by eager code from now on."""
@@ -201,32 +189,10 @@ class Graphs:
         for key in list(keys):
             self._steps.pop(key, None)
 
-    def _add(
-        self,
-        key: GraphKey,
-        step: Step,
-        inputs: tuple,
-        expected: Sequence[Tensor],
-        compared: Callable[[Any], Sequence[Tensor]],
-    ) -> None:
-        """Make a graph of `step` and try it on `inputs`; if anything is `expected`, what is `compared` of its outputs
-        must agree with that, up to rounding."""
-        maker = self.maker
-        try:
-            compiled = maker.make(key, step, inputs)
-            found = compared(compiled(*inputs))
-            if expected:
-                _require_agreement(found, expected)
-        except Exception as failure:  # whatever a compiler stumbles over, the text must go on
-            self.give_up(failure, maker.failure)
-        else:
-            self._steps[key] = compiled
-
     def give_up(self, failure: Exception, what: str) -> None:
         """Make no more graphs, and say why: `what` did not work, by a `failure`."""
         told = [failure] if failure.__cause__ is None else [failure, failure.__cause__]  # what it met says more
-        reasons = [f"{type(each).__name__}: {(str(each).splitlines() or [''])[0]}" for each in told]
-        self.disabled_reason = f"{what}, steps stay eager: {', '.join(reasons)}"
+        self.disabled_reason = f"{what}, steps stay eager: {', '.join(map(named_line, told))}"
         logger.warning("eagle31: %s", self.disabled_reason)
 
 
@@ -253,22 +219,3 @@ def _error_of(found: Tensor, expected: Tensor, *, by_range: bool) -> Tensor:
 LARGEST_ERRORS = {torch.float32: 1e-3, torch.float64: 1e-3}
 LARGEST_ROUNDING_ERROR = 5e-2
 """Share of a range by which two right computations may differ: a wrong one differs by tenths."""
-
-
-def _disabled_reason(binding: TargetBinding) -> str:
-    devices = set(getattr(binding.model, "hf_device_map", {}).values())
-    if len(devices) > 1:
-        return f"the target is spread over {len(devices)} devices, steps stay eager"
-    return ""
-
-
-def _cutter(binding: TargetBinding, weights: Sequence[Tensor]) -> LayerCutter:
-    return LayerCutter({type(layer) for layer in binding.layers}, PackedWeights(weights))
-
-
-def _are_plain(weights: Sequence[Tensor]) -> bool:
-    return all(tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) for tensor in weights)
-
-
-def _num_bytes(weights: Sequence[Tensor]) -> int:
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in weights}.values())  # some are shared

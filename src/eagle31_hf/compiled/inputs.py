@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import lru_cache
-from math import prod
 
 import torch
 from torch import Tensor
@@ -20,10 +18,19 @@ MOST_POOLED_ROWS = 8
 """Each number of rows of a pool has graphs of its own, up to this many: those of a machine at home."""
 
 
-class InputBuffers:
-    """Tensors of fixed shape that a step reads; the same memory every round, as graphs want it."""
+class GraphInputs:
+    """Buffers and slots of the steps over one cache.
 
-    def __init__(self) -> None:
+    Attributes:
+        cache: the one rounds are committed to.
+        fixed: what stands for it in graphs.
+        num_slots: of full layers that the step about to run looks at, as of `make_room`.
+    """
+
+    def __init__(self, cache: SpeculativeCache):
+        self.cache, self.fixed = cache, FixedShapeCache(cache)
+        self.num_slots = 0
+        self._first_rows, self._is_pool = cache.batch_size, isinstance(cache, RowPool)
         self._buffers: dict[Hashable, Tensor] = {}
 
     def fill(self, name: str, source: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -38,8 +45,7 @@ class InputBuffers:
         """
         shape = tuple(source.shape) if shape is None else shape
         if tuple(source.shape) == shape and source.is_contiguous():
-            # Dimensions of size 1 have any stride, by which graphs would be told apart.
-            return source if source.stride() == _dense_strides(shape) else source.view(-1).view(shape)
+            return source.view(-1).view(shape)  # dimensions of size 1 have any stride, by which graphs are told apart
         buffer = self._buffers.get((name, shape, source.dtype))
         if buffer is None:
             buffer = self._buffers[name, shape, source.dtype] = source.new_zeros(shape)
@@ -61,27 +67,6 @@ class InputBuffers:
         shape = (cos.shape[0], width, cos.shape[2])
         return self.fill("cos", cos, shape), self.fill("sin", sin, shape)
 
-
-@lru_cache(maxsize=256)
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-class GraphInputs(InputBuffers):
-    """Buffers and slots of the steps over one cache.
-
-    Attributes:
-        cache: the one rounds are committed to.
-        fixed: what stands for it in graphs.
-        num_slots: of full layers that the step about to run looks at, as of `make_room`.
-    """
-
-    def __init__(self, cache: SpeculativeCache):
-        super().__init__()
-        self.cache, self.fixed = cache, FixedShapeCache(cache)
-        self.num_slots = 0
-        self._first_rows, self._is_pool = cache.batch_size, isinstance(cache, RowPool)
-
     @property
     def rows_pay(self) -> bool:
         """Whether graphs are made for as many rows as there are now: a batch that loses rows is not worth a graph for
@@ -100,9 +85,9 @@ class GraphInputs(InputBuffers):
     @property
     def mask_widths(self) -> dict[str, int]:
         """Slots that graphs look at behind each mask, by layer type."""
-        rings = self.cache.mask_widths
         windowed = self.cache.windowed_masks
-        return {kind: width if kind in windowed else self.num_slots for kind, width in rings.items()}
+        widths = self.cache.mask_widths
+        return {kind: width if kind in windowed else self.num_slots for kind, width in widths.items()}
 
     def slots(self, num_tokens: int, *, after: int = 0) -> Tensor:
         """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""

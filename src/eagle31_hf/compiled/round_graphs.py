@@ -7,10 +7,7 @@ look at scores alone or at which tokens the text has; any other end of a round i
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +20,9 @@ from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape
 from .draft_graphs import (
     ChosenBy,
-    DraftedChain,
     DraftInputs,
+    DraftNodes,
     GraphChoice,
-    GrownTree,
     Rotary,
     absorb_step,
     rotary_of,
@@ -34,28 +30,7 @@ from .draft_graphs import (
 )
 from .draft_session import CompiledDrafting
 from .fixed_cache import FixedShapeCache
-from .graph_makers import GraphKey, Step
-
-
-@dataclass(frozen=True)
-class NextDraft:
-    """What a round's graph has done ahead: nothing of it is committed, and none of it has to be used.
-
-    Attributes:
-        state: of the drafter after each row's bonus.
-        width: positions that were read.
-        shape: of the draft.
-        draft: what was drafted behind the bonus.
-    """
-
-    state: DraftState
-    width: int
-    shape: DraftShape
-    draft: DraftedChain | GrownTree
-
-    def to_tree(self, depth: int) -> DraftTree:
-        """The draft, of no more than `depth` levels."""
-        return self.draft.to_tree(self.shape, depth)
+from .graph_makers import GraphKey
 
 
 class RoundInputs(NamedTuple):
@@ -63,204 +38,127 @@ class RoundInputs(NamedTuple):
 
     Attributes:
         logits, aux: the target's `(B, N, V)` and `(B, N, A*Ht)` of all nodes.
-        drafts: as `AcceptAndDraft.inputs` gives them.
-        slots: of all that may be accepted and of the draft behind it.
-        rotary: of as many positions; `None`: made from the slots.
+        drafts: to be accepted.
+        slots: `(B, W + draft_slots)`, from the first node over all that may be accepted to the end of the draft behind.
+        rotary: tables `(B, W + levels, d)` of as many positions as are deep; `None`: made from the slots.
         by: what tokens are chosen by.
     """
 
     logits: Tensor
-    drafts: Any
     aux: Tensor
+    drafts: DraftNodes
     slots: Tensor
     rotary: Rotary | None
     by: ChosenBy
 
 
-class RoundOutput(NamedTuple):
-    """What a round's graph gives: the drafter's logits and feedback after the bonus, what was accepted, a new draft,
-    and what the host reads of all that (`acceptance.for_host`)."""
+class AcceptedAhead(NamedTuple):
+    """A round's end, and the next draft made ahead: nothing of it is committed, and none of it has to be used.
+
+    Attributes:
+        logits, feedback: the drafter's after each row's bonus, as of `DraftState`.
+        acceptance: of the drafts.
+        for_host: what the host reads of that (`acceptance.for_host`).
+        draft: behind the bonus.
+        shape: of the draft.
+        width: positions that the drafter has read.
+    """
 
     logits: Tensor
     feedback: Tensor
     acceptance: Acceptance
-    draft: DraftedChain | GrownTree
     for_host: Tensor
-
-
-class GraphAcceptance(NamedTuple):
-    """What is accepted, inside a graph.
-
-    Attributes:
-        acceptance: of the drafts.
-        tokens: `(B, W)` of the accepted path, root first; behind the last accepted one they mean nothing.
-        is_chain: the path's nodes follow one another.
-    """
-
-    acceptance: Acceptance
-    tokens: Tensor
-    is_chain: bool
+    draft: DraftNodes
+    shape: DraftShape
+    width: int
 
     @property
-    def last(self) -> Tensor:
-        """`(B,)` the place of the last accepted token in the path."""
-        return self.acceptance.length - 1
+    def state(self) -> DraftState:
+        """Of the drafter after each row's bonus."""
+        return DraftState(self.logits, self.feedback)
 
-    def following(self) -> Tensor:
-        """The token after each accepted one, `(B, W)`."""
-        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        bonus = self.acceptance.bonus[:, None]
-        return torch.where(places == self.last[:, None], bonus, self.tokens.roll(-1, 1))
-
-    def to_read(self, vocabulary: int) -> GraphAcceptance:
-        """The same for the drafter to read, which knows no token `V`: whoever gets that one fails."""
-        bonus = self.acceptance.bonus.clamp(max=vocabulary - 1)
-        return self._replace(acceptance=self.acceptance._replace(bonus=bonus))
-
-    def along(self, aux: Tensor) -> Tensor:
-        """Hidden states `(B, W, A*Ht)` of the path, of all nodes' `(B, N, A*Ht)`."""
-        return aux if self.is_chain else self.acceptance.along(aux)
+    def to_tree(self, depth: int) -> DraftTree:
+        """The draft, of no more than `depth` levels."""
+        return self.draft.to_tree(self.shape, depth)
 
 
-# --- what one graph computes ------------------------------------------------------------------------------------------
-
-
-class AcceptAndDraft(ABC):
-    """From one verified draft to the next. It outlives generations, so it holds no cache.
+class RoundStep:
+    """What one graph computes: from one verified draft to the next. It outlives generations, so it holds no cache.
 
     Attributes:
         width: nodes of the longest path, root included: `W`.
         levels: depths it needs rotary tables for.
         draft_slots: slots that drafting writes behind the bonus.
-        looks_ahead: positions whose noise it needs of a sampled text: of all it may accept and of the draft behind.
+        looks_ahead: positions whose noise it takes of a sampled text: of all it may accept and of the draft behind.
     """
 
     def __init__(self, drafter: Eagle31Drafter, shape: DraftShape, choosing: GraphChoice):
         self.drafter, self.shape, self.choosing = drafter, shape, choosing
         self.width, self.levels = min(shape.depth, shape.nodes - 1) + 1, shape.stepped_levels
-        self.draft_slots = shape.top_k * self.levels
-        self._draft = whole_step(drafter, shape, choosing)
+        self.draft_slots, self.looks_ahead = shape.top_k * self.levels, self.width + shape.depth
+        self._absorb, self._draft = absorb_step(drafter), whole_step(drafter, shape, choosing)
 
-    @property
-    def looks_ahead(self) -> int:
-        return self.width + self.shape.depth
+    def __call__(self, verified: RoundInputs, cache: FixedShapeCache) -> AcceptedAhead:
+        logits, aux, drafts, slots, rotary, by = verified
+        width, turned = self.width, rotary_of(self.drafter, slots, self.width + self.levels, rotary)
+        acceptance, path = self.accept(logits, drafts, by)
+        last, readable = acceptance.length - 1, self.readable(acceptance, logits.shape[-1])
+        cos, sin = (table[:, :width] for table in turned)
+        read: DraftState = self._absorb(
+            self.following(path, readable), self.along(aux, readable), slots[:, :width], (cos, sin), last, cache
+        )
+        rows = torch.arange(len(last), device=last.device)[:, None]
+        behind = last[:, None] + torch.arange(1, 1 + self.draft_slots, device=last.device)
+        cos, sin = (table[rows, behind[:, : self.levels]] for table in turned)
+        chosen_by = self._chosen_behind(by, path, readable)
+        told = DraftInputs(read.logits, read.feedback, slots[rows, behind], readable.bonus, (cos, sin), chosen_by)
+        nodes = self._draft(told, cache).nodes
+        host = for_host(acceptance, drafts.tokens, read.logits[:, 0, :1].isnan().any())
+        return AcceptedAhead(read.logits, read.feedback, acceptance, host, nodes, self.shape, width)
 
-    @property
-    def key_shape(self) -> tuple[int, ...]:
-        """What tells its graph from others of as many nodes."""
-        return (self.shape.depth, self.shape.top_k) if self.shape.is_tree else ()
-
-    @abstractmethod
-    def accept(self, logits: Tensor, drafts: Any, by: ChosenBy) -> GraphAcceptance:
-        """By the target's logits `(B, N, V)`; `drafts` as `inputs` gives them, noise of the next positions."""
-
-    @abstractmethod
-    def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Any:
-        """What `accept` takes of a draft."""
-
-    def make(self) -> Step:
-        """The step to compile.
-
-        Its slots `(B, W + draft_slots)` reach from the first node over all that may be accepted to the end of the draft
-        behind it, and the rotary tables `(B, W + levels, d)` as far as that is deep.
-        """
-        width, absorb = self.width, absorb_step(self.drafter)
-
-        def advance(verified: RoundInputs, cache: FixedShapeCache) -> RoundOutput:
-            logits, drafts, aux, slots, rotary, by = verified
-            turned = rotary_of(self.drafter, slots, width + self.levels, rotary)
-            acceptance, accepted = self.judge(logits, drafts, by)
-            last, bonus = accepted.last, accepted.acceptance.bonus
-            cos, sin = (table[:, :width] for table in turned)
-            read = absorb(accepted.following(), accepted.along(aux), slots[:, :width], (cos, sin), last, cache)
-            rows = torch.arange(len(last), device=last.device)[:, None]
-            behind = last[:, None] + torch.arange(1, 1 + self.draft_slots, device=last.device)
-            cos, sin = (table[rows, behind[:, : self.levels]] for table in turned)
-            following = self.chosen_behind(by, accepted)
-            next_draft = DraftInputs(read.logits, read.feedback, slots[rows, behind], bonus, (cos, sin), following)
-            draft = self._draft(next_draft, cache)
-            tokens = drafts if isinstance(drafts, Tensor) else drafts.tokens
-            told = for_host(acceptance, tokens, read.logits[:, 0, :1].isnan().any())
-            return RoundOutput(read.logits, read.feedback, acceptance, draft, told)
-
-        return advance
-
-    def judge(self, logits: Tensor, drafts: Any, by: ChosenBy) -> tuple[Acceptance, GraphAcceptance]:
-        """What the target accepts, and the same for the drafter to read."""
-        accepted, gives_none = self.accept(logits, drafts, by), self.choosing.draws or self.choosing.checks
-        return accepted.acceptance, accepted.to_read(logits.shape[-1]) if gives_none else accepted
-
-    def chosen_behind(self, by: ChosenBy, accepted: GraphAcceptance) -> ChosenBy:
-        """What the next draft is chosen by, behind the bonus."""
-        last, (noise, seen) = accepted.last, by
-        if noise is not None:  # the first token behind the bonus is as many positions on as were accepted
-            ahead = last[:, None] + torch.arange(1, 1 + self.shape.depth, device=last.device)
-            noise = noise[torch.arange(len(last), device=last.device)[:, None], ahead]
-        if seen is not None:
-            seen = seen_after(seen, accepted.tokens, accepted.acceptance.length, accepted.acceptance.bonus)
-        return ChosenBy(noise, seen)
-
-
-class ChainAcceptAndDraft(AcceptAndDraft):
-    """From one chain of fixed length to the next."""
-
-    def accept(self, logits: Tensor, drafts: Tensor, by: ChosenBy) -> GraphAcceptance:
-        nodes = torch.arange(drafts.shape[1], device=drafts.device).expand(len(drafts), -1)
-        noise, seen = by
+    def accept(self, logits: Tensor, drafts: DraftNodes, by: ChosenBy) -> tuple[Acceptance, Tensor]:
+        """By the target's logits `(B, N, V)`; also tokens `(B, W)` of the accepted path, root first."""
+        tokens, (noise, seen) = drafts.tokens, by
+        if self.shape.is_tree:
+            tree = drafts.to_tree(self.shape)
+            if noise is not None:
+                noise = noise[torch.arange(len(tokens), device=tokens.device)[:, None], tree.depths]  # (B, N, V)
+            if seen is not None:
+                seen = seen_at_nodes(seen, tokens, tree.ancestors)
+            acceptance = accept_chosen(tree, self.choosing.of_target(logits, ChosenBy(noise, seen)))
+            return acceptance, tokens.gather(1, acceptance.path)
+        nodes = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         if noise is not None:
             noise = noise[:, : self.width]  # in a chain, node = depth
         if seen is not None:
-            seen = seen_at_nodes(seen, drafts, nodes[:, None] <= nodes[:, :, None])
-        best, bonus = match_prefix(drafts, self.choosing.of_target(logits, ChosenBy(noise, seen)))
-        return GraphAcceptance(Acceptance(nodes, best + 1, bonus, best), drafts, is_chain=True)
+            seen = seen_at_nodes(seen, tokens, nodes[:, None] <= nodes[:, :, None])
+        best, bonus = match_prefix(tokens, self.choosing.of_target(logits, ChosenBy(noise, seen)))
+        return Acceptance(nodes, best + 1, bonus, best), tokens
 
-    def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """Tokens `(B, K+1)`, root first."""
-        return fill("drafts", tree.tokens)
+    def readable(self, acceptance: Acceptance, vocabulary: int) -> Acceptance:
+        """For the drafter, which knows no token `V`: whoever gets that one fails."""
+        gives_none = self.choosing.draws or self.choosing.checks
+        return acceptance._replace(bonus=acceptance.bonus.clamp(max=vocabulary - 1)) if gives_none else acceptance
 
+    def following(self, path: Tensor, acceptance: Acceptance) -> Tensor:
+        """The token after each accepted one, `(B, W)`; behind the last one they mean nothing."""
+        places = torch.arange(1, 1 + path.shape[1], device=path.device)
+        return torch.where(places == acceptance.length[:, None], acceptance.bonus[:, None], path.roll(-1, 1))
 
-class TreeDrafts(NamedTuple):
-    """A tree to accept."""
+    def along(self, aux: Tensor, acceptance: Acceptance) -> Tensor:
+        """Hidden states `(B, W, A*Ht)` of the path, of all nodes' `(B, N, A*Ht)`."""
+        return acceptance.along(aux) if self.shape.is_tree else aux
 
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-
-
-class TreeAcceptAndDraft(AcceptAndDraft):
-    """From one dynamic tree to the next, grown as `grow_tree` does."""
-
-    def accept(self, logits: Tensor, drafts: TreeDrafts, by: ChosenBy) -> GraphAcceptance:
-        tokens, parents, depths, ancestors = drafts
+    def _chosen_behind(self, by: ChosenBy, path: Tensor, acceptance: Acceptance) -> ChosenBy:
+        """What the next draft is chosen by, behind the bonus."""
         noise, seen = by
-        children = min(self.shape.top_k, self.shape.nodes - 1)
-        tree = DraftTree(tokens, parents, depths, ancestors, max_depth=self.width - 1, max_children=children)
-        if noise is not None:
-            noise = noise[torch.arange(len(tokens), device=tokens.device)[:, None], depths]  # (B, N, V)
+        if noise is not None:  # the first token behind the bonus is as many positions on as were accepted
+            length = acceptance.length[:, None]
+            ahead = length + torch.arange(self.shape.depth, device=length.device)
+            noise = noise[torch.arange(len(length), device=length.device)[:, None], ahead]
         if seen is not None:
-            seen = seen_at_nodes(seen, tokens, ancestors)
-        acceptance = accept_chosen(tree, self.choosing.of_target(logits, ChosenBy(noise, seen)))
-        return GraphAcceptance(acceptance, tokens.gather(1, acceptance.path), is_chain=False)
-
-    def inputs(self, tree: DraftTree, fill: Callable[[str, Tensor], Tensor]) -> TreeDrafts:
-        return TreeDrafts(
-            fill("drafts", tree.tokens),
-            fill("parents", tree.parents),
-            fill("depths", tree.depths),
-            fill("ancestors", tree.ancestors),
-        )
-
-
-class AcceptedAhead(NamedTuple):
-    """What a round's graph says of its drafts: what was accepted, what the host reads of that, and the next draft."""
-
-    acceptance: Acceptance
-    for_host: Tensor
-    draft: NextDraft
-
-
-# --- the graph in a round ---------------------------------------------------------------------------------------------
+            seen = seen_after(seen, path, acceptance.length, acceptance.bonus)
+        return ChosenBy(noise, seen)
 
 
 class RoundGraph:
@@ -273,14 +171,8 @@ class RoundGraph:
     """
 
     def __init__(self, drafting: CompiledDrafting, shape: DraftShape, choosing: GraphChoice):
-        kind = TreeAcceptAndDraft if shape.is_tree else ChainAcceptAndDraft
-        self.step = kind(drafting.drafter, shape, choosing)
         self.drafting, self.shape = drafting, shape
-
-    @property
-    def looks_ahead(self) -> int:
-        """Positions whose noise it takes of a text that is sampled."""
-        return self.step.looks_ahead
+        self.step = RoundStep(drafting.drafter, shape, choosing)
 
     @staticmethod
     def serves(shape: DraftShape) -> bool:
@@ -296,47 +188,42 @@ class RoundGraph:
             tree: the drafts.
             logits: the target's `(B, N, V)`.
             aux: its hidden states `(B, N, A*Ht)`.
-            by: what tokens are chosen by, of the next `looks_ahead` positions.
+            by: what tokens are chosen by, of the next `step.looks_ahead` positions.
         """
-        step, drafting = self.step, self.drafting
-        session, graph_inputs, rows = drafting.session, drafting.inputs, len(tree.tokens)
-        if drafting.graphs.disabled_reason or tree.size != self.shape.nodes or tree.max_depth + 1 != step.width:
+        step, drafting, shape = self.step, self.drafting, self.shape
+        session, inputs = drafting.session, drafting.inputs
+        if drafting.graphs.disabled_reason or tree.size != shape.nodes or tree.max_depth + 1 != step.width:
             return None
         session.cache.place(step.width)
-        if not graph_inputs.make_room(step.width + step.draft_slots):
+        if not inputs.make_room(step.width + step.draft_slots):
             return None
         aux = aux.to(device=session.device, dtype=session.dtype)
         by = by.through(lambda _name, tensor: tensor.to(session.device))
 
-        def inputs() -> tuple:
+        def filled() -> tuple[RoundInputs, FixedShapeCache]:
             verified = RoundInputs(
-                graph_inputs.fill("target logits", logits),
-                step.inputs(tree, graph_inputs.fill),
-                graph_inputs.fill("aux", aux),
-                graph_inputs.slots(step.width + step.draft_slots),
+                inputs.fill("target logits", logits),
+                inputs.fill("aux", aux),
+                DraftNodes.of(tree, shape, inputs.fill),
+                inputs.slots(step.width + step.draft_slots),
                 drafting.rotary(step.width + step.levels),
-                by.through(graph_inputs.fill),
+                by.through(inputs.fill),
             )
-            return verified, graph_inputs.fixed
+            return verified, inputs.fixed
 
-        output: RoundOutput | None = drafting.graphs.run_or_eager(
-            GraphKey("advance", rows, tree.size, (*step.key_shape, graph_inputs.num_slots), step.choosing.key),
-            drafting.if_rows_pay(step.make),
-            inputs,
+        def logits_after_bonus() -> Tensor:
+            """As eager code has them, by which the graph is checked."""
+            accepted, path = step.accept(logits, DraftNodes.of(tree, shape, inputs.fill), by)
+            accepted = step.readable(accepted, logits.shape[-1])
+            tokens, states, counts = step.following(path, accepted), step.along(aux, accepted), accepted.length.tolist()
+            return session.read(tokens, states, session.rotary_depths(step.width), counts).logits
+
+        key_shape = (shape.depth, shape.top_k) if shape.is_tree else ()
+        made: AcceptedAhead | None = drafting.graphs.run_or_eager(
+            GraphKey("advance", len(tree.tokens), tree.size, (*key_shape, inputs.num_slots), step.choosing.key),
+            drafting.if_rows_pay(lambda: step),
+            filled,
             lambda: None,
-            reference=lambda: self._logits_after_bonus(tree, logits, aux, by),
+            reference=logits_after_bonus,
         )
-        if output is None:
-            return None
-        state = DraftState(output.logits, output.feedback)
-        draft = NextDraft(state, step.width, self.shape, output.draft)
-        return AcceptedAhead(output.acceptance, output.for_host, draft)
-
-    def _logits_after_bonus(self, tree: DraftTree, logits: Tensor, aux: Tensor, by: ChosenBy) -> Tensor:
-        """The drafter's logits after the bonus as eager code has them, by which the graph is checked."""
-        drafts: Any = self.step.inputs(tree, lambda _name, tensor: tensor)
-        _, accepted = self.step.judge(logits, drafts, by)
-        rotary = self.drafting.session.rotary_depths(self.step.width)
-        counts = accepted.acceptance.length.tolist()
-        read = self.drafting.session.read(accepted.following(), accepted.along(aux), rotary, counts)
-        return read.logits
+        return made

@@ -94,13 +94,9 @@ class ModelState:
         how = type(value)
         if how in PLAIN:
             self.told.append(value)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, Mapping)):
             self.told.append(len(value))
-            for each in value:
-                self._tell(each, kind)
-        elif isinstance(value, Mapping):
-            self.told.append(len(value))
-            for name, each in value.items():
+            for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
                 self.told.append(str(name))
                 self._tell(each, kind)
         elif isinstance(value, (set, frozenset)):

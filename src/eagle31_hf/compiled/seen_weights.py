@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-SAMPLED_ELEMENTS = 16
-"""Of each tensor whose content decides about no token, spread over all of it."""
-
 
 def modules_of(*modules: nn.Module) -> list[nn.Module]:
     """These and all within them, each once, always in the same order.
@@ -35,28 +32,23 @@ def weights_of(*modules: nn.Module) -> list[Tensor]:
 class SeenWeights:
     """Weights as they were when this was made.
 
-    Of a tensor that is read whole, the sum of each row is compared: any one element changes it, and rows that change
-    places are seen. Columns that do so leave sums alone, so one row is compared element by element.
+    Of each matrix the sum of each row is compared: any one element changes it, and rows that change places are seen.
+    Columns that do so leave sums alone, so one row is compared element by element. It takes as long as reading them
+    all from memory does.
 
     Args:
         weights: the tensors.
-        whole: those of them that are read whole where `by_content`: of a target, as its text depends on every element.
-            It takes as long as reading them from memory does. Of the others, which a drafter has alone, a sample is
-            read.
         by_content: read elements, too: writes through `.data`, as adapters are merged and rows of new tokens set,
             leave a tensor's version alone. The weights must be on the CPU.
     """
 
-    def __init__(self, weights: Sequence[Tensor], *, whole: Sequence[Tensor] = (), by_content: bool):
+    def __init__(self, weights: Sequence[Tensor], *, by_content: bool):
         self._versions = [version_of(tensor) for tensor in weights]
         self._samples: dict[torch.dtype, list[Tensor]] = {}  # views, so that all are read by one call for each dtype
         self._rows: list[Tensor] = []  # (n, words) views; of a tensor that has gaps, itself
-        read_whole = {tensor.data_ptr() for tensor in whole}
         for tensor in {tensor.data_ptr(): tensor.detach() for tensor in weights}.values() if by_content else ():
-            is_whole = tensor.data_ptr() in read_whole
-            sample = _one_row(tensor) if is_whole else _spread(tensor)
-            self._samples.setdefault(tensor.dtype, []).append(sample)
-            if is_whole and tensor.dim() > 1:
+            self._samples.setdefault(tensor.dtype, []).append(_one_row(tensor))
+            if tensor.dim() > 1:
                 dense = _in_memory_order(tensor)
                 self._rows.append(_as_integers(dense) if dense.is_contiguous() else tensor)
         self._contents = self._read()
@@ -76,13 +68,6 @@ class SeenWeights:
 def version_of(tensor: Tensor) -> tuple[int, int]:
     """Where it lies, and how often it was written to in ways that torch counts."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-
-
-def _spread(tensor: Tensor) -> Tensor:
-    """A few of its elements, far from each other."""
-    dense = _in_memory_order(tensor)
-    line = dense.view(-1) if dense.is_contiguous() else _one_row(tensor)
-    return line[:: max(1, len(line) // SAMPLED_ELEMENTS)]
 
 
 def _one_row(tensor: Tensor) -> Tensor:

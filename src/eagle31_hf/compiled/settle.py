@@ -8,7 +8,6 @@ tried before it is recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,12 +20,6 @@ from .fixed_states import CommittedStates
 from .graph_makers import GraphKey
 from .graphs import Graphs
 from .inputs import GraphInputs
-
-
-class MovedStates(NamedTuple):
-    """All states of all layers, after the last kept nodes."""
-
-    states: tuple[Tensor, ...]
 
 
 class CompiledSettling:
@@ -55,15 +48,15 @@ class CompiledSettling:
             return
         committed = self._committed
         committed.follow(layers)
-        moved: MovedStates = self.graphs.run_or_eager(
+        moved: tuple[Tensor, ...] = self.graphs.run_or_eager(
             GraphKey("settle", rows, layers[0].placement.num_tokens),
             (lambda: _settle) if self.inputs.rows_pay else None,
             lambda: (last.on(layers[0].placement.device), self._filled(traces), committed),
             lambda: _moved(last, traces, committed),
-            compared=lambda moved: moved.states,
+            compared=lambda moved: moved,
         )
-        if moved.states[0] is not committed.lent[0]:
-            make_moves(list(zip(committed.lent, moved.states, strict=True)))
+        if moved[0] is not committed.lent[0]:
+            make_moves(list(zip(committed.lent, moved, strict=True)))
 
     def _filled(self, traces: Sequence[BlockTrace]) -> tuple[BlockTrace, ...]:
         """Tensors as graphs read them, dense."""
@@ -74,15 +67,15 @@ class CompiledSettling:
         return tuple([filled(layer, trace) for layer, trace in enumerate(traces)])
 
 
-def _settle(last: Tensor, traces: Sequence[BlockTrace], committed: CommittedStates) -> MovedStates:
-    """The step: states after each row's last kept node `(B,)`."""
+def _settle(last: Tensor, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:
+    """The step: all states of all layers after each row's last kept node `(B,)`."""
     return _moved(LastNodesInGraph(last), traces, committed)
 
 
-def _moved(last: LastNodes, traces: Sequence[BlockTrace], committed: CommittedStates) -> MovedStates:
+def _moved(last: LastNodes, traces: Sequence[BlockTrace], committed: CommittedStates) -> tuple[Tensor, ...]:
     for layer, trace in zip(committed.layers, traces, strict=True):
         layer.take_over(trace)
     moved = {id(state): new for state, new in state_moves(committed.layers, last)}
     for layer in committed.layers:
         layer.release_nodes()
-    return MovedStates(tuple([moved[id(state)] for state in committed.lent]))
+    return tuple([moved[id(state)] for state in committed.lent])

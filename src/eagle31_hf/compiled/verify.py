@@ -109,24 +109,20 @@ class CompiledVerification:
 
     def _key_of(self, rows: int, size: int, *, masks_trees: bool, rests: bool) -> GraphKey:
         """The graph that serves so many nodes; it may be padded."""
-        if size == 1:
-            alone = self._key(rows, 1, masks_trees=False)
-            if alone in self.graphs or (rests and self.graphs.can_compile(alone)):
-                return alone
-        return self._key(rows, self._width(size), masks_trees=masks_trees)
+        offsets = self.cache.position_offsets
+        axes = 0 if offsets is None else len(offsets)
+        shape = masks_trees, axes, *self.inputs.mask_widths.items(), self._attention
+        exact = GraphKey("verify", rows, size, shape)
+        if size == 1 and (exact in self.graphs.keys or (rests and self.graphs.can_compile(exact))):
+            return exact
+        return exact._replace(size=self._width(size))
 
     def _width(self, size: int) -> int:
         return node_bucket(size, self.most_nodes, exact=self.graphs.maker.exact_sizes)
 
-    def _key(self, rows: int, nodes: int, *, masks_trees: bool) -> GraphKey:
-        offsets = self.cache.position_offsets
-        axes = 0 if offsets is None else len(offsets)
-        return GraphKey("verify", rows, nodes, (masks_trees, axes, *self.inputs.mask_widths.items(), self._attention))
-
     def _inputs(self, tree: DraftTree, nodes: int, masks_trees: bool) -> tuple:
         """What a graph reads; masks only where it cannot make them itself."""
         inputs, rows, offsets = self.inputs, len(tree.tokens), self.cache.position_offsets
-        inputs.fixed.block.slots = inputs.slots(nodes)
         positions, missing = tree.positions, nodes - tree.size
         if missing:
             positions = F.pad(positions, (0, missing))  # padding has the root's, which is a valid one
@@ -134,6 +130,7 @@ class CompiledVerification:
             positions = positions + offsets[:, :, None]  # (A, B, N)
         return (
             inputs.fill("tokens", tree.tokens, (rows, nodes)),
+            inputs.slots(nodes),
             inputs.fill("positions", positions, (rows, nodes) if offsets is None else (len(offsets), rows, nodes)),
             inputs.fill("ancestors", tree.ancestors, (rows, nodes, nodes)) if masks_trees else None,
             self._masks(tree, rows, nodes) if self.cache.has_windows else None,
@@ -153,12 +150,16 @@ def _verify_step(binding: TargetBinding) -> Step:
     dtype = binding.compute_dtype
 
     def verify(
-        tokens: Tensor, positions: Tensor, ancestors: Tensor | None, masks: Masks, cache: FixedShapeCache
+        tokens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        ancestors: Tensor | None,
+        masks: Masks,
+        cache: FixedShapeCache,
     ) -> VerifiedBlock:
-        slots = cache.block.slots
-        cache.place(tokens.shape[1])
+        cache.at(slots).place(tokens.shape[1])
         if masks is None:
-            masks = cache.masks(slots, dtype, ancestors)
+            masks = cache.masks(dtype, ancestors)
         output = binding.forward(tokens, slots[:, :1] + positions, masks, cache)
         return VerifiedBlock(output.logits, output.aux, cache.traces())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..compiled.draft_graphs import ChosenBy, GraphChoice
 from ..compiled.draft_session import CompiledDrafting
-from ..compiled.round_graphs import NextDraft, RoundGraph
+from ..compiled.round_graphs import AcceptedAhead, RoundGraph
 from ..compiled.verify import CompiledVerification
 from ..drafter.assistant import Assistant
 from ..drafter.session import absorbed
@@ -54,7 +54,7 @@ class CompiledRound(EagerRound):
         else:
             self.choosing.stats.fall_back("verification is not compiled over a cache in 8 bits")
         self._round_graphs: dict[Hashable, RoundGraph] = {}
-        self._next: NextDraft | None = None
+        self._next: AcceptedAhead | None = None
         self._made_for = 0  # `Placement.row_changes` then: those that join later know nothing of it
         self._by_graphs = True  # whether this round's drafts are
         self._begins = False  # whether nothing of some row is in the caches yet, which graphs take for granted
@@ -111,9 +111,9 @@ class CompiledRound(EagerRound):
         graph = self._round_graph(batch)
         if graph is not None and verified.aux is not None:
             with self.clock.phase("draft"):
-                made = graph(tree, verified.logits, verified.aux, self._chosen_by(batch, graph.looks_ahead))
+                made = graph(tree, verified.logits, verified.aux, self._chosen_by(batch, graph.step.looks_ahead))
             if made is not None:
-                self._next, self._made_for = made.draft, self.caches.target.placement.row_changes
+                self._next, self._made_for = made, self.caches.target.placement.row_changes
                 return Accepted(tree, made.acceptance, {}, made.for_host)
         return super().accept(tree, verified, batch)
 

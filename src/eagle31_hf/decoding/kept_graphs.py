@@ -24,7 +24,7 @@ from ..compiled.ahead.compiler_processes import CompilerProcesses
 from ..compiled.ahead.own_files import make_own_folder, why_not_ours
 from ..compiled.ahead.packages import GraphPackages, name_of, prefix_of, tensors_by_name
 from ..compiled.captured import CAPTURES, CapturesSteps
-from ..compiled.flat_steps import StepInputs
+from ..compiled.flat_steps import tensors_of
 from ..compiled.graph_makers import GraphKey, GraphMaker, Step
 from ..compiled.graphs import PACKED_BYTES, Graphs
 from ..compiled.round_graphs import RoundGraph
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _said: set[str] = set()
 
 FOLDER = "graphs"
-STEPS = 2
+STEPS = 3
 """Counted up when steps take other inputs: packages of before are not theirs."""
 
 LENT_WEIGHTS = "weights-lent"
@@ -51,13 +51,12 @@ LENT_WEIGHTS = "weights-lent"
 
 
 @dataclass(frozen=True)
-class LoadsKept:
+class LoadsKept(GraphMaker):
     """A `GraphMaker` that compiles nothing: it has what lay in the folder when the generation began."""
 
     packages: GraphPackages
     names: frozenset[str]
     failure = "a kept graph cannot be used (`eagle31 warmup` renews it)"
-    exact_sizes = False
     weights_seen = True  # to find the packages
 
     def can_make(self, key: GraphKey) -> bool:
@@ -68,7 +67,7 @@ class LoadsKept:
 
 
 @dataclass(frozen=True)
-class CompilesAhead:
+class CompilesAhead(GraphMaker):
     """A `GraphMaker` that lets what is not kept yet be compiled beside this process, and keeps it.
 
     Until a graph is there its step stands in for it: the text is the same, and every graph it wants is met, so that
@@ -89,7 +88,6 @@ class CompilesAhead:
     made: list[GraphKey] = field(default_factory=list)
     begun: dict[GraphKey, Callable[[], None]] = field(default_factory=dict)
     failure = "compiling failed"
-    exact_sizes = weights_seen = False
 
     def can_make(self, key: GraphKey) -> bool:
         return True
@@ -98,7 +96,7 @@ class CompilesAhead:
         if name_of(key) in self.packages.names():
             with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):  # broken: made anew
                 loaded = self.packages.load(key, step)
-                if key in self.made or loaded.takes(StepInputs.of(inputs).tensors):
+                if key in self.made or loaded.takes(tensors_of(inputs)):
                     return loaded
         if key not in self.begun:
             self.on_compile(key)

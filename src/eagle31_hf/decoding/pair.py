@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compiled.captured import CAPTURES, CapturesSteps
-from ..compiled.graph_makers import GraphMaker, MakesNone
+from ..compiled.graph_makers import GraphMaker
 from ..compiled.graphs import Graphs
 from ..compiled.seen_state import ModelState
 from ..drafter.assistant import Assistant
@@ -63,4 +63,4 @@ def maker_at_hand(drafter: Assistant) -> GraphMaker:
     """Where graphs come from that are wanted now: captured where launches can be recorded, compiled elsewhere while
     somebody compiles ahead."""
     capture = CAPTURES.get(drafter.binding.head_device.type)
-    return Pair.of(drafter).ahead or (MakesNone() if capture is None else CapturesSteps(capture))
+    return Pair.of(drafter).ahead or (GraphMaker() if capture is None else CapturesSteps(capture))

@@ -12,9 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..flat_steps import Code, FlatStep, Look, ReshapedStep, StepInputs, lend
+from ..flat_steps import Code, FlatStep, Look, ReshapedStep, lend, num_own, tensors_of
 from ..graph_makers import GraphKey, Step
 from .compiler_processes import CompilerProcesses
 from .own_files import make_own_folder, why_not_ours
@@ -125,30 +124,25 @@ class GraphPackages:
         """
         make_own_folder(self.folder)
         exported = _export(FlatStep(step, inputs, self.models), inputs)
-        looks = [(*look[:2], str(look.dtype)) for look in StepInputs.of(inputs).looks]
+        looks = [(*look[:2], str(look.dtype)) for look in map(Look.of, tensors_of(inputs))]
         told: dict[str, Any] = {"key": repr(key), "signature": looks, "calls": None}
-        if self.cutter is None:
-            begun = [self._begin(f"{name_of(key)}.pt2", exported, processes)]
-        else:
+        parts = {f"{name_of(key)}.pt2": exported}
+        if self.cutter is not None:
             program = PieceProgram.of(exported, self.cutter, tensors_by_name(self.models))
-            names = [f"{name_of(key)}.{number}.pt2" for number in range(len(program.pieces))]
-            pieces = [_export_piece(piece) for piece in program.pieces]
-            begun = [self._begin(*each, processes) for each in zip(names, pieces, strict=True)]
+            pieces = enumerate(program.pieces)
+            parts = {f"{name_of(key)}.{number}.pt2": _export_piece(piece) for number, piece in pieces}
             told |= {"calls": program.calls, "outputs": program.outputs}
+        settings = {**SETTINGS, **self.settings}
+        begun = {name: processes.compile(part, self._unfinished(name), settings) for name, part in parts.items()}
 
         def keep() -> None:
-            packages = [self._finish(*each) for each in begun]
+            packages = [self._finish(*each) for each in begun.items()]
             unfinished = self.folder / f"{name_of(key)}.{os.getpid()}"
             unfinished.write_text(json.dumps(told | {"packages": packages}), encoding="utf-8")
             unfinished.chmod(OWN)
             unfinished.replace(self.folder / f"{name_of(key)}.json")  # last: packages without it are not looked at
 
         return keep
-
-    def _begin(
-        self, name: str, exported: torch.export.ExportedProgram, processes: CompilerProcesses
-    ) -> tuple[str, Future[None]]:
-        return name, processes.compile(exported, self._unfinished(name), {**SETTINGS, **self.settings})
 
     def _finish(self, name: str, written: Future[None]) -> tuple[str, int]:
         """One package, in its place; its name and its bytes."""
@@ -202,10 +196,11 @@ def tensors_by_name(models: nn.ModuleList) -> dict[str, Tensor]:
 
 
 def _export(flat: FlatStep, inputs: tuple) -> torch.export.ExportedProgram:
+    tensors = tensors_of(inputs)
     try:
-        return _captured(flat, tuple(t.clone() for t in flat.parts.tensors))
+        return _captured(flat, tuple(tensor.clone() for tensor in tensors))
     finally:
-        lend(inputs[-1], flat.parts.tensors[flat.parts.num_own :])  # tracing has left tensors of its own in it
+        lend(inputs[-1], tensors[num_own(inputs) :])  # tracing has left tensors of its own in it
 
 
 def _export_piece(piece: fx.GraphModule) -> torch.export.ExportedProgram:
@@ -214,17 +209,5 @@ def _export_piece(piece: fx.GraphModule) -> torch.export.ExportedProgram:
 
 
 def _captured(module: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    with torch.no_grad(), _without_stack_traces():
+    with torch.no_grad():
         return torch.export.export(module, inputs, strict=False)
-
-
-@contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Without noting where in the code each operation stands, which takes a fifth of the time to export a step."""
-    config: Any = torch.fx.config
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True  # nobody asks where versions of torch do not know it
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..flat_steps import Code
-from .packed_weights import PackedInput, PackedWeights
+from .packed_weights import PackedWeights
 from .repeated_layers import LayerCutter, distinct
 
 Source = list[Any]
@@ -52,7 +52,7 @@ class PieceProgram(NamedTuple):
         """
         sources, given = _inputs(exported, {_place(tensor): name for name, tensor in named.items()})
         graph, packed = cutter.cut(exported.graph_module, given)
-        sources += [_packed_source(read, sources) for read in packed]
+        sources += [["packed", [sources[place][1] for place in read.places], read.rows] for read in packed]
         found = distinct(graph)
         number = {name: index for index, (_, names) in enumerate(found) for name in names}
         known: dict[fx.Node, Source] = dict(zip(graph.graph.find_nodes(op="placeholder"), sources, strict=True))
@@ -108,10 +108,6 @@ def _constant_source(constant: Tensor) -> Source:
     return ["constant", constant.tolist(), str(constant.dtype)]
 
 
-def _packed_source(read: PackedInput, sources: Sequence[Source]) -> Source:
-    return ["packed", [sources[place][1] for place in read.places], read.rows]
-
-
 def _nodes(arguments: Any) -> list[fx.Node]:
     nodes = [arguments] if isinstance(arguments, fx.Node) else list(arguments)
     if not all(isinstance(node, fx.Node) for node in nodes):
@@ -138,8 +134,13 @@ def bound(
         KeyError, IndexError, ValueError: what was kept names something that is not there.
     """
 
-    def ready(source: Source) -> Tensor:
+    def resolved(source: Source) -> Tensor | tuple[int, int]:
+        """A weight; of a result its call, counted from 1, and its place. The step's inputs are those of call 0."""
         kind, told, *more = source
+        if kind == "input":
+            return 0, told
+        if kind == "result":
+            return told + 1, more[0]
         if kind == "weight":
             return named[told].detach()
         if kind == "constant":
@@ -148,38 +149,17 @@ def bound(
             return weights.of([named[name] for name in told], more[0])
         raise ValueError(f"{source} is not where a tensor can come from")
 
-    prepared: list[_Call] = []
-    for piece, sources in calls:
-        held = [None if source[0] in ("input", "result") else ready(source) for source in sources]
-        holes = [(place, *_made(source)) for place, source in enumerate(sources) if held[place] is None]
-        prepared.append(_Call(codes[piece], held, holes))
-    ends = [_made(source) for source in outputs]
+    prepared = [(codes[piece], [resolved(source) for source in sources]) for piece, sources in calls]
+    ends = [resolved(source) for source in outputs]
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         made = [tensors]
-        for code, held, holes in prepared:
-            inputs = held.copy()
-            for place, call, number in holes:
-                inputs[place] = made[call][number]
-            made.append(code(inputs))  # type: ignore[arg-type]
-        return [made[call][number] for call, number in ends]
+
+        def given(sources: list[Tensor | tuple[int, int]]) -> list[Tensor]:
+            return [each if isinstance(each, Tensor) else made[each[0]][each[1]] for each in sources]
+
+        for code, sources in prepared:
+            made.append(code(given(sources)))
+        return given(ends)
 
     return run
-
-
-class _Call(NamedTuple):
-    """Of a piece: the weights it reads in their places, and which places get which result of which call."""
-
-    code: Code
-    held: list[Tensor | None]
-    holes: list[tuple[int, int, int]]
-
-
-def _made(source: Source) -> tuple[int, int]:
-    """The call, counted from 1, and the place of its result there; the step's inputs are those of call 0."""
-    kind, *places = source
-    if kind == "input":
-        return 0, places[0]
-    if kind == "result":
-        return places[0] + 1, places[1]
-    raise ValueError(f"{source} is no result")

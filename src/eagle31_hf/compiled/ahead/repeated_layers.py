@@ -8,7 +8,7 @@ kind.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -29,36 +29,21 @@ class LayerCutter:
     def __init__(self, layers: Collection[type], weights: PackedWeights):
         self.layers, self.weights = frozenset(layers), weights
 
-    def cut(self, captured: fx.GraphModule, inputs: Sequence[Any]) -> CutGraph:
-        """Pieces of a graph, each a module: a new one wherever a layer begins or ends.
+    def cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[PackedInput]]:
+        """Pieces of a graph, each a module, a new one wherever a layer begins or ends; and what they read packed, as
+        further inputs in this order.
 
         Args:
-            captured: exported; it stays as it is.
+            module: exported; changed in place.
             inputs: what it was captured with; those that are weights with their data.
         """
-        module = _copy(captured)
         packed = pack_products(module.graph, inputs, self.weights)
         module.recompile()
         _find_shapes(module, inputs, packed)
         _drop_idle_casts(module.graph)
         segments = _segments(module.graph, self.layers)
         pieces = split_module(module, module, segments.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
-        return CutGraph(pieces, packed)
-
-
-class CutGraph(NamedTuple):
-    """A graph of calls to its pieces, and what it reads packed: further inputs, in this order."""
-
-    pieces: fx.GraphModule
-    packed: list[PackedInput]
-
-
-def _copy(captured: fx.GraphModule) -> fx.GraphModule:
-    """The graph again, to be changed."""
-    graph = fx.Graph()
-    output = graph.graph_copy(captured.graph, {})
-    graph.output(output)
-    return fx.GraphModule(captured, graph)
+        return pieces, packed
 
 
 def _find_shapes(module: fx.GraphModule, inputs: Sequence[Any], packed: Sequence[PackedInput]) -> None:
@@ -113,18 +98,6 @@ def distinct(pieces: fx.GraphModule) -> list[tuple[fx.GraphModule, list[str]]]:
 def _computation(graph: fx.Graph) -> Hashable:
     """Equal for two graphs if they compute the same of inputs that look the same, and change the same of them."""
     places = {node: place for place, node in enumerate(graph.nodes)}
-
-    def told(argument: Any) -> Hashable:
-        if isinstance(argument, fx.Node):
-            return "node", places[argument]
-        if isinstance(argument, (tuple, list)):
-            return type(argument), *map(told, argument)
-        if isinstance(argument, dict):
-            return tuple((key, told(value)) for key, value in argument.items())
-        if isinstance(argument, slice):
-            return slice, told(argument.start), told(argument.stop), told(argument.step)
-        return type(argument), repr(argument)
-
     nodes: list[Hashable] = []
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -132,7 +105,8 @@ def _computation(graph: fx.Graph) -> Hashable:
         elif node.op in ("get_attr", "call_module"):
             return graph  # what hides behind a name of its own may be anything
         else:
-            nodes.append((node.op, node.target, told(node.args), told(node.kwargs)))
+            told = fx.map_arg((node.args, node.kwargs), lambda read: f"node {places[read]}")
+            nodes.append((node.op, node.target, repr(told)))
     return tuple(nodes)
 
 
