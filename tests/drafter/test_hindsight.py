@@ -83,12 +83,12 @@ def test_one_look_back_says_what_drafts_one_by_one_would_have_said(rows: int, co
             right += int((drafted == tokens[:, place, None]).sum())
         one_by_one.absorb(tokens[:, place : place + 1], aux[:, place : place + 1], [1] * rows)
         later.put_off(tokens[:, place : place + 1].tolist(), aux[:, place : place + 1])
-    assert later.look_back(FirstDrafts(children=children)) == Hindsight(rows * judged, right)
+    assert later.catch_up(first=FirstDrafts(children=children)) == Hindsight(rows * judged, right)
     assert rows * judged < 10 or 0 < right < rows * judged, "no figure that any code would get"
     assert later.cache.lengths == one_by_one.cache.lengths
     torch.testing.assert_close(later.root.logits, one_by_one.root.logits)
     torch.testing.assert_close(later.root.feedback, one_by_one.root.feedback)
-    assert later.look_back(FirstDrafts()) == Hindsight(), "nothing is left to be read"
+    assert later.catch_up(first=FirstDrafts()) == Hindsight(), "nothing is left to be read"
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,8 @@ def test_a_prompt_is_judged_by_what_drafts_one_by_one_would_have_said(counts: li
                 right += int((drafted == tokens[row, place]).sum())
             one_by_one.absorb(tokens[row : row + 1, place : place + 1], aux[row : row + 1, place : place + 1], [1])
     at_once, absorbed = session(rows, block), session(rows, block)
-    assert at_once.absorb_judging(tokens, aux, counts, FirstDrafts(children=children)) == Hindsight(
-        rows * judged, right
-    )
+    found = at_once.absorb(tokens, aux, counts, first=FirstDrafts(children=children))
+    assert found == Hindsight(rows * judged, right)
     assert rows * judged < 8 or 0 < right < rows * judged, "no figure that any code would get"
     absorbed.absorb(tokens, aux, counts)
     assert at_once.cache.lengths == absorbed.cache.lengths
@@ -128,8 +127,8 @@ def test_by_scores_that_are_no_numbers_nothing_is_judged() -> None:
     for first in (FirstDrafts(), FirstDrafts(1, lambda logits: logits)):
         later = session(1)
         later.put_off(tokens.tolist(), broken)
-        assert later.look_back(first) == Hindsight()
-        assert session(1).absorb_judging(tokens, broken, [9], first) == Hindsight()
+        assert later.catch_up(first=first) == Hindsight()
+        assert session(1).absorb(tokens, broken, [9], first=first) == Hindsight()
 
 
 def test_where_drafts_depend_on_more_than_scores_nothing_is_said() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import inspect_checkpoint
 from eagle31_hf.decoding.pair_caches import PairCaches
-from eagle31_hf.drafter import reach
+from eagle31_hf.drafter import session as drafter_session
 from eagle31_hf.drafter.session import WINDOWED_READ, DraftSession
 from eagle31_hf.errors import CheckpointFormatError, ConfigurationError
 from eagle31_hf.trees.shape import DraftShape
@@ -145,7 +145,7 @@ def test_a_window_bounds_the_bytes_from_2k_to_32k_tokens() -> None:
 def test_nobody_is_warned_before_the_trained_length_is_passed_and_once_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reach, "_said", set())
+    monkeypatch.setattr(drafter_session, "_said", set())
     inputs = left_padded(prompts_for("llama", 1, seed=5))
     eagle, told = drafter_of("llama"), {"do_sample": False, "pad_token_id": 0}
     monkeypatch.setattr(eagle.config, "max_position_embeddings", inputs["input_ids"].shape[1] + 20)
@@ -193,10 +193,10 @@ def test_published_windows_are_obeyed_and_kept(case: str, tmp_path) -> None:
     folder = published(tmp_path, fields)
     eagle = Eagle31Drafter.from_pretrained(folder, target=target_of("llama"))
     assert eagle.config.sliding_window == window
-    assert reach.attention_window(eagle) == window
+    assert drafter_session.attention_window(eagle) == window
     assert any("sliding window" in note for note in inspect_checkpoint(folder).notes) == (window is not None)
     with configured(eagle, draft_window=64):
-        assert reach.attention_window(eagle) == 64, "the smaller one"
+        assert drafter_session.attention_window(eagle) == 64, "the smaller one"
     for name in ("plain", "speculators"):
         eagle.save_pretrained(tmp_path / name, format=name)
         assert inspect_checkpoint(tmp_path / name).config.sliding_window == window

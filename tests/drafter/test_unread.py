@@ -70,7 +70,7 @@ def test_buffers_follow_the_rows() -> None:
         tokens, aux = positions(rows, 3)
         unread.add(tokens[:, :1].tolist(), aux[:, :1])
         unread.add(tokens[:, 1:].tolist(), aux[:, 1:])
-        assert not unread.fits(2)
+        assert unread.count == 3
         assert torch.equal(unread.tokens, tokens)
         assert torch.equal(unread.aux, aux)
         unread.clear()

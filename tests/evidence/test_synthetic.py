@@ -13,7 +13,7 @@ from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.draft_policy import DraftPlan
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.round import RoundBatch
-from eagle31_hf.drafter.propose import propose_dynamic_tree
+from eagle31_hf.drafter.propose import grow_tree
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.evidence.prompt_batches import batches_of
 from eagle31_hf.evidence.synthetic import (
@@ -105,7 +105,8 @@ def test_a_comb_is_a_tree_with_one_deep_path(drafter):
         decoder.prefill()
         decoder.caches.drafter.catch_up()
         batch = RoundBatch(request.sequences, [0, 1], [0, 1], DraftPlan(TREE))
-        plain = propose_dynamic_tree(decoder.caches.drafter, batch.roots, TREE)
+        session = decoder.caches.drafter
+        plain = grow_tree(session.root, session.step, session.draft_ids, batch.roots, TREE)
         tree = decoder.round.draft(batch)
     assert torch.equal(tree.tokens, plain.tokens), "the same drafts"
     assert tree.depths[0].tolist() == [0, 1, 2, 3, 4] + [1] * 9

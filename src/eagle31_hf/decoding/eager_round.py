@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..drafter.assistant import Assistant
-from ..drafter.draft_scores import GrammarDrafts, InGrammar, ScoresByRow, draft_scores
+from ..drafter.draft_scores import InGrammar, draft_scores, scores_in_grammars
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import Hindsight
-from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, propose_chain, propose_dynamic_tree
+from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, grow_tree, propose_chain
 from ..drafter.session import absorbed
 from ..generation_config import DraftLength
 from ..stats import PhaseClock
@@ -79,11 +79,7 @@ class EagerRound:
         if session is None:
             return Hindsight()
         with self.clock.phase("draft"):
-            first = self.choosing.first_drafts(batch)
-            if first is not None:
-                return session.look_back(first)
-            session.catch_up()
-            return Hindsight()
+            return session.catch_up(first=self.choosing.first_drafts(batch))
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         """Leave it to the next draft to read this: before a pause that need not be soon, at a text's end never."""
@@ -109,7 +105,7 @@ def propose(session: DraftStepper, batch: RoundBatch, choosing: Choosing, drafte
     shape, depth, roots = batch.plan.shape, batch.draft_depth, batch.roots
     choice = _draft_choice(batch, choosing, drafter, depth)
     if shape.is_tree:
-        return propose_dynamic_tree(session, roots, shape.cut_to(depth), choice)
+        return grow_tree(session.root, session.step, session.draft_ids, roots, shape.cut_to(depth), choice)
     return propose_chain(session, roots, DraftLength(depth, shape.min_confidence), choice)
 
 
@@ -125,8 +121,7 @@ def _draft_choice(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter
     if batch.plan.shape.is_tree:  # processors that look at prefixes would be asked at each node
         return DraftChoice(None, noise)
     if rule is None or rule.fails_alone or rule.processing.can_fork:
-        grammar = GrammarDrafts(batch.sequences.eos_ids, choosing.stats.fall_back)
-        return DraftChoice(_scores_by_row(batch, rules, grammar, drafter), noise)
+        return DraftChoice(_scores_by_row(batch, rules, choosing, drafter), noise)
 
     def prefix(b: int, drafted: Tensor) -> Tensor:
         return batch.sequences.prefix(batch.rows[b], drafted)
@@ -135,17 +130,23 @@ def _draft_choice(batch: RoundBatch, choosing: Choosing, drafter: Eagle31Drafter
 
 
 def _scores_by_row(
-    batch: RoundBatch, rules: Sequence[ChoiceRule], grammar: GrammarDrafts, drafter: Eagle31Drafter
+    batch: RoundBatch, rules: Sequence[ChoiceRule], choosing: Choosing, drafter: Eagle31Drafter
 ) -> DraftScores | None:
     """Drafts of each row keep to its grammar, or whatever else may be copied, and to how its tokens are drawn."""
     scorers = {
-        b: InGrammar(rule.processing, partial(batch.sequences.prefix, batch.rows[b]), rule.rows[b], grammar)
+        b: InGrammar(
+            rule.processing,
+            partial(batch.sequences.prefix, batch.rows[b]),
+            rule.rows[b],
+            eos_ids=batch.sequences.eos_ids,
+            report=choosing.stats.fall_back,
+        )
         for rule in rules
         if rule.processing.can_fork
         for b in rule.places
         if b in batch.live
     }
-    by_row = ScoresByRow(drafter, scorers) if scorers else None
+    by_row = scores_in_grammars(drafter, scorers) if scorers else None
     if by_row is None and not any(rule.draws for rule in rules):
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,14 +16,10 @@ UNKNOWN = -1e4
 """Score of a token that cannot be drafted: below all others, and still above what a grammar forbids."""
 
 
-Prefix = Callable[[int, Tensor], Tensor]
-"""Token ids `(1, t)` of the `b`-th row with its drafts `(n,)` behind them."""
-
-
 def draft_scores(
     drafter: Eagle31Drafter,
     processing: ScoreProcessing,
-    prefix: Prefix,
+    prefix: Callable[[int, Tensor], Tensor],
     rows: Sequence[int],
     *,
     do_sample: bool,
@@ -34,7 +29,7 @@ def draft_scores(
     Args:
         drafter: attached.
         processing: the target's processors.
-        prefix: of the `b`-th row.
+        prefix: token ids `(1, t)` of the `b`-th row with its drafts `(n,)` behind them.
         rows: the row of the whole batch each row is.
         do_sample: tokens are drawn; for an arg-max, scores that keep their order are as good as processed ones.
     """
@@ -44,23 +39,10 @@ def draft_scores(
         return processing.draft_warping if do_sample else None
 
     def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(rows), 0, dtype=torch.long)
+        taken = _by_row(drafted, logits)
         return processing.row_scores(lambda b: prefix(b, taken[b]), over_vocabulary(drafter, logits), rows)
 
     return scores
-
-
-@dataclass(frozen=True)
-class GrammarDrafts:
-    """What drafting inside a grammar needs to know beside the processors.
-
-    Attributes:
-        eos_ids: tokens that end a text: a grammar is not asked what comes behind.
-        report: told in words why drafts of a text are made outside the grammar.
-    """
-
-    eos_ids: frozenset[int]
-    report: Callable[[str], None]
 
 
 class InGrammar:
@@ -74,19 +56,27 @@ class InGrammar:
         processing: `can_fork`.
         prefix: token ids `(1, t)` of the row with its drafts `(n,)` behind them.
         row: which of the whole batch it is.
-        grammar: what else there is to know.
+        eos_ids: tokens that end a text: a grammar is not asked what comes behind.
+        report: told in words why drafts of a text are made outside the grammar.
     """
 
     def __init__(
-        self, processing: ScoreProcessing, prefix: Callable[[Tensor], Tensor], row: int, grammar: GrammarDrafts
+        self,
+        processing: ScoreProcessing,
+        prefix: Callable[[Tensor], Tensor],
+        row: int,
+        *,
+        eos_ids: frozenset[int],
+        report: Callable[[str], None],
     ):
-        self._processing, self._prefix, self._row, self._grammar = processing, prefix, row, grammar
+        self._processing, self._prefix, self._row = processing, prefix, row
+        self._eos_ids, self._report = eos_ids, report
         self._forked: ScoreProcessing | None = None
         self._is_silent = False
 
     def __call__(self, scores: Tensor, drafted: Tensor) -> Tensor:
         """Processed draft scores `(1, V)` after drafts `(n,)`, or the scores as they are where nobody is asked."""
-        has_ended = len(drafted) > 0 and int(drafted[-1]) in self._grammar.eos_ids
+        has_ended = len(drafted) > 0 and int(drafted[-1]) in self._eos_ids
         asked = None if has_ended or self._is_silent else self._ask(scores, drafted)
         self._is_silent = asked is None or not bool(asked.isfinite().any())
         return scores if asked is None or self._is_silent else asked
@@ -101,35 +91,31 @@ class InGrammar:
                 raise  # whoever drives the rounds gives something up, and tries again
             self._processing.forks_no_more = True
             names, said = ", ".join(self._processing.in_order), first_line(error)
-            self._grammar.report(
+            self._report(
                 f"the rest is drafted outside the grammar: a copy of {names} raised {type(error).__name__}: {said}"
             )
             return None
 
 
-class ScoresByRow:
-    """Scores of a batch of which some rows keep to a grammar.
+def scores_in_grammars(drafter: Eagle31Drafter, scorers: Mapping[int, InGrammar]) -> DraftScores:
+    """Scores `(B, V)` of a batch of which the rows of `scorers` keep to a grammar; others' logits decide as they are.
 
     A token the drafter does not know is drafted where the grammar allows nothing better, above all where it alone may
     come.
-
-    Args:
-        drafter: attached.
-        scorers: of these rows; the others' logits decide as they are.
     """
 
-    def __init__(self, drafter: Eagle31Drafter, scorers: Mapping[int, InGrammar]):
-        self._drafter, self._scorers = drafter, scorers
-
-    def __call__(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-        """Scores `(B, V)` of draft logits `(B, Vd)` after drafts, each `(B,)`."""
-        scores = over_vocabulary(self._drafter, logits.float(), unknown=UNKNOWN)
-        taken = torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(logits), 0, dtype=torch.long)
-        rows = [
-            self._scorers[b](scores[b : b + 1], taken[b]) if b in self._scorers else scores[b : b + 1]
-            for b in range(len(scores))
-        ]
+    def scores(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        spread = over_vocabulary(drafter, logits.float(), unknown=UNKNOWN)
+        taken = _by_row(drafted, logits)
+        rows = [scorers[b](row[None], taken[b]) if b in scorers else row[None] for b, row in enumerate(spread)]
         return torch.cat(rows)
+
+    return scores
+
+
+def _by_row(drafted: Sequence[Tensor], logits: Tensor) -> Tensor:
+    """`(B, n)` of drafts, each `(B,)`."""
+    return torch.stack(list(drafted), 1) if drafted else logits.new_empty(len(logits), 0, dtype=torch.long)
 
 
 def over_vocabulary(drafter: Eagle31Drafter, scores: Tensor, unknown: float = float("-inf")) -> Tensor:

@@ -20,7 +20,7 @@ from ..sampling.logits_processing import DraftWarping
 from ..trees.draft_tree import DraftTree, to_target_ids
 from ..trees.dynamic import TreeGrowth
 from ..trees.shape import DraftShape
-from .draft_state import DraftState, NextTokenProbs
+from .draft_state import DraftState
 
 # Draft logits (B, Vd) and the target ids drafted so far, each (B,), to processed scores (B, Vd) or (B, V).
 DraftScores = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -140,30 +140,22 @@ def propose_chain(
     for step in range(length.depth):
         ranked, support = choice.rank(state.logits[:, 0], tokens[1:], session.draft_ids, depth=step)  # (B, S)
         asks = length.min_confidence > 0 and step + 1 < length.depth
-        following = (state.next_token if choice.is_bare else NextTokenProbs.of(ranked)) if asks else None
-        best = argmax(ranked) if following is None else following.argmax
+        largest, best = most_probable(ranked) if asks else (None, argmax(ranked))
         tokens.append(to_target_ids(best[:, None], support).squeeze(1))
         if step + 1 == length.depth:
             break
-        if following is not None:
-            confidence = [before * now for before, now in zip(confidence, following.largest.tolist(), strict=True)]
+        if largest is not None:
+            confidence = [before * now for before, now in zip(confidence, largest.tolist(), strict=True)]
             if max(confidence) < length.min_confidence:
                 break
         state = session.step(tokens[-1][:, None], state.feedback, after=step, depth=step)
     return DraftTree.chain(torch.stack(tokens, 1))
 
 
-def propose_dynamic_tree(
-    session: DraftStepper, roots: Tensor, shape: DraftShape, choice: DraftChoice = BARE_CHOICE
-) -> DraftTree:
-    """Grow a tree by cumulative draft probability and keep its best nodes (EAGLE-2 §4.1).
-
-    Args:
-        session, roots: as in `propose_chain`.
-        shape: levels, nodes expanded per level and children tried per node, nodes kept.
-        choice: how tokens are chosen; its scores must keep to the draft vocabulary.
-    """
-    return grow_tree(session.root, session.step, session.draft_ids, roots, shape, choice)
+def most_probable(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest probability of each row of scores `(B, S)`, in float32, and whose it is, `(B,)` each."""
+    largest, best = scores.softmax(-1, dtype=torch.float32).max(-1)
+    return largest, best
 
 
 def grow_tree(
@@ -174,7 +166,16 @@ def grow_tree(
     shape: DraftShape,
     choice: DraftChoice = BARE_CHOICE,
 ) -> DraftTree:
-    """`propose_dynamic_tree` from a root's `state`, by a `step` that takes what `DraftSession.step` does."""
+    """Grow a tree by cumulative draft probability and keep its best nodes (EAGLE-2 §4.1).
+
+    Args:
+        state: of the root.
+        step: takes what `DraftSession.step` does.
+        draft_to_target: target ids of a reduced draft vocabulary.
+        roots: `(B,)` the last token of each row.
+        shape: levels, nodes expanded per level and children tried per node, nodes kept.
+        choice: how tokens are chosen; its scores must keep to the draft vocabulary.
+    """
     top_k = shape.top_k
     growth = TreeGrowth.start(_logprobs(state, choice, draft_to_target, 0)[:, 0], top_k)
     for level in range(1, shape.depth):

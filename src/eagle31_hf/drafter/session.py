@@ -7,6 +7,7 @@ token before the root (the last token, whose hidden state the target has not com
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,8 +19,10 @@ from ..trees.host_numbers import on_device
 from .draft_state import DraftState
 from .drafter import Eagle31Drafter
 from .hindsight import MOST_JUDGED, FirstDrafts, Hindsight
-from .reach import attention_window, layer_windows, warn_of_length
 from .unread import UnreadPositions
+
+logger = logging.getLogger(__name__)
+_said: set[tuple[str | None, int]] = set()
 
 # Tokens, hidden states, rotary tables and counts of `DraftSession.read` to the state after each row's last.
 Read = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], Sequence[int]], DraftState]
@@ -43,7 +46,7 @@ class DraftSession:
         # Attributes of a module cost 10 to 100 us each: asked once.
         self.device, self.dtype, self.draft_ids = drafter.device, drafter.dtype, drafter.draft_ids
         self.cache = self.cache_kind(
-            layer_windows(drafter),
+            [attention_window(drafter)] * drafter.config.num_hidden_layers,
             batch_size=batch_size,
             capacity=capacity,
             block=block,
@@ -68,7 +71,15 @@ class DraftSession:
         assert self._root is not None, "absorb comes before drafting"
         return self._root
 
-    def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
+    def absorb(
+        self,
+        tokens: Tensor,
+        aux: Tensor,
+        counts: Sequence[int],
+        *,
+        read: Read | None = None,
+        first: FirstDrafts | None = None,
+    ) -> Hindsight:
         """Run the drafter over true hidden states and keep the result in its cache.
 
         Args:
@@ -76,9 +87,14 @@ class DraftSession:
             aux: `(B, T, A*Ht)` target hidden states of the positions.
             counts: valid positions per row, first come; a row with 0 keeps its state.
             read: what stands in for `read` of this session.
+            first: how the first token of a draft would have been chosen; default: nothing is judged.
+
+        Returns:
+            Hindsight: how often that token would have been the one that follows, at the last positions of each row
+                that are read at once. What follows the very last is not known yet.
         """
         self.catch_up()
-        self._absorb(tokens, aux, counts, read=read)
+        return self._absorb(tokens, aux, counts, read=read, first=first)
 
     def put_off(self, tokens: Sequence[Sequence[int]], aux: Tensor) -> None:
         """Absorb this later, together with what follows, for as long as nothing is drafted: one pass costs as much as
@@ -90,8 +106,9 @@ class DraftSession:
         """
         rows, width, _ = aux.shape
         if width > self._unread.room:
-            return self.absorb(on_device(tokens, aux.device), aux, [width] * rows)
-        if not self._unread.fits(width):
+            self.absorb(on_device(tokens, aux.device), aux, [width] * rows)
+            return
+        if self._unread.count + width > self._unread.room:
             self.catch_up()
         self._unread.add(tokens, aux)
 
@@ -100,66 +117,21 @@ class DraftSession:
         """Positions of each row that were put off."""
         return self._unread.count
 
-    def catch_up(self, *, read: Read | None = None, at_once: int | None = None) -> None:
+    def catch_up(
+        self, *, read: Read | None = None, first: FirstDrafts | None = None, at_once: int | None = None
+    ) -> Hindsight:
         """Absorb what was put off.
 
         Args:
-            read: as `absorb` takes it.
-            at_once: most positions that it is given; default: as many as the cache takes.
-        """
-        if not self._unread.count:
-            return
-        tokens = self._unread.tokens
-        counts = [tokens.shape[1]] * tokens.shape[0]
-        self._absorb(tokens, self._unread.aux, counts, read=read, at_once=at_once)
-        self._unread.clear()  # not before: this may run out of memory, and is then tried again
-
-    def look_back(self, first: FirstDrafts) -> Hindsight:
-        """`catch_up`, and how often the first token of a draft would have been right at the last positions of it.
-
-        Args:
-            first: how that token would have been chosen.
+            read, first: as `absorb` takes them; so is what it returns.
+            at_once: most positions that `read` is given; default: as many as the cache takes.
         """
         if not self._unread.count:
             return Hindsight()
-        tokens = self._unread.tokens
+        tokens, aux = self._unread.tokens, self._unread.aux
         counts = [tokens.shape[1]] * tokens.shape[0]
-        hindsight = self._absorb_judging(tokens, self._unread.aux, counts, first)
-        self._unread.clear()
-        return hindsight
-
-    def absorb_judging(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], first: FirstDrafts) -> Hindsight:
-        """`absorb`, and how often the first token of a draft would have been the one that follows.
-
-        Args:
-            tokens, aux, counts: as of `absorb`.
-            first: how that token would have been chosen.
-        """
-        self.catch_up()
-        return self._absorb_judging(tokens, aux, counts, first)
-
-    def _absorb_judging(
-        self,
-        tokens: Tensor,
-        aux: Tensor,
-        counts: Sequence[int],
-        first: FirstDrafts,
-    ) -> Hindsight:
-        """By the last positions of each row that are read at once; what follows the very last is not known yet."""
-        found = Hindsight()
-
-        def judge(tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
-            nonlocal found
-            judged = min(MOST_JUDGED, min(counts) - 1)
-            if judged < 1:
-                return self.read(tokens, aux, rotary, counts)
-            state = self.read(tokens, aux, rotary, counts, before=judged)
-            places = _last_places(counts, judged - 1, self.device)
-            right = first.accepted(state.logits[:, :-1], tokens.gather(1, places), self.draft_ids)
-            found = Hindsight.of(places.numel(), right, state.logits)
-            return DraftState(state.logits[:, -1:], state.feedback)
-
-        self._absorb(tokens, aux, counts, read=judge)
+        found = self._absorb(tokens, aux, counts, read=read, first=first, at_once=at_once)
+        self._unread.clear()  # not before: this may run out of memory, and is then tried again
         return found
 
     def _absorb(
@@ -168,21 +140,31 @@ class DraftSession:
         aux: Tensor,
         counts: Sequence[int],
         *,
-        read: Read | None = None,
+        read: Read | None,
+        first: FirstDrafts | None,
         at_once: int | None = None,
-    ) -> None:
+    ) -> Hindsight:
         """Read at once what the cache takes at once, or less."""
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
-        block = min(at_once or self.cache.block, self.cache.block)
+        block, found = min(at_once or self.cache.block, self.cache.block), Hindsight()
         for start in range(0, tokens.shape[1], block):
             end = min(start + block, tokens.shape[1])
             valid = [min(max(count - start, 0), end - start) for count in counts]
             if start and not any(valid):
                 break
             cos, sin = self.rotary_ahead(end - start)
-            rotary = cos[:, : end - start], sin[:, : end - start]
-            state = (read or self.read)(tokens[:, start:end], aux[:, start:end], rotary, valid)
+            told = tokens[:, start:end], aux[:, start:end], (cos[:, : end - start], sin[:, : end - start]), valid
+            judged = min(MOST_JUDGED, min(valid) - 1)
+            if first is None or judged < 1:
+                state = (read or self.read)(*told)
+            else:
+                state = self.read(*told, before=judged)
+                places = _last_places(valid, judged - 1, self.device)
+                right = first.accepted(state.logits[:, :-1], told[0].gather(1, places), self.draft_ids)
+                found = Hindsight.of(places.numel(), right, state.logits)
+                state = DraftState(state.logits[:, -1:], state.feedback)
             self.commit(state, (cos, sin), valid, end - start)
+        return found
 
     def commit(
         self, state: DraftState, rotary: tuple[Tensor, Tensor] | None, counts: Sequence[int], width: int
@@ -203,7 +185,7 @@ class DraftSession:
         self._rotary = rotary
         self._root = self._merged(state, counts)
         if self.cache.longest > self._trained_length:
-            warn_of_length(self.drafter)
+            _warn_of_length(self.drafter)
             self._trained_length = sys.maxsize  # said
 
     def read(
@@ -287,20 +269,16 @@ class DraftSession:
         return out.normed, out.feedback
 
     def rotary_at(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Rotation `(B, 1, d)` of a draft depth; the tables of a round's next depths are made together."""
-        cos, sin = self._rotary_for(depth + 1)
-        return cos[:, depth : depth + 1], sin[:, depth : depth + 1]
+        """Rotation `(B, 1, d)` of a draft depth."""
+        cos, sin = self.rotary_depths(depth + 1)
+        return cos[:, depth:], sin[:, depth:]
 
     def rotary_depths(self, count: int) -> tuple[Tensor, Tensor]:
-        """Rotations `(B, count, d)` of the first draft depths."""
-        cos, sin = self._rotary_for(count)
-        return cos[:, :count], sin[:, :count]
-
-    def _rotary_for(self, count: int) -> tuple[Tensor, Tensor]:
-        """Tables of at least `count` draft depths."""
+        """Rotations `(B, count, d)` of the first draft depths; those of a round's next depths are made together."""
         if self._rotary is None or count > self._rotary[0].shape[1]:
             self._rotary = self._rotary_table(max(ROTARY_DEPTHS, 2 * count))
-        return self._rotary
+        cos, sin = self._rotary
+        return cos[:, :count], sin[:, :count]
 
     def rotary_ahead(self, width: int) -> tuple[Tensor, Tensor]:
         """Rotations of the next `width` positions and of a draft behind them: those left over, if they reach so far."""
@@ -340,6 +318,30 @@ def absorbed(tokens: Sequence[Sequence[int]], aux: Tensor) -> tuple[Tensor, Tens
 def positions_read_at_once(drafter: Eagle31Drafter, chunk: int) -> int:
     """Of a prompt's chunk of so many tokens."""
     return chunk if attention_window(drafter) is None else min(chunk, WINDOWED_READ)
+
+
+def attention_window(drafter: Eagle31Drafter) -> int | None:
+    """Positions that each layer sees back, its own included, as it was trained and as its user wishes; `None`: all."""
+    windows = (drafter.config.sliding_window, drafter.generation_config.draft_window)
+    return min((window for window in windows if window is not None), default=None)
+
+
+def _warn_of_length(drafter: Eagle31Drafter) -> None:
+    """Say once that a text has become longer than the drafter was made for."""
+    trained = drafter.config.max_position_embeddings
+    if (drafter.name_or_path, trained) in _said:
+        return
+    _said.add((drafter.name_or_path, trained))
+    window = attention_window(drafter)
+    advice = "" if window is not None and window <= trained else (
+        f"; eagle.generation_config.draft_window = {trained} lets it see no further back, and bounds its cache"
+    )  # fmt: skip
+    logger.warning(
+        "eagle31: the text has passed the %d tokens that the drafter was made for: it stays the target's, but fewer "
+        "drafts may be accepted%s",
+        trained,
+        advice,
+    )
 
 
 def _last_places(counts: Sequence[int], before: int, device: torch.device) -> Tensor:

@@ -22,11 +22,7 @@ class UnreadPositions:
     def __init__(self, room: int):
         self.room, self.count = room, 0
         self._tokens: list[list[int]] = []  # of each row
-        self._buffer: Tensor | None = None  # (B, room, A*Ht)
-
-    def fits(self, width: int) -> bool:
-        """Whether there is room for so many more."""
-        return self.count + width <= self.room
+        self._buffer: Tensor | None = None  # (B, room, A*Ht); kept for the next ones, if they are like these
 
     def add(self, tokens: Sequence[Sequence[int]], aux: Tensor) -> None:
         """Keep copies, behind those that wait.
@@ -35,36 +31,27 @@ class UnreadPositions:
             tokens: `T` of each row.
             aux: hidden states `(B, T, A*Ht)`.
         """
+        rows, width, size = aux.shape
+        held = self._buffer
         if not self.count:
-            self._make_room(aux)
+            self._tokens = [[] for _ in range(rows)]
+        if held is None or (held.dtype, held.device, held.shape[::2]) != (aux.dtype, aux.device, (rows, size)):
+            held = self._buffer = aux.new_empty(rows, self.room, size)
         for row, more in zip(self._tokens, tokens, strict=True):
             row.extend(more)
-        width = aux.shape[1]
-        self._held.narrow(1, self.count, width).copy_(aux)
+        held.narrow(1, self.count, width).copy_(aux)
         self.count += width
-
-    def _make_room(self, aux: Tensor) -> None:
-        """A buffer for such rows: that of before, if they were like these."""
-        rows, _, width = aux.shape
-        held = self._buffer
-        self._tokens = [[] for _ in range(rows)]
-        if held is None or (held.dtype, held.device, held.shape[::2]) != (aux.dtype, aux.device, (rows, width)):
-            self._buffer = aux.new_empty(rows, self.room, width)
-
-    @property
-    def _held(self) -> Tensor:
-        assert self._buffer is not None, "nothing waits"
-        return self._buffer
 
     @property
     def tokens(self) -> Tensor:
         """Of all that waits, `(B, n)`."""
-        return on_device(self._tokens, self._held.device)
+        return on_device(self._tokens, self.aux.device)
 
     @property
     def aux(self) -> Tensor:
         """Hidden states of all that waits, `(B, n, A*Ht)`; valid until the next `add`."""
-        return self._held.narrow(1, 0, self.count)
+        assert self._buffer is not None, "nothing waits"
+        return self._buffer.narrow(1, 0, self.count)
 
     def clear(self) -> None:
         """Nothing waits any more."""

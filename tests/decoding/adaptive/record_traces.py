@@ -23,7 +23,7 @@ from eagle31_hf.decoding.calibration.measure import InTurn
 from eagle31_hf.decoding.draft_policy import DraftPlan
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.drafter.draft_state import NextTokenProbs
+from eagle31_hf.drafter import propose
 from eagle31_hf.generation import own_loop
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.shape import DraftShape
@@ -61,14 +61,14 @@ class Recorder(RoundWrapper):
 
     def draft(self, batch: RoundBatch) -> DraftTree:
         certainties: list[float] = []
-        of = NextTokenProbs.of
+        most_probable = propose.most_probable
 
-        def noting(logits):
-            probs = of(logits)
-            certainties.append(float(probs.largest[0]))
-            return probs
+        def noting(scores):
+            largest, best = most_probable(scores)
+            certainties.append(float(largest[0]))
+            return largest, best
 
-        with mock.patch.object(NextTokenProbs, "of", noting):
+        with mock.patch.object(propose, "most_probable", noting):
             tree = super().draft(batch)
         self.drafts.append(tree.tokens[0, 1:].tolist())
         self.sure.append([round(100 * chance) for chance in certainties])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...drafter.drafter import Eagle31Drafter
-from ...drafter.propose import BARE_CHOICE, DraftChoice, propose_dynamic_tree
+from ...drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
 from ...drafter.replay import TargetText, drafter_states, drafts_along, read_text, rows_of_ids
 from ...drafter.session import DraftSession
 from ...errors import ConfigurationError
@@ -232,7 +232,7 @@ def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, s
             choice = BARE_CHOICE
             if noise is not None:
                 choice = DraftChoice(warping, _behind(noise, root - text.prompt_length + 1, cut.depth))
-            tree = propose_dynamic_tree(session, ids[root : root + 1], cut, choice)
+            tree = grow_tree(session.root, session.step, session.draft_ids, ids[root : root + 1], cut, choice)
             follows = ids[(root + 1 + tree.depths).clamp(max=last)]  # on the text's path; elsewhere it does not matter
             kept = min(int(accept_chosen(tree, follows).length) - 1, last - root)
         for level in range(cut.depth):
