@@ -27,13 +27,13 @@ class Hindsight(NamedTuple):
     """At how many positions a drafter was judged, and at how many the target would have kept its first token."""
 
     positions: int = 0
-    accepted: float = 0.0
+    accepted: int = 0
 
     @classmethod
     def of(cls, positions: int, accepted: Tensor, logits: Tensor) -> Hindsight:
         """What a scalar says. By logits that are no numbers nothing is judged: to draft with them is noticed."""
         judged = accepted.float().masked_fill(logits.amax().isnan(), torch.nan).item()
-        return cls() if isnan(judged) else cls(positions, judged)
+        return cls() if isnan(judged) else cls(positions, int(judged))
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class FirstDrafts:
     Attributes:
         children: tokens that are drafted first: several in a tree.
         warping: of sampled text, what the target's processors make of draft logits `(B, n, Vd)`; `None`: it is greedy.
-        noise: of sampled text, gives the noise `(B, n, V)` of each row's last `n` tokens; `None` of a prompt, which
-            nobody sampled.
+        noise: of sampled text, gives the noise `(B, n, V)` of each row's last `n` tokens.
     """
 
     children: int = 1
@@ -52,7 +51,7 @@ class FirstDrafts:
     noise: Callable[[int], Tensor | None] | None = None
 
     def accepted(self, logits: Tensor, tokens: Tensor, draft_ids: Tensor | None) -> Tensor:
-        """How many of these would have been accepted; of a sampled text's prompt what is expected of it. A scalar.
+        """How many of these would have been accepted, a scalar.
 
         Args:
             logits: the drafter's `(B, n, Vd)`.
@@ -61,17 +60,9 @@ class FirstDrafts:
         """
         if self.warping is not None:
             logits = self.warping(logits)
-            if self.noise is None:
-                return _probability_of(tokens, logits.softmax(-1), draft_ids).sum()
-            noise = self.noise(logits.shape[1])
+            noise = None if self.noise is None else self.noise(logits.shape[1])
             assert noise is not None, "the text is sampled"
             noise = noise.to(logits.device)
             logits = perturbed(logits, noise[..., : logits.shape[-1]] if draft_ids is None else noise[..., draft_ids])
         likeliest = logits.topk(self.children, dim=-1).indices  # (B, n, k)
         return (to_target_ids(likeliest, draft_ids) == tokens[..., None]).any(-1).sum()
-
-
-def _probability_of(tokens: Tensor, probs: Tensor, draft_ids: Tensor | None) -> Tensor:
-    """`(B, n)` of `tokens (B, n)` by `probs (B, n, Vd)`, 0 where one cannot be drafted."""
-    ids = torch.arange(probs.shape[-1], device=probs.device) if draft_ids is None else draft_ids
-    return probs.masked_fill(ids != tokens[..., None], 0.0).sum(-1)

@@ -71,15 +71,7 @@ class DraftSession:
         assert self._root is not None, "absorb comes before drafting"
         return self._root
 
-    def absorb(
-        self,
-        tokens: Tensor,
-        aux: Tensor,
-        counts: Sequence[int],
-        *,
-        read: Read | None = None,
-        first: FirstDrafts | None = None,
-    ) -> Hindsight:
+    def absorb(self, tokens: Tensor, aux: Tensor, counts: Sequence[int], *, read: Read | None = None) -> None:
         """Run the drafter over true hidden states and keep the result in its cache.
 
         Args:
@@ -87,14 +79,9 @@ class DraftSession:
             aux: `(B, T, A*Ht)` target hidden states of the positions.
             counts: valid positions per row, first come; a row with 0 keeps its state.
             read: what stands in for `read` of this session.
-            first: how the first token of a draft would have been chosen; default: nothing is judged.
-
-        Returns:
-            Hindsight: how often that token would have been the one that follows, at the last positions of each row
-                that are read at once. What follows the very last is not known yet.
         """
         self.catch_up()
-        return self._absorb(tokens, aux, counts, read=read, first=first)
+        self._absorb(tokens, aux, counts, read=read)
 
     def put_off(self, tokens: Sequence[Sequence[int]], aux: Tensor) -> None:
         """Absorb this later, together with what follows, for as long as nothing is drafted: one pass costs as much as
@@ -106,8 +93,7 @@ class DraftSession:
         """
         rows, width, _ = aux.shape
         if width > self._unread.room:
-            self.absorb(on_device(tokens, aux.device), aux, [width] * rows)
-            return
+            return self.absorb(on_device(tokens, aux.device), aux, [width] * rows)
         if self._unread.count + width > self._unread.room:
             self.catch_up()
         self._unread.add(tokens, aux)
@@ -123,8 +109,13 @@ class DraftSession:
         """Absorb what was put off.
 
         Args:
-            read, first: as `absorb` takes them; so is what it returns.
+            read: as `absorb` takes it.
+            first: how the first token of a draft would have been chosen; default: nothing is judged.
             at_once: most positions that `read` is given; default: as many as the cache takes.
+
+        Returns:
+            Hindsight: how often that token would have been the one that follows, at the last positions of each row
+                that are read at once. What follows the very last is not known yet.
         """
         if not self._unread.count:
             return Hindsight()
@@ -140,8 +131,8 @@ class DraftSession:
         aux: Tensor,
         counts: Sequence[int],
         *,
-        read: Read | None,
-        first: FirstDrafts | None,
+        read: Read | None = None,
+        first: FirstDrafts | None = None,
         at_once: int | None = None,
     ) -> Hindsight:
         """Read at once what the cache takes at once, or less."""

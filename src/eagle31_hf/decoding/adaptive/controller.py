@@ -116,7 +116,7 @@ class DraftController:
         else:
             self.guard.record_rest(round(tokens))
 
-    def record_hindsight(self, positions: int, accepted: float) -> None:
+    def record_hindsight(self, positions: int, accepted: int) -> None:
         """Learn whether a rest had better end.
 
         Args:
