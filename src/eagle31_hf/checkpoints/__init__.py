@@ -1,11 +1,11 @@
 """Drafter checkpoints of every published layout: find, recognise, inspect, read and write them."""
 
 from .checkpoint import Checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
-from .checks import expected_shapes
 from .files import holds_checkpoint
 from .finding import holds_drafter, resolve_checkpoint
 from .formats import FORMATS
-from .packed import PackingScheme, packable_shapes, published_weights
+from .packed import PackingScheme
+from .shapes import expected_shapes, packable_shapes, published_weights
 from .summary import CheckpointSummary, EngineVerdict
 
 __all__ = [

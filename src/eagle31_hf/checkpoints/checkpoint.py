@@ -11,7 +11,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ from .losses import check_expressible, reduce_to
 from .other_methods import refuse_other_methods
 from .packed import PackingScheme, packed_infos
 from .plain_config import plain_config
-from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters, engine_verdicts, method_name
+from .shapes import expected_shapes
+from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters, engine_verdicts
 from .unread_fields import refuse_unread_fields, unknown_fields
 
 if TYPE_CHECKING:
@@ -117,7 +118,11 @@ def read_checkpoint(
     del by_stored_name
     _check_loaded(headers.config, tensors)
     packed = {name: tensors.pop(name) for name in _packed_names(headers.packed)}
-    tensors = {name: _converted(name, tensor, dtype) for name, tensor in tensors.items() if name != "t2d"}
+    tensors = {  # nebius stores d2t as int32
+        name: tensor.long() if name == "d2t" else tensor.to(dtype or tensor.dtype)
+        for name, tensor in tensors.items()
+        if name != "t2d"
+    }
     headers.config.dtype = tensors["fc.weight"].dtype
     metadata = headers.stored_config.metadata
     return Checkpoint(headers.config, tensors, headers.table.name, metadata, headers.scheme, packed)
@@ -147,22 +152,23 @@ def write_checkpoint(
     table = find_format(format)
     packed = _packed_to_write(checkpoint, format)
     left_out: tuple[str, ...] = ()
+    config, tensors, scheme = checkpoint.config, checkpoint.tensors, checkpoint.scheme
     if allow_loss and not packed:
-        reduced = reduce_to(table, checkpoint.config, checkpoint.tensors)
-        checkpoint, left_out = replace(checkpoint, config=reduced.config, tensors=reduced.tensors), reduced.left_out
-    check_expressible(table, checkpoint.config)
-    config, scheme = checkpoint.config, checkpoint.scheme
+        config, left_out = reduce_to(table, config)
+        wanted = expected_shapes(config)
+        tensors = {name: tensor for name, tensor in tensors.items() if name in wanted}
+    check_expressible(table, config)
     written = write_config_fields(table, config, checkpoint.metadata, checkpoint.format)
-    check_tensor_infos(config, {name: _info(tensor) for name, tensor in checkpoint.tensors.items()}, packed)
-    _check_loaded(config, checkpoint.tensors | checkpoint.packed)
-    written["torch_dtype"] = str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch.")
+    check_tensor_infos(config, {name: _info(tensor) for name, tensor in tensors.items()}, packed)
+    _check_loaded(config, tensors | checkpoint.packed)
+    written["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     if scheme is not None:
         written["quantization_config"] = scheme.to_dict()
-    tensors = {stored_name(table, name): tensor for name, tensor in (checkpoint.tensors | checkpoint.packed).items()}
-    if "d2t" in tensors:
-        tensors["d2t"] = tensors["d2t"].cpu().long()
-        tensors["t2d"] = _draft_vocabulary_mask(tensors["d2t"], config.vocab_size)
-    replace_checkpoint(Path(folder), written, tensors)
+    stored = {stored_name(table, name): tensor for name, tensor in (tensors | checkpoint.packed).items()}
+    if "d2t" in stored:
+        stored["d2t"] = stored["d2t"].cpu().long()
+        stored["t2d"] = _draft_vocabulary_mask(stored["d2t"], config.vocab_size)
+    replace_checkpoint(Path(folder), written, stored)
     return left_out
 
 
@@ -177,7 +183,7 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
         source=str(path_or_id),
         format=headers.table.name,
         format_title=headers.table.title,
-        method=method_name(config),
+        method="EAGLE 3.1" if config.is_eagle31 else "EAGLE-3",
         config=config,
         dtype=infos[headers.stored_names["fc.weight"]].dtype,
         parameters=count_parameters(infos, config, headers.packed),
@@ -357,12 +363,6 @@ def _check_loaded(config: Eagle31Config, tensors: Mapping[str, Tensor]) -> None:
     check_values(tensors)
     if "d2t" in tensors:
         check_vocabulary_map(tensors["d2t"].cpu(), tensors.get("t2d"), config.vocab_size)
-
-
-def _converted(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if name == "d2t":
-        return tensor.long()  # nebius stores int32
-    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _info(tensor: Tensor) -> TensorInfo:

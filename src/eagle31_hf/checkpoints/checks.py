@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
 from .files import TensorInfo
-from .formats import filled, has_reduced_vocabulary
 from .json_files import shown
-from .packed import latent_matrices, published_weights
 from .plain_config import PlainConfig
+from .shapes import expected_shapes, published_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,66 +24,7 @@ _INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _LISTED = 12  # names in one message
 
 
-def expected_shapes(config: Eagle31Config) -> dict[str, tuple[int, ...]]:
-    """Canonical name to shape of every tensor a drafter of this configuration has, `d2t` included."""
-    hidden, target_hidden = config.hidden_size, filled(config.target_hidden_size)
-    fused_width = config.num_aux_hidden_states * target_hidden
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, fused_width), "norm.weight": (hidden,)}
-    if config.fc_bias:
-        shapes["fc.bias"] = (hidden,)
-    if config.aux_norm == "per_slot":
-        shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(config.num_aux_hidden_states)}
-    if config.aux_norm == "concatenated":
-        shapes["input_norm.weight"] = (fused_width,)
-    for layer in range(config.num_hidden_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
-    if config.own_lm_head:
-        shapes["lm_head.weight"] = (filled(config.draft_vocab_size), hidden)
-    if config.own_embedding:
-        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
-    if has_reduced_vocabulary(config):
-        shapes["d2t"] = (filled(config.draft_vocab_size),)
-    return shapes
-
-
-def _layer_shapes(config: Eagle31Config, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    read = 2 * hidden if layer == 0 else hidden  # [embedding ; hidden] enters the first layer
-    attention = _latent_shapes(config, read) if config.is_latent else _grouped_shapes(config, read)
-    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
-    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    shapes |= {f"mlp.{p}_proj.weight": shape for p, shape in mlp.items()}
-    if config.mlp_bias:
-        shapes |= {f"mlp.{p}_proj.bias": shape[:1] for p, shape in mlp.items()}
-    norms = ("hidden_norm", "input_layernorm") if layer == 0 else ("input_layernorm",)
-    return shapes | {f"{norm}.weight": (hidden,) for norm in (*norms, "post_attention_layernorm")}
-
-
-def _grouped_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ...]]:
-    """Attention with query, key and value heads, reading rows `read` wide."""
-    hidden, head_dim = config.hidden_size, filled(config.head_dim)
-    query, key = config.num_attention_heads * head_dim, filled(config.num_key_value_heads) * head_dim
-    matrices = {"q": (query, read), "k": (key, read), "v": (key, read), "o": (hidden, query)}
-    shapes: dict[str, tuple[int, ...]] = {f"{p}_proj.weight": shape for p, shape in matrices.items()}
-    if config.attention_bias:
-        shapes |= {f"{p}_proj.bias": shape[:1] for p, shape in matrices.items()}
-    if config.qk_norm:
-        shapes |= {f"{p}_norm.weight": (head_dim,) for p in ("q", "k")}
-    return shapes
-
-
-def _latent_shapes(config: Eagle31Config, read: int) -> dict[str, tuple[int, ...]]:
-    """DeepSeek's latent attention, reading rows `read` wide."""
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{name}.weight": shape for name, shape in latent_matrices(config, read).items()
-    }
-    shapes["kv_a_layernorm.weight"] = (filled(config.kv_lora_rank),)
-    if config.q_lora_rank is not None:
-        shapes["q_a_layernorm.weight"] = (config.q_lora_rank,)
-    return shapes
-
-
-def check_tensor_infos(config: Eagle31Config, tensors: Tensors, packed: Collection[str] = ()) -> None:
+def check_tensor_infos(config: Eagle31Config, tensors: Tensors, packed: Collection[str]) -> None:
     """`tensors` by canonical name against what `config` asks for, but for the weights of the matrices `packed`.
 
     Raises:
@@ -117,9 +57,7 @@ def check_tensor_infos(config: Eagle31Config, tensors: Tensors, packed: Collecti
 
 
 def check_vocabulary_infos(maps: Tensors) -> None:
-    """Raises:
-    CheckpointFormatError: `d2t` or `t2d` is no list of integers.
-    """
+    """Raise a `CheckpointFormatError` if `d2t` or `t2d` is no list of integers."""
     for name, info in maps.items():
         if len(info.shape) != 1 or info.dtype not in _INTEGER_DTYPES:
             raise CheckpointFormatError(
@@ -175,9 +113,7 @@ def _hint(spare: list[str]) -> str:
 
 
 def check_values(tensors: Mapping[str, Tensor]) -> None:
-    """Raises:
-    CheckpointFormatError: a weight holds NaN or infinity.
-    """
+    """Raise a `CheckpointFormatError` if a weight holds NaN or infinity."""
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken:
         raise CheckpointFormatError(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from .checks import FLOAT_DTYPES, Tensors, expected_shapes
+from .checks import FLOAT_DTYPES, Tensors
 from .formats import (
     HS_INDEX,
     LATENT_ARCHITECTURES,
@@ -20,7 +20,7 @@ from .formats import (
     to_hs_indices,
 )
 from .json_files import get_path, shown
-from .packed import packable_shapes
+from .shapes import expected_shapes, packable_shapes
 
 if TYPE_CHECKING:
     from ..configuration_eagle31 import Eagle31Config
@@ -64,18 +64,10 @@ class CheckpointSummary:
         facts = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                  "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states",
                  "aux_norm", "norm_output", "norm_before_residual", "qk_norm", "fc_bias", "own_embedding",
-                 "own_lm_head", "rms_norm_eps", "max_position_embeddings", "rope_parameters")  # fmt: skip
+                 "own_lm_head", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "aux_layers")  # fmt: skip
         return {
-            "source": self.source,
-            "format": self.format,
-            "format_title": self.format_title,
-            "method": self.method,
-            "dtype": self.dtype,
-            "parameters": self.parameters,
-            "stored_bytes": self.stored_bytes,
+            **{name: value for name, value in vars(self).items() if name != "config"},
             **{fact: getattr(self.config, fact) for fact in facts},
-            "aux_layers": self.config.aux_layers,
-            "aux_layers_as_stored": self.aux_layers_as_stored,
             "tensors": {name: list(shape) for name, shape in self.tensors.items()},
             "engines": [asdict(verdict) for verdict in self.engines],
             "notes": list(self.notes),
@@ -93,11 +85,6 @@ def count_parameters(tensors: Tensors, config: Eagle31Config, packed: Mapping[st
 def count_bytes(tensors: Tensors) -> int:
     """Bytes of all tensors as stored."""
     return sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in tensors.values())
-
-
-def method_name(config: Eagle31Config) -> str:
-    """`EAGLE 3.1` for normed aux states with post-norm feedback, else `EAGLE-3`."""
-    return "EAGLE 3.1" if config.is_eagle31 else "EAGLE-3"
 
 
 def caution_notes(

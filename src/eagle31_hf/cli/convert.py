@@ -52,7 +52,7 @@ def convert(
     if left_out:
         console.print(f"left out, so train it again before use: {', '.join(left_out)}", soft_wrap=True)
     name = _target_name(checkpoint)
-    if table.needs_target and (name is None or (table.copies_embedding and not checkpoint.config.own_embedding)):
+    if table.needs_target and (name is None or not checkpoint.config.own_embedding):
         console.print(
             "its own loader asks for the target's name and embedding: convert it with --target",
             soft_wrap=True,
@@ -79,7 +79,7 @@ def describe_target(name: str) -> dict[str, Any]:
 def _with_copies(checkpoint: Checkpoint, table: Format, target: str) -> Checkpoint:
     """The checkpoint with its own copy of what it shares with the target and the layout or its loader cannot share."""
     parts: set[str] = {loss.in_target for loss in find_losses(table, checkpoint.config) if loss.in_target}
-    if table.copies_embedding and not checkpoint.config.own_embedding:
+    if table.needs_target and not checkpoint.config.own_embedding:
         parts.add(EMBEDDING)
     if not parts:
         return checkpoint
