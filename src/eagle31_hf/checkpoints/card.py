@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +27,13 @@ _SECTIONS = ("Use", "Evidence", "Training", "Limits")
 _MEASURED = re.compile(r"\|\s*\**\d+\.\d+")  # a table cell with a figure
 
 
-@dataclass(frozen=True)
-class DrafterRecord:
-    """What a card tells beside the checkpoint; the fields of `training_report.json` that are named here.
+_RECORD = {"target": str, "license": str, "conditions": str, "data": list, "stages": list, "recipe": dict,
+           "versions": dict}  # fmt: skip
+"""What a card must tell beside the checkpoint: fields of `training_report.json`, as `training.record` writes them.
 
-    Attributes:
-        target: Hub id, or name of a local target.
-        license: of the drafter, as the Hub writes it ("apache-2.0"); `UNKNOWN_LICENSE` if nobody has said.
-        data: names of the texts it learned from.
-        recipe: setting to value.
-        conditions: how acceptance was measured, in words.
-        versions: package to version.
-        stages: `[{"name": …, "acceptance": {category: {"rounds", "accepted", "drafted_at", "accepted_at"}}}]`, with a
-            `curve` of `{"step", "tokens", "acceptance_length", "standard_error"}` where it was kept.
-        command: what made the drafter; empty if the record does not tell.
-    """
-
-    target: str
-    license: str
-    data: list[str]
-    recipe: dict[str, Any]
-    conditions: str
-    versions: dict[str, str]
-    stages: list[dict[str, Any]]
-    command: str = ""
+`stages` holds `{"name": …, "acceptance": {category: {"rounds", "accepted", "drafted_at", "accepted_at"}}}`, with a
+`curve` of `{"step", "tokens", "acceptance_length", "standard_error"}` where it was kept. A `command` may stand beside.
+"""
 
 
 def fill_card(folder: Path, repository: str, *, license: str | None = None) -> str:
@@ -68,10 +50,10 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
     summary, record = inspect_checkpoint(folder), _read_record(folder, license)
     vllm, sglang = summary.engines
     data = ModelCardData(
-        base_model=record.target,
+        base_model=record["target"],
         base_model_relation="adapter",
         library_name=LIBRARY,
-        license=record.license,
+        license=record["license"],
         pipeline_tag="text-generation",
         tags=[*_TAGS, "eagle3.1"] if summary.config.is_eagle31 else _TAGS,
     )
@@ -80,28 +62,26 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         template_str="---\n{{ card_data }}\n---\n\n" + _TEMPLATE.read_text(encoding="utf-8"),
         name=repository.rpartition("/")[2],
         repository=repository,
-        target=record.target,
+        target=record["target"],
         summary=summary,
         config=summary.config,
         record=record,
         vllm=vllm,
         sglang=sglang,
-        vllm_line=vllm_command(record.target, repository),
-        sglang_line=sglang_command(record.target, repository),
+        vllm_line=vllm_command(record["target"], repository),
+        sglang_line=sglang_command(record["target"], repository),
         needs=_needs,
         size=_size(summary.parameters),
         aux=_aux(summary),
-        evidence=_evidence_rows(record),
-        curve=[point for stage in record.stages for point in _curve_of(stage)],
+        evidence=_evidence_rows(record["stages"]),
+        curve=[point for stage in record["stages"] for point in _curve_of(stage)],
         served=_served(folder / PROFILE_FILE),
     )
     return str(card)
 
 
 def check_card(text: str) -> None:
-    """Raises:
-    PublishingError: a card without metadata, sections or measured figures that users of a drafter look for.
-    """
+    """Raise a `PublishingError` if a card lacks metadata, sections or measured figures that users look for."""
     card = ModelCard(text, ignore_metadata_errors=True)
     metadata = card.data.to_dict()
     lacking = [f"{name} in its metadata" for name in _METADATA if metadata.get(name) in (None, "", UNKNOWN_LICENSE)]
@@ -117,7 +97,7 @@ def check_card(text: str) -> None:
         )
 
 
-def _read_record(folder: Path, license: str | None) -> DrafterRecord:
+def _read_record(folder: Path, license: str | None) -> dict[str, Any]:
     path = folder / RECORD_FILE
     if not path.exists():
         raise PublishingError(
@@ -126,33 +106,22 @@ def _read_record(folder: Path, license: str | None) -> DrafterRecord:
         )
     stored = read_json(path)
     stored["license"] = license or stored.get("license") or UNKNOWN_LICENSE
-    kinds: dict[str, type] = {"target": str, "license": str, "conditions": str, "data": list, "stages": list,
-                              "recipe": dict, "versions": dict}  # fmt: skip
-    wrong = [name for name, kind in kinds.items() if not isinstance(stored.get(name), kind) or not stored[name]]
+    wrong = [name for name, kind in _RECORD.items() if not isinstance(stored.get(name), kind) or not stored[name]]
     if wrong:
         raise PublishingError(f"{path} lacks {', '.join(wrong)}, which the card must tell; train or measure it again")
-    return DrafterRecord(**{field.name: stored[field.name] for field in fields(DrafterRecord) if field.name in stored})
+    return stored
 
 
-def _measured_stages(stages: list[Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(stage, category, counts) of everything measured."""
-    found: list[tuple[str, str, Mapping[str, Any]]] = []
+def _evidence_rows(stages: list[Any]) -> list[dict[str, str]]:
+    """Everything measured, by category and stage."""
+    by_category: dict[str, list[dict[str, str]]] = {}
     for stage in stages:
         acceptance = stage.get("acceptance") if isinstance(stage, dict) else None
         for category, counts in (acceptance or {}).items():
             if isinstance(counts, dict) and isinstance(counts.get("rounds"), int) and counts["rounds"] > 0:
-                found.append((str(stage.get("name")), category, counts))
-    return found
-
-
-def _evidence_rows(record: DrafterRecord) -> list[dict[str, str]]:
-    measured = _measured_stages(record.stages)
-    rows = []
-    for wanted in dict.fromkeys(category for _, category, _ in measured):
-        for name, category, counts in measured:
-            if category == wanted:
-                rows.append({"category": category, "drafter": name} | _figures(counts))
-    return rows
+                row = {"category": category, "drafter": str(stage.get("name"))} | _figures(counts)
+                by_category.setdefault(category, []).append(row)
+    return [row for rows in by_category.values() for row in rows]
 
 
 def _curve_of(stage: Mapping[str, Any]) -> list[dict[str, str]]:

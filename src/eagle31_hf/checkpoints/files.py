@@ -6,8 +6,8 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,18 +236,11 @@ def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping
     Raises:
         CheckpointError: it cannot be written there (a full disk, no rights). Folders that were made for it are gone.
     """
-    with _made_folder(folder):
-        _replace_files(folder, config, tensors)
-
-
-@contextmanager
-def _made_folder(folder: Path) -> Iterator[None]:
-    """A folder to write to; if that fails, none that was not there before."""
     new: list[Path] = []
     try:
         new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        _replace_files(folder, config, tensors)
     except (OSError, SafetensorError) as error:
         for path in new:
             with suppress(OSError):

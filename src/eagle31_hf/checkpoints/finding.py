@@ -63,7 +63,8 @@ def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
         is_there = folder.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no such user, a NUL
         raise CheckpointNotFoundError(
-            f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({_cause(error)}); check the path"
+            f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({getattr(error, 'strerror', None) or error}); "
+            "check the path"
         ) from error
     if is_there and folder.suffix.lower() == GGUF_SUFFIX:
         raise CheckpointFormatError(f"{folder} {_GGUF_ADVICE}")
@@ -110,10 +111,6 @@ def folder_meant(name: str) -> str:
         return ""
     close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.7)
     return f"; did you mean {path.with_name(close[0])}?" if close else ""
-
-
-def _cause(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _repository(name: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from ..errors import CheckpointFormatError
 
 # metadata value type -> struct format; 8 is a string, 9 an array
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+_STRING, _ARRAY, _DEEPEST = 8, 9, 4
 
 Value = int | float | bool | str
 
@@ -49,30 +49,24 @@ class _Reader:
         num_entries = self._count("metadata entries", smallest_bytes=13)
         metadata: dict[str, Value] = {}
         for _ in range(num_entries):
-            key, kind = self._string(), self._number("<I")
-            metadata[key] = self._skip_array(depth=0) if kind == _ARRAY else self._value(kind)
+            key = self._string()
+            metadata[key] = self._value(self._number("<I"))
         return metadata
 
-    def _value(self, kind: int | float) -> Value:
+    def _value(self, kind: int | float, depth: int = 0) -> Value:
+        """A value; of an array its length."""
+        if kind in _SCALARS:
+            return self._number(_SCALARS[int(kind)])
         if kind == _STRING:
             return self._string()
-        if kind not in _SCALARS:
+        if kind != _ARRAY or depth > _DEEPEST:
             raise self._error(f"metadata value type {kind} is unknown")
-        return self._number(_SCALARS[int(kind)])
-
-    def _skip_array(self, depth: int) -> int:
-        kind = self._number("<I")
-        length = self._count("array items", smallest_bytes=1)
+        kind, length = self._number("<I"), self._count("array items", smallest_bytes=1)
         if kind in _SCALARS:
             self._skip(length * struct.calcsize(_SCALARS[int(kind)]))
-        elif kind == _STRING:
-            for _ in range(length):
-                self._skip(self._count("string bytes", smallest_bytes=1))
-        elif kind == _ARRAY and depth < 4:
-            for _ in range(length):
-                self._skip_array(depth + 1)
         else:
-            raise self._error(f"an array of value type {kind} is unknown")
+            for _ in range(length):
+                self._value(kind, depth + 1)
         return length
 
     def _count(self, what: str, smallest_bytes: int) -> int:

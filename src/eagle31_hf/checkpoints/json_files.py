@@ -7,6 +7,7 @@ than the interpreter's stack, files that never end. All of it is refused here, b
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..errors import CheckpointFormatError
 MOST_BYTES = 32 << 20  # the index of a model of 700 billion parameters has 9 MB
 DEEPEST = 32  # published configs nest four deep
 _WIDEST = 1 << 63
+_HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -98,18 +100,10 @@ def _unusable(content: dict[str, Any]) -> str:
             return f"is nested more than {DEEPEST} deep"
         if isinstance(value, int) and not -_WIDEST <= value < _WIDEST:
             return "holds an integer of more than 64 bits"
-        if isinstance(value, str) and not _is_text(value):
+        if isinstance(value, str) and _HALF_A_PAIR.search(value):
             return "holds half a surrogate pair, which is no text"
         if isinstance(value, dict):
             left += [(part, depth + 1) for pair in value.items() for part in pair]
         elif isinstance(value, list):
             left += [(part, depth + 1) for part in value]
     return ""
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -16,12 +16,6 @@ _WANTED = "wanted an EAGLE-3 or EAGLE 3.1 drafter"
 _SHOWN = 4  # tensor names in one message
 
 
-def reads_embedding_and_hidden(tensors: Tensors) -> bool:
-    """EAGLE-3's mark: its first layer reads rows twice as wide as `fc` writes, `[embedding ; hidden]`."""
-    width = _fc_width(tensors)
-    return width is not None and any(read == 2 * width for read in _widths_read(tensors))
-
-
 def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
     """Names a checkpoint of another method instead of listing its tensors as wrong.
 
@@ -45,10 +39,10 @@ def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
         )
 
 
-def _fc_width(tensors: Tensors) -> int | None:
-    """Rows of the matrix that fuses hidden states."""
+def _fc_shape(tensors: Tensors) -> tuple[int, ...]:
+    """Of the matrix that fuses hidden states; `(0, 0)` where there is none."""
     found = (info.shape for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight")
-    return next((shape[0] for shape in found if len(shape) == 2), None)
+    return next((shape for shape in found if len(shape) == 2), (0, 0))
 
 
 def _widths_read(tensors: Tensors) -> set[int]:
@@ -66,8 +60,10 @@ def _any_name(names: Collection[str], pattern: str) -> bool:
 
 
 def _states(config: Mapping[str, Any], tensors: Tensors, *keys: str) -> bool:
-    """Whether the config has one of these keys and the tensors do not say that it is EAGLE-3's all the same."""
-    return any(config.get(key) is not None for key in keys) and not reads_embedding_and_hidden(tensors)
+    """Whether the config has one of these keys and the tensors do not say that it is EAGLE-3's all the same:
+    its first layer reads rows twice as wide as `fc` writes, `[embedding ; hidden]`."""
+    is_eagle_3 = 2 * _fc_shape(tensors)[0] in _widths_read(tensors)
+    return not is_eagle_3 and any(config.get(key) is not None for key in keys)
 
 
 def _is_assistant(config: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -83,15 +79,14 @@ def _is_block_diffusion(config: Mapping[str, Any], tensors: Tensors) -> bool:
     if _states(config, tensors, "dflash_config", "dspark_config", "target_layer_ids"):
         return True
     # States of the target are its context, so its layers read rows as wide as `fc` writes: noise of a block to come.
-    width = _fc_width(tensors)
-    return width is not None and "hidden_norm.weight" in tensors and _widths_read(tensors) == {width}
+    return "hidden_norm.weight" in tensors and _widths_read(tensors) == {_fc_shape(tensors)[0]}
 
 
 def _is_eagle_1_or_2(config: Mapping[str, Any], tensors: Tensors) -> bool:
     if get_path(config, "eagle_config.use_aux_hidden_state") is False:
         return True
-    fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
-    two_wide = fc is not None and len(fc.shape) == 2 and fc.shape[1] == 2 * fc.shape[0]  # [embedding ; hidden] -> H
+    fused, read = _fc_shape(tensors)
+    two_wide = read == 2 * fused > 0  # [embedding ; hidden] -> H
     return two_wide and not _any_name(tensors, r"hidden_norm\.")
 
 

@@ -81,18 +81,15 @@ def plain_config(stored: Mapping[str, Any]) -> Eagle31Config | None:
 
     Typed as `Eagle31Config`, whose fields it has as far as headers and plans are concerned.
     """
-    known = {field.name: field.type for field in fields(PlainConfig)}
     values = dict(stored)
     for field, filled in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
         if values.get(field) is None:
             values[field] = values.get(filled)
-    if not values.keys() <= known.keys():
-        return None
     try:
         config = PlainConfig(**values)
-    except TypeError:  # a field that has no default is missing
+    except TypeError:  # a field that has no default is missing, or one is unknown
         return None
-    certain = all(_is_certain(name, str(kind), getattr(config, name)) for name, kind in known.items())
+    certain = all(_is_certain(each.name, str(each.type), getattr(config, each.name)) for each in fields(config))
     return cast("Eagle31Config", config) if certain and _fit_together(config) else None
 
 

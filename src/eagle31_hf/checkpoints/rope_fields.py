@@ -96,29 +96,21 @@ def _of_type(rope: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
 
 def _take_from_beside(rope: dict[str, Any], config: Mapping[str, Any], prefix: str) -> None:
     """Settings that stand beside the object: Phi's original length, and the part of a head that is turned."""
-    original = get_path(config, f"{prefix}original_max_position_embeddings")
-    if original is not None and rope["rope_type"] in _WITH_ORIGINAL_LENGTH:
-        _fill(rope, "original_max_position_embeddings", original)
-    turned = get_path(config, f"{prefix}partial_rotary_factor")
-    if turned is not None:
-        _fill(rope, "partial_rotary_factor", turned)
-
-
-def _fill(rope: dict[str, Any], key: str, value: Any) -> None:
-    if rope.get(key) not in (None, value):
-        raise CheckpointFormatError(
-            f"config.json: {key} is {shown(value)}, and {shown(rope[key])} in its rope settings; keep the one the "
-            "drafter was trained with"
-        )
-    rope[key] = value
+    for key in ("original_max_position_embeddings", "partial_rotary_factor"):
+        value = get_path(config, prefix + key)
+        if value is None or (key.startswith("original") and rope["rope_type"] not in _WITH_ORIGINAL_LENGTH):
+            continue
+        if rope.get(key) not in (None, value):
+            raise CheckpointFormatError(
+                f"config.json: {key} is {shown(value)}, and {shown(rope[key])} in its rope settings; keep the one the "
+                "drafter was trained with"
+            )
+        rope[key] = value
 
 
 def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], prefix: str) -> float:
-    theta = rope.get("rope_theta")
-    if theta is None:
-        theta = get_path(config, f"{prefix}rope_theta")
-    if theta is None:
-        theta = LLAMA_ROPE_THETA
+    stated = (rope.get("rope_theta"), get_path(config, f"{prefix}rope_theta"))
+    theta = next((value for value in stated if value is not None), LLAMA_ROPE_THETA)
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
         raise CheckpointFormatError(f"config.json: rope_theta is {shown(theta)}; wanted a number above 0")
     return float(theta)

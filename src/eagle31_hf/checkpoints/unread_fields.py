@@ -117,9 +117,7 @@ WITHOUT_EFFECT = frozenset({
 
 
 def refuse_unread_fields(table: Format, stored: Mapping[str, Any], config: Eagle31Config) -> None:
-    """Raises:
-    CheckpointFormatError: `config.json` (`stored`) asks for another network than the one understood of it (`config`).
-    """
+    """Raise a `CheckpointFormatError` if `stored` (`config.json`) asks for another network than `config` tells of."""
     if table.ignores_the_rest:
         return
     for name, is_harmless in CHANGES_THE_DRAFTER.items():
