@@ -37,24 +37,16 @@ KEPT_OF_A_MESSAGE = ("name", "tool_call_id", "reasoning_content")
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row of training or evaluation data.
+    """One row of training or evaluation data."""
 
-    Attributes:
-        id: the row's own id, else file and line; unique within a data set.
-        category: what acceptance is reported by: the row's `category`, else the name of its file.
-        messages: chat messages; one message of role `"text"` for a row that is no chat.
-        answer_ids: token ids with which the target itself ended the last message (`regeneration`); empty otherwise.
-        answer_temperature: what it wrote them with; `None` if that is not known.
-        tools: JSON schemas of functions the assistant may call.
-        template_kwargs: passed on to the chat template, e.g. `enable_thinking`.
-    """
-
-    id: str
-    category: str
-    messages: tuple[Message, ...]
+    id: str  # the row's own id, else file and line; unique within a data set
+    category: str  # what acceptance is reported by: the row's `category`, else the name of its file
+    messages: tuple[Message, ...]  # chat messages; one message of role `"text"` for a row that is no chat
+    # token ids with which the target itself ended the last message (`regeneration`); empty otherwise
     answer_ids: tuple[int, ...] = ()
-    answer_temperature: float | None = None
-    tools: tuple[dict[str, Any], ...] = ()
+    answer_temperature: float | None = None  # what it wrote them with; `None` if that is not known
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas of functions the assistant may call
+    # passed on to the chat template, e.g. `enable_thinking`.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,9 +72,7 @@ def read_conversations(
     found: dict[str, Conversation] = {}
     origins: dict[str, str] = {}  # of each id
     for source in sources:
-        for index, (origin, conversation) in enumerate(_read_source(str(source), on_empty)):
-            if limit is not None and index >= limit:
-                break
+        for origin, conversation in itertools.islice(_read_source(str(source), on_empty), limit):
             if origins.get(conversation.id, origin) != origin:
                 conversation = replace(conversation, id=_id_beside(found, origin, conversation.id))
             elif conversation.id in found:
@@ -99,16 +89,12 @@ def read_conversations(
 def _id_beside(taken: Collection[str], origin: str, identity: str) -> str:
     """Another file has a row of this id, too."""
     named = f"{Path(origin).stem}/{identity}"
-    numbers = (f"{named}-{number}" for number in itertools.count(2))
-    return named if named not in taken else next(other for other in numbers if other not in taken)
+    numbered = (f"{named}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([named], numbered) if name not in taken)
 
 
 def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
-    """The same, if no two have one id.
-
-    Raises:
-        TrainingError: two have; the id is named.
-    """
+    """The same; raises a `TrainingError` that names the id if two have one."""
     seen: set[str] = set()
     for conversation in conversations:
         if conversation.id in seen:
@@ -117,58 +103,74 @@ def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
     return conversations
 
 
-_Found = Iterator[tuple[str, Conversation]]  # with the file or data set it is from
+def _read_source(source: str, on_empty: Callable[[str], None]) -> Iterator[tuple[str, Conversation]]:
+    """Conversations of a source, with the file or data set each is from."""
+    for origin, name, rows in _tables(source):
+        for number, where, row in rows:
+            if _is_empty(row):
+                on_empty(where)
+                continue
+            category = name.rpartition("/")[2]
+            yield origin, conversation_from_row(row, where=where, fallback_id=f"{name}-{number}", category=category)
 
 
-def _read_source(source: str, on_empty: Callable[[str], None]) -> _Found:
+_Rows = Iterator[tuple[int, str, Any]]  # number, place and content
+
+
+def _tables(source: str) -> Iterator[tuple[str, str, _Rows]]:
+    """Each file or data set of a source: where it lies, what it is called, its rows."""
     path = Path(source)
     if path.is_dir():
         files = sorted(path.glob("*.jsonl")) or sorted(path.glob("*.json"))
         if not files:
             raise TrainingError(f"the folder {source!r} holds no *.jsonl or *.json file; name a folder of such files")
-        for file in files:
-            yield from _read_file(file, on_empty)
+        yield from ((str(file), file.stem, file_rows(file)) for file in files)
     elif path.is_file():
-        yield from _read_file(path, on_empty)
+        yield str(path), path.stem, file_rows(path)
     elif path.suffix in (".jsonl", ".json") or source.startswith((".", "/", "~")):
         raise TrainingError(f"no file or folder {source!r}; check the path")
     elif source.isdecimal():  # a number of prompts, no doubt: the Hub would be asked for minutes
         raise TrainingError(f"got {source!r} where prompts are wanted; name a JSONL file, a folder or a Hub data set")
     else:
-        yield from _read_hub(source, on_empty)
+        yield source, source.partition(":")[0], _hub_rows(source)
 
 
-def _read_file(file: Path, on_empty: Callable[[str], None]) -> _Found:
-    for number, where, row in _rows_of(file):
-        if _is_empty(row):
-            on_empty(where)
-            continue
-        fallback = f"{file.stem}-{number}"
-        yield str(file), conversation_from_row(row, where=where, fallback_id=fallback, category=file.stem)
+def file_rows(file: Path) -> _Rows:
+    """Number, place and content of each row: one a line, or the items of one list.
+
+    Raises:
+        TrainingError: it is no UTF-8 text or no JSON; the message names the line.
+    """
+    is_first = True
+    try:
+        with file.open(encoding="utf-8-sig") as lines:  # editors of Windows put a mark in front
+            for number, line in enumerate(lines, start=1):
+                if is_first and line.lstrip().startswith("["):
+                    items = _parsed(line + lines.read(), f"{file}, read as one list of rows")
+                    yield from ((number, f"{file}, row {number}", row) for number, row in enumerate(items, start=1))
+                elif line.strip():
+                    is_first, where = False, f"{file}, line {number}"
+                    yield number, where, _parsed(line, where)
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{file} is not UTF-8 text ({error.reason}); convert it") from None
 
 
-def _rows_of(file: Path) -> Iterator[tuple[int, str, Any]]:
-    """Number, place and content of each row: one a line, or the items of one list."""
-    with file.open(encoding="utf-8-sig") as lines:  # editors of Windows put a mark in front
-        decoded = enumerate(_decoded(lines, file), start=1)
-        is_first = True
-        for number, line in decoded:
-            if not line.strip():
-                continue
-            if line.lstrip().startswith("[") and is_first:
-                rest = "".join(line for _, line in decoded)
-                yield from _items_of(line + rest, file)
-                return
-            is_first, where = False, f"{file}, line {number}"
-            yield number, where, _parsed_row(line, where)
+def _hub_rows(source: str) -> _Rows:
+    try:
+        import datasets  # an extra: reading files must not need it
+    except ImportError:
+        raise TrainingError(f"no file or folder {source!r}; to read it from the Hub: pip install datasets") from None
+    name, _, split = source.partition(":")
+    try:
+        rows = datasets.load_dataset(name, split=split or "train")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TrainingError(
+            f"no file or folder {source!r}, and the Hub did not give it: {first_line(error)}"
+        ) from error
+    yield from ((number, f"{source}, row {number}", row) for number, row in enumerate(map(dict, rows), start=1))
 
 
-def _items_of(text: str, file: Path) -> Iterator[tuple[int, str, Any]]:
-    items = _parsed_row(text, f"{file}, read as one list of rows")
-    return ((number, f"{file}, row {number}", row) for number, row in enumerate(items, start=1))
-
-
-def _parsed_row(text: str, where: str) -> Any:
+def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -196,34 +198,6 @@ def _has_text(place: Any) -> bool:
     if isinstance(place, list):
         return any(map(_has_text, place))
     return bool(place.strip()) if isinstance(place, str) else place is not None
-
-
-def _decoded(lines: Iterator[str], file: Path) -> Iterator[str]:
-    try:
-        yield from lines
-    except UnicodeDecodeError as error:
-        raise TrainingError(f"{file} is not UTF-8 text ({error.reason}); convert it") from None
-
-
-def _read_hub(source: str, on_empty: Callable[[str], None]) -> _Found:
-    try:
-        import datasets  # an extra: reading files must not need it
-    except ImportError:
-        raise TrainingError(f"no file or folder {source!r}; to read it from the Hub: pip install datasets") from None
-    name, _, split = source.partition(":")
-    try:
-        rows = datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise TrainingError(
-            f"no file or folder {source!r}, and the Hub did not give it: {first_line(error)}"
-        ) from error
-    for number, row in enumerate(map(dict, rows), start=1):
-        where = f"{source}, row {number}"
-        if _is_empty(row):
-            on_empty(where)
-            continue
-        category = name.split("/")[-1]
-        yield source, conversation_from_row(row, where=where, fallback_id=f"{name}-{number}", category=category)
 
 
 def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: str) -> Conversation:
@@ -266,15 +240,6 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TrainingError(f"{where} is {type(value).__name__}; wanted an object")
     return value
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TrainingError(f"{where} is text but no JSON ({error.msg}); mend it") from None
-    except (ValueError, RecursionError) as error:
-        raise TrainingError(f"{where} is JSON that nobody can read ({error}); mend it") from None
 
 
 def _messages_of(row: dict[str, Any], where: str) -> tuple[Message, ...]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..demo import CONVERSATIONS, Messages
 from ..errors import ConfigurationError, TrainingError, first_line
-from .conversations import Conversation, Message, conversation_from_row
+from .conversations import Message, conversation_from_row, file_rows
 
 MT_BENCH_ROWS = 80
 """MT-bench is the first so many rows of Spec-Bench."""
@@ -33,21 +33,13 @@ LAST_OPENING_MESSAGE = 4
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to answer.
+    """One thing to answer."""
 
-    Attributes:
-        id: `suite/id`, unique within a run.
-        suite: the data set's name.
-        category: as the row says, else the suite.
-        messages: up to the user's first unanswered one.
-        later_turns: what the user says after each answer.
-    """
-
-    id: str
-    suite: str
-    category: str
-    messages: tuple[Message, ...]
-    later_turns: tuple[str, ...] = ()
+    id: str  # `suite/id`, unique within a run
+    suite: str  # the data set's name
+    category: str  # as the row says, else the suite
+    messages: tuple[Message, ...]  # up to the user's first unanswered one
+    later_turns: tuple[str, ...] = ()  # what the user says after each answer
 
     @property
     def opening(self) -> Messages:
@@ -94,7 +86,7 @@ def _read_source(source: str, limit: int | None) -> list[Prompt]:
     if not separator:
         name, place = "", source
     if Path(place).exists() or place.endswith((".jsonl", ".json")):
-        rows, suite = list(_file_rows(Path(place))), name or Path(place).stem
+        rows, suite = _file_rows(Path(place)), name or Path(place).stem
     elif place.count("/") == 1:
         rows, suite = list(_hub_rows(place)), name or place.partition(":")[0]
     else:
@@ -113,24 +105,16 @@ def evenly(rows: Sequence[Any], limit: int | None) -> list[Any]:
     return [rows[index * len(rows) // limit] for index in range(limit)]
 
 
-def _file_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+def _file_rows(path: Path) -> list[tuple[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
+        return [(where, row) for _, where, row in file_rows(path)]
+    except OSError as error:
         raise ConfigurationError(
-            f"the prompts {str(path)!r} cannot be read ({why}); pass a JSON-lines file or a Hub data set (ORG/NAME)"
+            f"the prompts {str(path)!r} cannot be read ({error.strerror or error}); pass a JSON-lines file or a Hub "
+            "data set (ORG/NAME)"
         ) from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"{path.name}, line {number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
-                raise ConfigurationError(f"{where}: {line[:60]!r} is no JSON object; wanted one object per line")
-            yield where, row
+    except TrainingError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _hub_rows(place: str) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -154,13 +138,15 @@ def _hub_rows(place: str) -> Iterable[tuple[str, dict[str, Any]]]:
         yield f"{repository}, row {number}", dict(row)
 
 
-def _prompt(row: Mapping[str, Any], suite: str, where: str) -> Prompt:
+def _prompt(row: Any, suite: str, where: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise ConfigurationError(f"{where}: {str(row)[:60]!r} is no JSON object; wanted one object per line")
     number = where.rpartition(" ")[2]
     if isinstance(row.get("turns"), str):
         row = {**row, "turns": [row["turns"]]}
     try:
-        found = conversation_from_row(dict(row), where=where, fallback_id=number, category=suite)
-        chat, later = _asked(found)
+        found = conversation_from_row(row, where=where, fallback_id=number, category=suite)
+        chat, later = _asked(found.messages)
     except (TrainingError, ValueError) as error:
         raise ConfigurationError(
             f'{where}: no prompt in {json.dumps(row, default=str)[:80]}; wanted "turns" with the user\'s words, or '
@@ -171,16 +157,15 @@ def _prompt(row: Mapping[str, Any], suite: str, where: str) -> Prompt:
     return Prompt(f"{suite}/{found.id or number}", suite, found.category, chat, later)
 
 
-def _asked(found: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+def _asked(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[str, ...]]:
     """Messages up to the user's last one; or, where the user says all of them, the first, and what he says later.
 
     Raises:
         ValueError: there is no word of the user's.
     """
-    said = [message["content"] for message in found.messages if message["role"] == "user"]
-    if not said or not all(text.strip() for text in said):
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not users or not all(messages[place]["content"].strip() for place in users):
         raise ValueError("no words")
-    if len(said) == len(found.messages):
-        return found.messages[:1], tuple(said[1:])
-    last = max(index for index, message in enumerate(found.messages) if message["role"] == "user")
-    return found.messages[: last + 1], ()
+    if len(users) == len(messages):
+        return messages[:1], tuple(message["content"] for message in messages[1:])
+    return messages[: users[-1] + 1], ()
