@@ -33,7 +33,7 @@ from eagle31_hf.training.distillation.evaluation import (
 )
 from eagle31_hf.training.distillation.features import compute_features
 from eagle31_hf.training.preparation import Preparation
-from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
 from eagle31_hf.training.setup import fresh_drafter, load_target, resolve
 from eagle31_hf.training.train import train_drafter
 from eagle31_hf.trees.draft_tree import to_target_ids
@@ -138,6 +138,17 @@ def train(form: str, seed: int, told: TrainingSettings, start: Callable[[], Eagl
     return folder
 
 
+def settings_of_further_runs(settings: ResolvedSettings) -> ResolvedSettings:
+    """For other runs on the texts of one, after `Preparation.read_texts`: what the target wrote is read again.
+
+    Rows kept for measuring are not among those it wrote. Without regeneration the settings are the run's own.
+    """
+    if settings.regenerate == "none":
+        return settings
+    written = settings.out / "data" / "conversations.jsonl"
+    return replace(settings, prompts=(str(written),), regenerate="none", max_rows=None)
+
+
 def study(told: TrainingSettings, seeds: int, rows: int, new_tokens: int) -> dict[str, Any]:
     target, tokenizer = load_target(told)
     told = resolve(told, target)
@@ -148,7 +159,7 @@ def study(told: TrainingSettings, seeds: int, rows: int, new_tokens: int) -> dic
     texts = preparation.read_texts()
     counts = count_supervised(texts.documents.documents, target.config.get_text_config().vocab_size)
     vocabulary = build_vocabulary(counts, told.draft_vocab_size)
-    told = preparation.settings_of_further_runs()  # every run reads what was written once
+    told = settings_of_further_runs(told)  # every run reads what was written once
     prompts = conditions(tokenizer, read_conversations(told.held_out, limit=rows), told.max_length)
     results: dict[str, Any] = {}
     for seed in range(seeds):

@@ -1,8 +1,11 @@
-"""A conversation of two turns to train on."""
+"""A conversation of two turns to train on, and how one is rendered."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from eagle31_hf.texts.conversations import Conversation
+from eagle31_hf.training.data.rendering import render_turns
 
 CHAT = [
     {"role": "user", "content": "Two apples cost 4 dollars. What do five cost?"},
@@ -14,3 +17,8 @@ CHAT = [
 
 def chat(**fields) -> Conversation:
     return Conversation("row-7", "sums", tuple(CHAT), **fields)
+
+
+def render(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
+    """Token ids and loss mask of a whole conversation."""
+    return render_turns(tokenizer, conversation)[0]

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 from chat_rows import CHAT, chat
+from compare_eagle3_and_31 import settings_of_further_runs
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -99,8 +100,9 @@ def test_a_target_that_says_nothing_of_sampling_writes_both_ways(tmp_path: Path,
 def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokenizer) -> None:
     how = RegenerationSettings(temperatures=(0.0,), max_new_tokens=4, max_prompt_tokens=3)
     assert regenerate(conversations(2), target, tokenizer, tmp_path / "c.jsonl", how) == []
-    with pytest.raises(ConfigurationError, match="turns is 'some'"):
-        regenerate([], target, tokenizer, tmp_path / "d.jsonl", replace(how, turns="some"))
+    told = TrainingSettings(target="t", prompts=("x.jsonl",), out=tmp_path, regenerate="some")
+    with pytest.raises(ConfigurationError, match="regenerate is 'some'"):
+        told.check()
 
 
 def test_further_runs_read_what_the_first_let_the_target_write(tmp_path: Path, target, tokenizer) -> None:
@@ -113,11 +115,11 @@ def test_further_runs_read_what_the_first_let_the_target_write(tmp_path: Path, t
     )  # fmt: skip
     preparation = Preparation(resolve(told, target), target, tokenizer, Console(file=io.StringIO()))
     written = preparation.read_texts().documents.documents
-    further = preparation.settings_of_further_runs()
+    further = settings_of_further_runs(preparation.settings)
     assert further == replace(preparation.settings, prompts=further.prompts, regenerate="none", max_rows=None)
     again = Preparation(further, target, tokenizer, Console(file=io.StringIO()))
     read = again.read_texts().documents.documents
     # In the order of the file, which is that of the batches.
     assert sorted(document.input_ids for document in read) == sorted(document.input_ids for document in written)
     assert len(read) == 5
-    assert again.settings_of_further_runs() is further
+    assert settings_of_further_runs(further) is further

@@ -107,13 +107,13 @@ def test_no_number_of_prompts_is_refused(source: str) -> None:
 
 
 def test_the_templates_own_opening_of_a_user_turn(tokenizer) -> None:
-    turn = user_turn(tokenizer, "Be brief.")
+    opening, closing = user_turn(tokenizer, "Be brief.")
     asked = tokenizer.apply_chat_template(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
         tokenize=False,
         add_generation_prompt=True,
     )
-    assert turn.opening + "Why?" + turn.closing == asked
+    assert opening + "Why?" + closing == asked
 
 
 def test_templates_that_cannot_ask_are_told(tokenizer, monkeypatch) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_rows import CHAT, chat
+from chat_rows import CHAT, chat, render
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.conversations import Conversation, read_conversations
-from eagle31_hf.training.data.rendering import Document, render, render_documents, render_turns
+from eagle31_hf.training.data.rendering import Document, render_documents, render_turns
 from eagle31_hf.training.data.vocabulary import build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 

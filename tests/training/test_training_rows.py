@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_rows import render
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +16,6 @@ from eagle31_hf.demo import target_path
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.texts.conversations import Conversation, conversation_from_row
 from eagle31_hf.training.data.regeneration import RegenerationSettings, regenerate
-from eagle31_hf.training.data.rendering import render
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
@@ -113,14 +113,14 @@ def test_results_of_calls_stay_with_their_calls(tmp_path: Path, target, tool_tok
     ("fields", "message"),
     [
         ({"tools": 3}, "tools is int; wanted a list"),
-        ({"tools": "{"}, "tools is text but no JSON"),
+        ({"tools": "{"}, "tools: not JSON"),
         ({"tools": ["a"]}, r"tools\[0\] is str; wanted an object"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs is list; wanted an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image; wanted text alone"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is int; wanted text"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "arguments is text but no JSON",
+            "arguments: not JSON",
         ),
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -30,7 +29,7 @@ from .distillation.evaluation import EvaluationPrompt, evaluation_prompts
 from .distillation.features import StoredFeatures
 from .progress import Counting, say
 from .settings import ResolvedSettings
-from .setup import freeze_shared, fresh_drafter
+from .setup import fresh_drafter
 
 HELD_OUT_ROWS = 64
 VOCABULARY_FILE = "draft_vocabulary.json"
@@ -122,49 +121,25 @@ class Preparation:
         )
         with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
             mine = write_prompts(self.target, self.tokenizer, path, how, on_batch=counting.advance)
-        if processes.num_processes == 1:
-            return mine
         sieve = PromptSieve()
         written = [row for row in gather_object(mine) if sieve.admits(row.messages[0]["content"])]
         return [replace(row, id=f"{SOURCE}-{number}") for number, row in enumerate(written)]
 
     def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        settings = self.settings
+        settings, processes = self.settings, self.processes
         if settings.regenerate == "none":
             return list(conversations)
-        how = settings.to_regeneration()
-        needed = f"{disk_bytes(conversations, how) / 1e9:.2f} GB in {settings.out / 'data'}"
+        how, folder, rank = settings.to_regeneration(), settings.out / "data", processes.process_index
+        needed = f"{disk_bytes(conversations, how) / 1e9:.2f} GB in {folder}"
         say(self.console, f"the target writes its own turns: at most {needed}")
-        mine = conversations[self.processes.process_index :: self.processes.num_processes]
+        mine = conversations[rank :: processes.num_processes]
+        path = folder / (f"conversations-{rank}.jsonl" if rank else "conversations.jsonl")
         with Counting(self.console, "the target writes answers", len(mine), resumes=True) as counting:
-            written = regenerate(
-                mine,
-                self.target,
-                self.tokenizer,
-                self._text_file(self.processes.process_index),
-                how,
-                on_rows=counting.advance,
-            )
-        if self.processes.num_processes == 1:
-            return written
+            written = regenerate(mine, self.target, self.tokenizer, path, how, on_rows=counting.advance)
         by_id = {conversation.id: conversation for conversation in gather_object(written)}
         return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
 
-    def _text_file(self, process: int) -> Path:
-        name = f"conversations-{process}.jsonl" if process else "conversations.jsonl"
-        return self.settings.out / "data" / name
-
-    def settings_of_further_runs(self) -> ResolvedSettings:
-        """Settings for other runs on the texts of this one, after `read_texts`: what the target wrote is read again.
-
-        Rows kept for measuring are not among those it wrote. Without regeneration the settings are the run's own.
-        """
-        if self.settings.regenerate == "none":
-            return self.settings
-        files = (self._text_file(process) for process in range(self.processes.num_processes))
-        return replace(self.settings, prompts=tuple(map(str, files)), regenerate="none", max_rows=None)
-
-    def make_drafter(self, documents: list[Document]) -> tuple[Eagle31Drafter, float | None]:
+    def make_drafter(self, documents: list[Document]) -> tuple[Eagle31Drafter, float]:
         """A fresh drafter whose head is the target's rows, or the one named; float32, attached. And its coverage."""
         settings = self.settings
         counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
@@ -178,10 +153,14 @@ class Preparation:
             drafter = Eagle31Drafter.from_checkpoint(checkpoint)
             drafter.to(device=self.target.get_output_embeddings().weight.device)  # type: ignore[call-arg, union-attr]
             drafter.attach(self.target)
-            self._check_stored_vocabulary(drafter)
+            path = settings.out / VOCABULARY_FILE
+            if path.exists():
+                check_vocabulary(read_vocabulary(path), drafter.draft_ids, drafter.config.vocab_size, str(path))
         else:
             drafter = fresh_drafter(self.target, self._vocabulary(counts), **settings.form)
-        freeze_shared(drafter)
+        drafter.requires_grad_(True)
+        if drafter.embed_tokens is not None:  # it stays the target's
+            drafter.embed_tokens.requires_grad_(False)
         ids = drafter.draft_ids
         covered = counts if ids is None else counts[ids.cpu()]
         return drafter.train(), int(covered.sum()) / max(1, int(counts.sum()))
@@ -203,11 +182,6 @@ class Preparation:
             settings.out.mkdir(parents=True, exist_ok=True)
             vocabulary.save(path)
         return vocabulary
-
-    def _check_stored_vocabulary(self, drafter: Eagle31Drafter) -> None:
-        path = self.settings.out / VOCABULARY_FILE
-        if path.exists():
-            check_vocabulary(read_vocabulary(path), drafter.draft_ids, drafter.config.vocab_size, str(path))
 
     def make_dataset(self, drafter: Eagle31Drafter, documents: list[Document]) -> PackedDocuments | StoredFeatures:
         """Packed rows, with the target's features beside them if those are to be stored."""

@@ -31,7 +31,8 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
     target, tokenizer = load_pretrained(
         settings.target,
         dtype=settings.dtype,
-        device_map=_device_map(device),
+        # With several processes, each takes the card accelerate gives it.
+        device_map={"": int(os.environ.get("LOCAL_RANK", "0"))} if device == "cuda" else device,
         quantization_config=quantization,
     )
     return target.requires_grad_(False), tokenizer
@@ -42,13 +43,6 @@ def precision_of_result(settings: TrainingSettings, target: PreTrainedModel) -> 
     stored = stored_dtype(settings.target) if settings.dtype == "auto" else None
     precision = stored or target.dtype
     return precision if precision.is_floating_point else torch.bfloat16
-
-
-def _device_map(device: str) -> Any:
-    """With several processes, each takes the card accelerate gives it."""
-    if device != "cuda":
-        return device
-    return {"": int(os.environ.get("LOCAL_RANK", "0"))}
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
@@ -122,10 +116,3 @@ def fresh_drafter(target: PreTrainedModel, vocabulary: DraftVocabulary, **form: 
         with torch.no_grad():
             drafter.lm_head.weight.copy_(weight[vocabulary.ids.to(weight.device)])
     return drafter
-
-
-def freeze_shared(drafter: Eagle31Drafter) -> None:
-    """Train everything but the embedding, which stays the target's."""
-    drafter.requires_grad_(True)
-    if drafter.embed_tokens is not None:
-        drafter.embed_tokens.requires_grad_(False)

@@ -15,23 +15,16 @@ from .rendering import Document
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Packed rows.
+    """Packed rows."""
 
-    Attributes:
-        input_ids: `(B, T)` token ids; padding holds 0.
-        loss_mask: `(B, T)` bool: the token is supervised; never true on padding.
-        document_ids: `(B, T)`: equal numbers in a row are one document; padding is a document of its own.
-        position_ids: `(B, T)` position within the document.
-        written_at: `(B, T)` temperature at which the target wrote the token itself; `NOT_WRITTEN` where it did not, or
-            at a temperature that is not known.
-        aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; `None` where the target is run for them.
-    """
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    document_ids: Tensor
-    position_ids: Tensor
+    input_ids: Tensor  # `(B, T)` token ids; padding holds 0
+    loss_mask: Tensor  # `(B, T)` bool: the token is supervised; never true on padding
+    document_ids: Tensor  # `(B, T)`: equal numbers in a row are one document; padding is a document of its own
+    position_ids: Tensor  # `(B, T)` position within the document
+    # `(B, T)` temperature at which the target wrote the token itself; `NOT_WRITTEN` where it did not, or at a
+    # temperature that is not known
     written_at: Tensor
+    # aux, head_input: stored features, `(B, T, A*Ht)` and `(B, T, Ht)`; `None` where the target is run for them
     aux: Tensor | None = None
     head_input: Tensor | None = None
 
@@ -83,27 +76,23 @@ class PackedDocuments(Dataset):
 
 def pack_row(documents: Sequence[Document], row_length: int) -> dict[str, Tensor]:
     """One row `(T,)` of each field of `PackedBatch`."""
-    ids: list[int] = []
-    mask: list[bool] = []
-    owners: list[int] = []
-    positions: list[int] = []
-    written_at: list[float] = []
-    for number, document in enumerate(documents):
-        length = len(document.input_ids)
-        ids += document.input_ids
-        mask += document.loss_mask
-        owners += [number] * length
-        positions += range(length)
-        known = document.written_from is not None and document.temperature is not None
-        given = min(length, document.written_from) if known else length  # type: ignore[type-var]
-        written_at += [NOT_WRITTEN] * given + [document.temperature] * (length - given)  # type: ignore[operator, list-item]
-    padding = row_length - len(ids)
+    free = row_length - sum(len(document.input_ids) for document in documents)
+    parts = [_fields(document, number) for number, document in enumerate(documents)]
+    parts.append(_fields(Document("padding", [0] * free, [False] * free), -1))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _fields(document: Document, number: int) -> dict[str, Tensor]:
+    length = len(document.input_ids)
+    written_at = torch.full((length,), NOT_WRITTEN)
+    if document.written_from is not None and document.temperature is not None:
+        written_at[document.written_from :] = document.temperature
     return {
-        "input_ids": torch.tensor(ids + [0] * padding),
-        "loss_mask": torch.tensor(mask + [False] * padding),
-        "document_ids": torch.tensor(owners + [-1] * padding),
-        "position_ids": torch.tensor([*positions, *range(padding)]),
-        "written_at": torch.tensor(written_at + [NOT_WRITTEN] * padding),
+        "input_ids": torch.tensor(document.input_ids, dtype=torch.long),
+        "loss_mask": torch.tensor(document.loss_mask, dtype=torch.bool),
+        "document_ids": torch.full((length,), number),
+        "position_ids": torch.arange(length),
+        "written_at": written_at,
     }
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from ...errors import ConfigurationError, TrainingError
+from ...errors import TrainingError
 from ...target.served_processing import sampling_options
 from ...texts.conversations import Conversation, Message, conversation_from_row
 from .json_lines import append_lines, read_whole_lines
@@ -27,26 +28,18 @@ BYTES_PER_TOKEN = 8
 
 @dataclass(frozen=True)
 class RegenerationSettings:
-    """How the target writes.
+    """How the target writes."""
 
-    Attributes:
-        turns: `"each"` rewrites every assistant turn in order, `"last"` one turn per conversation (after a user message
-            drawn at random; the turns before stay as they are), `"none"` leaves the data alone. Calls of tools stay:
-            their results stand in the data. Plain text is continued where it is half told.
-        temperatures: 0 is greedy; several share the conversations at random; none takes the target's own generation
-            config.
-        max_new_tokens: most tokens per turn; a turn that is cut there ends its conversation.
-        max_prompt_tokens: conversations end before a turn whose context is longer.
-        batch_size: turns written at a time.
-        seed: of sampling and of the choice of turns.
-    """
-
+    # `"each"` rewrites every assistant turn in order, `"last"` one turn per conversation (after a user message drawn at
+    # random; the turns before stay as they are). Calls of tools stay: their results stand in the data. Plain text is
+    # continued where it is half told.
     turns: str = "each"
+    # 0 is greedy; several share the conversations at random; none takes the target's own generation config
     temperatures: tuple[float, ...] = ()
-    max_new_tokens: int = 256
-    max_prompt_tokens: int = 1024
-    batch_size: int = 32
-    seed: int = 0
+    max_new_tokens: int = 256  # most tokens per turn; a turn that is cut there ends its conversation
+    max_prompt_tokens: int = 1024  # conversations end before a turn whose context is longer
+    batch_size: int = 32  # turns written at a time
+    seed: int = 0  # of sampling and of the choice of turns
 
 
 def regenerate(
@@ -69,11 +62,9 @@ def regenerate(
     Raises:
         TrainingError: too little disk, `path` was written with other settings, or a row cannot be rendered.
     """
-    if settings.turns not in TURNS:
-        raise ConfigurationError(f"turns is {settings.turns!r}; wanted one of {TURNS}")
-    if settings.turns == "none":
-        return list(conversations)
-    done = {row["id"]: row for row in read_whole_lines(path, _header(settings, target))}
+    header = {**asdict(settings), "temperatures": list(settings.temperatures), "target": target.name_or_path}
+    del header["batch_size"]  # a resumed run may write more of them at a time, or fewer
+    done = {row["id"]: row for row in read_whole_lines(path, header)}
     missing = [conversation for conversation in conversations if conversation.id not in done]
     require_disk(path, disk_bytes(missing, settings), f"writing {len(missing):,} conversations")
     on_rows(len(conversations) - len(missing))
@@ -123,13 +114,6 @@ def require_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
             f"{purpose} needs {needed_bytes / 1e9:.2f} GB, but {existing} has {free / 1e9:.2f} GB free; name a folder "
             "on a larger disk, or use fewer prompts"
         )
-
-
-def _header(settings: RegenerationSettings, target: PreTrainedModel) -> dict[str, Any]:
-    """What the texts depend on."""
-    header = {**asdict(settings), "temperatures": list(settings.temperatures), "target": target.name_or_path}
-    header.pop("batch_size")
-    return header
 
 
 def _batches(conversations: Sequence[Conversation], settings: RegenerationSettings) -> list[list[Conversation]]:
@@ -193,52 +177,52 @@ class _Writer:
 
         A row's `answer_ids` are empty where nothing could be written.
         """
-        written_at = _temperature(batch[0], self.settings)  # one of all rows
-        temperature = own_temperature(self.target) if written_at is None else written_at
+        told = _temperature(batch[0], self.settings)  # one of all rows
+        temperature = own_temperature(self.target) if told is None else told
         rows = [_Row(conversation, _answered(conversation, self.settings), temperature) for conversation in batch]
-        told: set[str] = set()
 
         def tell() -> None:
-            ended = [row for row in rows if row.next_context() is None and row.conversation.id not in told]
-            told.update(row.conversation.id for row in ended)
+            ended = [row for row in rows if not row.left]
             on_rows([row.to_json() for row in ended])
+            for row in ended:
+                rows.remove(row)
 
-        while True:
-            waiting = [row for row in rows if row.next_context() is not None]
-            if not waiting:
-                return tell()
-            self._write_turn(waiting, tell)
-
-    def _write_turn(self, rows: list[_Row], tell: Callable[[], None]) -> None:
-        prompts = []
-        fitting = []
-        for row in rows:
-            prompt = prompt_ids(self.tokenizer, row.conversation, row.next_context() or [])
-            if len(prompt) > self.settings.max_prompt_tokens:
-                row.stop()
-            else:
-                prompts.append(prompt)
-                fitting.append(row)
-        if not fitting:
-            return
-
-        def add(index: int, answer: list[int]) -> None:
-            fitting[index].add(answer, str(self.tokenizer.decode(answer, skip_special_tokens=True)))
-            if not answer or answer[-1] not in self.ends:
-                fitting[index].stop()
-
-        self._generate(prompts, fitting[0].conversation, _AsTheyEnd(self.ends, add, tell))
+        while rows:
+            self._write_turn([row for row in rows if row.left], {} if told is None else sampling_options(told), tell)
+            tell()
 
     @torch.no_grad()
-    def _generate(self, prompts: list[list[int]], first: Conversation, as_they_end: _AsTheyEnd) -> None:
-        ids, mask = left_padded(prompts, self.target.get_input_embeddings().weight.device)
-        options: dict[str, Any] = {}
-        temperature = _temperature(first, self.settings)
-        if temperature is not None:
-            options = sampling_options(temperature)
-        as_they_end.prompt_length = ids.shape[1]
+    def _write_turn(self, rows: list[_Row], options: dict[str, Any], tell: Callable[[], None]) -> None:
+        """The next answer of each row; `tell` is called after every token."""
+        prompts: dict[_Row, list[int]] = {}
+        for row in rows:
+            prompt = prompt_ids(self.tokenizer, row.conversation, row.context())
+            if len(prompt) > self.settings.max_prompt_tokens:
+                row.left = []
+            else:
+                prompts[row] = prompt
+        if not prompts:
+            return
+        ids, mask = left_padded(list(prompts.values()), self.target.get_input_embeddings().weight.device)
+        writing = dict(enumerate(prompts))  # rows whose answer has not ended
+
+        def hand_on(place: int, written: Tensor) -> None:
+            answer = until_end(written[place, ids.shape[1] :].tolist(), self.ends)
+            text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+            writing.pop(place).add(answer, text, is_whole=bool(answer) and answer[-1] in self.ends)
+
+        def as_they_end(written: Tensor, scores: Any, **others: Any) -> Tensor:
+            """Stops nothing: hands on each answer when it ends."""
+            last = written[:, -1].tolist()
+            for place in [place for place in writing if last[place] in self.ends]:
+                hand_on(place, written)
+            tell()
+            return torch.zeros(len(written), dtype=torch.bool, device=written.device)
+
+        first = next(iter(prompts))
+        chance = random.Random(f"{self.settings.seed} {first.conversation.id} {len(prompts[first])}")
         with torch.random.fork_rng():
-            torch.manual_seed(random.Random(f"{self.settings.seed} {first.id} {len(prompts[0])}").getrandbits(63))
+            torch.manual_seed(chance.getrandbits(63))
             output = self.target.generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -247,55 +231,25 @@ class _Writer:
                 stopping_criteria=StoppingCriteriaList([as_they_end]),
                 **options,
             )
-        as_they_end.finish(output)
-
-
-class _AsTheyEnd(StoppingCriteria):
-    """Stops nothing: hands on the answers of a batch, each when it ends, and the rest when the batch does."""
-
-    def __init__(self, ends: set[int], add: Callable[[int, list[int]], None], tell: Callable[[], None]):
-        self._ends, self._add, self._tell = ends, add, tell
-        self._ended: set[int] = set()
-        self.prompt_length = 0
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        for index, token in enumerate(input_ids[:, -1].tolist()):
-            if token in self._ends:
-                self._hand_on(index, input_ids)
-        self._tell()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def finish(self, output: Any) -> None:
-        """The answers that were cut at the most tokens."""
-        for index in range(len(output)):
-            self._hand_on(index, output)
-
-    def _hand_on(self, index: int, ids: Any) -> None:
-        if index not in self._ended:
-            self._ended.add(index)
-            self._add(index, until_end(ids[index, self.prompt_length :].tolist(), self._ends))
+        for place in list(writing):  # those that were cut at the most tokens
+            hand_on(place, output)
 
 
 class _Row:
-    """A conversation being written."""
+    """A conversation being written; `left` are the messages still to be answered by the target."""
 
-    def __init__(self, conversation: Conversation, answered: list[int], temperature: float):
-        self.conversation = conversation
-        self._temperature = temperature
-        self._answered = answered  # user messages whose answer the target writes
+    def __init__(self, conversation: Conversation, left: list[int], temperature: float):
+        self.conversation, self.left, self.temperature = conversation, left, temperature
         self._written: dict[int, str] = {}
         self._answer_ids: list[int] = []
-        self._last: int | None = None
-        self._stopped = False
 
-    def next_context(self) -> list[Message] | None:
-        """Messages up to the next user message to be answered, earlier answers replaced."""
-        left = [user for user in self._answered if user not in self._written]
-        return None if self._stopped or not left else self._messages_to(left[0])
+    def context(self) -> list[Message]:
+        """Messages up to the next one to be answered, earlier answers replaced."""
+        return self._messages_to(self.left[0])
 
-    def _messages_to(self, user: int) -> list[Message]:
+    def _messages_to(self, asking: int) -> list[Message]:
         messages: list[Message] = []
-        for index, message in enumerate(self.conversation.messages[: user + 1]):
+        for index, message in enumerate(self.conversation.messages[: asking + 1]):
             if message["role"] == "assistant" and index - 1 in self._written:
                 continue  # the target's own answer stands there already
             messages.append(message)
@@ -303,21 +257,19 @@ class _Row:
                 messages.append({"role": "assistant", "content": self._written[index]})
         return messages
 
-    def add(self, answer_ids: list[int], text: str) -> None:
-        user = next(user for user in self._answered if user not in self._written)
-        self._written[user], self._answer_ids, self._last = text, answer_ids, user
-
-    def stop(self) -> None:
-        self._stopped = True
+    def add(self, answer_ids: list[int], text: str, *, is_whole: bool) -> None:
+        asking, *left = self.left
+        self._written[asking], self._answer_ids = text, answer_ids
+        self.left = left if is_whole else []
 
     def to_json(self) -> dict[str, Any]:
-        messages = [] if self._last is None else self._messages_to(self._last)
+        written, conversation = self._written, self.conversation
         return {
-            "id": self.conversation.id,
-            "category": self.conversation.category,
-            "conversations": messages or list(self.conversation.messages),
+            "id": conversation.id,
+            "category": conversation.category,
+            "conversations": self._messages_to(max(written)) if written else list(conversation.messages),
             "answer_ids": self._answer_ids,
-            "answer_temperature": self._temperature,
-            **({"tools": list(self.conversation.tools)} if self.conversation.tools else {}),
-            **({"chat_template_kwargs": kwargs} if (kwargs := self.conversation.template_kwargs) else {}),
+            "answer_temperature": self.temperature,
+            **({"tools": list(conversation.tools)} if conversation.tools else {}),
+            **({"chat_template_kwargs": conversation.template_kwargs} if conversation.template_kwargs else {}),
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...errors import ConfigurationError, TrainingError
+from ...errors import TrainingError
 from ...texts.conversations import Conversation, Message
 
 TOO_LONG = ("truncate", "drop", "error")
@@ -21,39 +21,25 @@ CLOSING_TOKENS = 2
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one conversation.
+    """Token ids of one conversation."""
 
-    Attributes:
-        id: of the conversation.
-        input_ids: tokens.
-        loss_mask: whether the drafter learns to predict each of them.
-        written_from: the first token the target wrote itself, and nothing else follows; `None`: it wrote none.
-        temperature: what it wrote with; `None` if that is not known.
-    """
-
-    id: str
-    input_ids: list[int]
-    loss_mask: list[bool]
+    id: str  # of the conversation
+    input_ids: list[int]  # tokens
+    loss_mask: list[bool]  # whether the drafter learns to predict each of them
+    # the first token the target wrote itself, and nothing else follows; `None`: it wrote none
     written_from: int | None = None
-    temperature: float | None = None
+    temperature: float | None = None  # what it wrote with; `None` if that is not known
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Rendered conversations and what became of the long ones.
+    """Rendered conversations and what became of the long ones."""
 
-    Attributes:
-        documents: what is left to train on.
-        truncated, dropped: how many were longer than the limit, by what was done.
-        unsupervised: how many lost every supervised token by truncation, or had none; they are left out.
-        rewritten: how many of the documents hold a turn that the template shows otherwise later on.
-    """
-
-    documents: list[Document]
-    truncated: int = 0
+    documents: list[Document]  # what is left to train on
+    truncated: int = 0  # truncated, dropped: how many were longer than the limit, by what was done
     dropped: int = 0
-    unsupervised: int = 0
-    rewritten: int = 0
+    unsupervised: int = 0  # how many lost every supervised token by truncation, or had none; they are left out
+    rewritten: int = 0  # how many of the documents hold a turn that the template shows otherwise later on
 
     @property
     def tokens(self) -> int:
@@ -87,10 +73,6 @@ def render_documents(
     Raises:
         TrainingError: a conversation cannot be rendered or is too long; the message names it. Or nothing is left.
     """
-    if too_long not in TOO_LONG or supervise not in SUPERVISED:
-        raise ConfigurationError(
-            f"too_long={too_long!r}, supervise={supervise!r}; wanted one of {TOO_LONG} and one of {SUPERVISED}"
-        )
     kept: list[Document] = []
     truncated = dropped = unsupervised = rewritten = 0
     for conversation in conversations:
@@ -123,11 +105,6 @@ def render_documents(
             f"token within {max_length} tokens); raise the limit or regenerate the assistant turns"
         )
     return Documents(kept, truncated, dropped, unsupervised, rewritten)
-
-
-def render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tuple[list[int], list[bool]]:
-    """Token ids and loss mask of a whole conversation: the first of `render_turns`."""
-    return render_turns(tokenizer, conversation)[0]
 
 
 def render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[tuple[list[int], list[bool]]]:
@@ -213,18 +190,14 @@ def is_plain(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> 
 def _render_plain(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tuple[list[int], list[bool]]:
     """All of a text is learned from; of a prompt what the target wrote behind it, if it wrote."""
     answer = list(conversation.answer_ids)
-    ids = _plain_opening(tokenizer, conversation) if answer else _plain_ids(tokenizer, conversation)
+    ids = _plain_ids(tokenizer, conversation, opening=bool(answer))
     return ids + answer, [conversation.is_text or not answer] * len(ids) + [True] * len(answer)
 
 
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[int]:
-    return tokenizer(conversation.messages[0]["content"])["input_ids"]
-
-
-def _plain_opening(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[int]:
-    """What the target is asked to continue: a whole prompt, or the first half of a text."""
-    ids = _plain_ids(tokenizer, conversation)
-    return ids[: min(MOST_OPENING_TOKENS, max(2, len(ids) // 2))] if conversation.is_text else ids
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, opening: bool) -> list[int]:
+    """Of all of it, or of the `opening` that the target is asked to continue: a whole prompt, or half of a text."""
+    ids = tokenizer(conversation.messages[0]["content"])["input_ids"]
+    return ids[: min(MOST_OPENING_TOKENS, max(2, len(ids) // 2))] if opening and conversation.is_text else ids
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------
@@ -242,7 +215,7 @@ def prompt_ids(
         TrainingError: the template refuses the messages; the row is named.
     """
     if is_plain(tokenizer, conversation):
-        return _plain_opening(tokenizer, conversation)
+        return _plain_ids(tokenizer, conversation, opening=True)
     return _apply(tokenizer, conversation, messages, add_generation_prompt=True)["input_ids"]
 
 
@@ -271,7 +244,5 @@ def _apply(
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    for position, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return position
-    return min(len(left), len(right))
+    different = (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    return next(different, min(len(left), len(right)))

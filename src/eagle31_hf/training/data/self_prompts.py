@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ...errors import ConfigurationError, TrainingError
 from ...texts.conversations import Conversation
 from .json_lines import append_lines, read_whole_lines
-from .padding import end_ids, left_padded, pad_token_id
+from .padding import end_ids, left_padded, pad_token_id, until_end
 from .prompt_sieve import PromptSieve
 
 SOURCE = "self"
@@ -62,27 +62,12 @@ TEMPERATURES = (0.7, 0.85, 1.0)
 
 @dataclass(frozen=True)
 class SelfPromptSettings:
-    """How prompts are written.
+    """How prompts are written."""
 
-    Attributes:
-        count: how many are wanted.
-        max_new_tokens: a prompt that is longer is left out.
-        batch_size: prompts written at a time.
-        seed: of all draws.
-    """
-
-    count: int = DEFAULT_COUNT
-    max_new_tokens: int = 72
-    batch_size: int = 64
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class UserTurn:
-    """What a chat template puts before (`opening`) and after (`closing`) the user's words."""
-
-    opening: str
-    closing: str
+    count: int = DEFAULT_COUNT  # how many are wanted
+    max_new_tokens: int = 72  # a prompt that is longer is left out
+    batch_size: int = 64  # prompts written at a time
+    seed: int = 0  # of all draws
 
 
 def self_prompt_count(source: str) -> int | None:
@@ -101,8 +86,8 @@ def self_prompt_count(source: str) -> int | None:
     return int(count)
 
 
-def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None) -> UserTurn:
-    """The template around a user's first message. A template that knows no system prompt is asked without.
+def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None) -> tuple[str, str]:
+    """What the template puts before and after a user's first words; one that knows no system prompt is asked without.
 
     Raises:
         TrainingError: there is no chat template, it refuses a user message, or does not show it.
@@ -123,7 +108,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None) -> UserTur
     opening, found, closing = text.partition(USERS_WORDS)
     if not found:
         raise TrainingError("the target's chat template does not show the user's words, so it cannot write prompts")
-    return UserTurn(opening, closing)
+    return opening, closing
 
 
 def write_prompts(
@@ -175,8 +160,12 @@ class _PromptWriter:
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SelfPromptSettings):
         self.target: Any = target
         self.tokenizer, self.settings = tokenizer, settings
-        self.openings = {system: user_turn(tokenizer, system).opening for system in SYSTEM_PROMPTS}
-        self.ends = _end_ids(target, tokenizer)
+        self.openings = {system: user_turn(tokenizer, system)[0] for system in SYSTEM_PROMPTS}
+        # A user's words end with the first token the template puts behind them, or with what ends any text.
+        self.ends = {*self._ids(user_turn(tokenizer, None)[1])[:1], *end_ids(target)}
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
     def write(self, batch: int) -> list[str]:
@@ -185,6 +174,13 @@ class _PromptWriter:
         starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(self.settings.batch_size)]
         prompts = [self._ids(self.openings[system] + words) for system, words in starts]
         ids, mask = left_padded(prompts, self.target.get_input_embeddings().weight.device)
+        ends = torch.tensor(sorted(self.ends), device=ids.device)
+
+        def most_have_ended(written: Tensor, scores: Any, **others: Any) -> Tensor:
+            """Few rows that still write would keep all waiting, and they mostly ramble."""
+            ended = torch.isin(written[:, ids.shape[1] :], ends).any(1)
+            return ended | (ended.float().mean() >= MOST_ENDED)
+
         with torch.random.fork_rng():
             torch.manual_seed(chance.getrandbits(63))
             output = self.target.generate(
@@ -197,35 +193,11 @@ class _PromptWriter:
                 max_new_tokens=self.settings.max_new_tokens,
                 eos_token_id=sorted(self.ends),
                 pad_token_id=pad_token_id(self.target),
-                stopping_criteria=StoppingCriteriaList([_MostHaveEnded(self.ends, ids.shape[1])]),
+                stopping_criteria=StoppingCriteriaList([most_have_ended]),
             )
-        ended = (self._until_end(row) for row in output[:, ids.shape[1] :].tolist())
+        written = [until_end(row, self.ends) for row in output[:, ids.shape[1] :].tolist()]
         return [
-            (words + str(self.tokenizer.decode(row))).strip()
-            for (_, words), row in zip(starts, ended, strict=True)
-            if row is not None
+            (words + str(self.tokenizer.decode(row[:-1]))).strip()
+            for (_, words), row in zip(starts, written, strict=True)
+            if row[-1] in self.ends
         ]
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _until_end(self, row: list[int]) -> list[int] | None:
-        end = next((position for position, token in enumerate(row) if token in self.ends), None)
-        return None if end is None else row[:end]
-
-
-def _end_ids(target: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """What ends a user's words: the first token the template puts behind them, and what ends any text."""
-    closing = tokenizer(user_turn(tokenizer, None).closing, add_special_tokens=False)["input_ids"]
-    return {*closing[:1], *end_ids(target)}
-
-
-class _MostHaveEnded(StoppingCriteria):
-    """Ends a batch when few rows still write: all would wait for them, and they mostly ramble."""
-
-    def __init__(self, ends: set[int], prompt_length: int):
-        self.ends, self.prompt_length = torch.tensor(sorted(ends)), prompt_length
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        ended: Tensor = torch.isin(input_ids[:, self.prompt_length :], self.ends.to(input_ids.device)).any(1)
-        return ended | (ended.float().mean() >= MOST_ENDED)

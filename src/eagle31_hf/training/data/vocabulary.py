@@ -16,17 +16,11 @@ from .rendering import Document
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Which target ids can be drafted.
+    """Which target ids can be drafted."""
 
-    Attributes:
-        ids: `(Vd,)` int64 target ids, ascending; row `i` of the draft head stands for `ids[i]`.
-        vocab_size: the target's `V`.
-        coverage: share of the supervised tokens that can be drafted; `None` if they were not counted.
-    """
-
-    ids: Tensor
-    vocab_size: int
-    coverage: float | None = None
+    ids: Tensor  # `(Vd,)` int64 target ids, ascending; row `i` of the draft head stands for `ids[i]`
+    vocab_size: int  # the target's `V`
+    coverage: float | None = None  # share of the supervised tokens that can be drafted; `None` if they were not counted
 
     @property
     def d2t(self) -> Tensor:

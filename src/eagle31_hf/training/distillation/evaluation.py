@@ -31,17 +31,11 @@ class EvaluationPrompt:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How acceptance is measured, of greedy texts.
+    """How acceptance is measured, of greedy texts."""
 
-    Attributes:
-        depth: draft tokens per round (a chain).
-        max_new_tokens: most tokens per prompt.
-        batch_size: prompts at a time.
-    """
-
-    depth: int = 5
-    max_new_tokens: int = 128
-    batch_size: int = 16
+    depth: int = 5  # draft tokens per round (a chain)
+    max_new_tokens: int = 128  # most tokens per prompt
+    batch_size: int = 16  # prompts at a time
 
 
 def evaluation_prompts(
@@ -52,12 +46,11 @@ def evaluation_prompts(
     Raises:
         TrainingError: a conversation has no user message so early, or the template refuses it.
     """
-    return [EvaluationPrompt(_prompt(conversation, tokenizer), conversation.category) for conversation in conversations]
-
-
-def _prompt(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    messages = conversation.messages if conversation.is_text else context_of(conversation)
-    return prompt_ids(tokenizer, conversation, messages)
+    prompts = []
+    for conversation in conversations:
+        messages = conversation.messages if conversation.is_text else context_of(conversation)
+        prompts.append(EvaluationPrompt(prompt_ids(tokenizer, conversation, messages), conversation.category))
+    return prompts
 
 
 def context_of(conversation: Conversation) -> list[Message]:
