@@ -89,7 +89,7 @@ def train(model: DistillationModel, dataset: Any, told: ResolvedSettings, second
     """Steps done, and the mean of the weights over the second half of the time."""
     torch.manual_seed(told.seed)
     rate = 0.1 * told.learning_rate  # stage 2's
-    optimizer = make_optimizer(model, told.optimizer, lr=rate, muon_lr=10 * rate)
+    optimizer = make_optimizer(model, told.optimizer, rate)
     rates = [group["lr"] for group in optimizer.param_groups]
     bf16 = multiplies_bfloat16(model.drafter.device)
     mean: dict[str, Tensor] = {}

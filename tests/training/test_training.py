@@ -31,7 +31,6 @@ from eagle31_hf.training.distillation.known_texts import (
     served_processing,
     write_texts,
 )
-from eagle31_hf.training.distillation.optimizers import OptimizerSettings
 from eagle31_hf.training.distillation.trainer import DistillationTrainer, last_checkpoint
 from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.progress import LiveProgress
@@ -45,7 +44,7 @@ def make_trainer(folder: Path, *, steps: int, batch: int = 2, accumulate: int = 
     args = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=batch, logging_steps=1, save_steps=2,
         gradient_accumulation_steps=accumulate, report_to="none", disable_tqdm=True, use_cpu=True, seed=5,
-        remove_unused_columns=False, lr_scheduler_type="cosine", **arguments,
+        remove_unused_columns=False, lr_scheduler_type="cosine", learning_rate=1e-2, **arguments,
     )  # fmt: skip
     return DistillationTrainer(
         DistillationModel(drafter, DistillationSettings(steps=3)),
@@ -53,7 +52,7 @@ def make_trainer(folder: Path, *, steps: int, batch: int = 2, accumulate: int = 
         PackedDocuments(make_documents(30), ROW, seed=0),
         prompts=[EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")],
         evaluation=EvaluationSettings(depth=3, max_new_tokens=8),
-        optimizer_settings=OptimizerSettings(name, 1e-2, 1e-2),
+        optimizer_name=name,
     )
 
 

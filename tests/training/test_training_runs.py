@@ -86,15 +86,15 @@ def test_where_known_texts_cannot_tell_generate_does(tmp_path: Path, target, tok
     written = io.StringIO()
     PartialState(cpu=True)
     run = train._Run(told, target, tokenizer, Console(file=written))
-    run.bf16 = False
-    prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
-    known = run._known_texts(drafter, prompts)
+    run.bf16, run.known = False, []
+    run.prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
+    known = run._known_texts(drafter)
     assert [texts.temperature for texts in known] == [0.0, 1.0]  # what a target that says nothing of sampling writes at
     assert run._arguments("stage1", 4).metric_for_best_model == "acceptance_length"
     run.known = known
     assert run._arguments("stage1", 4).metric_for_best_model == "served_length"
     monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.3)
-    assert run._known_texts(drafter, prompts) == []
+    assert run._known_texts(drafter) == []
     assert "chosen by greedy acceptance alone: the target is served with RepetitionPenalty" in written.getvalue()
 
 

@@ -62,7 +62,7 @@ def test_vectorised_loss_equals_a_loop_over_inference(
     batch = batch_of(documents, rows=9)
     logits = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
     rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
-    teacher = make_teacher(logits.logits.flatten(0, 1), rows, drafter.draft_ids)
+    teacher = make_teacher(logits.logits.flatten(0, 1), rows, drafter.draft_ids, torch.ones(len(rows)))
     wanted = [sum(sums) for sums in zip(*(naive_losses(drafter, d, 4, loss) for d in documents), strict=True)]
     for steps in range(1, 5):
         found = step_losses(drafter, batch, logits.aux, teacher, loss=LOSSES[loss], steps=steps)
@@ -118,7 +118,7 @@ def test_hits_are_the_targets_likeliest_tokens(target) -> None:
     features = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
     rows = supervised_positions(batch).flatten().nonzero().squeeze(1)
     logits = features.logits.flatten(0, 1)
-    teacher = make_teacher(logits, rows, drafter.draft_ids)
+    teacher = make_teacher(logits, rows, drafter.draft_ids, ones := torch.ones(len(rows)))
     draftable = torch.isin(logits[rows].argmax(-1), drafter.draft_ids)
     assert teacher.rows.tolist() == rows[draftable].tolist()
     assert torch.equal(drafter.draft_ids[teacher.best], logits[teacher.rows].argmax(-1))
@@ -129,4 +129,4 @@ def test_hits_are_the_targets_likeliest_tokens(target) -> None:
     found = step_losses(drafter, batch, features.aux, teacher, loss=LOSSES["kl"], steps=1)
     assert found.correct.tolist() == [expected]
     unsorted = drafter.draft_ids.flip(0)  # a published mapping need not ascend
-    assert torch.equal(make_teacher(logits, rows, unsorted).best, len(unsorted) - 1 - teacher.best)
+    assert torch.equal(make_teacher(logits, rows, unsorted, ones).best, len(unsorted) - 1 - teacher.best)

@@ -23,8 +23,8 @@ from .distillation.known_texts import KnownTexts, rounds_of
 from .distillation.training_model import DistillationModel
 from .distillation.unroll import supervised_positions
 
-Work = Callable[[dict[str, Tensor]], None]
-"""Something done with a batch."""
+Work = Callable[[DistillationModel, dict[str, Tensor]], object]
+"""Something a model does with a batch."""
 
 PROBE_BATCHES = 5
 """Fewer where the run itself has fewer: trying it out shall not take longer than doing it."""
@@ -49,33 +49,20 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Figures of a run.
+    """Figures of a run."""
 
-    Attributes:
-        rows, tokens, supervised_tokens: packed rows and what they hold.
-        coverage: share of the supervised tokens that can be drafted.
-        rows_per_step: packed rows in an optimiser step, on all processes together.
-        stages: in order.
-        measurement_s: seconds of a measurement of acceptance, from a few tokens of one.
-        prompts: that acceptance is measured on.
-        disk_bytes: checkpoints at their most.
-        training_bytes: memory beside the target: weights, gradients, optimiser, activations of one batch.
-        token_loss_s: seconds of an optimiser step of the token loss, measured (stage 1; stage 2 adds to it).
-        bare_s: of them, what target forward (if hidden states are not stored) and drafter passes alone would take.
-    """
-
-    rows: int
+    rows: int  # rows, tokens, supervised_tokens: packed rows and what they hold
     tokens: int
     supervised_tokens: int
-    coverage: float | None
-    rows_per_step: int
-    stages: tuple[StagePlan, ...]
-    measurement_s: float
-    prompts: int
-    disk_bytes: int
-    training_bytes: int
-    token_loss_s: float
-    bare_s: float
+    coverage: float  # share of the supervised tokens that can be drafted
+    rows_per_step: int  # packed rows in an optimiser step, on all processes together
+    stages: tuple[StagePlan, ...]  # in order
+    measurement_s: float  # seconds of a measurement of acceptance, from a few tokens of one
+    prompts: int  # that acceptance is measured on
+    disk_bytes: int  # checkpoints at their most
+    training_bytes: int  # memory beside the target: weights, gradients, optimiser, activations of one batch
+    token_loss_s: float  # seconds of an optimiser step of the token loss, measured (stage 1; stage 2 adds to it)
+    bare_s: float  # of them, what target forward (if hidden states are not stored) and drafter passes alone would take
 
     @property
     def total_s(self) -> float:
@@ -88,14 +75,13 @@ class TrainingPlan:
         return self.tokens / max(1, self.rows) * self.rows_per_step
 
     def __str__(self) -> str:
-        coverage = "" if self.coverage is None else f", {self.coverage:.2%} of them can be drafted"
         steps = ", then ".join(f"{stage.steps:,} at {stage.step_s:.2f} s" for stage in self.stages)
         measurements = sum(stage.measurements for stage in self.stages)
         overhead = self.token_loss_s / self.bare_s
         return "\n".join(
             (
                 f"data      {self.tokens:,} tokens in {self.rows:,} rows",
-                f"learned   {self.supervised_tokens:,} tokens{coverage}",
+                f"learned   {self.supervised_tokens:,} tokens, {self.coverage:.2%} of them can be drafted",
                 f"steps     {steps}",
                 f"measured  {measurements} x {self.prompts} prompts, about {self.measurement_s:.0f} s each",
                 f"time      {self.total_s / 60:.1f} minutes",
@@ -137,12 +123,12 @@ class Probe:
 
 def time_step(model: DistillationModel, probe: Probe) -> float:
     """Median seconds of forward and backward over one batch; the model is left as it was."""
-    return _median_times(model, (_step_of(model),), probe)[0]
+    return _median_times(model, (_step,), probe)[0]
 
 
 def time_token_loss(model: DistillationModel, probe: Probe) -> tuple[float, float]:
     """The same, and the median of what a step cannot do without, taken in turns: a machine's speed changes."""
-    step_s, bare_s = _median_times(model, (_step_of(model), _bare_parts_of(model)), probe)
+    step_s, bare_s = _median_times(model, (_step, _bare_parts), probe)
     return step_s, bare_s
 
 
@@ -178,38 +164,29 @@ def time_known_texts(drafter: Eagle31Drafter, known: Sequence[KnownTexts], shape
     return seconds
 
 
-def _step_of(model: DistillationModel) -> Work:
-    def step(batch: dict[str, Tensor]) -> None:
-        model(**batch).loss.backward()
-
-    return step
+def _step(model: DistillationModel, batch: dict[str, Tensor]) -> None:
+    model(**batch).loss.backward()
 
 
-def _bare_parts_of(model: DistillationModel) -> Work:
+def _bare_parts(model: DistillationModel, batch: dict[str, Tensor]) -> None:
     """A target forward, unless its hidden states are stored, and `S` drafter passes, each with its backward.
 
     A bare pass is causal over the batch and ends in the loss at the supervised positions against a fixed answer.
     """
-    drafter = model.drafter
-    steps = model.settings.steps
-
-    def parts(batch: dict[str, Tensor]) -> None:
-        ids = batch["input_ids"]
-        with torch.no_grad():
-            if "aux" not in batch:
-                drafter.binding.model(input_ids=ids, use_cache=False)
-            embeddings = drafter.embed(ids)
-        supervised = supervised_positions(PackedBatch(**batch))
-        answers = torch.zeros(int(supervised.sum()), dtype=torch.long, device=ids.device)
-        width = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size  # type: ignore[operator]
-        aux = torch.randn(*ids.shape, width, device=ids.device)
-        for step in range(steps):
-            hidden = drafter.fuse_aux(aux) if step == 0 else torch.randn_like(embeddings)
-            out = drafter.decode(embeddings, hidden, drafter.rotary(batch["position_ids"]))
-            logits = drafter.draft_logits(out.normed[supervised])
-            torch.nn.functional.cross_entropy(logits.float(), answers).backward()
-
-    return parts
+    drafter, ids = model.drafter, batch["input_ids"]
+    with torch.no_grad():
+        if "aux" not in batch:
+            drafter.binding.model(input_ids=ids, use_cache=False)
+        embeddings = drafter.embed(ids)
+    supervised = supervised_positions(PackedBatch(**batch))
+    answers = torch.zeros(int(supervised.sum()), dtype=torch.long, device=ids.device)
+    width = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size  # type: ignore[operator]
+    aux = torch.randn(*ids.shape, width, device=ids.device)
+    for step in range(model.settings.steps):
+        hidden = drafter.fuse_aux(aux) if step == 0 else torch.randn_like(embeddings)
+        out = drafter.decode(embeddings, hidden, drafter.rotary(batch["position_ids"]))
+        logits = drafter.draft_logits(out.normed[supervised])
+        torch.nn.functional.cross_entropy(logits.float(), answers).backward()
 
 
 def _median_times(model: DistillationModel, works: Sequence[Work], probe: Probe) -> list[float]:
@@ -221,7 +198,7 @@ def _median_times(model: DistillationModel, works: Sequence[Work], probe: Probe)
         batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
         started = now(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=probe.bf16):
-            work(batch)
+            work(model, batch)
         seconds = now(device) - started
         model.zero_grad(set_to_none=True)
         return seconds

@@ -27,9 +27,15 @@ def progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
         console=console,
+        speed_estimate_period=600,  # some things are done by the batch, and a batch takes minutes
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+def _left(bar: Progress) -> str:
+    seconds = bar.tasks[0].time_remaining
+    return "" if seconds is None else f", {seconds / 60:.0f} minutes left"
 
 
 class Counting:
@@ -42,21 +48,19 @@ class Counting:
     """
 
     def __init__(self, console: Console, title: str, total: int, *, resumes: bool = False):
-        self._console, self._title = console, title
+        self._console, self._title, self._resumes = console, title, resumes
         self._bar = progress_bar(console)
         self._task = self._bar.add_task(title, total=total, note="")
         self._started_at = self._told_at = time.monotonic()
-        self._found_done = None if resumes else 0  # what an earlier run had done says nothing of this one's speed
 
     def advance(self, count: int = 0) -> None:
         """So many more are done; to be called with 0, too, where the next one is long in coming."""
         self._bar.advance(self._task, count)
-        if self._found_done is None:
-            self._found_done = count
-            if count:
-                self._tell(f"{self._so_far()}, kept from an earlier run")
+        if self._resumes and count:
+            self._tell(f"{self._so_far()}, kept from an earlier run")
         elif time.monotonic() - self._told_at >= LINE_EVERY_S:
-            self._tell(self._so_far() + self._left())
+            self._tell(self._so_far() + _left(self._bar))
+        self._resumes = False
 
     def __enter__(self) -> Counting:
         self._bar.start()
@@ -73,14 +77,6 @@ class Counting:
     def _so_far(self) -> str:
         task = self._bar.tasks[0]
         return f"{int(task.completed):,} of {int(task.total or 0):,}"
-
-    def _left(self) -> str:
-        task = self._bar.tasks[0]
-        fresh = task.completed - (self._found_done or 0)
-        if fresh <= 0:
-            return ""
-        seconds = (time.monotonic() - self._started_at) / fresh * ((task.total or 0) - task.completed)
-        return f", {seconds / 60:.0f} minutes left"
 
     def _tell(self, text: str) -> None:
         self._told_at = time.monotonic()
@@ -116,9 +112,7 @@ class LiveProgress(TrainerCallback):
             accuracy = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("accuracy_step_"))
             note = f"loss {logs['loss']:.3f}, accuracy by step {accuracy}"
             self._bar.update(self._task, note=note)
-            left = self._bar.tasks[0].time_remaining
-            told = "" if left is None else f", {left / 60:.0f} minutes left"
-            self._print_now_and_then(f"step {state.global_step:,} of {state.max_steps:,}: {note}{told}")
+            self._print_now_and_then(f"step {state.global_step:,} of {state.max_steps:,}: {note}{_left(self._bar)}")
         if "eval_acceptance_length" in logs:
             positions = " ".join(f"{v:.2f}" for name, v in logs.items() if name.startswith("eval_acceptance_at_"))
             length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"

@@ -41,19 +41,12 @@ TOKEN_WEIGHT = 0.2
 
 @dataclass(frozen=True)
 class WrittenTargets:
-    """What the target says at the positions that drafts answer for.
+    """What the target says at the positions that drafts answer for."""
 
-    Attributes:
-        place: `(B*T,)` row of each flat position in what follows, -1 where nothing is asked.
-        log_probs: `(M, Vd)` log-probability of the draft ids under the whole vocabulary, as it is.
-        served: `(M, Vd)` their probability as they are served; of greedy texts not read.
-        best: `(M,)` row of the draft head of the arg-max, -1 where it cannot be drafted.
-    """
-
-    place: Tensor
-    log_probs: Tensor
-    served: Tensor
-    best: Tensor
+    place: Tensor  # `(B*T,)` row of each flat position in what follows, -1 where nothing is asked
+    log_probs: Tensor  # `(M, Vd)` log-probability of the draft ids under the whole vocabulary, as it is
+    served: Tensor  # `(M, Vd)` their probability as they are served; of greedy texts not read
+    best: Tensor  # `(M,)` row of the draft head of the arg-max, -1 where it cannot be drafted
 
 
 def written_starts(batch: PackedBatch) -> Tensor:
@@ -131,14 +124,15 @@ class TextModel(DistillationModel):
             place = targets.place[(starts + 1 + step).clamp(max=len(targets.place) - 1)].clamp(min=0)
             logits = self.drafter.draft_logits(normed.flatten(0, 1)[starts]).float()  # (N, Vd)
             token = ids[(starts + 2 + step).clamp(max=len(ids) - 1)]
-            chance = self._chance(logits, targets, place, temperature, self._row_of(token))
+            written = draft_rows(token, self.drafter.draft_ids, self.drafter.config.vocab_size)
+            chance = self._chance(logits, targets, place, temperature, written)
             chances.append(torch.where(inside, chance, 0.0))
             best = targets.best[place]
             loss = torch.where(inside & (best >= 0), self.loss_function(logits, targets.log_probs[place]), 0.0)
             sums.append(loss.sum())
             correct.append(((logits.argmax(-1) == best) & inside).sum())
             counts.append(inside.sum())
-        losses = StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts), float(len(starts)))
+        losses = StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
         expected = expected_accepted(torch.stack(chances, 1))
         token_loss = weighted_sum(losses, self.settings.step_decay)
         loss = TOKEN_WEIGHT * token_loss - expected.sum() / steps
@@ -162,16 +156,11 @@ class TextModel(DistillationModel):
         for temperature in self._temperatures(written_at):
             these = written_at == temperature
             served[these] = self._warping_of(temperature)(logits[these]).softmax(-1)
-        best, log_probs = argmax(logits), logits.log_softmax(-1)
+        log_probs = logits.log_softmax(-1)
         if ids is not None:
-            best = draft_rows(best, ids, logits.shape[-1])
             log_probs, served = log_probs.index_select(1, ids), served.index_select(1, ids)
+        best = draft_rows(argmax(logits), ids, logits.shape[-1])
         return aux, WrittenTargets(place, log_probs, served, best)
-
-    def _row_of(self, tokens: Tensor) -> Tensor:
-        """`(N,)` rows of the draft head of these tokens, -1 where one cannot be drafted."""
-        ids = self.drafter.draft_ids
-        return tokens if ids is None else draft_rows(tokens, ids, self.drafter.config.vocab_size)
 
     def _chance(
         self, logits: Tensor, targets: WrittenTargets, place: Tensor, temperature: Tensor, written: Tensor

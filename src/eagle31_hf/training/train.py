@@ -20,6 +20,7 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PrinterCallback,
     TrainingArguments,
     set_seed,
 )
@@ -31,9 +32,9 @@ from ..errors import ConfigurationError, TrainingError
 from ..stats import Acceptance
 from ..trees.shape import DraftShape
 from .data.regeneration import own_temperature, require_disk
-from .distillation.evaluation import EvaluationPrompt, EvaluationSettings
+from .data.rendering import Documents
+from .distillation.evaluation import EvaluationSettings
 from .distillation.known_texts import KnownTexts, served_processing, write_texts
-from .distillation.optimizers import OptimizerSettings
 from .distillation.trainer import DistillationTrainer, copy_weights, last_checkpoint
 from .distillation.training_model import DistillationModel
 from .plan import (
@@ -48,7 +49,7 @@ from .plan import (
     time_token_loss,
     training_bytes,
 )
-from .preparation import Preparation, Texts
+from .preparation import Preparation
 from .progress import Counting, LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
@@ -158,7 +159,6 @@ class _Run:
         self.precision = precision_of_result(told, target)
         self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
-        self.known: list[KnownTexts] = []
         self.started = time.monotonic()
         self.evaluation = EvaluationSettings(depth=told.draft_tokens, max_new_tokens=told.eval_new_tokens)
 
@@ -168,41 +168,43 @@ class _Run:
         # After the processes have met, which all take the first one's answer.
         self.bf16 = self.target.dtype == torch.bfloat16 and multiplies_bfloat16(self.target.device)
         data = preparation.read_texts()
-        drafter, coverage = preparation.make_drafter(data.documents.documents)
-        dataset = preparation.make_dataset(drafter, data.documents.documents)
-        self._require_what_is_learned(data)
-        self.known = self._known_texts(drafter, data.prompts)
-        model = DistillationModel(drafter, settings.to_distillation())
-        if settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-        plan = self._plan(model, data, dataset, coverage)
+        documents, self.prompts = data.documents.documents, data.prompts
+        drafter, coverage = preparation.make_drafter(documents)
+        self.dataset: Any = preparation.make_dataset(drafter, documents)
+        if settings.stage != "1":
+            require_written(documents, f"stage is {settings.stage!r}")
+        if settings.stage != "2" and settings.given_weight == 0:
+            require_written(documents, "given_weight is 0")
+        self.known = self._known_texts(drafter)
+        plan = self._plan(drafter, data.documents, coverage)
         say(self.console, str(plan))
         stages: list[StageResult] = []
         for planned in plan.stages:
-            learner = model if planned.name == "stage1" else self._text_model(drafter)
-            if settings.stage == "2":
-                stages.append(self._measure_start(learner, dataset, data.prompts))
-            result = self._train(planned.name, learner, dataset, data.prompts, planned.steps)
+            model = self._model(planned.name, drafter)
+            if settings.stage == "2":  # what it begins with, measured as its result will be
+                measured = self._trainer(planned.name, model, 1).measure()
+                stages.append(StageResult("before", 0, float("nan"), measured))
+            result = self._train(planned.name, model, planned.steps)
             curve = learning_curve(settings.out / planned.name, plan.tokens_per_step)
             stages.append(replace(result, curve=tuple(curve)))
         report = TrainingReport(settings.out, plan, tuple(stages))
-        self._write(drafter, report, prompts=len(data.prompts))
+        self._write(drafter, report)
         return report
 
-    def _require_what_is_learned(self, data: Texts) -> None:
-        settings = self.settings
-        if settings.stage != "1":
-            require_written(data.documents.documents, f"stage is {settings.stage!r}")
-        if settings.stage != "2" and settings.given_weight == 0:
-            require_written(data.documents.documents, "given_weight is 0")
+    def _model(self, stage: str, drafter: Eagle31Drafter) -> DistillationModel:
+        """What is trained, beginning with the drafter as it is now."""
+        kind = DistillationModel if stage == "stage1" else TextModel
+        model = kind(drafter, self.settings.to_distillation())
+        model.gradient_checkpointing = self.settings.gradient_checkpointing
+        return model
 
-    def _known_texts(self, drafter: Eagle31Drafter, prompts: list[EvaluationPrompt]) -> list[KnownTexts]:
+    def _known_texts(self, drafter: Eagle31Drafter) -> list[KnownTexts]:
         """This process's share of the texts by which checkpoints are chosen, of each temperature that is served.
 
         None where the target is served with processors that look at the text: `generate` has to tell then.
         """
         settings, rank = self.settings, PartialState().process_index
-        mine = prompts[rank :: self.processes]
+        mine = self.prompts[rank :: self.processes]
         temperatures = dict.fromkeys(settings.temperature or (own_temperature(self.target),))
         known: list[KnownTexts] = []
         with Counting(self.console, "the target writes texts to choose by", len(temperatures) * len(mine)) as counting:
@@ -220,26 +222,14 @@ class _Run:
                 )  # fmt: skip
         return known
 
-    # --- training ------------------------------------------------------------------------------------------------
+    # --- planning ------------------------------------------------------------------------------------------------
 
-    def _text_model(self, drafter: Eagle31Drafter) -> TextModel:
-        """The model of stage 2, which begins with the drafter as it is now."""
-        model = TextModel(drafter, self.settings.to_distillation())
-        model.gradient_checkpointing = self.settings.gradient_checkpointing
-        return model
-
-    def _stage_steps(self, steps: int) -> dict[str, int]:
-        """Steps of each stage to be run."""
-        if self.settings.stage != "both":
-            return {f"stage{self.settings.stage}": steps}
-        second = min(max(1, round(steps * self.settings.stage2_share)), max(1, steps - 1))
-        return {"stage1": max(1, steps - second), "stage2": second}
-
-    def _plan(self, model: DistillationModel, data: Texts, dataset: Any, coverage: float | None) -> TrainingPlan:
-        settings = self.settings
+    def _plan(self, drafter: Eagle31Drafter, documents: Documents, coverage: float) -> TrainingPlan:
+        settings, dataset = self.settings, self.dataset
         accumulate = settings.accumulate
         rows_per_step = settings.batch_rows * accumulate * self.processes
         rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
+        model = self._model("stage1", drafter)
         disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
         whole = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
@@ -247,42 +237,48 @@ class _Run:
         token_loss_s, bare_s = time_token_loss(model, probe)
         step_s = {"stage1": accumulate * token_loss_s}
         if settings.stage != "1":
-            step_s["stage2"] = accumulate * time_step(self._text_model(model.drafter), probe)
-        timed = TrainingPlan(
+            step_s["stage2"] = accumulate * time_step(self._model("stage2", drafter), probe)
+        plan = TrainingPlan(
             rows=len(dataset),
-            tokens=data.documents.tokens,
-            supervised_tokens=data.documents.supervised_tokens,
+            tokens=documents.tokens,
+            supervised_tokens=documents.supervised_tokens,
             coverage=coverage,
             rows_per_step=rows_per_step,
             stages=self._stages(whole, step_s),
             measurement_s=(
-                time_measurement(model.drafter, data.prompts[:: self.processes], self.evaluation)
-                + time_known_texts(model.drafter, self.known, DraftShape(self.evaluation.depth))
+                time_measurement(drafter, self.prompts[:: self.processes], self.evaluation)
+                + time_known_texts(drafter, self.known, DraftShape(self.evaluation.depth))
             ),
-            prompts=len(data.prompts),
+            prompts=len(self.prompts),
             disk_bytes=disk,
             training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
             token_loss_s=step_s["stage1"],
             bare_s=accumulate * bare_s,
         )
         if settings.minutes is None:
-            return timed
-
-        def of_steps(count: int) -> TrainingPlan:
-            return replace(timed, stages=self._stages(count, step_s))
-
+            return plan
         left_s = 60.0 * settings.minutes - (time.monotonic() - self.started)
-        return of_steps(
-            steps_in_time(settings.out, lambda count: of_steps(count).total_s, left_s, resume=settings.resume)
+        steps = steps_in_time(
+            settings.out,
+            lambda count: replace(plan, stages=self._stages(count, step_s)).total_s,
+            left_s,
+            resume=settings.resume,
         )
+        return replace(plan, stages=self._stages(steps, step_s))
 
     def _stages(self, steps: int, step_s: Mapping[str, float]) -> tuple[StagePlan, ...]:
-        planned = self._stage_steps(steps).items()
-        return tuple(StagePlan(name, count, step_s[name], self._measurements(count)) for name, count in planned)
+        """The stages to be run, of so many steps together; stage 2 alone begins with a measurement."""
+        settings = self.settings
+        counts = {f"stage{settings.stage}": steps}
+        if settings.stage == "both":
+            second = min(max(1, round(steps * settings.stage2_share)), max(1, steps - 1))
+            counts = {"stage1": max(1, steps - second), "stage2": second}
+        return tuple(
+            StagePlan(name, count, step_s[name], count // min(settings.eval_steps, count) + (settings.stage == "2"))
+            for name, count in counts.items()
+        )
 
-    def _measurements(self, steps: int) -> int:
-        """How often acceptance is measured in a stage; stage 2 alone begins with a measurement."""
-        return steps // min(self.settings.eval_steps, steps) + (self.settings.stage == "2")
+    # --- training ------------------------------------------------------------------------------------------------
 
     def _arguments(self, stage: str, steps: int) -> TrainingArguments:
         settings = self.settings
@@ -292,7 +288,7 @@ class _Run:
             max_steps=steps,
             per_device_train_batch_size=settings.batch_rows,
             gradient_accumulation_steps=settings.accumulate,
-            learning_rate=self._optimizer(stage).learning_rate,
+            learning_rate=settings.learning_rate * (0.1 if stage == "stage2" else 1.0),
             lr_scheduler_type="cosine",
             warmup_steps=math.ceil(settings.warmup_share * steps),
             max_grad_norm=settings.max_grad_norm,
@@ -314,39 +310,29 @@ class _Run:
             ddp_find_unused_parameters=False,
         )
 
-    def _optimizer(self, stage: str) -> OptimizerSettings:
-        rate = self.settings.learning_rate * (0.1 if stage == "stage2" else 1.0)
-        return OptimizerSettings(self.settings.optimizer, rate, 10 * rate)
-
-    def _trainer(
-        self, stage: str, model: DistillationModel, dataset: Any, prompts: list[EvaluationPrompt], steps: int
-    ) -> DistillationTrainer:
+    def _trainer(self, stage: str, model: DistillationModel, steps: int) -> DistillationTrainer:
         progress = LiveProgress(self.console, stage)
         trainer = DistillationTrainer(
             model,
             self._arguments(stage, steps),
-            dataset,
-            prompts=prompts,
+            self.dataset,
+            prompts=self.prompts,
             evaluation=self.evaluation,
-            optimizer_settings=self._optimizer(stage),
+            optimizer_name=self.settings.optimizer,
             callbacks=[progress, EarlyStoppingCallback(early_stopping_patience=self.settings.patience)],
             on_measured=progress.measuring,
             known=self.known,
         )
-        for callback in list(trainer.callback_handler.callbacks):  # its lines would tear ours apart
-            if type(callback).__name__ == "PrinterCallback":
-                trainer.remove_callback(callback)
+        trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
         return trainer
 
-    def _train(
-        self, stage: str, model: DistillationModel, dataset: Any, prompts: list[EvaluationPrompt], steps: int
-    ) -> StageResult:
+    def _train(self, stage: str, model: DistillationModel, steps: int) -> StageResult:
         """One stage, from where it was left; a stage that was finished is not trained again."""
         folder = self.settings.out / stage
         if self.settings.resume and (folder / RESULT_FILE).exists():
             copy_weights(folder, model.drafter)
             return StageResult.from_dict(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
-        trainer = self._trainer(stage, model, dataset, prompts, steps)
+        trainer = self._trainer(stage, model, steps)
         checkpoint = last_checkpoint(folder) if self.settings.resume else None
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         result = StageResult(stage, trainer.state.global_step, outcome.training_loss, trainer.measure_best())
@@ -355,14 +341,9 @@ class _Run:
             (folder / RESULT_FILE).write_text(json.dumps(result.to_dict()), encoding="utf-8")
         return result
 
-    def _measure_start(self, model: DistillationModel, dataset: Any, prompts: list[EvaluationPrompt]) -> StageResult:
-        """What stage 2 begins with, measured as its result will be."""
-        measured = self._trainer("stage2", model, dataset, prompts, 1).measure()
-        return StageResult("before", 0, float("nan"), measured)
-
     # --- result --------------------------------------------------------------------------------------------------
 
-    def _write(self, drafter: Eagle31Drafter, report: TrainingReport, *, prompts: int) -> None:
+    def _write(self, drafter: Eagle31Drafter, report: TrainingReport) -> None:
         if not is_first_process():
             return
         settings = self.settings
@@ -371,7 +352,7 @@ class _Run:
         drafter.name_target(settings.target_id or (target_name(settings) if settings.push else settings.target))
         drafter.save_pretrained(settings.out)
         figures = {name: value for name, value in report.to_dict().items() if name != "folder"}
-        record = make_record(settings, self.told, prompts=prompts) | figures
+        record = make_record(settings, self.told, prompts=len(self.prompts)) | figures
         (settings.out / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
         repository = settings.push or settings.out.resolve().name
         (settings.out / CARD_FILE).write_text(fill_card(settings.out, repository), encoding="utf-8")

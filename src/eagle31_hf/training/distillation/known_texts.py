@@ -36,15 +36,10 @@ from .evaluation import EvaluationPrompt
 
 @dataclass(frozen=True, eq=False)
 class SampledBatch:
-    """Texts that `generate` sampled side by side.
+    """Texts that `generate` sampled side by side."""
 
-    Attributes:
-        state: of the generator before the first token.
-        rows, vocabulary, device: of the scores.
-    """
-
-    state: Tensor
-    rows: int
+    state: Tensor  # of the generator before the first token
+    rows: int  # rows, vocabulary, device: of the scores
     vocabulary: int
     device: torch.device
 
@@ -57,16 +52,11 @@ class SampledBatch:
 
 @dataclass(frozen=True)
 class KnownText:
-    """A text the target wrote, as it is served.
+    """A text the target wrote, as it is served."""
 
-    Attributes:
-        text: with the hidden states of the layers that drafters read.
-        category: of its prompt.
-        batch, row: the texts that were sampled together, and which of them it is; `None` of a greedy one.
-    """
-
-    text: TargetText
-    category: str
+    text: TargetText  # with the hidden states of the layers that drafters read
+    category: str  # of its prompt
+    # batch, row: the texts that were sampled together, and which of them it is; `None` of a greedy one
     batch: SampledBatch | None = None
     row: int = 0
 
@@ -84,36 +74,22 @@ class KnownText:
 
 @dataclass(frozen=True)
 class KnownTexts:
-    """Texts of one temperature.
+    """Texts of one temperature."""
 
-    Attributes:
-        temperature: 0 is greedy.
-        warping: what turns scores into the distribution that is served.
-        max_new_tokens: most tokens of a text.
-        texts: of at least two written tokens each.
-    """
-
-    temperature: float
-    warping: DraftWarping
-    max_new_tokens: int
-    texts: tuple[KnownText, ...]
+    temperature: float  # 0 is greedy
+    warping: DraftWarping  # what turns scores into the distribution that is served
+    max_new_tokens: int  # most tokens of a text
+    texts: tuple[KnownText, ...]  # of at least two written tokens each
 
 
 @dataclass(frozen=True)
 class TextRounds:
-    """What one text takes with drafts of `K` levels.
+    """What one text takes with drafts of `K` levels."""
 
-    Attributes:
-        category: of its prompt.
-        tokens: written in rounds.
-        rounds: their number.
-        drafted_at, accepted_at: per level, rounds that draft and accept it.
-    """
-
-    category: str
-    tokens: int
-    rounds: int
-    drafted_at: tuple[int, ...]
+    category: str  # of its prompt
+    tokens: int  # written in rounds
+    rounds: int  # their number
+    drafted_at: tuple[int, ...]  # drafted_at, accepted_at: per level, rounds that draft and accept it
     accepted_at: tuple[int, ...]
 
 
@@ -253,17 +229,12 @@ def _behind(noise: Tensor, first: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class KnownChains:
-    """Chains of `K` drafts behind each of a text's `T` tokens that may be a round's root.
+    """Chains of `K` drafts behind each of a text's `T` tokens that may be a round's root."""
 
-    Attributes:
-        kept: `(T,)` drafts that a round which begins there keeps.
-        inside: `(T, K)` whether the text goes on so far.
-        sure: `(T, K)` the largest probability at each level, behind the text's own tokens; what a chain that ends in
-            doubt asks for.
-    """
-
-    kept: Tensor
-    inside: Tensor
+    kept: Tensor  # `(T,)` drafts that a round which begins there keeps
+    inside: Tensor  # `(T, K)` whether the text goes on so far
+    # `(T, K)` the largest probability at each level, behind the text's own tokens; what a chain that ends in doubt asks
+    # for
     sure: Tensor
 
     def roots(self) -> list[int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +18,6 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZERS = ("auto", "muon", "adamw")
 ADAM_BETAS = (0.9, 0.95)  # EAGLE-3's
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """`name`: one of `optimizers.OPTIMIZERS`; `learning_rate` is AdamW's, `muon_learning_rate` Muon's."""
-
-    name: str = "auto"
-    learning_rate: float = 1e-4
-    muon_learning_rate: float = 1e-3
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -50,17 +40,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self._parts for group in part.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of both."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         muon, adamw = self._parts
         with self._precision():
             muon.step()
         adamw.step()
-        return loss
 
     def _precision(self) -> AbstractContextManager:
         """What Muon orthogonalises in: bfloat16, as its author does, unless the device has to emulate that."""
@@ -91,19 +76,16 @@ class Float32InPlaceOfBfloat16(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_optimizer(drafter: nn.Module, name: str, *, lr: float, muon_lr: float) -> torch.optim.Optimizer:
+def make_optimizer(drafter: nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
     """The optimiser called `name` over the drafter's trainable parameters.
 
     Args:
         name: `"muon"`, `"adamw"`, or `"auto"`: Muon where this torch has it (2.9 and later).
-        lr: of AdamW.
-        muon_lr: of Muon.
+        lr: of AdamW, a tenth of Muon's.
 
     Raises:
-        ConfigurationError: no such optimiser, or this torch has no Muon.
+        ConfigurationError: this torch has no Muon.
     """
-    if name not in OPTIMIZERS:
-        raise ConfigurationError(f"optimizer is {name!r}; wanted one of {OPTIMIZERS}")
     has_muon = hasattr(torch.optim, "Muon")
     if name == "muon" and not has_muon:
         raise ConfigurationError(f"torch {torch.__version__} has no Muon; update to 2.9 or use optimizer='adamw'")
@@ -114,4 +96,4 @@ def make_optimizer(drafter: nn.Module, name: str, *, lr: float, muon_lr: float) 
         return torch.optim.AdamW([p for _, p in named], lr=lr, betas=ADAM_BETAS, weight_decay=0.0)
     matrices = [p for key, p in named if p.ndim == 2 and "lm_head" not in key and "embed_tokens" not in key]
     taken = {id(p) for p in matrices}
-    return MuonWithAdamW(matrices, [p for _, p in named if id(p) not in taken], lr=lr, muon_lr=muon_lr)
+    return MuonWithAdamW(matrices, [p for _, p in named if id(p) not in taken], lr=lr, muon_lr=10 * lr)

@@ -21,22 +21,6 @@ def holds_scores(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class GrowingCache:
-    """Keys and values of all steps so far, side by side. Unlike a serving cache it keeps gradients."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append `(B, n_kv, T, d)` and return everything `(B, n_kv, S, d)`."""
-        if layer_idx in self._keys:
-            key = torch.cat((self._keys[layer_idx], key), dim=2)
-            value = torch.cat((self._values[layer_idx], value), dim=2)
-        self._keys[layer_idx], self._values[layer_idx] = key, value
-        return key, value
-
-
 def attention_masks(batch: PackedBatch, steps: int, dtype: torch.dtype) -> Tensor:
     """`(B, 1, T, steps * T)` additive: causal within the document for step 0, then one diagonal per later step."""
     length = batch.input_ids.shape[1]
@@ -59,7 +43,7 @@ class DocumentCache(AttendingCache):
     """Keys of step 0 document by document, those of later steps only where they are read: row `i` sees its own alone.
 
     `S` times the keys of all documents of a row, nearly all of them masked out, are most of a step's time on a CPU.
-    Scores of one document are held in memory, `(n, t, t)`, so on a GPU the fused kernel over `GrowingCache` is the
+    Scores of one document are held in memory, `(n, t, t)`, so on a GPU the fused kernel over all keys is the
     better way.
 
     Args:

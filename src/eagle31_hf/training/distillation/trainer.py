@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from ...trees.shape import DraftShape
 from ..data.packing import PackedBatch, collate
 from .evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
 from .known_texts import KnownTexts, TextRounds, acceptance_length, rounds_of, served_error, served_length
-from .optimizers import OptimizerSettings, make_optimizer
+from .optimizers import make_optimizer
 from .training_model import DistillationModel, LossOutput
 
 
@@ -38,12 +39,10 @@ class DistillationTrainer(Trainer):
     """`Trainer` that saves drafters, measures served acceptance and stops at the first loss that is NaN or infinite.
 
     Args:
-        model: the training model.
-        args: of `transformers`; `eval_dataset` prompts are measured every `args.eval_steps`.
+        args: of `transformers`; `prompts` are measured every `args.eval_steps`.
         train_dataset: packed rows.
         prompts: held-out prompts.
-        evaluation: how acceptance is measured.
-        optimizer_settings: which optimiser and its learning rates.
+        optimizer_name: one of `optimizers.OPTIMIZERS`.
         on_measured: called with (prompts done, prompts in all) while acceptance is measured.
         known: texts of the held-out prompts by which checkpoints are chosen, those of this process.
     """
@@ -56,26 +55,23 @@ class DistillationTrainer(Trainer):
         args: TrainingArguments,
         train_dataset: Any,
         *,
-        prompts: Sequence[EvaluationPrompt] = (),
-        evaluation: EvaluationSettings | None = None,
-        optimizer_settings: OptimizerSettings | None = None,
+        prompts: list[EvaluationPrompt],
+        evaluation: EvaluationSettings,
+        optimizer_name: str = "auto",
         callbacks: list[Any] | None = None,
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         known: Sequence[KnownTexts] = (),
     ):
-        self.known = list(known)
+        self.prompts, self.evaluation, self.on_measured, self.known = prompts, evaluation, on_measured, known
+        self.optimizer_name = optimizer_name
+        self._running: Any = Counter()  # figures since the last log, summed
         self._rounds: dict[int, list[list[TextRounds]]] = {}  # on known texts, by step
-        self.on_measured = on_measured
-        self.prompts = list(prompts)
-        self.evaluation = evaluation or EvaluationSettings()
-        self.optimizer_settings = optimizer_settings or OptimizerSettings()
-        self._running: dict[str, float] = {}
         self._measured: dict[int | None, dict[str, Acceptance]] = {}  # by step
         super().__init__(
             model=model,
             args=args,
             train_dataset=train_dataset,
-            eval_dataset=self.prompts or None,
+            eval_dataset=prompts or None,
             data_collator=collate,
             callbacks=callbacks,
         )
@@ -86,8 +82,7 @@ class DistillationTrainer(Trainer):
         """The batches of one optimiser step, and how much their positions count for on all processes together."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         count = sum((self.model.counted(PackedBatch(**batch)).sum() for batch in batches), torch.tensor(0.0)).to(device)
-        if self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
+        count = self.accelerator.gather(count).sum()
         return batches, count.clamp(min=1.0)
 
     def compute_loss(
@@ -99,52 +94,40 @@ class DistillationTrainer(Trainer):
             TrainingError: it is NaN or infinite.
         """
         output: LossOutput = model(**inputs)
-        if num_items_in_batch is None:
-            num_items_in_batch = max(1.0, output.steps.supervised)
         # DDP averages gradients over processes; the divisor already counts all of them.
         loss = output.loss * self.accelerator.num_processes / num_items_in_batch
         if not bool(loss.isfinite()):
-            self._stop_at_nan(loss)
+            raise TrainingError(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {self._kept()}. "
+                "Lower the learning rate, or resume from the checkpoint with another seed"
+            )
         self._note(output)
         return (loss, output) if return_outputs else loss
-
-    def _stop_at_nan(self, loss: Tensor) -> None:
-        raise TrainingError(
-            f"the loss is {loss.item()} at step {self.state.global_step + 1}; training stopped and {self._kept()}. "
-            "Lower the learning rate, or resume from the checkpoint with another seed"
-        )
 
     def _kept(self) -> str:
         good = last_checkpoint(Path(str(self.args.output_dir)))
         return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
     def _note(self, output: LossOutput) -> None:
-        figures = {"batches": 1.0, **output.figures}
-        counts = output.steps.counts.tolist()
-        for step, (hits, loss) in enumerate(
-            zip(output.steps.correct.tolist(), output.steps.sums.detach().tolist(), strict=True)
-        ):
-            figures[f"accuracy_step_{step}"] = hits / max(1, counts[step])
-            figures[f"loss_step_{step}"] = loss / max(1, counts[step])
-        for name, value in figures.items():
-            self._running[name] = self._running.get(name, 0.0) + value
+        self._running.update({"batches": 1.0, **output.figures})
+        counts = output.steps.counts.clamp(min=1)
+        for name, sums in (("accuracy", output.steps.correct), ("loss", output.steps.sums.detach())):
+            means = (sums / counts).tolist()
+            self._running.update({f"{name}_step_{step}": mean for step, mean in enumerate(means)})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As `Trainer`, with loss and teacher-forced accuracy per draft step since the last log."""
         if "loss" in logs and self._running:
             batches = self._running.pop("batches")
             logs.update({name: value / batches for name, value in self._running.items()})
-            self._running = {}
+            self._running.clear()
         super().log(logs, start_time)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Muon and AdamW as asked; see `optimizers`."""
         if self.optimizer is None:
-            wanted = self.optimizer_settings
             trained = self.model if model is None else model
-            self.optimizer = make_optimizer(
-                trained, wanted.name, lr=wanted.learning_rate, muon_lr=wanted.muon_learning_rate
-            )
+            self.optimizer = make_optimizer(trained, self.optimizer_name, self.args.learning_rate)
         return self.optimizer
 
     # --- served acceptance ---------------------------------------------------------------------------------------
@@ -153,30 +136,25 @@ class DistillationTrainer(Trainer):
         """Served acceptance on the held-out prompts, split over processes."""
         measured = self._measured[self.state.global_step] = self.measure()
         summed = Acceptance.of(measured.values())
-        metrics = {
-            f"{metric_key_prefix}_acceptance_length": summed.acceptance_length,
-            f"{metric_key_prefix}_acceptance_error": summed.standard_error,
+        found = {
+            "acceptance_length": summed.acceptance_length,
+            "acceptance_error": summed.standard_error,
+            **{f"acceptance_at_{position}": value for position, value in enumerate(summed.cumulative, 1)},
+            **{f"acceptance_length_{category}": counts.acceptance_length for category, counts in measured.items()},
         }
-        for position, value in enumerate(summed.cumulative):
-            metrics[f"{metric_key_prefix}_acceptance_at_{position + 1}"] = value
-        for category, counts in measured.items():
-            metrics[f"{metric_key_prefix}_acceptance_length_{category}"] = counts.acceptance_length
         if self.known:
             rounds = self._rounds[self.state.global_step] = self._rounds_on_known_texts()
-            metrics[f"{metric_key_prefix}_served_length"] = served_length(rounds)
-            metrics[f"{metric_key_prefix}_served_error"] = served_error(rounds)
+            found |= {"served_length": served_length(rounds), "served_error": served_error(rounds)}
             for texts, each in zip(self.known, rounds, strict=True):
-                metrics[f"{metric_key_prefix}_served_length_at_{texts.temperature:g}"] = acceptance_length(each)
+                found[f"served_length_at_{texts.temperature:g}"] = acceptance_length(each)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _rounds_on_known_texts(self) -> list[list[TextRounds]]:
         """By temperature, of the texts of all processes."""
-        drafter = self.accelerator.unwrap_model(self.model).drafter
-        mine = [rounds_of(drafter, texts, DraftShape(self.evaluation.depth)) for texts in self.known]
-        if self.args.world_size == 1:
-            return mine
+        mine = [rounds_of(self.model.drafter, texts, DraftShape(self.evaluation.depth)) for texts in self.known]
         everybodys = gather_object([mine])
         return [[text for rounds in of_one for text in rounds] for of_one in zip(*everybodys, strict=True)]
 
@@ -187,11 +165,8 @@ class DistillationTrainer(Trainer):
 
     def measure(self) -> dict[str, Acceptance]:
         """Acceptance by category, the same on every process."""
-        drafter = self.accelerator.unwrap_model(self.model).drafter
         mine = self.prompts[self.args.process_index :: self.args.world_size]
-        found = measure_acceptance(drafter, mine, self.evaluation, self.on_measured)
-        if self.args.world_size == 1:
-            return found
+        found = measure_acceptance(self.model.drafter, mine, self.evaluation, self.on_measured)
         everybodys = gather_object([found])
         categories = sorted({prompt.category for prompt in self.prompts})
         return {category: Acceptance.of(of_one.get(category) for of_one in everybodys) for category in categories}
@@ -220,18 +195,16 @@ class DistillationTrainer(Trainer):
         Raises:
             TrainingError: its weights are NaN or infinite; earlier checkpoints stay.
         """
-        drafter = self.accelerator.unwrap_model(self.model).drafter
-        if state_dict is not None:  # gathered by FSDP
-            drafter = _drafter_of_state(drafter, state_dict)
+        assert state_dict is None, "a drafter is never sharded: every process holds all of it"
         try:
-            write_checkpoint(drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
+            write_checkpoint(self.model.drafter.to_checkpoint(), Path(output_dir or str(self.args.output_dir)))
         except CheckpointError as error:
             if isinstance(error.__cause__, (OSError, SafetensorError)):
                 raise error.__cause__ from None  # `_save_checkpoint` says what was kept
             raise TrainingError(f"the drafter at step {self.state.global_step} cannot be saved: {error}") from error
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        copy_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(model or self.model).drafter)
+        copy_weights(Path(resume_from_checkpoint), self.model.drafter)
 
     def _load_best_model(self) -> None:
         """The best drafter measured, unless the last one is within the standard error of the difference.
@@ -242,7 +215,7 @@ class DistillationTrainer(Trainer):
         if self._last_is_as_good_as_best():
             self.state.best_global_step = self.state.global_step
             return
-        copy_weights(Path(self.state.best_model_checkpoint), self.accelerator.unwrap_model(self.model).drafter)
+        copy_weights(Path(self.state.best_model_checkpoint), self.model.drafter)
 
     def _last_is_as_good_as_best(self) -> bool:
         assert self.state.best_metric is not None, "there is a best checkpoint"
@@ -254,15 +227,6 @@ class DistillationTrainer(Trainer):
                 error = served_error(last, best) if last and best else entry[f"eval_{figure}_error"]
                 return self.state.best_metric - entry[f"eval_{figure}_length"] <= error
         return False
-
-
-def _drafter_of_state(drafter: Eagle31Drafter, state_dict: dict[str, Tensor]) -> Eagle31Drafter:
-    with torch.device("meta"):
-        gathered = Eagle31Drafter(drafter.config)
-    prefix = "drafter."
-    weights = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
-    gathered.load_state_dict(weights, strict=True, assign=True)
-    return gathered
 
 
 @torch.no_grad()

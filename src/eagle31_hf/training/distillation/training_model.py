@@ -13,26 +13,20 @@ from ..data.packing import PackedBatch
 from ..settings import DistillationSettings
 from .features import compute_features
 from .losses import find_loss
-from .unroll import StepLosses, Teacher, make_teacher, position_weights, step_losses, weighted_sum
+from .unroll import StepLosses, make_teacher, position_weights, step_losses, weighted_sum
 
 
 @dataclass
 class LossOutput:
-    """What one forward of a training model gives.
+    """What one forward of a training model gives."""
 
-    Attributes:
-        loss: to be differentiated: summed over positions, not yet divided.
-        steps: its token loss in parts, for the log.
-        figures: further figures for the log, each a mean.
-    """
-
-    loss: Tensor
-    steps: StepLosses
-    figures: dict[str, float] = field(default_factory=dict)
+    loss: Tensor  # to be differentiated: summed over positions, not yet divided
+    steps: StepLosses  # its token loss in parts, for the log
+    figures: dict[str, float] = field(default_factory=dict)  # further figures for the log, each a mean
 
 
 class DistillationModel(nn.Module):
-    """The drafter with the token loss around it: what `Trainer` and its wrappers (DDP, FSDP) see as the model.
+    """The drafter with the token loss around it: what `Trainer` and DDP see as the model.
 
     The target is no submodule: it is neither trained, moved nor saved.
     """
@@ -44,16 +38,16 @@ class DistillationModel(nn.Module):
         self.drafter = drafter
         self.settings = settings
         self.loss_function = find_loss(settings.loss)
-        self.gradient_checkpointing = False
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Compute draft logits twice instead of keeping those of all steps: they are most of the memory."""
-        self.gradient_checkpointing = True
+        self.gradient_checkpointing = False  # compute draft logits twice instead of keeping those of all steps
 
     def forward(self, **fields: Tensor) -> LossOutput:
         """Token loss of a packed batch, whose `fields` these are."""
         batch = PackedBatch(**fields)
-        aux, teacher = self.teacher_inputs(batch)
+        weights = self.counted(batch).flatten()
+        rows = weights.nonzero().squeeze(1)
+        with torch.no_grad():
+            aux, logits = self.read_target(batch)
+            teacher = make_teacher(logits, rows, self.drafter.draft_ids, weights[rows])
         losses = step_losses(
             self.drafter,
             batch,
@@ -64,14 +58,6 @@ class DistillationModel(nn.Module):
             checkpoint_head=self.gradient_checkpointing,
         )
         return LossOutput(weighted_sum(losses, self.settings.step_decay), losses)
-
-    @torch.no_grad()
-    def teacher_inputs(self, batch: PackedBatch) -> tuple[Tensor, Teacher]:
-        """The aux states `(B, T, A*Ht)` and the teacher of a batch, both on the drafter's device."""
-        weights = self.counted(batch).flatten()
-        rows = weights.nonzero().squeeze(1)
-        aux, logits = self.read_target(batch)
-        return aux, make_teacher(logits, rows, self.drafter.draft_ids, weights[rows])
 
     def read_target(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The aux states `(B, T, A*Ht)` and the target's logits `(B*T, V)`, on the drafter's device."""

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.draw import argmax
 from ..data.packing import NOT_WRITTEN, PackedBatch
 from .losses import LossFunction
-from .step_attention import DocumentCache, GrowingCache, attention_masks, document_lengths, holds_scores
+from .step_attention import DocumentCache, attention_masks, document_lengths, holds_scores
 
 CACHED_NUMBERS, SPARED_NUMBERS = 2**19, 2**27
 """float32 logits worked on at a time: what a CPU core's cache holds (2 MB), and what a GPU's memory spares (0.5 GB)."""
@@ -31,39 +32,23 @@ CACHED_NUMBERS, SPARED_NUMBERS = 2**19, 2**27
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's distribution where the drafter is trained to predict.
+    """The target's distribution where the drafter is trained to predict."""
 
-    Attributes:
-        log_probs: `(M, Vd)` log-probability of the draft ids under the target's whole vocabulary.
-        rows: `(M,)` flat positions in the batch (`b * T + t`) they were taken at, ascending: the positions whose
-            *next* token is supervised and whose arg-max can be drafted (EAGLE-3 drops the others).
-        best: `(M,)` which draft id is the arg-max.
-        weights: `(M,)` of their losses.
-        supervised: sum of the weights of all positions whose next token is supervised, those dropped included.
-    """
-
-    log_probs: Tensor
+    log_probs: Tensor  # `(M, Vd)` log-probability of the draft ids under the target's whole vocabulary
+    # `(M,)` flat positions in the batch (`b * T + t`) they were taken at, ascending: the positions whose *next* token
+    # is supervised and whose arg-max can be drafted (EAGLE-3 drops the others)
     rows: Tensor
-    best: Tensor
-    weights: Tensor
-    supervised: float
+    best: Tensor  # `(M,)` which draft id is the arg-max
+    weights: Tensor  # `(M,)` of their losses
 
 
 @dataclass(frozen=True)
 class StepLosses:
-    """Summed losses of one batch.
+    """Summed losses of one batch."""
 
-    Attributes:
-        sums: `(S,)` loss summed over positions, per step.
-        correct: `(S,)` positions where the drafter's likeliest token is the target's.
-        counts: `(S,)` positions.
-        supervised: what sums are divided by: supervised tokens by their weights, whether they can be drafted or not.
-    """
-
-    sums: Tensor
-    correct: Tensor
-    counts: Tensor
-    supervised: float
+    sums: Tensor  # `(S,)` loss summed over positions, per step
+    correct: Tensor  # `(S,)` positions where the drafter's likeliest token is the target's
+    counts: Tensor  # `(S,)` positions
 
 
 def supervised_positions(batch: PackedBatch) -> Tensor:
@@ -90,44 +75,35 @@ def position_weights(batch: PackedBatch, given_weight: float) -> Tensor:
     return weights
 
 
-def make_teacher(
-    target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None, weights: Tensor | None = None
-) -> Teacher:
-    """Teacher for `rows (M,)` of flat target logits `(B*T, V)`.
+def make_teacher(target_logits: Tensor, rows: Tensor, draft_ids: Tensor | None, weights: Tensor) -> Teacher:
+    """Teacher for `rows (M,)` of flat target logits `(B*T, V)`, whose losses have these `weights (M,)`.
 
     Args:
         draft_ids: `(Vd,)` target ids of the draft vocabulary; `None` if it is the target's.
-        weights: `(M,)` of the rows' losses; default: 1 each.
     """
-    if weights is None:
-        weights = torch.ones_like(rows, dtype=torch.float32)
-    blocks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for block in torch.arange(len(rows), device=rows.device).split(rows_at_once(target_logits)):
-        logits = target_logits[rows[block]].float()  # (m, V)
-        blocks.append(_teach(logits, rows[block], weights[block], draft_ids))
-    if not blocks:
-        width = target_logits.shape[-1] if draft_ids is None else len(draft_ids)
-        return Teacher(target_logits.new_zeros((0, width), dtype=torch.float32), rows, rows, weights, 0.0)
-    log_probs, kept, best, weighted = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return Teacher(log_probs, kept, best, weighted, float(weights.sum()))
+    blocks = [
+        _teach(target_logits[rows[block]].float(), rows[block], weights[block], draft_ids)
+        for block in torch.arange(len(rows), device=rows.device).split(rows_at_once(target_logits))
+    ]
+    return Teacher(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
 
 
 def _teach(
     logits: Tensor, rows: Tensor, weights: Tensor, draft_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`log_probs`, `rows`, `best` and `weights` of those among `logits (m, V)` whose arg-max can be drafted."""
-    best = argmax(logits)
-    if draft_ids is None:
-        return logits.log_softmax(-1), rows, best, weights
-    best = draft_rows(best, draft_ids, logits.shape[-1])
+    best = draft_rows(argmax(logits), draft_ids, logits.shape[-1])
     keep = best >= 0
     if not bool(keep.all()):  # what is not selected is not copied
         logits, rows, best, weights = logits[keep], rows[keep], best[keep], weights[keep]
-    return logits.log_softmax(-1).index_select(1, draft_ids), rows, best, weights
+    log_probs = logits.log_softmax(-1)
+    return log_probs if draft_ids is None else log_probs.index_select(1, draft_ids), rows, best, weights
 
 
-def draft_rows(tokens: Tensor, draft_ids: Tensor, vocabulary: int) -> Tensor:
+def draft_rows(tokens: Tensor, draft_ids: Tensor | None, vocabulary: int) -> Tensor:
     """Rows of the draft head of target ids `tokens`, -1 where there is none."""
+    if draft_ids is None:
+        return tokens
     row_of = draft_ids.new_full((vocabulary,), -1)
     row_of[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
     return row_of[tokens]
@@ -146,7 +122,7 @@ def unroll(drafter: Eagle31Drafter, batch: PackedBatch, aux: Tensor, steps: int)
     if holds_scores(embeddings.device):
         mask, cache = None, DocumentCache(document_lengths(batch))
     else:
-        mask, cache = attention_masks(batch, steps, embeddings.dtype), GrowingCache()
+        mask, cache = attention_masks(batch, steps, embeddings.dtype), DynamicCache()  # which keeps gradients
     for step in range(steps):
         out = drafter.decode(
             embeddings.roll(-1 - step, dims=1),  # what wraps around lies past the end of a document
@@ -188,7 +164,7 @@ def step_losses(
         sums.append(total)
         correct.append(hits)
         counts.append(inside.sum())
-    return StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts), teacher.supervised)
+    return StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
 
 
 def _head_loss(
