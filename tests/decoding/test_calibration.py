@@ -111,11 +111,11 @@ def test_measures_whole_rounds_of_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rounds_of_graphs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rounds_s(_drafter, _context, kinds, *_others, **_told) -> list[float]:
+    def seconds(_texts, kinds) -> list[float]:
         assert [[plan.shape.depth for plan in kind.plans] for kind in kinds] == [[7], [0], [7], [7, 7]]
         return [3.0, 1.0, 1.25, resumed_s]
 
-    monkeypatch.setattr(measuring, "_rounds_s", rounds_s)
+    monkeypatch.setattr(measuring.TextsToTime, "seconds", seconds)
     resumed_s = 4.5
     table = measure_graphs(drafter_of("llama")).costs(4096).rounds(7)
     assert (table.plain_s, table.lookup_s[3], table.lookup_s[7], table.speculative_s[7]) == (1.0, 1.25, 1.25, 3.0)
@@ -138,7 +138,7 @@ def test_timed_rounds_are_of_their_kind(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(measuring, "_timed_step", step)
     eagle = drafter_of("llama")
     with torch.no_grad():
-        found = measuring._rounds_s(eagle, 16, measuring._graph_rounds(eagle, sampled=False))
+        found = measuring.TextsToTime(eagle, 16).seconds(measuring._graph_rounds(eagle, sampled=False))
     assert found == [4.0, 1.0, 2.0, 4.0]
     turn = ["chain"] * 3 + ["rest"] * 10 + ["looked up"] + ["looked up", "chain"]
     assert made == turn * measuring.TURNS

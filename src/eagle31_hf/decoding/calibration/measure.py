@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...cache.graph_sizes import node_bucket
@@ -20,7 +20,6 @@ from ...compiled.captured import CAPTURES
 from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
 from ...sampling.logits_processing import ScoreProcessing
-from ...target.binding import TargetBinding
 from ...target.device_clock import now
 from ...trees.shape import DraftShape
 from ..decoder import SpeculativeDecoder
@@ -129,7 +128,7 @@ def measure_graphs(
     width = node_bucket(shape.nodes, shape.nodes, exact=exact)  # of the graph
     for context in contexts:
         with _undisturbed():
-            seconds = _rounds_s(drafter, context, kinds, processing, sampled=sampled, compiled=True)
+            seconds = TextsToTime(drafter, context, processing, sampled=sampled, compiled=True).seconds(kinds)
         if isinstance(drafter, Eagle31Drafter):
             measured.append(_with_drafts(context, seconds, width, shape.depth))
         else:
@@ -152,8 +151,8 @@ def meet_graphs(drafter: Assistant, processing: ScoreProcessing, *, sampled: boo
     """Let all graphs be made that `measure_graphs` would time, whose arguments these are."""
     for context in contexts:
         with _undisturbed():
-            kinds = _graph_rounds(drafter, sampled=sampled)
-            _begin(drafter, context, kinds, processing, sampled=sampled, compiled=True)
+            texts = TextsToTime(drafter, context, processing, sampled=sampled, compiled=True)
+            texts.begin(_graph_rounds(drafter, sampled=sampled))
 
 
 def _graph_rounds(drafter: Assistant, *, sampled: bool) -> tuple[TimedRounds, ...]:
@@ -204,7 +203,7 @@ def _most_written() -> int:
 
 def _behind(drafter: Eagle31Drafter, length: int) -> ContextSeconds:
     plans = _eager_rounds()
-    decoder = _decoder(drafter, length, plans, most_tokens=_most_written())
+    decoder = TextsToTime(drafter, length).decoder(plans, most_tokens=_most_written(), largest=plans[0].shape)
     with drafter.binding.masked_attention():
         decoder.prefill()
         seconds = [_timed_step(decoder) for _ in range((1 + TURNS) * len(plans)) if decoder.rows]
@@ -236,80 +235,61 @@ class InTurn(DraftPolicy):
         self._rounds += 1
 
 
-def _rounds_s(
-    drafter: Assistant,
-    context: int,
-    kinds: Sequence[TimedRounds],
-    processing: ScoreProcessing | None = None,
-    *,
-    sampled: bool = False,
-    compiled: bool = False,
-) -> list[float]:
-    """Median seconds of the loop's own rounds of each kind, the first of which drafts most."""
-    decoders = _begin(drafter, context, kinds, processing, sampled=sampled, compiled=compiled)
-    seconds: list[list[float]] = [[] for _ in kinds]
-    with drafter.binding.masked_attention():
-        for _ in range(TURNS):
-            for decoder, kind, found in zip(decoders, kinds, seconds, strict=True):
-                rounds_s = [_timed_step(decoder) for _ in range(kind.untimed + kind.timed)]
-                found += rounds_s[kind.untimed :]
-    return [median(found) for found in seconds]
+@dataclass(frozen=True)
+class TextsToTime:
+    """Texts that are written for their rounds' seconds alone, each behind a context of so many tokens.
 
+    Attributes:
+        processing: of the texts; default: none.
+        sampled, compiled: as the rounds are to be.
+    """
 
-def _begin(
-    drafter: Assistant,
-    context: int,
-    kinds: Sequence[TimedRounds],
-    processing: ScoreProcessing | None,
-    *,
-    sampled: bool,
-    compiled: bool,
-) -> list[SpeculativeDecoder]:
-    """A text for each kind, with room for all rounds that are timed, of which so many are made that all were met and
-    the first plan's comes last."""
-    decoders, largest = [], kinds[0].plans[0].shape
-    for kind in kinds:
-        most_tokens = kind.most_rounds * kind.plans[0].shape.nodes
-        decoder = _decoder(
-            drafter,
-            context,
-            kind.plans,
-            processing,
-            most_tokens=most_tokens,
-            largest=largest,
-            sampled=sampled,
-            compiled=compiled,
+    drafter: Assistant
+    context: int
+    processing: ScoreProcessing | None = None
+    sampled: bool = False
+    compiled: bool = False
+
+    def seconds(self, kinds: Sequence[TimedRounds]) -> list[float]:
+        """Median seconds of the loop's own rounds of each kind, the first of which drafts most."""
+        decoders = self.begin(kinds)
+        seconds: list[list[float]] = [[] for _ in kinds]
+        with self.drafter.binding.masked_attention():
+            for _ in range(TURNS):
+                for decoder, kind, found in zip(decoders, kinds, seconds, strict=True):
+                    rounds_s = [_timed_step(decoder) for _ in range(kind.untimed + kind.timed)]
+                    found += rounds_s[kind.untimed :]
+        return [median(found) for found in seconds]
+
+    def begin(self, kinds: Sequence[TimedRounds]) -> list[SpeculativeDecoder]:
+        """A text for each kind, with room for all rounds that are timed, of which so many are made that all were met
+        and the first plan's comes last."""
+        largest = kinds[0].plans[0].shape
+        decoders = [
+            self.decoder(kind.plans, most_tokens=kind.most_rounds * kind.plans[0].shape.nodes, largest=largest)
+            for kind in kinds
+        ]
+        with self.drafter.binding.masked_attention():
+            for decoder, kind in zip(decoders, kinds, strict=True):
+                decoder.prefill()
+                for _ in range(len(kind.plans) + 1):
+                    decoder.step()
+        return decoders
+
+    def decoder(self, plans: Sequence[DraftPlan], *, most_tokens: int, largest: DraftShape) -> SpeculativeDecoder:
+        """Writes at most so many tokens by rounds of these plans in turn."""
+        binding = self.drafter.binding
+        config: Any = binding.text_config
+        # Any ids do, since what a forward takes does not depend on them.
+        ids = (torch.arange(self.context)[None] * 7 % config.vocab_size).to(binding.input_device)
+        request = DecodingRequest(
+            sequences=Sequences(ids, [0], StopRules(max_length=self.context + most_tokens), None),
+            processing=self.processing or ScoreProcessing(LogitsProcessorList()),
+            shape=largest,
+            policy=InTurn(*plans),
+            do_sample=self.sampled,
         )
-        decoders.append(decoder)
-    with drafter.binding.masked_attention():
-        for decoder, kind in zip(decoders, kinds, strict=True):
-            decoder.prefill()
-            for _ in range(len(kind.plans) + 1):
-                decoder.step()
-    return decoders
-
-
-def _decoder(
-    drafter: Assistant,
-    context: int,
-    plans: Sequence[DraftPlan],
-    processing: ScoreProcessing | None = None,
-    *,
-    most_tokens: int,
-    largest: DraftShape | None = None,
-    sampled: bool = False,
-    compiled: bool = False,
-) -> SpeculativeDecoder:
-    """Writes at most so many tokens behind a context by rounds of these plans in turn, the first of them the largest
-    unless another shape is."""
-    request = DecodingRequest(
-        sequences=Sequences(_text(drafter.binding, context), [0], StopRules(max_length=context + most_tokens), None),
-        processing=processing or ScoreProcessing(LogitsProcessorList()),
-        shape=largest or plans[0].shape,
-        policy=InTurn(*plans),
-        do_sample=sampled,
-    )
-    return SpeculativeDecoder(drafter, request, compiled=compiled)
+        return SpeculativeDecoder(self.drafter, request, compiled=self.compiled)
 
 
 def _timed_step(decoder: SpeculativeDecoder) -> float:
@@ -317,9 +297,3 @@ def _timed_step(decoder: SpeculativeDecoder) -> float:
     started = now(device)
     decoder.step()
     return now(device) - started
-
-
-def _text(binding: TargetBinding, length: int) -> Tensor:
-    """Ids `(1, length)`: any do, since what a forward takes does not depend on them."""
-    config: Any = binding.text_config
-    return (torch.arange(length)[None] * 7 % config.vocab_size).to(binding.input_device)
