@@ -111,7 +111,7 @@ def test_graphs_with_packed_weights_go_when_weights_change_unseen() -> None:
     """What is written through `.data` leaves the version of a tensor as it was, and packed weights are copies."""
     drafter = pair_of("llama")
     steps = current_graphs(drafter)
-    assert steps.freezes_weights
+    assert steps.settings
     assert current_graphs(drafter) is steps
     drafter.binding.model.model.layers[1].self_attn.q_proj.weight.data += 0.01
     assert current_graphs(drafter) is not steps
@@ -120,7 +120,7 @@ def test_graphs_with_packed_weights_go_when_weights_change_unseen() -> None:
 def test_large_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "PACKED_BYTES", 0)
     drafter = pair_of("llama")
-    assert not current_graphs(drafter).freezes_weights, "every graph would hold a copy"
+    assert not current_graphs(drafter).settings, "every graph would hold a copy"
 
 
 def test_graphs_are_not_copied_with_their_target() -> None:

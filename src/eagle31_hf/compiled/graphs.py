@@ -47,7 +47,8 @@ class Graphs:
 
     Attributes:
         settings: of inductor, if every graph has a packed copy of its weights built in; else empty.
-        cutter: cuts steps into layers that are compiled one for all; `None`: they are compiled whole.
+        cutter: cuts steps into layers that are compiled one for all and read weights packed once; `None`: they are
+            compiled whole. Without either, products read weights as they are.
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
         digest: of all weights, once somebody has computed it.
@@ -73,16 +74,6 @@ class Graphs:
         devices = set(getattr(binding.model, "hf_device_map", {}).values())
         if len(devices) > 1:
             self.disabled_reason = f"the target is spread over {len(devices)} devices, steps stay eager"
-
-    @property
-    def freezes_weights(self) -> bool:
-        """Whether every graph has a packed copy of its weights built in."""
-        return bool(self.settings)
-
-    @property
-    def reads_packed_weights(self) -> bool:
-        """Whether products read weights as the processor likes them laid out, built in or shared."""
-        return self.freezes_weights or self.cutter is not None
 
     @property
     def disabled_reason(self) -> str:

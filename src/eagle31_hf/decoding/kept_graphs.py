@@ -251,7 +251,7 @@ def _say(what: str) -> None:
 
 def packages_in(folder: Path, drafter: Assistant, graphs: Graphs) -> GraphPackages:
     """Those of this pair that lie there. Graphs that hold weights have a folder for each state these were ever in."""
-    own = folder / (weights_digest(drafter, graphs) if graphs.freezes_weights else LENT_WEIGHTS)
+    own = folder / (weights_digest(drafter, graphs) if graphs.settings else LENT_WEIGHTS)
     models = nn.ModuleList([drafter.binding.model, drafter])
     return GraphPackages(own, models, graphs.cutter, graphs.settings)
 
@@ -265,7 +265,7 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
         return why
     if device != "cpu":
         return f"it runs on {device}, and graphs are kept for a CPU alone"
-    if not graphs.reads_packed_weights:
+    if not graphs.settings and graphs.cutter is None:
         return f"its weights are quantized, or take more than {PACKED_BYTES >> 20} MiB, and graphs read a copy of them"
     if drafter.binding.rotates_alike_up_to is not None:
         return "what its positions are rotated by depends on the text's length, and graphs on disk would not look"
