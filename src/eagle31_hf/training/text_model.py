@@ -19,7 +19,7 @@ before are unlikely.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from torch import Tensor
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.draw import argmax
-from ..sampling.logits_processing import DraftWarping
 from .data.packing import NOT_WRITTEN, PackedBatch
 from .data.rendering import Document
 from .distillation.known_texts import served_processing
@@ -37,16 +36,6 @@ from .settings import DistillationSettings
 
 TOKEN_WEIGHT = 0.2
 """Of the token loss beside expected acceptance."""
-
-
-@dataclass(frozen=True)
-class WrittenTargets:
-    """What the target says at the positions that drafts answer for."""
-
-    place: Tensor  # `(B*T,)` row of each flat position in what follows, -1 where nothing is asked
-    log_probs: Tensor  # `(M, Vd)` log-probability of the draft ids under the whole vocabulary, as it is
-    served: Tensor  # `(M, Vd)` their probability as they are served; of greedy texts not read
-    best: Tensor  # `(M,)` row of the draft head of the arg-max, -1 where it cannot be drafted
 
 
 def written_starts(batch: PackedBatch) -> Tensor:
@@ -104,7 +93,7 @@ class TextModel(DistillationModel):
 
     def __init__(self, drafter: Eagle31Drafter, settings: DistillationSettings):
         super().__init__(drafter, settings)
-        self._warping: dict[float, DraftWarping] = {}
+        self.warping_of = cache(lambda each: served_processing(drafter.binding.model, each).draft_warping)
 
     def counted(self, batch: PackedBatch) -> Tensor:
         """`(B, T)`: starts, not positions that answer."""
@@ -117,19 +106,18 @@ class TextModel(DistillationModel):
         starts = written_starts(batch).flatten().nonzero().squeeze(1)  # (N,)
         behind = tokens_left(batch).flatten()[starts] - 1
         temperature = batch.written_at.flatten()[starts + 1]
-        aux, targets = self._targets(batch, starts, behind)
+        with torch.no_grad():
+            aux, target_logits = self.read_target(batch)
         chances, sums, correct, counts = [], [], [], []
         for step, normed in enumerate(unroll(self.drafter, batch, aux, steps)):
             inside = behind >= 2 + step
-            place = targets.place[(starts + 1 + step).clamp(max=len(targets.place) - 1)].clamp(min=0)
+            place = (starts + 2 + step).clamp(max=len(ids) - 1)  # of the token that a draft answers for
+            said = target_logits[place - 1].float()  # (N, V)
+            best = draft_rows(argmax(said), self.drafter.draft_ids, said.shape[-1])
             logits = self.drafter.draft_logits(normed.flatten(0, 1)[starts]).float()  # (N, Vd)
-            token = ids[(starts + 2 + step).clamp(max=len(ids) - 1)]
-            written = draft_rows(token, self.drafter.draft_ids, self.drafter.config.vocab_size)
-            chance = self._chance(logits, targets, place, temperature, written)
-            chances.append(torch.where(inside, chance, 0.0))
-            best = targets.best[place]
-            loss = torch.where(inside & (best >= 0), self.loss_function(logits, targets.log_probs[place]), 0.0)
-            sums.append(loss.sum())
+            chances.append(torch.where(inside, self._chance(logits, said, best, temperature, ids[place]), 0.0))
+            loss = self.loss_function(logits, self._of_drafts(said.log_softmax(-1)))
+            sums.append(torch.where(inside & (best >= 0), loss, 0.0).sum())
             correct.append(((logits.argmax(-1) == best) & inside).sum())
             counts.append(inside.sum())
         losses = StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
@@ -139,52 +127,29 @@ class TextModel(DistillationModel):
         figures = {"expected_accepted": expected.detach().mean().item()} if len(starts) else {}
         return LossOutput(loss, losses, figures)
 
-    @torch.no_grad()
-    def _targets(self, batch: PackedBatch, starts: Tensor, behind: Tensor) -> tuple[Tensor, WrittenTargets]:
-        """The aux states, and what the target says at each position that some draft answers for."""
-        asked = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=starts.device)
-        for step in range(self.settings.steps):
-            asked[(starts + 1 + step)[behind >= 2 + step]] = True
-        rows = asked.nonzero().squeeze(1)  # (M,)
-        place = torch.full_like(asked, -1, dtype=torch.long)
-        place[rows] = torch.arange(len(rows), device=rows.device)
-        aux, logits = self.read_target(batch)
-        logits = logits[rows].float()  # (M, V)
-        ids = self.drafter.draft_ids
-        served = torch.zeros_like(logits)
-        written_at = batch.written_at.flatten()[rows]
-        for temperature in self._temperatures(written_at):
-            these = written_at == temperature
-            served[these] = self._warping_of(temperature)(logits[these]).softmax(-1)
-        log_probs = logits.log_softmax(-1)
-        if ids is not None:
-            log_probs, served = log_probs.index_select(1, ids), served.index_select(1, ids)
-        best = draft_rows(argmax(logits), ids, logits.shape[-1])
-        return aux, WrittenTargets(place, log_probs, served, best)
+    def _chance(self, logits: Tensor, said: Tensor, best: Tensor, temperature: Tensor, token: Tensor) -> Tensor:
+        """`(N,)` chance that each draft is accepted.
 
-    def _chance(
-        self, logits: Tensor, targets: WrittenTargets, place: Tensor, temperature: Tensor, written: Tensor
-    ) -> Tensor:
-        """`(N,)` chance that each draft is accepted, by drafter logits `(N, Vd)` and the row of what was `written`."""
-        best = targets.best[place]
+        Args:
+            logits, said: of the drafter `(N, Vd)` and of the target `(N, V)`.
+            best: `(N,)` row of the draft head of the target's arg-max, -1 where it cannot be drafted.
+            temperature, token: `(N,)` of the text, and the token that was written.
+        """
         greedy = logits.log_softmax(-1).gather(1, best.clamp(min=0)[:, None]).squeeze(1).exp()
         chance = torch.where(best >= 0, greedy, 0.0)
-        for each in self._temperatures(temperature):
-            these = (temperature == each).nonzero().squeeze(1)
-            drafted = self._warping_of(each)(logits[these]).softmax(-1)
-            agree = agreement(targets.served[place[these]], drafted, written[these])
-            chance = chance.index_put((these,), agree)
+        written = draft_rows(token, self.drafter.draft_ids, said.shape[-1])
+        for each in temperature.unique().tolist():
+            if each > 0:
+                these, warping = (temperature == each).nonzero().squeeze(1), self.warping_of(each)
+                served = self._of_drafts(warping(said[these]).softmax(-1))
+                agree = agreement(served, warping(logits[these]).softmax(-1), written[these])
+                chance = chance.index_put((these,), agree)
         return chance
 
-    def _temperatures(self, found: Tensor) -> list[float]:
-        """Those above 0 among `found`."""
-        return [value for value in found.unique().tolist() if value > 0]
-
-    def _warping_of(self, temperature: float) -> DraftWarping:
-        if temperature not in self._warping:
-            model = self.drafter.binding.model
-            self._warping[temperature] = served_processing(model, temperature).draft_warping
-        return self._warping[temperature]
+    def _of_drafts(self, values: Tensor) -> Tensor:
+        """Those `(N, Vd)` of the tokens that can be drafted, of `values (N, V)`."""
+        ids = self.drafter.draft_ids
+        return values if ids is None else values.index_select(1, ids)
 
 
 def require_written(documents: Sequence[Document], why: str) -> None:
