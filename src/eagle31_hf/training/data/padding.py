@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask `(B, L)`; what stands under the padding is not read."""
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    return ids, (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
+def generate_padded(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> Tensor:
+    """Prompts, padded on the left to the longest, and what `model.generate` writes behind them, `(B, L + n)`."""
+    device = model.get_input_embeddings().weight.device
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return model.generate(input_ids=ids, attention_mask=mask, pad_token_id=_pad_token_id(model), **options)
 
 
-def pad_token_id(model: Any) -> int:
+def _pad_token_id(model: Any) -> int:
     """The target's padding id, else its first end-of-text id, else 0."""
     for value in (model.generation_config.pad_token_id, model.generation_config.eos_token_id):
         if isinstance(value, list) and value:

@@ -17,7 +17,7 @@ from ...errors import TrainingError
 from ...target.served_processing import sampling_options
 from ...texts.conversations import Conversation, Message, conversation_from_row
 from .json_lines import append_lines, read_whole_lines
-from .padding import end_ids, left_padded, pad_token_id, until_end
+from .padding import end_ids, generate_padded, until_end
 from .rendering import prompt_ids
 
 TURNS = ("each", "last", "none")
@@ -203,11 +203,11 @@ class _Writer:
                 prompts[row] = prompt
         if not prompts:
             return
-        ids, mask = left_padded(list(prompts.values()), self.target.get_input_embeddings().weight.device)
+        longest = max(map(len, prompts.values()))
         writing = dict(enumerate(prompts))  # rows whose answer has not ended
 
         def hand_on(place: int, written: Tensor) -> None:
-            answer = until_end(written[place, ids.shape[1] :].tolist(), self.ends)
+            answer = until_end(written[place, longest:].tolist(), self.ends)
             text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
             writing.pop(place).add(answer, text, is_whole=bool(answer) and answer[-1] in self.ends)
 
@@ -223,11 +223,10 @@ class _Writer:
         chance = random.Random(f"{self.settings.seed} {first.conversation.id} {len(prompts[first])}")
         with torch.random.fork_rng():
             torch.manual_seed(chance.getrandbits(63))
-            output = self.target.generate(
-                input_ids=ids,
-                attention_mask=mask,
+            output = generate_padded(
+                self.target,
+                list(prompts.values()),
                 max_new_tokens=self.settings.max_new_tokens,
-                pad_token_id=pad_token_id(self.target),
                 stopping_criteria=StoppingCriteriaList([as_they_end]),
                 **options,
             )

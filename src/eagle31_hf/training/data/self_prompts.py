@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from ...errors import ConfigurationError, TrainingError
 from ...texts.conversations import Conversation
 from .json_lines import append_lines, read_whole_lines
-from .padding import end_ids, left_padded, pad_token_id, until_end
+from .padding import end_ids, generate_padded, until_end
 from .prompt_sieve import PromptSieve
 
 SOURCE = "self"
@@ -173,29 +173,28 @@ class _PromptWriter:
         chance = random.Random(f"prompts {self.settings.seed} {batch}")
         starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(self.settings.batch_size)]
         prompts = [self._ids(self.openings[system] + words) for system, words in starts]
-        ids, mask = left_padded(prompts, self.target.get_input_embeddings().weight.device)
-        ends = torch.tensor(sorted(self.ends), device=ids.device)
+        longest = max(map(len, prompts))
+        ends = torch.tensor(sorted(self.ends))
 
         def most_have_ended(written: Tensor, scores: Any, **others: Any) -> Tensor:
             """Few rows that still write would keep all waiting, and they mostly ramble."""
-            ended = torch.isin(written[:, ids.shape[1] :], ends).any(1)
+            ended = torch.isin(written[:, longest:], ends.to(written.device)).any(1)
             return ended | (ended.float().mean() >= MOST_ENDED)
 
         with torch.random.fork_rng():
             torch.manual_seed(chance.getrandbits(63))
-            output = self.target.generate(
-                input_ids=ids,
-                attention_mask=mask,
+            output = generate_padded(
+                self.target,
+                prompts,
                 do_sample=True,
                 temperature=chance.choice(TEMPERATURES),
                 top_k=0,
                 min_p=MIN_P,
                 max_new_tokens=self.settings.max_new_tokens,
                 eos_token_id=sorted(self.ends),
-                pad_token_id=pad_token_id(self.target),
                 stopping_criteria=StoppingCriteriaList([most_have_ended]),
             )
-        written = [until_end(row, self.ends) for row in output[:, ids.shape[1] :].tolist()]
+        written = [until_end(row, self.ends) for row in output[:, longest:].tolist()]
         return [
             (words + str(self.tokenizer.decode(row[:-1]))).strip()
             for (_, words), row in zip(starts, written, strict=True)

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ...drafter.drafter import Eagle31Drafter
 from ...errors import TrainingError
-from ...stats import Acceptance, SpeculationStats
+from ...stats import Acceptance
 from ...target.served_processing import sampling_options
 from ...texts.conversations import Conversation, Message
-from ..data.padding import left_padded, pad_token_id
+from ..data.padding import generate_padded
 from ..data.rendering import prompt_ids
 
 LAST_MESSAGE = 4
@@ -92,26 +92,12 @@ def measure_acceptance(
             for start in range(0, len(chosen), settings.batch_size):
                 batch = chosen[start : start + settings.batch_size]
                 on_prompts(done, len(prompts))
-                told.append(_generate(drafter, batch, settings))
+                options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, **sampling_options(0.0)}
+                generate_padded(drafter.binding.model, batch, assistant_model=drafter, **options)
+                told.append(drafter.stats)
                 done += len(batch)
             found[category] = Acceptance.of(told)
     finally:
         config.num_assistant_tokens, config.draft_top_k = before
         drafter.train(was_training)
     return found
-
-
-def _generate(drafter: Eagle31Drafter, prompts: list[list[int]], settings: EvaluationSettings) -> SpeculationStats:
-    binding = drafter.binding
-    ids, mask = left_padded(prompts, binding.input_device)
-    model: Any = binding.model
-    model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        assistant_model=drafter,
-        max_new_tokens=settings.max_new_tokens,
-        pad_token_id=pad_token_id(model),
-        **sampling_options(0.0),
-    )
-    assert drafter.stats is not None, "generate with our drafter leaves stats"
-    return drafter.stats

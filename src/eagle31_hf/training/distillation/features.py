@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,10 @@ def compute_features(binding: TargetBinding, input_ids: Tensor, position_ids: Te
     """One target forward over packed rows `(B, T)`: positions that restart at 0 separate the documents."""
     if binding.has_states and int((position_ids == 0).sum()) > len(input_ids):
         return _features_apart(binding, input_ids, position_ids)
-    with binding.masked_attention(), binding.capturing(), _head_inputs(binding) as seen:
+    head: Any = binding.lm_head
+    seen: list[Tensor] = []
+    listening = head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    with binding.masked_attention(), binding.capturing(), listening:
         output = binding.model(
             input_ids=input_ids.to(binding.input_device),
             position_ids=position_ids.to(binding.input_device),
@@ -61,17 +63,6 @@ def _features_apart(binding: TargetBinding, input_ids: Tensor, position_ids: Ten
             parts[start] = tuple(each[row, : end - start] for each in apart)
     joined = (torch.cat(column) for column in zip(*(parts[start] for start in starts), strict=True))
     return TargetFeatures(*(states.reshape(*input_ids.shape, -1) for states in joined))
-
-
-@contextmanager
-def _head_inputs(binding: TargetBinding) -> Iterator[list[Tensor]]:
-    seen: list[Tensor] = []
-    head: Any = binding.lm_head
-    handle = head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 class StoredFeatures(Dataset):

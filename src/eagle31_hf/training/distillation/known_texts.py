@@ -30,7 +30,7 @@ from ...sampling.logits_processing import DraftWarping, ScoreProcessing
 from ...target.binding import TargetBinding
 from ...target.served_processing import processing_of, sampling_options
 from ...trees.shape import DraftShape
-from ..data.padding import end_ids, left_padded, pad_token_id, until_end
+from ..data.padding import end_ids, generate_padded, until_end
 from .evaluation import EvaluationPrompt
 
 
@@ -142,18 +142,17 @@ def write_texts(
         for first in range(0, len(ordered), batch_size):
             batch = ordered[first : first + batch_size]
             state = random_state(binding.input_device)
-            ids, mask = left_padded([prompt.input_ids for prompt in batch], binding.input_device)
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
+            out = generate_padded(
+                model,
+                [prompt.input_ids for prompt in batch],
                 max_new_tokens=max_new_tokens,
-                pad_token_id=pad_token_id(model),
                 **sampling_options(temperature),
             )
+            longest = len(batch[-1].input_ids)
             sampled = None
             if temperature > 0:
                 sampled = SampledBatch(state, len(batch), binding.text_config.vocab_size, binding.input_device)
-            for row, (prompt, written) in enumerate(zip(batch, out[:, ids.shape[1] :].tolist(), strict=True)):
+            for row, (prompt, written) in enumerate(zip(batch, out[:, longest:].tolist(), strict=True)):
                 answer = until_end(written, end_ids(model))
                 if len(answer) > 1:
                     whole = torch.tensor([*prompt.input_ids, *answer], device=out.device)
