@@ -11,7 +11,7 @@ from ..errors import ConfigurationError
 from ..target.precision import PRECISIONS
 from .data.regeneration import TURNS, RegenerationSettings
 from .data.rendering import SUPERVISED, TOO_LONG
-from .distillation.losses import find_loss
+from .distillation.losses import LOSSES
 from .distillation.optimizers import OPTIMIZERS
 
 
@@ -148,6 +148,7 @@ class TrainingSettings:
             ("regenerate", (None, *TURNS)),
             ("too_long", TOO_LONG),
             ("supervise", (None, *SUPERVISED)),
+            ("loss", tuple(LOSSES)),
             ("optimizer", OPTIMIZERS),
             ("quantization", (None, "4bit", "8bit")),
             ("dtype", PRECISIONS),
@@ -189,7 +190,6 @@ class TrainingSettings:
             raise ConfigurationError(f"stage2_share is {self.stage2_share}; wanted a share between 0 and 1")
         if self.given_weight < 0:
             raise ConfigurationError(f"given_weight is {self.given_weight}; wanted 0 (not learned from) or more")
-        find_loss(self.loss)
         if self.reward == "text":
             warnings.warn("reward is gone: stage 2 raises expected acceptance along texts", DeprecationWarning, 2)
         elif self.reward is not None:

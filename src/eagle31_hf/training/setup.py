@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import timeit
 from dataclasses import fields
 from typing import Any
 
@@ -63,12 +63,7 @@ CLEARLY_FASTER = 0.8  # of the time: a run that is resumed shall find the same
 def _product_s(dtype: torch.dtype) -> float:
     """Least seconds of a product as large as a small drafter's."""
     left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        torch.mm(left, right)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return min(timeit.repeat(lambda: torch.mm(left, right), repeat=5, number=1))
 
 
 def resolve(settings: TrainingSettings, target: PreTrainedModel) -> ResolvedSettings:

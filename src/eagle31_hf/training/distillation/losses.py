@@ -15,8 +15,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...errors import ConfigurationError
-
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 HYBRID_RATE = 3.0
@@ -73,14 +71,3 @@ LOSSES: dict[str, LossFunction] = {
     "lk_hybrid": lk_hybrid,
     "total_variation": total_variation,
 }
-
-
-def find_loss(name: str) -> LossFunction:
-    """The loss called `name`.
-
-    Raises:
-        ConfigurationError: there is none; the message lists those there are.
-    """
-    if name not in LOSSES:
-        raise ConfigurationError(f"loss is {name!r}; wanted one of {', '.join(LOSSES)}")
-    return LOSSES[name]

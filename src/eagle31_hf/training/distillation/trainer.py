@@ -257,12 +257,9 @@ def last_checkpoint(folder: Path) -> Path | None:
 
     `Trainer` writes its state last, so a checkpoint cut short by a kill or a full disk has none that can be read.
     """
-    complete = []
-    for candidate in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = candidate.name.rpartition("-")[2]
-        if step.isdigit() and _is_complete(candidate):
-            complete.append((int(step), candidate))
-    return max(complete)[1] if complete else None
+    found = ((path.name.rpartition("-")[2], path) for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    complete = {int(step): path for step, path in found if step.isdigit() and _is_complete(path)}
+    return complete[max(complete)] if complete else None
 
 
 def _is_complete(checkpoint: Path) -> bool:

@@ -12,7 +12,7 @@ from ...drafter.drafter import Eagle31Drafter
 from ..data.packing import PackedBatch
 from ..settings import DistillationSettings
 from .features import compute_features
-from .losses import find_loss
+from .losses import LOSSES
 from .unroll import StepLosses, make_teacher, position_weights, step_losses, weighted_sum
 
 
@@ -37,7 +37,7 @@ class DistillationModel(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.settings = settings
-        self.loss_function = find_loss(settings.loss)
+        self.loss_function = LOSSES[settings.loss]
         self.gradient_checkpointing = False  # compute draft logits twice instead of keeping those of all steps
 
     def forward(self, **fields: Tensor) -> LossOutput:
