@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,11 +96,9 @@ def _id_beside(taken: Collection[str], origin: str, identity: str) -> str:
 
 def with_unique_ids(conversations: list[Conversation]) -> list[Conversation]:
     """The same; raises a `TrainingError` that names the id if two have one."""
-    seen: set[str] = set()
-    for conversation in conversations:
-        if conversation.id in seen:
-            raise TrainingError(f"two rows have the id {conversation.id!r}; give every row an id of its own")
-        seen.add(conversation.id)
+    for name, count in Counter(conversation.id for conversation in conversations).items():
+        if count > 1:
+            raise TrainingError(f"two rows have the id {name!r}; give every row an id of its own")
     return conversations
 
 

@@ -49,14 +49,11 @@ class Prompt:
 
 def embedded_prompts() -> list[Prompt]:
     """The package's own, two kinds: bookings and sums."""
-    return [
-        Prompt(f"embedded/{number}", "embedded", _kind(chat), tuple(chat))
-        for number, chat in enumerate(CONVERSATIONS, 1)
-    ]
-
-
-def _kind(chat: Messages) -> str:
-    return "sums" if any(word in chat[-1]["content"] for word in ("How much", "How many")) else "bookings"
+    prompts = []
+    for number, chat in enumerate(CONVERSATIONS, 1):
+        kind = "sums" if any(words in chat[-1]["content"] for words in ("How much", "How many")) else "bookings"
+        prompts.append(Prompt(f"embedded/{number}", "embedded", kind, tuple(chat)))
+    return prompts
 
 
 def read_prompts(sources: Sequence[str], limit: int | None = None) -> list[Prompt]:

@@ -156,18 +156,14 @@ def write_texts(
                 answer = until_end(written, end_ids(model))
                 if len(answer) > 1:
                     whole = torch.tensor([*prompt.input_ids, *answer], device=out.device)
-                    text = _on_cpu(read_text(binding, whole, len(prompt.input_ids), kept))
-                    found.append(KnownText(text, prompt.category, sampled, row))
+                    text = read_text(binding, whole, len(prompt.input_ids), kept)
+                    states = {layer: state.cpu() for layer, state in text.states.items()}  # a card is for training
+                    on_cpu = TargetText(whole.cpu(), text.prompt_length, states)
+                    found.append(KnownText(on_cpu, prompt.category, sampled, row))
             on_prompts(len(batch))
     if not found:
         raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
     return KnownTexts(temperature, warping, max_new_tokens, tuple(found))
-
-
-def _on_cpu(text: TargetText) -> TargetText:
-    """A card's memory is for training."""
-    states = {layer: state.cpu() for layer, state in text.states.items()}
-    return TargetText(text.ids.cpu(), text.prompt_length, states)
 
 
 @torch.no_grad()

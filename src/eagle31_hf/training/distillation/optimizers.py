@@ -28,24 +28,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], *, lr: float, muon_lr: float):
-        self._parts = (
-            torch.optim.Muon(list(matrices), lr=muon_lr, weight_decay=0.0),
-            torch.optim.AdamW(list(others), lr=lr, betas=ADAM_BETAS, weight_decay=0.0),
-        )
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._parts: dict[str, torch.optim.Optimizer] = {
+            "muon": torch.optim.Muon(list(matrices), lr=muon_lr, weight_decay=0.0),
+            "adamw": torch.optim.AdamW(list(others), lr=lr, betas=ADAM_BETAS, weight_decay=0.0),
+        }
+        super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
         self._share_groups()
 
     def _share_groups(self) -> None:
         # The very same dicts, so that a schedule that changes ours changes theirs.
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        self.param_groups = [group for part in self._parts.values() for group in part.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of both."""
-        muon, adamw = self._parts
         with self._precision():
-            muon.step()
-        adamw.step()
+            self._parts["muon"].step()
+        self._parts["adamw"].step()
 
     def _precision(self) -> AbstractContextManager:
         """What Muon orthogonalises in: bfloat16, as its author does, unless the device has to emulate that."""
@@ -54,11 +53,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """`{"muon": ..., "adamw": ...}`."""
-        return {name: part.state_dict() for name, part in zip(("muon", "adamw"), self._parts, strict=True)}
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        for name, part in zip(("muon", "adamw"), self._parts, strict=True):
+        for name, part in self._parts.items():
             part.load_state_dict(state_dict[name])
         self._share_groups()
 

@@ -72,7 +72,8 @@ class DocumentCache(AttendingCache):
         query = query * query.shape[-1] ** -0.5
         later_scores = [(query * later).sum(-1, keepdim=True) for later in keys[1:]]
         own = torch.cat([query[..., :0], *later_scores], dim=-1)  # (n, B*T, s)
-        hidden = _above_diagonal(max(self._lengths), query)
+        longest = max(self._lengths)
+        hidden = query.new_full((longest, longest), torch.finfo(query.dtype).min).triu(1)  # what comes later
         attended, own_weights = [], []
         documents = (states.split(self._lengths, dim=1) for states in (query, keys[0], values[0], own))
         for q, k, v, own_scores in zip(*documents, strict=True):
@@ -90,8 +91,3 @@ class DocumentCache(AttendingCache):
 def _side_by_side(states: Tensor) -> Tensor:
     """`(B, n, T, d)` as `(n, B*T, d)`: rows one after another."""
     return states.transpose(0, 1).flatten(1, 2)
-
-
-def _above_diagonal(length: int, like: Tensor) -> Tensor:
-    """Additive `(length, length)`, which hides what comes later."""
-    return torch.full((length, length), torch.finfo(like.dtype).min, dtype=like.dtype, device=like.device).triu(1)
