@@ -175,13 +175,9 @@ def _own_layer_types(table: Format, config: Mapping[str, Any], num_layers: int) 
 
 
 def _read_layer_ids(table: Format, config: Mapping[str, Any]) -> tuple[list[int] | None, dict[str, list[int]]]:
-    stored: dict[str, list[int]] = {}
-    meanings: dict[str, list[int]] = {}
-    for path, convention in (*table.layer_ids, *OTHER_LAYER_IDS):
-        ids = get_path(config, path)
-        if not ids:
-            continue
-        stored[path], meanings[path] = ids, to_hs_indices(ids, convention)
+    places = dict((*table.layer_ids, *OTHER_LAYER_IDS))
+    stored: dict[str, list[int]] = {path: ids for path in places if (ids := get_path(config, path))}
+    meanings = {path: to_hs_indices(ids, places[path]) for path, ids in stored.items()}
     distinct = {tuple(ids) for ids in meanings.values()}
     if len(distinct) > 1:
         raise CheckpointFormatError(
@@ -265,13 +261,11 @@ def _metadata_for(table: Format, metadata: Mapping[str, Any], source: str) -> di
 def _kept_markers(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What an earlier conversion put by: markers and nothing else, whatever the file says."""
     stored, markers = metadata.get(_KEPT_FOR), {key for keys in _MARKERS.values() for key in keys}
-    by_format = stored.items() if isinstance(stored, Mapping) else ()
-    kept = {
-        name: {key: value for key, value in entries.items() if key in markers}
-        for name, entries in by_format
-        if isinstance(entries, Mapping)
-    }
-    return {name: entries for name, entries in kept.items() if entries}
+    kept: dict[str, dict[str, Any]] = {}
+    for name, entries in stored.items() if isinstance(stored, Mapping) else ():
+        if isinstance(entries, Mapping) and (known := {key: entries[key] for key in entries if key in markers}):
+            kept[name] = known
+    return kept
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Prompts with an id and a category, from files and Hub data sets that people measure drafters by.
 
 Read as they are published: Spec-Bench and MT-bench (`question_id, category, turns`), HumanEval (`task_id, prompt`),
-GSM8K (`question`), SPEED-Bench as its own preparation writes it, and any JSON lines of chats, prompts or questions: a
-row may have any form that training takes (`conversations`).
+GSM8K (`question`), SPEED-Bench as its own preparation writes it, and any file that training takes (`conversations`).
 Prompts stay where they are: records name them by id.
 """
 
