@@ -34,29 +34,23 @@ class PromptSieve:
 
     def admits(self, text: str) -> bool:
         """Whether `text` is kept; if so it counts as seen."""
-        reason = self._objection(text)
-        if reason is not None:
+        words, own = words_of(text), grams(text)
+        objections = {
+            "too short": len(words) < FEWEST_WORDS,
+            "repeating themselves": repetition(words) > MOST_REPETITION,
+            "in another language": not is_english(text),
+            "like one before": sum(gram in self._seen for gram in own) >= MOST_SEEN * len(own),
+        }
+        reason = next((reason for reason, holds in objections.items() if holds), None)
+        if reason is None:
+            self._seen |= own
+        else:
             self.left_out[reason] += 1
-            return False
-        self._seen.update(grams(text))
-        return True
+        return reason is None
 
     def told(self) -> str:
         """How many were left out, and why."""
         return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common()) or "none left out"
-
-    def _objection(self, text: str) -> str | None:
-        words = words_of(text)
-        if len(words) < FEWEST_WORDS:
-            return "too short"
-        if repetition(words) > MOST_REPETITION:
-            return "repeating themselves"
-        if not is_english(text):
-            return "in another language"
-        own = grams(text)
-        if sum(gram in self._seen for gram in own) >= MOST_SEEN * len(own):
-            return "like one before"
-        return None
 
 
 def words_of(text: str) -> list[str]:
