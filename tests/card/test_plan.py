@@ -23,7 +23,7 @@ from test_counts import TARGETS, config_of_states
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled.verify import CompiledVerification
-from eagle31_hf.memory.captured_steps import recorded_lengths, workspace_bytes
+from eagle31_hf.memory.activation_bytes import recorded_lengths, workspace_bytes
 from eagle31_hf.memory.cards import find_card
 from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.ledger import BETWEEN, LedgerTerm, MemorySettings, build_ledger

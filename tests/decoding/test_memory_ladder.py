@@ -20,7 +20,8 @@ from eagle31_hf.decoding.memory_ladder import (
     is_out_of_memory,
 )
 from eagle31_hf.memory import allocator
-from eagle31_hf.memory.allocator import AllocatorSetup, allocator_advice
+from eagle31_hf.memory.allocator import allocator_advice
+from eagle31_hf.memory.cards import driver_spills
 from eagle31_hf.trees.shape import DraftShape
 
 BUDGETS = st.builds(
@@ -159,23 +160,22 @@ def test_what_this_machine_says_is_recognised() -> None:
 
 # --- allocator --------------------------------------------------------------------------------------------------------
 
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:True"}
+EXPANDABLE = "max_split_size_mb:128, expandable_segments:True"
 
 
 @pytest.mark.parametrize(
-    ("setup", "said"),
+    ("settings", "spills", "said"),
     [
-        (AllocatorSetup({}), ["expandable_segments:True"]),
-        (AllocatorSetup({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}), ["expandable_segments:True"]),
-        (AllocatorSetup(EXPANDABLE), []),
-        (AllocatorSetup({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}), []),
-        (AllocatorSetup({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}), []),
-        (AllocatorSetup({}, spills=True), ["Sysmem Fallback"]),
-        (AllocatorSetup(EXPANDABLE, spills=True), ["Sysmem Fallback"]),
+        ("", False, ["expandable_segments:True"]),
+        ("expandable_segments:False", False, ["expandable_segments:True"]),
+        (EXPANDABLE, False, []),
+        ("backend:cudaMallocAsync", False, []),
+        ("", True, ["Sysmem Fallback"]),
+        (EXPANDABLE, True, ["Sysmem Fallback"]),
     ],
 )
-def test_advice_fits_the_machine(setup: AllocatorSetup, said: list[str]) -> None:
-    advice = allocator_advice(setup)
+def test_advice_fits_the_machine(settings: str, spills: bool, said: list[str]) -> None:
+    advice = allocator_advice(settings, spills=spills)
     assert len(advice) == len(said)
     assert all(words in line for words, line in zip(said, advice, strict=True))
 
@@ -187,15 +187,20 @@ def test_advice_fits_the_machine(setup: AllocatorSetup, said: list[str]) -> None
 def test_drivers_of_windows_spill(monkeypatch: pytest.MonkeyPatch, system: str, release: str, spills: bool) -> None:
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "release", lambda: release)
-    assert AllocatorSetup.of_this_process().spills == spills
+    assert driver_spills() == spills
 
 
-def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    assert AllocatorSetup.of_this_process().expands_segments
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    assert not AllocatorSetup.of_this_process().expands_segments
+@pytest.mark.parametrize("variable", allocator.VARIABLES)
+def test_the_environment_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+) -> None:
+    monkeypatch.setattr(allocator, "_advised", set())
+    monkeypatch.setattr(allocator, "driver_spills", lambda: False)
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, EXPANDABLE)
+    allocator.advise_once(torch.device("cuda"))
+    assert not caplog.records
 
 
 def test_advice_is_given_once_and_for_cuda_only(
@@ -203,7 +208,9 @@ def test_advice_is_given_once_and_for_cuda_only(
 ) -> None:
     caplog.set_level(logging.WARNING, "eagle31_hf")
     monkeypatch.setattr(allocator, "_advised", set())
-    monkeypatch.setattr(AllocatorSetup, "of_this_process", lambda: AllocatorSetup({}))
+    monkeypatch.setattr(allocator, "driver_spills", lambda: False)
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     for device in ("cpu", "mps", "cuda", "cuda:0"):
         allocator.advise_once(torch.device(device))
     assert len(caplog.records) == 1

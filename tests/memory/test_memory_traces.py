@@ -234,7 +234,7 @@ def absorb(network: Eagle31Network, embedding: nn.Embedding, cache: SpeculativeC
 @pytest.mark.parametrize("run", [Run(2048, 2048, 7), Run(8192, 1024, 8), Run(8192, 512, 16)], ids=str)
 def test_drafter_peaks_match_a_trace(run: Run) -> None:
     shape = drafter_facts(DRAFTER, 2).shape
-    kv = shape.decoder.kv_elements(run.capacity, run.chunk) * 2
+    kv = full_cache_bytes(shape.decoder, run.capacity, run.chunk)
     with FakeTensorMode():
         network, embedding = fake_drafter()
         with torch.no_grad(), StorageCounter() as counter:

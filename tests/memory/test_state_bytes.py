@@ -96,7 +96,7 @@ def test_keys_and_values_are_those_of_layers_that_attend(family: str) -> None:
     model(torch.tensor([[5, 6, 7]]), **{CACHE_ARGUMENT: stock})
     cache.load_dynamic(stock)
     held = sum(layer.num_bytes for layer in cache.attending)
-    assert shape.kv_elements(32, 8) * 4 == held
+    assert full_cache_bytes(shape, 32, 8) == held
 
 
 def test_a_snapshot_is_within_its_term() -> None:

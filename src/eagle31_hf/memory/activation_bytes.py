@@ -1,4 +1,4 @@
-"""Bytes a forward pass takes above weights and caches, at its worst moment.
+"""Bytes a forward pass takes above weights and caches, at its worst moment, and what captured ones keep.
 
 Each formula lists what is alive when one decoder layer is at its widest, found by tracing stock models with fake
 tensors and confirmed by such traces in the tests. `T = B*C` tokens run at once, `S` slots are visible, an element has
@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trees.shape import RESIDENT_QUERIES, repeats_mask
+from ..cache.graph_sizes import SLOT_BUCKET, slot_bucket
+from ..trees.shape import RESIDENT_QUERIES, DraftShape, repeats_mask
+from .cards import MIB, Card
 from .state_bytes import StateShape
 
 
@@ -58,38 +60,21 @@ class DecoderShape:
     def num_layers(self) -> int:
         return len(self.windows)
 
-    def kv_elements(self, capacity: int, block: int) -> int:
-        """Cache elements of one row: all slots of full layers, ring and scratch of windowed ones."""
-        return sum(self._layer_elements(capacity, block))
+    def layers(self, capacity: int, block: int) -> list[tuple[int, int, int]]:
+        """What each layer's cache keeps of a row: key/value heads, elements of a head's slot, slots.
 
-    def largest_layer_elements(self, capacity: int, block: int) -> int:
-        """Cache elements of one row of the layer that keeps most."""
-        return max(self._layer_elements(capacity, block))
-
-    def kv_heads_slots(self, capacity: int, block: int) -> int:
-        """Keys and values of one row as (head, slot) pairs: what a per-token scale is stored for."""
-        return sum(2 * heads * slots for heads, _, slots in self._layers(capacity, block))
-
-    def _layer_elements(self, capacity: int, block: int) -> list[int]:
-        return [heads * width * slots for heads, width, slots in self._layers(capacity, block)]
-
-    def _layers(self, capacity: int, block: int) -> list[tuple[int, int, int]]:
-        """Of each layer: key/value heads, elements of a head's slot, slots."""
+        All slots of full layers, ring and scratch of windowed ones; a window no row can outgrow is stored as a full
+        layer.
+        """
         same = (self.kv_heads, self.key_dim + self.value_dim)
         kinds = self.kv_by_layer or (same,) * self.num_layers
-        slots = [self.layer_slots(window, capacity, block) for window in self.windows]
+        slots = [self.visible_slots(capacity, block, capacity, window) for window in self.windows]
         return [(heads, width, count) for (heads, width), count in zip(kinds, slots, strict=True)]
 
     @staticmethod
-    def layer_slots(window: int | None, capacity: int, block: int) -> int:
-        """Slots of one layer. A window no row can outgrow is stored as a full layer."""
-        return capacity if window is None or window >= capacity else max(window - 1, 1) + block
-
-    def visible_slots(self, context: int, block: int, capacity: int) -> int:
-        """Most slots a query of any layer attends to."""
-        return max(
-            context if window is None or window >= capacity else max(window - 1, 1) + block for window in self.windows
-        )
+    def visible_slots(context: int, block: int, capacity: int, window: int | None) -> int:
+        """Slots of a layer with this window, of `context`, that a block attends to."""
+        return context if window is None or window >= capacity else max(window - 1, 1) + block
 
     def distinct_windows(self, capacity: int) -> list[int | None]:
         return list(dict.fromkeys(None if w is None or w >= capacity else w for w in self.windows))
@@ -154,8 +139,7 @@ def _attention_bytes(shape: DecoderShape, block: Block) -> int:
     """Queries, output, its log-sum-exp, and what else is made for the kernel: see `grouped_attention`."""
     b, rows = shape.element_bytes, block.rows
     per_head = shape.key_dim + shape.value_dim
-    visible = shape.visible_slots(block.context, block.tokens, block.capacity)
-    total = rows * shape.q_heads * (per_head * b + 4)
+    visible = max(shape.visible_slots(block.context, block.tokens, block.capacity, w) for w in shape.windows)
     made = block.batch * shape.kv_heads * per_head * visible * block.grown_bytes
     groups = shape.q_heads // shape.kv_heads
     if groups > 1 and block.tokens > 1:
@@ -164,23 +148,23 @@ def _attention_bytes(shape: DecoderShape, block: Block) -> int:
         elif repeats_mask(block.tokens, shape.kv_heads, groups, shape.key_dim):
             masks = block.batch if block.ragged else 1
             made = max(made, masks * groups * block.tokens * visible * b)
-    total += made
-    return total + shape.score_bytes * shape.q_heads * rows * visible
+    return made + rows * shape.q_heads * (per_head * b + 4 + shape.score_bytes * visible)
 
 
 def full_cache_bytes(shape: DecoderShape, capacity: int, block: int) -> int:
     """Keys and values of one row in the model's dtype."""
-    return shape.kv_elements(capacity, block) * shape.element_bytes
+    return sum(heads * width * slots for heads, width, slots in shape.layers(capacity, block)) * shape.element_bytes
 
 
 def packed_cache_bytes(shape: DecoderShape, capacity: int, block: int) -> int:
     """Keys and values of one row in 8 bits, and a scale in the model's dtype per head and slot for each of the two."""
-    return shape.kv_elements(capacity, block) + shape.kv_heads_slots(capacity, block) * shape.element_bytes
+    layers = shape.layers(capacity, block)
+    return sum(heads * slots * (width + 2 * shape.element_bytes) for heads, width, slots in layers)
 
 
 def unpacked_layer_bytes(shape: DecoderShape, capacity: int, block: int) -> int:
     """One row of the place where layers of an 8-bit cache are unpacked in turn: the largest, in the model's dtype."""
-    return shape.largest_layer_elements(capacity, block) * shape.element_bytes
+    return max(heads * width * slots for heads, width, slots in shape.layers(capacity, block)) * shape.element_bytes
 
 
 def logits_bytes(shape: DecoderShape, rows: int) -> int:
@@ -231,3 +215,47 @@ def _drafter_pass_bytes(shape: DecoderShape, block: Block) -> int:
     fused_qkv = (shape.q_heads + 2 * shape.kv_heads) * shape.key_dim
     attention = rows * (5 * width + fused_qkv) * b + _attention_bytes(shape, block)
     return always + max(mlp, attention)
+
+
+# --- captured steps ---------------------------------------------------------------------------------------------------
+#
+# Four steps are captured (`compiled.captured`): the target's verification of a draft and of a single token, the first
+# draft of a text, and a round's end. Each has tensors of its own that it reads from and gives; what they need between
+# their kernels they share, one after the other in one pool. Each length at which rows are looked at has recordings of
+# its own. Where layers keep states, moving them on is a fifth, once for all lengths. By counted storages of the steps;
+# how a driver's allocator cuts its pool up, and what a graph itself takes, is not in it.
+
+HOPPER = (9, 0)
+RECORDINGS_FORMULA = (
+    "pool: max(verify, accept, update, draft), and states handed out; of each length (256, 512 ... slots) inputs and "
+    "outputs: (2N + 1) * B * (V*b + hidden states) + B*V * (4 * (3K+1) + 2) + B*Vd * (2b + 2 * max(4, k*b)), and what "
+    "is recorded of states, and one set; cuBLAS: 8 or 32 MiB"
+)
+
+
+def recorded_lengths(slots: int) -> int:
+    """How many lengths (256, 512, 1024 ... slots) rows of so many are looked at in, one after the other."""
+    return (slot_bucket(slots) // SLOT_BUCKET).bit_length()
+
+
+def input_output_bytes(target: DecoderShape, drafter: DrafterShape, draft: DraftShape, batch: int) -> int:
+    """Inputs and outputs of the steps for one length."""
+    vocab, b = target.vocab_size, target.element_bytes
+    verified = logits_bytes(target, draft.nodes) + draft.nodes * drafter.aux_width * b  # of one step, read by another
+    single = logits_bytes(target, 1) + drafter.aux_width * b  # of a token where drafting rests
+    noise = (2 * draft.depth + 1 + draft.depth) * vocab * 4  # a round's end looks further ahead than the first draft
+    seen = 2 * vocab
+    return batch * (2 * verified + single + noise + seen) + 2 * drafted_bytes(drafter, draft, batch)
+
+
+def drafted_bytes(drafter: DrafterShape, draft: DraftShape, batch: int) -> int:
+    """What a step that ends with a draft gives: logits and state to go on from, and scores to be checked by."""
+    b, vocab = drafter.decoder.element_bytes, drafter.draft_vocab
+    root = vocab * b + drafter.decoder.hidden_size * b
+    return batch * (root + vocab * max(4, draft.top_k * b if draft.is_tree else 0))
+
+
+def workspace_bytes(card: Card) -> int:
+    """What cuBLAS takes for the stream on which steps are captured, by torch's defaults."""
+    capability = card.compute_capability
+    return 32 * MIB if capability is None or capability >= HOPPER else 4096 * 1024 * 2 + 16 * 1024 * 8

@@ -21,19 +21,23 @@ from ..cache.graph_sizes import cache_size
 from ..sampling.noise_size import noise_bytes
 from ..trees.shape import RESIDENT_QUERIES, DraftShape, default_tree_size
 from .activation_bytes import (
+    RECORDINGS_FORMULA,
     Block,
     DecoderShape,
     absorb_bytes,
     accept_bytes,
     draft_step_bytes,
+    drafted_bytes,
     full_cache_bytes,
+    input_output_bytes,
     logits_bytes,
     packed_cache_bytes,
+    recorded_lengths,
     resident_mask_bytes,
     target_forward_bytes,
     unpacked_layer_bytes,
+    workspace_bytes,
 )
-from .captured_steps import FORMULA, drafted_bytes, input_output_bytes, recorded_lengths, workspace_bytes
 from .cards import Card
 from .drafter_facts import DrafterFacts
 from .quantization_schemes import SCHEMES, Quantization
@@ -234,14 +238,8 @@ def _workspace_term(target: TargetFacts, block: Block, moment: str) -> LedgerTer
 
 
 def _block(settings: MemorySettings, tokens: int, context: int, capacity: int, grown_bytes: int) -> Block:
-    return Block(
-        batch=settings.batch,
-        tokens=tokens,
-        context=context,
-        capacity=capacity,
-        ragged=settings.batch > 1,
-        grown_bytes=grown_bytes,
-    )
+    batch = settings.batch
+    return Block(batch, tokens, context, capacity, ragged=batch > 1, grown_bytes=grown_bytes)
 
 
 def _cache_terms(owner: str, shape: DecoderShape, settings: MemorySettings, *, captured: bool) -> list[LedgerTerm]:
@@ -359,4 +357,4 @@ def _recordings_term(
     if shape.states is not None:
         # Moving states on reads what was given of them and gives as many, whatever the length.
         own += (lengths + 1) * batch * shape.states.given_bytes(nodes, is_tree=settings.shape.is_tree)
-    return LedgerTerm("recordings", pool + own + workspace_bytes(card), FORMULA, KEPT)
+    return LedgerTerm("recordings", pool + own + workspace_bytes(card), RECORDINGS_FORMULA, KEPT)

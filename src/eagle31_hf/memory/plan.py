@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property
+from itertools import product
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
@@ -100,10 +101,7 @@ class MemoryPlan:
     def drafter_bytes(self) -> int:
         """What adding the drafter costs at the peak: this plan's peak less that of the target alone."""
         alone = replace(self.settings, draft_tokens=0, tree_size=None, draft_is_usual=False)
-        return self.peak_bytes - self._with(alone).peak_bytes
-
-    def _with(self, settings: MemorySettings) -> MemoryPlan:
-        return replace(self, settings=settings)
+        return self.peak_bytes - replace(self, settings=alone).peak_bytes
 
     def frontier(
         self,
@@ -111,14 +109,11 @@ class MemoryPlan:
         draft_tokens: Sequence[int] = (0, 3, 6, 10),
     ) -> list[FrontierPoint]:
         """Peak for every combination, everything else as planned. Drafts are chains; 0 is the target alone."""
+        chains = replace(self.settings, tree_size=None, draft_is_usual=False)
         points = []
-        for context in contexts:
-            for depth in draft_tokens:
-                for kind in CACHE_TYPES:
-                    draft = {"draft_tokens": depth, "tree_size": None, "draft_is_usual": False}
-                    changes = {"context": context, "cache_type": kind, **draft}
-                    plan = self._with(replace(self.settings, **changes))  # type: ignore[arg-type]
-                    points.append(FrontierPoint(context, depth, kind, plan.peak_bytes, plan.peak_moment, plan.fits))
+        for context, depth, kind in product(contexts, draft_tokens, CACHE_TYPES):
+            plan = replace(self, settings=replace(chains, context=context, draft_tokens=depth, cache_type=kind))
+            points.append(FrontierPoint(context, depth, kind, plan.peak_bytes, plan.peak_moment, plan.fits))
         return points
 
     # --- keeping the plan --------------------------------------------------------------------------------------------

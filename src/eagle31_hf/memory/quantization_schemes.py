@@ -61,23 +61,20 @@ class Quantization:
         return self.rules.workspace_bytes(self, rows, columns, tokens)
 
 
-MatrixBytes = Callable[[Quantization, int, int], int]
-WorkspaceBytes = Callable[[Quantization, int, int, int], int]
-
-
 @dataclass(frozen=True)
 class Method:
-    """One packing method: byte formula, its text for the ledger, and what of a model it reaches."""
+    """One packing method: byte formula, its text for the ledger, and what of a model it reaches.
+
+    Attributes:
+        matrix_bytes: of a scheme, and of a matrix with `N` rows and `K` columns.
+        workspace_bytes: the same, and for how many tokens.
+    """
 
     formula: str
-    matrix_bytes: MatrixBytes
-    workspace_bytes: WorkspaceBytes
+    matrix_bytes: Callable[[Quantization, int, int], int]
+    workspace_bytes: Callable[[Quantization, int, int, int], int]
     packs_linears: bool = True
     packs_experts: bool = False
-
-
-def _plain(q: Quantization, rows: int, columns: int) -> int:
-    return rows * columns * q.dtype_bytes
 
 
 def _bitsandbytes(q: Quantization, rows: int, columns: int) -> int:
@@ -88,36 +85,17 @@ def _groups(q: Quantization, columns: int) -> int:
     return 1 if q.group_size <= 0 else math.ceil(columns / q.group_size)
 
 
-def _gptq(q: Quantization, rows: int, columns: int) -> int:
-    groups, group_index = _groups(q, columns), 4 * columns
-    return math.ceil(rows * columns * q.bits / 8) + groups * (2 * rows + math.ceil(rows * q.bits / 8)) + group_index
-
-
 def _awq(q: Quantization, rows: int, columns: int) -> int:
     return math.ceil(rows * columns * q.bits / 8) + _groups(q, columns) * (2 * rows + math.ceil(rows * q.bits / 8))
 
 
 def _hqq(q: Quantization, rows: int, columns: int) -> int:
-    groups = rows * _groups(q, columns)
-    return math.ceil(rows * columns * q.bits / 8) + 2 * q.dtype_bytes * groups
-
-
-def _torchao_int8(q: Quantization, rows: int, columns: int) -> int:
-    return rows * columns + (4 + 1) * rows  # fp32 scale and int8 zero point per row
-
-
-def _torchao_fp8(q: Quantization, rows: int, columns: int) -> int:
-    return rows * columns + 4 * rows
+    return math.ceil(rows * columns * q.bits / 8) + 2 * q.dtype_bytes * rows * _groups(q, columns)
 
 
 def _fp8_block(q: Quantization, rows: int, columns: int) -> int:
-    if q.group_size <= 0:
-        return rows * columns + 4
-    return rows * columns + 4 * math.ceil(rows / q.group_size) * math.ceil(columns / q.group_size)
-
-
-def _mxfp4(q: Quantization, rows: int, columns: int) -> int:
-    return rows * columns // 2 + rows * columns // 32
+    blocks = 1 if q.group_size <= 0 else math.ceil(rows / q.group_size) * math.ceil(columns / q.group_size)
+    return rows * columns + 4 * blocks
 
 
 def _no_workspace(q: Quantization, rows: int, columns: int, tokens: int) -> int:
@@ -133,27 +111,30 @@ def _bnb_4bit_copy(q: Quantization, rows: int, columns: int, tokens: int) -> int
     return 0 if tokens <= 4 else rows * columns * q.dtype_bytes
 
 
-def _int8_products(q: Quantization, rows: int, columns: int, tokens: int) -> int:
-    return tokens * (columns + 4 * rows)  # int8 inputs, int32 products
-
-
-def _fp8_inputs(q: Quantization, rows: int, columns: int, tokens: int) -> int:
-    return tokens * columns
-
-
 _GROUPED = "n*bits/8 + groups*(2N + N*bits/8)"
+_BNB_4BIT = Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy)
 METHODS: dict[str, Method] = {
-    "none": Method("n*dtype", _plain, _no_workspace, packs_linears=False),
-    "bnb-int8": Method("n + 4N", _bitsandbytes, _int8_products),
-    "bnb-nf4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy),
-    "bnb-fp4": Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy),
-    "gptq": Method(f"{_GROUPED} + 4K", _gptq, _unpacked_copy),
+    "none": Method("n*dtype", lambda q, n, k: n * k * q.dtype_bytes, _no_workspace, packs_linears=False),
+    # Its workspace: int8 inputs, int32 products.
+    "bnb-int8": Method("n + 4N", _bitsandbytes, lambda _, n, k, tokens: tokens * (k + 4 * n)),
+    "bnb-nf4": _BNB_4BIT,
+    "bnb-fp4": _BNB_4BIT,
+    "gptq": Method(f"{_GROUPED} + 4K", lambda q, n, k: _awq(q, n, k) + 4 * k, _unpacked_copy),
     "awq": Method(_GROUPED, _awq, _unpacked_copy),
     "hqq": Method("n*bits/8 + 2*dtype*n/group", _hqq, _unpacked_copy),
-    "torchao-int8": Method("n + 5N", _torchao_int8, _unpacked_copy),
-    "torchao-fp8": Method("n + 4N", _torchao_fp8, _unpacked_copy),
-    "fp8-block": Method("n + 4*ceil(N/128)*ceil(K/128)", _fp8_block, _fp8_inputs, packs_experts=True),
-    "mxfp4": Method("n/2 + n/32 (experts only)", _mxfp4, _no_workspace, packs_linears=False, packs_experts=True),
+    # An fp32 scale, and in int8 a zero point, per row.
+    "torchao-int8": Method("n + 5N", lambda _, n, k: n * k + 5 * n, _unpacked_copy),
+    "torchao-fp8": Method("n + 4N", lambda _, n, k: n * k + 4 * n, _unpacked_copy),
+    "fp8-block": Method(
+        "n + 4*ceil(N/128)*ceil(K/128)", _fp8_block, lambda _, n, k, tokens: tokens * k, packs_experts=True
+    ),
+    "mxfp4": Method(
+        "n/2 + n/32 (experts only)",
+        lambda _, n, k: n * k // 2 + n * k // 32,
+        _no_workspace,
+        packs_linears=False,
+        packs_experts=True,
+    ),
 }
 
 SCHEMES: dict[str, Quantization] = {
@@ -223,9 +204,8 @@ def _from_hqq(fields: dict[str, Any]) -> Quantization:
 
 def _from_torchao(fields: dict[str, Any]) -> Quantization:
     kind = str(fields.get("quant_type")).lower()
-    for words, name in ((("int8weightonly", "int8_weight_only"), "torchao-int8"), (("float8",), "torchao-fp8")):
-        if any(word in kind for word in words):
-            return SCHEMES[name]
+    if "float8" in kind or "int8weightonly" in kind.replace("_", ""):
+        return SCHEMES["torchao-fp8" if "float8" in kind else "torchao-int8"]
     raise MemoryPlanError(f"got torchao quant_type {kind[:120]!r}; known: int8 and float8 weight-only")
 
 

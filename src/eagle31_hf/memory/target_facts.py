@@ -95,7 +95,7 @@ def _facts(name: str, config: Config, packing: Quantization, attention: str | No
         weights=count_weights(inventory, packing),
         num_parameters=inventory.num_parameters,
         shape=decoder_shape(config, packing, attention),
-        intermediate_size=_intermediate_size(config.get_text_config(decoder=True)),
+        intermediate_size=max(layer.intermediate_size for layer in sizes_by_layer(config)),
         max_position_embeddings=trained_context(config),
     )
 
@@ -181,7 +181,7 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
         kv_heads=widest.kv_heads,
         key_dim=widest.key_dim,
         value_dim=widest.value_dim,
-        mlp_units=_mlp_units(text),
+        mlp_units=_mlp_units(text, max(layer.intermediate_size for layer in layers)),
         vocab_size=text.vocab_size,
         windows=windows,
         rotary_tables=max(1, len(kinds & set(rope))),
@@ -220,18 +220,11 @@ def _score_bytes(model_type: str, attention: str | None, configured: str | None,
     return 3 * element_bytes + 4 if implementation == "eager" else 0  # scores, masked, fp32 softmax, its cast back
 
 
-def _mlp_units(text: Config) -> int:
+def _mlp_units(text: Config, width: int) -> int:
     """Elements per token at an MLP's widest: gate, up, product; for experts, of every chosen one and its input."""
     chosen = getattr(text, "num_experts_per_tok", None)
-    width = _intermediate_size(text)
-    if not chosen:
-        return 3 * width
     expert_width = getattr(text, "moe_intermediate_size", None) or width
-    return chosen * (4 * expert_width + text.hidden_size)
-
-
-def _intermediate_size(text: Config) -> int:
-    return max(layer.intermediate_size for layer in sizes_by_layer(text))
+    return chosen * (4 * expert_width + text.hidden_size) if chosen else 3 * width
 
 
 def target_fingerprint(config: Config) -> str:
@@ -241,12 +234,11 @@ def target_fingerprint(config: Config) -> str:
     layers = set(sizes_by_layer(text))
     if len(layers) > 1:
         return digest(fields | {"layers": sorted(layers)})
-    return digest(fields | {field: getattr(text, field, None) for field in _LAYER_FIELDS} | _head_dim(text))
-
-
-def _head_dim(text: Any) -> dict[str, int]:
-    """Written out, whether or not a family's configuration has a field for it."""
-    return {"head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads}
+    fields |= {field: getattr(text, field, None) for field in _LAYER_FIELDS}
+    fields["head_dim"] = (
+        fields["head_dim"] or text.hidden_size // text.num_attention_heads
+    )  # not all have a field for it
+    return digest(fields)
 
 
 def digest(fields: dict[str, Any]) -> str:

@@ -188,22 +188,16 @@ def meta_model(config_class: Any, config_json: str) -> PreTrainedModel:
     Raises:
         MemoryPlanError: transformers knows no causal language model for this configuration.
     """
-    return _meta_model(_config_from_json(config_class, config_json)).eval()
-
-
-def _config_from_json(config_class: type[PreTrainedConfig], config_json: str) -> PreTrainedConfig:
-    fields = _fields_without_dtype(config_json)
-    fields.pop("quantization_config", None)  # shapes before packing
-    return config_class.from_dict(fields)
-
-
-def _meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Its dtype would decide the model's, and shapes are those before packing.
+    left_out = ("dtype", "torch_dtype", "quantization_config")
+    fields = {name: value for name, value in json.loads(config_json).items() if name not in left_out}
+    config = config_class.from_dict(fields)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise MemoryPlanError(
             f"transformers makes no causal language model of this {type(config).__name__} "
@@ -226,7 +220,9 @@ def inventory_of(model: PreTrainedModel) -> WeightInventory:
                 continue
             role = _role(module, key, tensor, is_head=module is head, is_embedding=module is embedding)
             skipped = module is head or full_name == last or (tied and module is embedding)
-            tensors.append(WeightTensor(name, tuple(tensor.shape), role, _fixed_bytes(tensor), skipped))
+            # A parameter the model itself keeps wider than its dtype (some routers) stays so.
+            fixed = None if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size()
+            tensors.append(WeightTensor(name, tuple(tensor.shape), role, fixed, skipped))
         for tensor in module._buffers.values():
             if tensor is not None:
                 tensors.append(WeightTensor(name, tuple(tensor.shape), "other", tensor.element_size()))
@@ -245,16 +241,3 @@ def _role(module: nn.Module, key: str, tensor: Tensor, *, is_head: bool, is_embe
     if "Experts" in type(module).__name__ and tensor.ndim >= 2:
         return "experts" if tensor.ndim == 3 else "expert_bias"
     return "other"
-
-
-def _fixed_bytes(tensor: Tensor) -> int | None:
-    """A parameter the model itself keeps wider than its dtype (some routers) stays so."""
-    return None if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size()
-
-
-def _fields_without_dtype(config_json: str) -> dict[str, Any]:
-    """Config fields from JSON, without a dtype: it would decide the meta model's."""
-    fields = json.loads(config_json)
-    for key in ("dtype", "torch_dtype"):
-        fields.pop(key, None)
-    return fields
