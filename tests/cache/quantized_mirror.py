@@ -83,7 +83,7 @@ class Mirror:
                 continue
             for b, row in enumerate(self.rows):
                 newest = row if window is None else row[max(0, len(row) - (window - 1)) :]
-                for held, width in zip(layer.held_row(b, len(row)), (KEY_DIM, VALUE_DIM), strict=True):
+                for held, width in zip(layer.held(len(row), b), (KEY_DIM, VALUE_DIM), strict=True):
                     assert held.shape == (1, HEADS, len(newest), width)
                     if newest:
                         states = self.states(torch.tensor([newest]), index, width)

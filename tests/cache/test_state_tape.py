@@ -12,8 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
 
-from eagle31_hf.cache.kept_nodes import LastNodes, LastNodesInGraph
-from eagle31_hf.cache.state_tape import GatedDelta, Recorded, Recurrence, SelectiveScan, moved_windows, rebuilt_states
+from eagle31_hf.cache.state_tape import (
+    GatedDelta,
+    LastNodes,
+    LastNodesInGraph,
+    Recorded,
+    Recurrence,
+    SelectiveScan,
+    moved_windows,
+    rebuilt_states,
+)
 from eagle31_hf.target import kernel_tape
 
 ROWS, TOKENS, LAYERS = 3, 13, 2

@@ -20,8 +20,8 @@ from transformers import DynamicCache
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import states
-from eagle31_hf.cache.kept_nodes import LastNodes
 from eagle31_hf.cache.placement import Placement
+from eagle31_hf.cache.state_tape import LastNodes
 from eagle31_hf.cache.states import CONVOLUTION, StateLayer
 from eagle31_hf.decoding.carried_cache import BEFORE_THE_ANSWER
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT, cache_argument

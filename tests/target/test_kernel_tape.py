@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.block_reading import BlockReading
-from eagle31_hf.cache.kept_nodes import LastNodes
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.cache.state_tape import make_moves, rebuilt_states
+from eagle31_hf.cache.state_tape import LastNodes, make_moves, rebuilt_states
 from eagle31_hf.target.mixers import find_mixers
 from families import recurrent_target
 from helpers import configured, oracle_drafts, random_drafter

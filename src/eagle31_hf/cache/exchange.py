@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ class ExchangingCache(Cache):
                 f"rows have lengths {self.lengths}; a stock cache wants rows of equal length: export single rows"
             )
         length = self.lengths[0]
-        refill_stock_layers(dynamic, self._held(lambda layer: layer.held(length), None), length)
+        refill_stock_layers(dynamic, self._held(length), length)
 
     def held_states(self) -> StateSnapshot:
         """The states of all rows, which are of equal length, as copies."""
@@ -132,13 +132,13 @@ class ExchangingCache(Cache):
 
     def held_row(self, row: int) -> LayerStates:
         """What layers hold of one row, oldest token first; views where they can be."""
-        return self._held(lambda layer: layer.held_row(row, self.lengths[row]), row)
+        return self._held(self.lengths[row], row)
 
-    def _held(self, keys_and_values: Callable[[SlotLayer], tuple[Tensor, Tensor]], row: int | None) -> LayerStates:
+    def _held(self, length: int, row: int | None = None) -> LayerStates:
         held = {}
         for index, layer in enumerate(self.layers):
             keys = values = None
             if isinstance(layer, SlotLayer) and layer.is_initialized:
-                keys, values = keys_and_values(layer)
+                keys, values = layer.held(length, row)
             held[index] = HeldLayer(keys, values, layer.held_states(row) if isinstance(layer, StateLayer) else {})
         return {index: layer for index, layer in held.items() if not layer.is_empty}

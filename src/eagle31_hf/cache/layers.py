@@ -104,11 +104,10 @@ class SlotLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the placed block `(B, heads, T, D)`; return the slots its queries may attend to, as `read` does."""
-        self.placement.check(key_states)
+        self.placement.check(len(key_states), key_states.shape[2])
+        self.make_room()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self.num_slots:
-            self._grow()
         self.write([part.to(self.device) for part in self.pack(key_states, value_states)])
         keys, values = self.read()
         return keys.to(key_states.device), values.to(key_states.device)
@@ -164,15 +163,14 @@ class SlotLayer(CacheLayerMixin):
         for buffer, part in zip(self.buffers, parts, strict=True):
             buffer[rows].index_copy_(2, slots, part.to(self.device))
 
-    def held(self, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the newest tokens of rows of `length`, oldest first, as copies."""
-        slots = torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device)
-        return self.unpack([buffer.index_select(2, slots) for buffer in self.buffers])
+    def held(self, length: int, row: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values `(B or 1, heads, k, D)` of the newest tokens of rows of `length`, or of one `row`, oldest
+        first; views where they can be."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        return self.unpack([self._newest(buffer[rows], length) for buffer in self.buffers])
 
-    def held_row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `(1, heads, k, D)` of the newest tokens of one row of `length`; views where they can be."""
-        slots = torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device)
-        return self.unpack([buffer[row : row + 1].index_select(2, slots) for buffer in self.buffers])
+    def _newest(self, buffer: Tensor, length: int) -> Tensor:
+        return buffer.index_select(2, torch.tensor(self.slots_of(length), dtype=torch.long, device=self.device))
 
     def slots_of(self, length: int) -> list[int]:
         """Slots of the tokens still held of rows of `length`, oldest first."""
@@ -186,12 +184,9 @@ class SlotLayer(CacheLayerMixin):
             self.device = device
 
     def make_room(self) -> None:
-        """Grow to the slots that are reserved; an empty layer stays so."""
-        if self.is_initialized and self.keys.shape[2] < self.num_slots:
-            self._grow()
-
-    def _grow(self) -> None:
-        """Move to larger buffers."""
+        """Move to larger buffers, if those are smaller than what is reserved; an empty layer stays so."""
+        if not self.is_initialized or self.keys.shape[2] >= self.num_slots:
+            return
         owned = self.keys.shape[2]
         keep = owned if self.placement.reserved_rows else self.placement.longest + self.placement.after
         grown = self._zeros_like(self.storages)
@@ -216,33 +211,6 @@ class SlotLayer(CacheLayerMixin):
 class FullLayer(SlotLayer):
     """Every position visible: token `p` of a row lies in slot `p`."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """As of any layer; in the fewest steps where there is nothing to pack, to move or to allocate.
-
-        A layer of a small target takes half a millisecond, of which the steps left out here were 2 %.
-        """
-        placement = self.placement
-        if not self._can_write_at_once(key_states):
-            return super().update(key_states, value_states, *args, **kwargs)
-        placement.check(key_states)
-        keys, values, start, count = self.keys, self.values, placement.start, placement.num_tokens
-        keys.narrow(2, start, count).copy_(key_states)  # type: ignore[arg-type]
-        values.narrow(2, start, count).copy_(value_states)  # type: ignore[arg-type]
-        visible = placement.visible_slots
-        return keys.narrow(2, 0, visible), values.narrow(2, 0, visible)
-
-    def _can_write_at_once(self, key_states: Tensor) -> bool:
-        """Whether buffers hold keys and values as they are, of these rows, on their device, with room for the block."""
-        placement = self.placement
-        return (
-            self.buffer_names == SlotLayer.buffer_names
-            and self.is_initialized
-            and placement.start is not None
-            and placement.reserved_rows is None
-            and self.keys.shape[2] >= placement.reserved_slots
-            and self.keys.device == key_states.device
-        )
-
     @property
     def num_slots(self) -> int:
         return self.placement.reserved_slots
@@ -254,8 +222,8 @@ class FullLayer(SlotLayer):
     def visible_slots(self) -> int:
         return self.placement.visible_slots
 
-    def held_row(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        return self.unpack([buffer[row : row + 1, :, :length] for buffer in self.buffers])
+    def _newest(self, buffer: Tensor, length: int) -> Tensor:
+        return buffer[:, :, :length]
 
     def write(self, parts: Sequence[Tensor]) -> None:
         placement = self.placement

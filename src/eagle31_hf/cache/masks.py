@@ -15,12 +15,6 @@ from .placement import Placement
 from .spans import AttentionSpan, LayerSpans
 
 
-def causal_block(num_queries: int, num_nodes: int, device: torch.device) -> Tensor:
-    """The chain's visibility, `(T, M)` bool: query `i` is node `M - T + i` and sees every node up to itself."""
-    visible = torch.ones(num_queries, num_nodes, dtype=torch.bool, device=device)
-    return visible.tril_(num_nodes - num_queries)
-
-
 def ragged_mask(lengths: Tensor, visible: Tensor, num_slots: int, dtype: torch.dtype) -> Tensor:
     """Mask of a full layer when rows have different lengths. Work grows with `num_slots`.
 
@@ -121,9 +115,12 @@ class ResidentMask:
 def block_visibility(
     ancestors: Tensor | None, num_queries: int, num_nodes: int, device: torch.device
 ) -> Tensor:  # fmt: skip
-    """Normalise `ancestors` (`None`, `(T, M)` or `(B, T, M)`) to `(1 or B, T, M)` bool on `device`."""
+    """Normalise `ancestors` (`None`, `(T, M)` or `(B, T, M)`) to `(1 or B, T, M)` bool on `device`.
+
+    `None` is a chain: query `i` is node `M - T + i` and sees every node up to itself.
+    """
     if ancestors is None:
-        return causal_block(num_queries, num_nodes, device)[None]
+        return torch.ones(1, num_queries, num_nodes, dtype=torch.bool, device=device).tril_(num_nodes - num_queries)
     ancestors = ancestors.to(device=device, dtype=torch.bool)
     return ancestors[None] if ancestors.dim() == 2 else ancestors
 

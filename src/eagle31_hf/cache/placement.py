@@ -166,12 +166,7 @@ class Placement:
             )
         return kept
 
-    def check(self, key_states: Tensor) -> None:
-        """Raise an `UnsupportedGenerationError` unless keys `(B, heads, T, D)` are those of the placed tokens."""
-        batch_size, _, num_tokens, _ = key_states.shape
-        self.check_block(batch_size, num_tokens)
-
-    def check_block(self, batch_size: int, num_tokens: int) -> None:
+    def check(self, batch_size: int, num_tokens: int) -> None:
         """Raise an `UnsupportedGenerationError` unless so many rows of so many tokens are placed."""
         if num_tokens != self.num_tokens or batch_size != len(self.lengths):
             placed = f"{self.batch_size} rows of {self.num_tokens} tokens" if self.num_tokens else "nothing"

@@ -146,18 +146,6 @@ class QuantizedWindowLayer(QuantizedLayer, WindowLayer):
     """See `WindowLayer`; its scratch, too, holds codes: what reaches the ring is moved, not rounded again."""
 
 
-def attention_layer_kind(span: AttentionSpan, cache_type: str) -> type[SlotLayer]:
-    """How a layer that attends so far back is stored.
-
-    Raises:
-        ConfigurationError: unknown cache type.
-    """
-    if cache_type not in CACHE_TYPES:
-        raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
-    full, window = (FullLayer, WindowLayer) if cache_type == "full" else (QuantizedFullLayer, QuantizedWindowLayer)
-    return full if span.window is None else window
-
-
 def make_layers(
     spans: Sequence[AttentionSpan],
     num_states: Sequence[int],
@@ -170,11 +158,14 @@ def make_layers(
     Raises:
         ConfigurationError: unknown cache type.
     """
-    how: dict[str, Any] = {} if cache_type == "full" else {"code": CODES.get(cache_type), "workspace": workspace}
+    if cache_type not in CACHE_TYPES:
+        raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
+    full: Any = FullLayer if cache_type == "full" else QuantizedFullLayer
+    windowed: Any = WindowLayer if cache_type == "full" else QuantizedWindowLayer
+    how: dict[str, Any] = {} if cache_type == "full" else {"code": CODES[cache_type], "workspace": workspace}
     layers: list[Any] = []
     for index, (span, states) in enumerate(zip(spans, num_states, strict=True)):
-        kind: Any = attention_layer_kind(span, cache_type)
-        layout = () if span.window is None else (span.ring,)
+        kind, layout = (full, ()) if span.window is None else (windowed, (span.ring,))
         if not states:
             layers.append(kind(placement, *layout, **how))
         elif not span.attends:

@@ -24,8 +24,7 @@ class RowPool(SpeculativeCache):
         super().__init__(*args, batch_size=batch_size, **kwargs)
         self.num_rows = batch_size
         self._placement.reserved_rows = batch_size
-        self._parked_lengths: dict[int, int] = {}
-        self._parked_ring_ends: dict[int, int] = {}
+        self._parked: dict[int, tuple[int, int]] = {}  # by place: length, and end of the rings
         self._set_live([], [])
 
     def room_for_graphs(self, num_slots: int) -> int:
@@ -35,16 +34,20 @@ class RowPool(SpeculativeCache):
 
     def row_length(self, place: int) -> int:
         """Tokens of a live or parked row; 0 where nothing lies."""
-        return self.lengths[place] if place < self.batch_size else self._parked_lengths.get(place, 0)
+        return self._length_and_ring_end(place)[0]
+
+    def _length_and_ring_end(self, place: int) -> tuple[int, int]:
+        if place < self.batch_size:
+            return self.lengths[place], self._ring_end[place]
+        return self._parked.get(place, (0, 0))
 
     def can_resume(self, place: int, length: int) -> bool:
         """Whether a row's first `length` tokens are all held: always in full layers, in rings only until they turn, and
         of states those after the last token."""
-        full = self.row_length(place)
+        full, end = self._length_and_ring_end(place)
         if self.has_states and length != full:
             return False
         ring = min(self._spans.rings, default=0)
-        end = self._ring_end[place] if place < self.batch_size else self._parked_ring_ends.get(place, 0)
         return 0 < length <= full and (not ring or end <= ring or (length == full == end))
 
     def join(self, source: SpeculativeCache) -> int:
@@ -57,7 +60,7 @@ class RowPool(SpeculativeCache):
         if place == self.num_rows:
             raise MemoryPlanError(f"all {self.num_rows} rows are taken; one has to leave before another joins")
         (length,) = source.lengths
-        self._forget(place)  # first: a copy that fails may have written over a part of what is parked there
+        self._parked.pop(place, None)  # first: a copy that fails may have written over a part of what is parked there
         self._copy(source, 0, place, length)
         self._set_live([*self.lengths, length], [*self._ring_end, source._ring_end[0]])
         return place
@@ -68,12 +71,13 @@ class RowPool(SpeculativeCache):
         if not 0 <= place <= last:
             raise UnsupportedGenerationError(f"got place {place} to leave; wanted one of the {last + 1} live rows")
         if place != last:
-            for layer in self._layers_in_use():
-                exchange_rows(layer, place, last, max(self.lengths[place], self.lengths[last]))
+            for layer in self.attending:
+                if layer.is_initialized:
+                    exchange_rows(layer, place, last, max(self.lengths[place], self.lengths[last]))
             for states in self.with_states:
                 states.exchange_states(place, last)
         lengths, ends = self.lengths, list(self._ring_end)
-        self._parked_lengths[last], self._parked_ring_ends[last] = lengths[place], ends[place]
+        self._parked[last] = lengths[place], ends[place]
         lengths[place], ends[place] = lengths[last], ends[last]
         self._set_live(lengths[:-1], ends[:-1])
         return last
@@ -82,12 +86,8 @@ class RowPool(SpeculativeCache):
         """No row is live or parked, and nothing of what was ever written is left."""
         for place in range(self.num_rows):
             wipe_row(self, place)
-            self._forget(place)
+        self._parked.clear()
         self._set_live([], [])
-
-    def _forget(self, place: int) -> None:
-        self._parked_lengths.pop(place, None)
-        self._parked_ring_ends.pop(place, None)
 
     def _set_live(self, lengths: list[int], ring_ends: list[int]) -> None:
         self._ring_end, self._state_end = ring_ends, lengths.copy()
@@ -98,9 +98,6 @@ class RowPool(SpeculativeCache):
         """Take a row's first `length` tokens over, ring and all."""
         self._reserve(max(length, 1))
         copy_layers(source, row, self, place, length)
-
-    def _layers_in_use(self) -> list[SlotLayer]:
-        return [layer for layer in self.attending if layer.is_initialized]
 
     def select_rows(self, rows: Any) -> None:
         """Not of a pool: rows join and leave one at a time."""

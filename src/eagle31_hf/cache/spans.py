@@ -138,17 +138,20 @@ def kinds_from_config(config: PreTrainedConfig, masks_by_type: bool | None, capa
     types = getattr(config, "layer_types", None)
     stock = _stock_layers(config)
     named = list(types) if types is not None else [FULL] * len(stock)
-    keep_states = _which_keep_states(stock, named)
-    _refuse_unsupported(config)
+    if unknown := unknown_layers(config):
+        raise IncompatibleTargetError(
+            f"{config.model_type} has layers of kind {unknown}; drafts can be taken back in layers that keep keys and "
+            f"values ({FULL}, {SLIDING} or {CHUNKED}) or recurrent and convolution states, and nothing else; generate "
+            "without a drafter"
+        )
     _refuse_scaling_by_slot(config, capacity)
-    if masks_by_type is None:
-        masks_by_type = types is not None
+    by_type = types is not None and masks_by_type is not False
     return LayerKinds(
-        windows=_windows(config, stock, named, by_type=masks_by_type and types is not None),
-        types=list(types) if masks_by_type and types is not None else None,
+        windows=_windows(config, stock, named, by_type=by_type),
+        types=named if by_type else None,
         num_states=tuple(
             layer.number_of_states if keeps else 0  # type: ignore[attr-defined]
-            for layer, keeps in zip(stock, keep_states, strict=True)
+            for layer, keeps in zip(stock, _which_keep_states(stock, named), strict=True)
         ),
         attends=tuple(
             type(layer).__name__ != "LinearAttentionLayer" and kind not in NO_MIXER
@@ -161,10 +164,6 @@ def _stock_layers(config: PreTrainedConfig) -> list[object]:
     """What transformers would cache in; some versions leave layers out that share another's keys and values."""
     layers: list[object] = [*DynamicCache(config=config).layers]
     return layers + [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
-
-
-def _keeps_states(layer: object, kind: str) -> bool:
-    return type(layer).__name__ in _STATE_LAYERS and kind not in NO_MIXER
 
 
 def _windows(
@@ -197,17 +196,9 @@ def unknown_layers(config: PreTrainedConfig) -> list[str]:
 
 
 def _which_keep_states(stock: Sequence[object], named: Sequence[str]) -> list[bool]:
-    return [_keeps_states(layer, kind) for layer, kind in zip(stock, named, strict=True)]
-
-
-def _refuse_unsupported(config: PreTrainedConfig) -> None:
-    unknown = unknown_layers(config)
-    if unknown:
-        raise IncompatibleTargetError(
-            f"{config.model_type} has layers of kind {unknown}; drafts can be taken back in layers that keep keys and "
-            f"values ({FULL}, {SLIDING} or {CHUNKED}) or recurrent and convolution states, and nothing else; generate "
-            "without a drafter"
-        )
+    return [
+        type(layer).__name__ in _STATE_LAYERS and kind not in NO_MIXER for layer, kind in zip(stock, named, strict=True)
+    ]
 
 
 def _refuse_scaling_by_slot(config: PreTrainedConfig, capacity: int) -> None:

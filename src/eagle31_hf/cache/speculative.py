@@ -28,7 +28,6 @@ from ..errors import ConfigurationError, UnsupportedGenerationError
 from .block_reading import WHOLE, BlockReading
 from .exchange import ExchangingCache
 from .kept_buffers import KeptBuffers
-from .kept_nodes import LastNodes
 from .layers import SlotLayer, WindowLayer
 from .masks import BlockMasks
 from .placement import Placement
@@ -36,6 +35,7 @@ from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
 from .state_blocks import KeepsStates
+from .state_tape import LastNodes
 from .states import Settle, StateLayer, settle_states
 
 SMALL_SLAB = 256

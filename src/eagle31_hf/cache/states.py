@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import IncompatibleTargetError
-from .kept_nodes import LastNodes
 from .layers import SlotLayer
 from .placement import Placement
 from .state_blocks import CONVOLUTION, RECURRENT, BlockTrace, MixerCall, StateKey
-from .state_tape import Moves, Recorded, make_moves, moved_windows, rebuilt_states
+from .state_tape import LastNodes, Moves, Recorded, make_moves, moved_windows, rebuilt_states
 
 
 class StateLayer(LinearAttentionLayer):

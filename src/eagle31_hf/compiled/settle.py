@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..cache.kept_nodes import LastNodes, LastNodesInGraph
 from ..cache.speculative import SpeculativeCache
 from ..cache.state_blocks import BlockTrace
-from ..cache.state_tape import make_moves
+from ..cache.state_tape import LastNodes, LastNodesInGraph, make_moves
 from ..cache.states import StateLayer, settle_states, state_moves
 from .fixed_states import CommittedStates
 from .graph_makers import GraphKey

@@ -186,7 +186,7 @@ class _Mixer:
     def _read(self, cache: KeepsStates, hidden: Tensor, run: Callable[[Tensor], Any]) -> Any:
         """The placed block `(B, T, H)`, row group by row group: no mixer is shown a pad."""
         placement, index = cache.placement, self.module.layer_idx
-        placement.check_block(*hidden.shape[:2])
+        placement.check(*hidden.shape[:2])
         layer: Any = cache.layers[index]  # type: ignore[attr-defined]
         parts = []
         for group in placement.groups:
