@@ -9,29 +9,29 @@ import torch
 from torch.backends import cuda
 
 from eagle31_hf.target import binding
-from eagle31_hf.target.attention_kernels import WithoutCudnn
+from eagle31_hf.target.shared_changes import SharedChanges, leave_cudnn_out
 from helpers import CONFIGS, random_drafter, random_target
 
 
 @pytest.fixture(autouse=True)
-def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[WithoutCudnn]:
+def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedChanges]:
     """One of these tests' own: a server that other tests share holds the process's open as long as it runs."""
-    found, own = cuda.cudnn_sdp_enabled(), WithoutCudnn()
-    monkeypatch.setattr(binding, "WITHOUT_CUDNN", own)
+    found, own = cuda.cudnn_sdp_enabled(), SharedChanges()
+    monkeypatch.setattr(binding, "CHANGES", own)
     cuda.enable_cudnn_sdp(True)
     yield own
     cuda.enable_cudnn_sdp(found)
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_texts_may_overlap(before: bool, switch: WithoutCudnn) -> None:
+def test_texts_may_overlap(before: bool, switch: SharedChanges) -> None:
     cuda.enable_cudnn_sdp(before)
-    switch.__enter__()
-    switch.__enter__()
+    switch.hold("cudnn", leave_cudnn_out)
+    switch.hold("cudnn", leave_cudnn_out)
     assert not cuda.cudnn_sdp_enabled()
-    switch.__exit__(None, None, None)  # of either text: the other one is still written
+    switch.let_go("cudnn")  # of either text: the other one is still written
     assert not cuda.cudnn_sdp_enabled()
-    switch.__exit__(None, None, None)
+    switch.let_go("cudnn")
     assert cuda.cudnn_sdp_enabled() == before
 
 

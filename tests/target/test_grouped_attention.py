@@ -229,6 +229,21 @@ def test_the_target_has_its_own_attention_back(own):
     binding.close()
 
 
+def test_two_drafters_of_a_target_do_not_take_its_attention_from_each_other():
+    target, drafter = random_target(hf.LlamaConfig(**GROUPED_SIZES)), drafter_of("llama")
+    target.set_attn_implementation("flex_attention")
+    one, other = (TargetBinding(target, drafter.config) for _ in range(2))
+    first, second = one.masked_attention(), other.masked_attention()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # the other one still drafts, and has masks that flex attention does not take
+    assert target.config._attn_implementation == GROUPED
+    second.__exit__(None, None, None)
+    assert target.config._attn_implementation == "flex_attention"
+    one.close()
+    other.close()
+
+
 def test_two_that_share_a_config_do_not_take_it_from_each_other():
     config = hf.LlamaConfig(**GROUPED_SIZES)
     config._attn_implementation = "sdpa"

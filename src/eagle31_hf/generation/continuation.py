@@ -19,7 +19,8 @@ from ..errors import Eagle31Error
 from ..target.binding import TargetBinding
 from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.prompt_forward import PromptForward, PromptOutput
-from ..target.self_test import logits_error, probe_tokens, tolerance
+from ..target.self_test import probe_tokens, tolerance
+from ..target.state_test import logits_error
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .call import Call

@@ -7,10 +7,10 @@ one version of transformers names it, so that it can be deleted when that versio
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 from ..configuration_eagle31 import MOST_ADDED_TOKENS, Eagle31Config
 from ..errors import IncompatibleTargetError
 from .attention_in_parts import try_on
-from .attention_kernels import WITHOUT_CUDNN
 from .cache_argument import cache_argument
 from .grouped_attention import GROUPED, attending_grouped
 from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
 from .rotation import rotates_alike_up_to, rotations_left_alone
+from .shared_changes import CHANGES, leave_cudnn_out
 from .taps import HiddenStateTaps
 
 
@@ -90,7 +90,6 @@ class TargetBinding:
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         # Whether its code looks attention up by name, as that of all but a few does.
         self._takes_grouped = getattr(type(_decoder_of(self.model)), "_can_set_attn_implementation", bool)()
-        self._masking, self._own_attention, self._lock = 0, "", threading.Lock()
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
         self.mixers = Mixers.hold(self.model) if self.has_states else None
@@ -216,27 +215,21 @@ class TargetBinding:
     def masked_attention(self) -> Iterator[None]:
         """While open in any thread, the target's attention takes additive masks: flash and flex make way for SDPA.
 
-        Of SDPA's kernels cuDNN's makes way, too (`WITHOUT_CUDNN`), and keys are not copied (`grouped_attention`).
+        Of SDPA's kernels cuDNN's makes way, too (`leave_cudnn_out`), and keys are not copied (`grouped_attention`).
         """
         try_on(self.head_device)
         grouped = attending_grouped(self.text_config) if self._takes_grouped else nullcontext()
-        with WITHOUT_CUDNN, self._masking_attention(), grouped:
+        by_sdpa = CHANGES.held(("attention", id(self.model)), self._attend_by_sdpa)
+        with CHANGES.held("cudnn", leave_cudnn_out), by_sdpa, grouped:
             yield
 
-    @contextmanager
-    def _masking_attention(self) -> Iterator[None]:
-        with self._lock:
-            if self._masking == 0:
-                self._own_attention = self.attention
-                self._attend_by("sdpa")
-            self._masking += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._masking -= 1
-                if self._masking == 0:
-                    self._attend_by(self._own_attention)
+    def _attend_by_sdpa(self) -> Callable[[], None]:
+        """Unless it attends by code that takes our masks as it is. Returns what undoes it."""
+        own = self.attention
+        if own in ("eager", "sdpa"):
+            return lambda: None
+        self.model.set_attn_implementation("sdpa")
+        return partial(self.model.set_attn_implementation, own)
 
     @property
     def none_is_causal(self) -> bool:
@@ -248,10 +241,6 @@ class TargetBinding:
         """Name of the target's attention; while `masked_attention` is open, of what the mask is made for."""
         name = self.model.config._attn_implementation
         return "sdpa" if name == GROUPED else name
-
-    def _attend_by(self, implementation: str) -> None:
-        if self._own_attention not in ("eager", "sdpa"):
-            self.model.set_attn_implementation(implementation)
 
     @property
     def input_device(self) -> torch.device:

@@ -8,9 +8,9 @@ worth, go through one kernel for each query head of a group.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..trees.shape import repeats_mask
 from .attention_in_parts import MASK_ALIGNMENT, attention_in_parts, finite, useful_parts
+from .shared_changes import CHANGES
 
 GROUPED = "eagle31_grouped"
 """The name by which transformers knows this attention."""
@@ -108,25 +109,18 @@ def grouped_attention_forward(
 AttentionInterface.register(GROUPED, grouped_attention_forward)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
-_lock = threading.Lock()
-_open: dict[int, int] = {}
-"""How often configs are being served, by `id`: several drafters may share a target."""
-
 
 @contextmanager
 def attending_grouped(config: PreTrainedConfig) -> Iterator[None]:
     """While open in any thread, models of this text config whose attention is SDPA's attend by `GROUPED`."""
-    with _lock:
-        served = config._attn_implementation in ("sdpa", GROUPED)
-        if served:
-            _open[id(config)] = _open.get(id(config), 0) + 1
-            config._attn_implementation_internal = GROUPED  # of this config alone, not of those within it
-    try:
+
+    def attend(name: str) -> None:
+        config._attn_implementation_internal = name  # of this config alone, not of those within it
+
+    def change() -> Callable[[], None]:
+        attend(GROUPED)
+        return partial(attend, "sdpa")
+
+    served = config._attn_implementation in ("sdpa", GROUPED)
+    with CHANGES.held(("grouped", id(config)), change) if served else nullcontext():
         yield
-    finally:
-        if served:
-            with _lock:
-                _open[id(config)] -= 1
-                if not _open[id(config)]:
-                    del _open[id(config)]
-                    config._attn_implementation_internal = "sdpa"

@@ -13,12 +13,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..cache.state_tape import GatedDelta, Kernels, Recorded, SelectiveScan, kernels_of
+from .shared_changes import CHANGES
 
 _running = threading.local()
 _SETTINGS = (bool, int, float, str, type(None))
@@ -87,11 +88,9 @@ class KernelTape:
         kernels: what its mixers call.
     """
 
-    _held: ClassVar[dict[tuple[str, str], int]] = {}
-    _lock: ClassVar = threading.Lock()
-
     def __init__(self, module: Any, kernels: Kernels):
         self._module, self._kernels = module, kernels
+        self._name = ("kernels", module.__name__, kernels.many)
 
     @classmethod
     def of(cls, mixer: nn.Module) -> KernelTape | None:
@@ -101,22 +100,15 @@ class KernelTape:
 
     def hold(self) -> None:
         """Intercept, until as many have let go."""
-        key = (self._module.__name__, self._kernels.many)
-        with self._lock:
-            if not self._held.get(key):
-                setattr(self._module, self._kernels.many, self._intercepting(getattr(self._module, self._kernels.many)))
-            self._held[key] = self._held.get(key, 0) + 1
+        CHANGES.hold(self._name, self._intercept)
 
     def let_go(self) -> None:
         """The last one leaves the file as it was."""
-        key = (self._module.__name__, self._kernels.many)
-        with self._lock:
-            self._held[key] -= 1
-            if not self._held[key]:
-                setattr(self._module, self._kernels.many, getattr(self._module, self._kernels.many)._own)
+        CHANGES.let_go(self._name)
 
-    def _intercepting(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _intercept(self) -> Callable[[], None]:
         module, kernels = self._module, self._kernels
+        own = getattr(module, kernels.many)
 
         @functools.wraps(own)
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -128,5 +120,5 @@ class KernelTape:
                     return answered
             return own(*args, **kwargs)
 
-        kernel._own = own  # type: ignore[attr-defined]
-        return kernel
+        setattr(module, kernels.many, kernel)
+        return functools.partial(setattr, module, kernels.many, own)

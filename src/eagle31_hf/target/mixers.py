@@ -230,7 +230,7 @@ class _Mixer:
         finally:
             self._running.steps = None
         if steps.to_project:
-            return self._project(torch.cat(steps.to_project, dim=1))
+            return self.module.get_submodule(self._output_child)(torch.cat(steps.to_project, dim=1))
         if steps.last[1] is outs[-1]:
             self._output_child = steps.last[0]
         return _in_order(outs)
@@ -250,9 +250,6 @@ class _Mixer:
             return None, False
         layer.end_taped(records[0])
         return out, True
-
-    def _project(self, states: Tensor) -> Any:
-        return self.module.get_submodule(self._output_child)(states)
 
     def _child(self, name: str, child: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps: _Steps | None = getattr(self._running, "steps", None)

@@ -47,7 +47,8 @@ def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tenso
     device = next(iter((*head.parameters(), *head.buffers()))).device
     width, count = _head_shape(head)
     rows = rows.to(device)
-    bias = head(torch.zeros(1, width, dtype=dtype, device=device))[:, rows] if _has_bias(head) else 0
+    has_bias = getattr(head, "bias", None) is not None
+    bias = head(torch.zeros(1, width, dtype=dtype, device=device))[:, rows] if has_bias else 0
     slices = []
     step = max(1, _SLICE_ELEMENTS // count)
     for start in range(0, width, step):
@@ -66,10 +67,6 @@ def _head_shape(head: nn.Module) -> tuple[int, int]:
             "load the target with its LM head unquantised, or use a drafter with a head of its own"
         )
     return width, count
-
-
-def _has_bias(head: nn.Module) -> bool:
-    return getattr(head, "bias", None) is not None
 
 
 def require_working_head(head: nn.Module, target: str) -> None:

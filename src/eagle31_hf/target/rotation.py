@@ -7,8 +7,10 @@ way, behind it another. A text is then another one if it is read in other pieces
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -65,44 +67,31 @@ def _of_each_kind(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _limit(module: nn.Module) -> int | None:
-    for ask in _ways_to_ask(module):
+    """Positions go in along one axis or three; some modules are asked by layer type."""
+    by_type = getattr(module, "rope_type", None)
+    typed = [list(by_type)] if isinstance(by_type, Mapping) and by_type else []
+    for axes, layer_types in product((1, 3), (*typed, [None])):
         try:
-            return _first_longer(module, ask)
+            limits = [_first_longer(module, layer_type, axes) for layer_type in layer_types]
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError):
             continue  # it wants to be called in another way
+        return min((limit for limit in limits if limit is not None), default=None)
     return None if set(_types(module)) <= ALIKE_AT_ANY_LENGTH else 0
 
 
-def _first_longer(module: nn.Module, ask: Mapping[str, Any]) -> int | None:
+def _first_longer(module: nn.Module, layer_type: str | None, axes: int) -> int | None:
     """By doubling, then by halving: from which length on position 1 is rotated otherwise, in tokens that may be had."""
-    several = ask["layer_types"] or [None]
-    limits = []
-    for layer_type in several:
-        short = _angles(module, 1, layer_type, axes=ask["axes"])
-        fine, longer = 1, 2
-        while _same(short, _angles(module, longer, layer_type, axes=ask["axes"])):
-            fine, longer = longer, longer * 2
-            if longer > LONGEST_TRIED:
-                break
-        else:
-            while longer - fine > 1:
-                between = (fine + longer) // 2
-                if _same(short, _angles(module, between, layer_type, axes=ask["axes"])):
-                    fine = between
-                else:
-                    longer = between
-            limits.append(longer)  # positions 0 to `fine`
-    return min(limits, default=None)
+    short = _angles(module, 1, layer_type, axes=axes)
 
+    def differs(longest: int) -> bool:
+        return not _same(short, _angles(module, longest, layer_type, axes=axes))
 
-def _ways_to_ask(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Positions go in along one axis or three; some modules are asked by layer type."""
-    by_type = getattr(module, "rope_type", None)
-    layer_types = list(by_type) if isinstance(by_type, Mapping) else []
-    for axes in (1, 3):
-        yield {"layer_types": layer_types, "axes": axes}
-        if layer_types:
-            yield {"layer_types": [], "axes": axes}
+    longer = 2
+    while not differs(longer):
+        longer *= 2
+        if longer > LONGEST_TRIED:
+            return None
+    return bisect_left(range(longer), True, lo=longer // 2 + 1, key=differs)  # positions 0 to one less
 
 
 def _angles(module: nn.Module, longest: int, layer_type: str | None, *, axes: int) -> list[Tensor]:

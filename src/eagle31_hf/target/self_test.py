@@ -19,10 +19,9 @@ from transformers import DynamicCache
 
 from ..cache.speculative import SpeculativeCache
 from ..errors import Eagle31Error, IncompatibleTargetError, named_line
-from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .binding import TargetBinding
 from .quantized import holds_packed_weights
-from .state_test import reading_on_error, state_error
+from .state_test import logits_error, probe_tree, reading_on_error, state_error
 from .verify import Verification
 
 LONGEST_PROBE = 128
@@ -177,10 +176,6 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int
     length = _probe_length(binding)
     tokens = probe_tokens(binding, length + 4)
     prefix, nodes = tokens[:, :length], tokens[:, length:]  # (1, length), (1, 4): root, its children a and b, c below a
-    parents = torch.tensor([[0, 0, 0, 1]] * rows, device=tokens.device)
-    ancestors = ancestors_from_parents(parents, max_depth=2)
-    tree = DraftTree(nodes.expand(rows, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
-
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=rows, capacity=length + 4, block=length, masks_by_type=masks_by_type,
         device=tokens.device,
@@ -189,7 +184,7 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int
     mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
     binding.forward(prefix.expand(rows, -1), cache.position_ids(), mask, cache, logits_to_keep=1)
     cache.commit(length)
-    found = Verification(binding, cache)(tree).logits.float()  # (rows, 4, V)
+    found = Verification(binding, cache)(probe_tree(nodes[0], rows)).logits.float()  # (rows, 4, V)
 
     long_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 1, 3]]), 1))[-3:]
     short_path = _plain_logits(binding, torch.cat((prefix, nodes[:, [0, 2]]), 1))[-1:]
@@ -214,12 +209,6 @@ def _choose_tape(binding: TargetBinding) -> None:
 def _reads_on(binding: TargetBinding) -> bool:
     """Whether states are continued by a forward over many tokens. Some layers begin anew there (Mamba 1)."""
     return reading_on_error(binding, probe_tokens(binding, 16)) <= tolerance(binding)
-
-
-def logits_error(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference between logits, as a share of the range of those that are wanted."""
-    found, wanted = found.float(), wanted.float()
-    return ((found - wanted).abs().max() / (wanted.max() - wanted.min())).item()
 
 
 def _plain_logits(binding: TargetBinding, tokens: Tensor) -> Tensor:

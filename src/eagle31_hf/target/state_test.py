@@ -22,8 +22,9 @@ from .binding import TargetBinding
 from .verify import Verification
 
 PREFIX, SHORTER = 9, 5  # tokens of the two prompts: more than convolutions look back
-PARENTS = (0, 0, 0, 1)  # a root, its children 1 and 2, a node below 1
+PARENTS = (0, 0, 0, 1)
 KEPT = ((0, 1, 3), (0, 2))
+TINY = torch.finfo(torch.float32).tiny
 ALL_STATES = Mapping[int, Mapping[StateKey, Tensor]]
 
 
@@ -42,22 +43,23 @@ def state_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tens
         PlainText(binding, prompts[0], torch.cat((texts[0], more[[0, 2]]))),
         PlainText(binding, prompts[1], torch.cat((texts[1], more[2:]))),
     ]
-    cache = _read_prompts(binding, masks_by_type, prompts)
+    cache = _cache(binding, masks_by_type, rows=len(prompts))
+    _read(binding, cache, torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [PREFIX, SHORTER])
     verify = Verification(binding, cache)
     errors = []
 
-    found = verify(_tree(nodes)).logits
+    found = verify(probe_tree(nodes, 2)).logits
     cache.keep([list(path) for path in KEPT], [len(path) for path in KEPT])
-    errors += [_error(found[row, list(path)], plain[row].logits[: len(path)]) for row, path in enumerate(KEPT)]
+    errors += [logits_error(found[row, list(path)], plain[row].logits[: len(path)]) for row, path in enumerate(KEPT)]
     errors += [_states_error(cache, row, plain[row].states[len(path)]) for row, path in enumerate(KEPT)]
 
     found = verify(DraftTree.chain(more[:2].expand(2, -1))).logits
     cache.keep(None, [1, 0])
-    errors.append(_error(found[0, :1], plain[0].logits[3:4]))
+    errors.append(logits_error(found[0, :1], plain[0].logits[3:4]))
     errors += [_states_error(cache, row, plain[row].states[count]) for row, count in enumerate((4, 2))]
 
     found = verify(DraftTree.chain(more[2:].expand(2, -1))).logits
-    errors += [_error(found[row], text.logits[-1:]) for row, text in enumerate(plain)]
+    errors += [logits_error(found[row], text.logits[-1:]) for row, text in enumerate(plain)]
     return max(errors)
 
 
@@ -68,7 +70,7 @@ def reading_on_error(binding: TargetBinding, tokens: Tensor) -> float:
     cache = _cache(binding, binding.masks_by_type, rows=1)
     for chunk in (ids[:, :SHORTER], ids[:, SHORTER:]):
         logits = _read(binding, cache, chunk, None)
-    return max(_error(logits[0], at_once.prompt_logits), _states_error(cache, 0, at_once.states[0]))
+    return max(logits_error(logits[0], at_once.prompt_logits), _states_error(cache, 0, at_once.states[0]))
 
 
 class PlainText:
@@ -101,14 +103,6 @@ def _cache(binding: TargetBinding, masks_by_type: bool | None, *, rows: int) -> 
     )  # fmt: skip
 
 
-def _read_prompts(binding: TargetBinding, masks_by_type: bool | None, prompts: list[Tensor]) -> SpeculativeCache:
-    cache = _cache(binding, masks_by_type, rows=len(prompts))
-    counts = [len(prompt) for prompt in prompts]
-    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    _read(binding, cache, padded, counts)
-    return cache
-
-
 def _read(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, counts: list[int] | None) -> Tensor:
     cache.place(tokens.shape[1], reading=BlockReading(counts=counts))
     mask = cache.attention_mask(dtype=binding.compute_dtype, none_is_causal=binding.none_is_causal)
@@ -117,22 +111,21 @@ def _read(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, count
     return logits
 
 
-def _tree(nodes: Tensor) -> DraftTree:
-    parents = torch.tensor([PARENTS, PARENTS], device=nodes.device)
+def probe_tree(nodes: Tensor, rows: int) -> DraftTree:
+    """A root, its children 1 and 2, and a node below 1, the same in all rows. `nodes`: `(4,)`."""
+    parents = torch.tensor([PARENTS] * rows, device=nodes.device)
     ancestors = ancestors_from_parents(parents, max_depth=2)
-    return DraftTree(nodes.expand(2, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
+    return DraftTree(nodes.expand(rows, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
+
+
+def logits_error(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference between logits, as a share of the range of those that are wanted."""
+    found, wanted = found.float(), wanted.float()
+    return ((found - wanted).abs().max() / (wanted.max() - wanted.min())).item()
 
 
 def _states_error(cache: SpeculativeCache, row: int, wanted: ALL_STATES) -> float:
     found = {layer.index: layer.held_states(row) for layer in cache.with_states}
     pairs = [(found[index][key], state) for index, states in wanted.items() for key, state in states.items()]
-    return max(((ours.float() - state.float()).abs().max() / _scale(state)).item() for ours, state in pairs)
-
-
-def _scale(state: Tensor) -> float:
-    return max(state.abs().max().item(), torch.finfo(torch.float32).tiny)
-
-
-def _error(found: Tensor, wanted: Tensor) -> float:
-    found, wanted = found.float(), wanted.float()
-    return ((found - wanted).abs().max() / (wanted.max() - wanted.min())).item()
+    errors = [(ours.float() - state.float()).abs().max() / state.abs().max().clamp(min=TINY) for ours, state in pairs]
+    return max(error.item() for error in errors)

@@ -1,0 +1,57 @@
+"""What is changed in a target, or in the process, while somebody drafts, and changed back by the last who does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+from torch.backends import cuda
+
+
+class SharedChanges:
+    """Changes that several drafters and threads want at once, each by a name of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a change may bring others along
+        self._held: dict[Hashable, tuple[int, Callable[[], object]]] = {}
+
+    def hold(self, name: Hashable, change: Callable[[], Callable[[], object]]) -> None:
+        """Make a change that nobody holds yet; `change` returns what undoes it."""
+        with self._lock:
+            holders, undo = self._held.get(name) or (0, change())
+            self._held[name] = holders + 1, undo
+
+    def let_go(self, name: Hashable) -> None:
+        """The last one undoes the change."""
+        with self._lock:
+            holders, undo = self._held.pop(name)
+            if holders > 1:
+                self._held[name] = holders - 1, undo
+            else:
+                undo()
+
+    @contextmanager
+    def held(self, name: Hashable, change: Callable[[], Callable[[], object]]) -> Iterator[None]:
+        """Hold while open."""
+        self.hold(name, change)
+        try:
+            yield
+        finally:
+            self.let_go(name)
+
+
+CHANGES = SharedChanges()
+"""Those of this process."""
+
+
+def leave_cudnn_out() -> Callable[[], None]:
+    """Let SDPA not choose cuDNN's attention; for `SharedChanges`.
+
+    cuDNN makes a plan for each shape it meets, and every round of a drafted text has keys of another length. torch
+    prefers it on Hopper and Blackwell; 22 ms and 0.4 s were reported for a new shape. The choice is the process's, not
+    a thread's: a plain `generate` beside a drafted one goes without cuDNN, too.
+    """
+    before = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    return lambda: cuda.enable_cudnn_sdp(before)
