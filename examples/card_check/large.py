@@ -18,7 +18,7 @@ from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.default_length import default_length
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.request import DecodingRequest
-from eagle31_hf.evidence.prompt_batches import PromptBatch
+from eagle31_hf.evidence.methods import Prompts
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.generation_config import Eagle31GenerationConfig
 from eagle31_hf.trees.shape import DraftShape
@@ -55,7 +55,7 @@ def check_large(machine: Machine, notes: Notes, *, four_bit: bool) -> None:
     notes.put("made", {"s": round(time.perf_counter() - started, 1), **pair.sizes()})
     short, new = pair.prompts(1, machine.size(128, 16)), machine.size(96, 5)
 
-    def rounds(name: str, prompts: PromptBatch, depth: int, **how: Any) -> None:
+    def rounds(name: str, prompts: Prompts, depth: int, **how: Any) -> None:
         notes.attempt(name, lambda: pair.rounds(prompts, DraftShape(depth), **({"new": new} | how)))
 
     usual = default_length(pair.drafter, batch_size=1, sampled=False, compiled=True).depth
@@ -136,24 +136,25 @@ class LargePair:
         told = {"target": reads.target, "draft step": reads.step, "drafter once a round": reads.once}
         return {f"{name}, GB read": round(num_bytes / 1e9, 3) for name, num_bytes in told.items()}
 
-    def prompts(self, rows: int, length: int) -> PromptBatch:
+    def prompts(self, rows: int, length: int) -> Prompts:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.target.config.vocab_size - 1, (rows, length), generator=generator)
-        return PromptBatch(ids.to(self.machine.device), torch.ones_like(ids).to(self.machine.device))
+        ids = ids.to(self.machine.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def plain_ms(self, prompts: PromptBatch) -> float:
+    def plain_ms(self, prompts: Prompts) -> float:
         """A token of plain `generate`."""
         target: Any = self.target
         new = self.machine.size(32, 4)
 
         def write(count: int) -> None:
             how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-            target.generate(**prompts.to_generate(), **how)
+            target.generate(**prompts, **how)
 
         write(4)
         return to_ms(self.machine.seconds(lambda: write(new)) / new)
 
-    def plain_captured(self, prompts: PromptBatch, new: int, chunk: int | None = None) -> dict[str, Any]:
+    def plain_captured(self, prompts: Prompts, new: int, chunk: int | None = None) -> dict[str, Any]:
         """The target alone, by captured steps of one token; the second of two texts, which records nothing."""
         make = partial(SpeculativeDecoder, NoDrafter(self.target), compiled=True)
         for _ in range(2):
@@ -162,7 +163,7 @@ class LargePair:
         return found | {"least_ms": to_ms(self.reads.target / self._bytes_per_s)}
 
     def rounds(
-        self, prompts: PromptBatch, shape: DraftShape, *, new: int, compiled: bool = True, chunk: int | None = None
+        self, prompts: Prompts, shape: DraftShape, *, new: int, compiled: bool = True, chunk: int | None = None
     ) -> dict[str, Any]:
         """Our loop, its drafts accepted by lot: prefill and rounds, timed as they come."""
         self.drafter.generation_config.acceleration = "compile" if compiled else "eager"  # captured where it can be
@@ -197,7 +198,7 @@ class LargePair:
             **recordings.to_dict(),
         }
 
-    def launches(self, prompts: PromptBatch, shape: DraftShape, *, compiled: bool) -> dict[str, Any]:
+    def launches(self, prompts: Prompts, shape: DraftShape, *, compiled: bool) -> dict[str, Any]:
         new = self.machine.size(12, 3)
         self.rounds(prompts, shape, new=new, compiled=compiled)  # recorded before
         return launches(self.machine, lambda: self.rounds(prompts, shape, new=new, compiled=compiled))

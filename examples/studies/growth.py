@@ -27,15 +27,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31_hf.cli.bench import conditions_text
-from eagle31_hf.cli.bench_run import list_of
-from eagle31_hf.cli.measuring import finish
+from eagle31_hf.cli.bench_run import finish, list_of
 from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors
 from eagle31_hf.cli.pairs import DeviceName, DTypeName, device_named
 from eagle31_hf.cli.progress import progress_bar
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.provenance import describe_device
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.evidence.tables import make_table
@@ -181,7 +179,7 @@ def _after(drafter: Eagle31Drafter, shape: DraftShape, context: int, new_tokens:
     dice = torch.Generator().manual_seed(context)
     ids = torch.randint(drafter.config.vocab_size, (1, context), generator=dice).to(device)
     request = SyntheticRequest(new_tokens, shape, ACCEPTANCE, prefill_chunk=PREFILL_CHUNK)
-    decoding = request.to_decoding(PromptBatch(ids, torch.ones_like(ids)))
+    decoding = request.to_decoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     decoder = synthetic_decoder(drafter, decoding, acceptance=ACCEPTANCE, seed=0)
     decoder.prefill()
     return decoder

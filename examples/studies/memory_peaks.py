@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from eagle31_hf.cli.bench import conditions_text
-from eagle31_hf.cli.measuring import finish
+from eagle31_hf.cli.bench_run import finish
 from eagle31_hf.cli.options import JsonOption, TracebackOption, make_console, readable_errors, writable_json
 from eagle31_hf.cli.pairs import DeviceName, DTypeName, device_named
 from eagle31_hf.cli.progress import progress_bar
@@ -35,8 +35,7 @@ from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafter.packed_linear import bitsandbytes
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.bare import requested_shape
-from eagle31_hf.evidence.prompt_batches import PromptBatch, batches_of
+from eagle31_hf.evidence.methods import Prompts, left_padded, requested_shape
 from eagle31_hf.evidence.provenance import describe_device, software
 from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, target_config, write_synthetic
 from eagle31_hf.evidence.tables import make_table
@@ -240,13 +239,12 @@ def planned_drafter(target: PreTrainedModel, plan: MemoryPlan) -> Eagle31Drafter
         return Eagle31Drafter.from_pretrained(folder, target=target, memory=plan)
 
 
-def ragged_prompts(run: PeakRun, target: PreTrainedModel) -> PromptBatch:
+def ragged_prompts(run: PeakRun, target: PreTrainedModel) -> Prompts:
     """Random ids. All rows but the first are half as long: rows of unlike length need a mask each, as is planned."""
     dice = torch.Generator().manual_seed(0)
     ids = torch.randint(target.config.get_text_config().vocab_size, (run.prompt_tokens,), generator=dice)
     ids = ids.to(target.device)
-    (prompts,) = batches_of([ids, *[ids[len(ids) // 2 :]] * (run.batch - 1)], run.batch, 0)
-    return prompts
+    return left_padded([ids, *[ids[len(ids) // 2 :]] * (run.batch - 1)], 0)
 
 
 # --- meters -----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from small_loops import CHAIN, TREE
 
 from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.evidence.bare import drafted_depths, requested_shape
-from eagle31_hf.evidence.bare_meter import BareCosts, BareMeter, quantiles
+from eagle31_hf.evidence.bare_meter import BareCosts, BareMeter, drafted_depths, quantiles
+from eagle31_hf.evidence.methods import requested_shape
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.trees.shape import DraftShape
 from families import recurrent_target

@@ -12,16 +12,16 @@ from small_loops import CHAIN, tensors
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
-from eagle31_hf.evidence.bare_meter import BareCosts, BareMeter
+from eagle31_hf.evidence.bare_meter import BareCosts, BareMeter, typical_context
 from eagle31_hf.evidence.calls import PLAIN, SAME, CallRecord, Drafting, Verdict
 from eagle31_hf.evidence.gauges import PassCounter, ends_off
 from eagle31_hf.evidence.loop_report import LoopRecord, loop_parts
-from eagle31_hf.evidence.methods import all_methods, early_exit_refusal
+from eagle31_hf.evidence.methods import all_methods, early_exit_refusal, left_padded
 from eagle31_hf.evidence.pair import measure_loops
-from eagle31_hf.evidence.prompt_batches import batches_of, typical_context
 from eagle31_hf.evidence.run_settings import RunSettings
+from eagle31_hf.evidence.suite import BenchmarkRun, Task
 from eagle31_hf.evidence.summary import MethodSummary, RunSummary, Setting
-from eagle31_hf.evidence.tables import json_line
+from eagle31_hf.texts.prompts import Prompt
 from helpers import drafter_of, random_prompts, target_of
 
 BARE = BareCosts(0.010, verify_s=0.012, drafter_step_s=0.001, absorb_s=0.002, verified_tokens=5, drafter_steps=4)
@@ -92,9 +92,12 @@ def test_acceptance_without_a_drafter_is_tokens_per_pass_after_the_prompt():
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=9), st.integers(1, 5))
 def test_batches_are_full_and_hold_every_prompt(lengths, size):
     prompts = [torch.full((length,), 7 + i) for i, length in enumerate(lengths)]
-    batches = batches_of(prompts, size, pad_id=0)
-    assert all(batch.input_ids.shape[0] == size for batch in batches)
-    rows = [ids[pad:] for batch in batches for ids, pad in zip(batch.input_ids, batch.padding, strict=True)]
+    tasks = [Task(Prompt(str(i), "a", "a", ()), ids) for i, ids in enumerate(prompts)]
+    run = BenchmarkRun(drafter_of("llama"), tasks, RunSettings(batch_sizes=(size,), repeats=1))
+    batches = [left_padded([task.ids for task in turn.tasks], pad_id=0) for turn in run.turns]
+    assert all(batch["input_ids"].shape[0] == size for batch in batches)
+    rows = [ids[mask > 0] for batch in batches for ids, mask in zip(*batch.values(), strict=True)]
+    assert all(mask.diff().ge(0).all() for batch in batches for mask in batch["attention_mask"]), "pads come first"
     assert 0 <= len(rows) - len(prompts) < size
     assert all(torch.equal(row, prompts[i % len(prompts)]) for i, row in enumerate(rows))
 
@@ -157,7 +160,7 @@ FIELDS = {
 
 def test_records_have_the_fields_of_those_written_before():
     assert set(record()[0].to_dict()) == FIELDS
-    assert json.loads(json_line(record()[0].to_dict()))["texts"] == 1
+    assert json.loads(json.dumps(record()[0].to_dict()))["texts"] == 1
 
 
 def test_accelerated_loops_are_measured_on_request():

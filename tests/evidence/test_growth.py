@@ -12,7 +12,7 @@ from storages import count_storages
 from typer.testing import CliRunner
 
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.prompt_batches import batches_of
+from eagle31_hf.evidence.methods import left_padded
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from helpers import drafter_of, random_prompts
 
@@ -39,7 +39,7 @@ def test_a_round_that_hoards_is_noticed():
 
 
 def test_attention_of_target_and_drafter_is_caught(drafter):
-    (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
+    prompts = left_padded(tensors(random_prompts(1)), 0)
     clock, kernel = AttentionClock(torch.device("cpu")), torch.nn.functional.scaled_dot_product_attention
     with clock.running():
         write_synthetic(drafter, prompts, SyntheticRequest(2, CHAIN, (1.0,)))
@@ -50,7 +50,7 @@ def test_attention_of_target_and_drafter_is_caught(drafter):
 
 
 def test_rounds_can_be_taken_without_attention(drafter, monkeypatch):
-    (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
+    prompts = left_padded(tensors(random_prompts(1)), 0)
     kernel, asked = torch.nn.functional.scaled_dot_product_attention, []
     watched = lambda *args, **kwargs: asked.append(1) or kernel(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)

@@ -15,7 +15,7 @@ from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.round import RoundBatch
 from eagle31_hf.drafter.propose import grow_tree
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.prompt_batches import batches_of
+from eagle31_hf.evidence.methods import left_padded
 from eagle31_hf.evidence.synthetic import (
     SyntheticRequest,
     random_target,
@@ -33,7 +33,7 @@ from helpers import configured, random_drafter, random_prompts, use_fixed_shapes
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
 def test_acceptance_is_what_was_asked_for(drafter, shape, samples):
     asked = (0.9, 0.7, 0.5)
-    (prompts,) = batches_of(tensors(random_prompts(8)), 8, 0)
+    prompts = left_padded(tensors(random_prompts(8)), 0)
     request = SyntheticRequest(150, shape, asked, seed=3, samples=samples)
     tokens, stats = write_synthetic(drafter, prompts, request)
     assert tokens.shape == (8, 150)
@@ -48,7 +48,7 @@ def test_acceptance_is_what_was_asked_for(drafter, shape, samples):
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(("chance", "length"), [(0.0, 1.0), (1.0, 5.0)])
 def test_certain_acceptance_takes_all_or_nothing(drafter, shape, chance, length):
-    (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
+    prompts = left_padded(tensors(random_prompts(1)), 0)
     _, stats = write_synthetic(drafter, prompts, SyntheticRequest(51, shape, (chance,)))
     assert stats.acceptance_length == pytest.approx(length)
 
@@ -58,7 +58,7 @@ def test_certain_acceptance_takes_all_or_nothing(drafter, shape, chance, length)
 def test_graphs_that_judge_are_overruled_by_the_lot(shape, samples, monkeypatch):
     use_fixed_shapes_only(monkeypatch)
     drafter = random_drafter(random_target(target_config(SPEC), dtype=torch.float32, device="cpu"))
-    (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
+    prompts = left_padded(tensors(random_prompts(1)), 0)
     with configured(drafter, acceleration="compile"):
         for chance, length in ((0.0, 1.0), (1.0, 5.0)):
             _, stats = write_synthetic(drafter, prompts, SyntheticRequest(51, shape, (chance,), samples=samples))
@@ -69,7 +69,7 @@ def test_graphs_that_judge_are_overruled_by_the_lot(shape, samples, monkeypatch)
 
 
 def test_the_lot_follows_its_seed(drafter):
-    (prompts,) = batches_of(tensors(random_prompts(2)), 2, 0)
+    prompts = left_padded(tensors(random_prompts(2)), 0)
     request = SyntheticRequest(60, CHAIN, (0.5,), seed=1)
     first, again = (write_synthetic(drafter, prompts, request)[1].accepted_at for _ in range(2))
     other = write_synthetic(drafter, prompts, replace(request, seed=2))[1].accepted_at
@@ -82,7 +82,7 @@ def test_synthetic_rounds_run_the_forwards_of_real_ones(drafter, monkeypatch):
     verify, step = Verification.__call__, type(drafter).decode
     monkeypatch.setattr(Verification, "__call__", lambda self, tree: widths.append(tree.size) or verify(self, tree))
     monkeypatch.setattr(type(drafter), "decode", lambda self, *a: steps.append(a[0].shape[1]) or step(self, *a))
-    (prompts,) = batches_of(tensors(random_prompts(1)), 1, 0)
+    prompts = left_padded(tensors(random_prompts(1)), 0)
     by_lot = functools.partial(synthetic_decoder, acceptance=(0.0,), seed=0)
     for make_decoder in (SpeculativeDecoder, by_lot):
         request = SyntheticRequest(40, TREE, (0.0,)).to_decoding(prompts)
@@ -98,7 +98,7 @@ def test_synthetic_rounds_run_the_forwards_of_real_ones(drafter, monkeypatch):
 
 
 def test_a_comb_is_a_tree_with_one_deep_path(drafter):
-    (prompts,) = batches_of(tensors(random_prompts(2, seed=4)), 2, 0)
+    prompts = left_padded(tensors(random_prompts(2, seed=4)), 0)
     request = SyntheticRequest(20, TREE, (1.0,)).to_decoding(prompts)
     decoder = synthetic_decoder(drafter, request, acceptance=(1.0,), seed=0)
     with torch.no_grad(), drafter.binding.capturing():

@@ -26,7 +26,6 @@ from eagle31_hf.decoding.accept import Acceptor, GoingDown
 from eagle31_hf.decoding.calibration import store, unasked
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.evidence.prompt_batches import PromptBatch
 from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
 from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
@@ -87,7 +86,7 @@ def test_what_is_to_be_compiled_is_captured_too(pair: Eagle31Drafter, recorder: 
 def test_benchmarks_run_by_what_texts_run_by(pair: Eagle31Drafter, recorder: Recorder) -> None:
     """Drafts that are accepted by lot write through no `generate` call."""
     ids = torch.tensor(random_prompts(1))
-    prompts = PromptBatch(ids, torch.ones_like(ids))
+    prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with configured(pair, acceleration="compile"):
         write_synthetic(pair, prompts, SyntheticRequest(12, DraftShape(3), (0.8, 0.7, 0.6), seed=0))
     assert recorder.replayed

@@ -22,8 +22,7 @@ from ..generation_config import USUAL_TREE
 from ..target.precision import quick_dtype
 from ..texts.prompts import read_prompts
 from .bench_acceptance import acceptance as acceptance_command
-from .bench_run import list_of, run
-from .measuring import finish
+from .bench_run import finish, list_of, run
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import Drafting, PairSource, device_named, encode, load_pair

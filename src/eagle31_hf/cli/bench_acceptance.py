@@ -16,8 +16,7 @@ from ..texts.prompts import embedded_prompts, read_prompts
 from ..training.distillation.evaluation import EvaluationPrompt
 from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts
 from ..trees.shape import DraftShape
-from .bench_run import list_of
-from .measuring import finish
+from .bench_run import finish, list_of
 from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
 from .progress import progress_bar

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ from ..evidence import run_tables
 from ..evidence.comparing import compare_runs
 from ..evidence.exports import write_acceptance_csv, write_profile
 from ..evidence.gauges import gauge_names
-from ..evidence.provenance import run_facts
+from ..evidence.provenance import origin, run_facts
 from ..evidence.record_file import RecordWriter, check_place, read_records
 from ..evidence.run_settings import RunSettings, settings_facts
 from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
@@ -24,9 +26,8 @@ from ..evidence.summary import RunSummary, summarise
 from ..evidence.thinking import ThinkMarks
 from ..generation_config import USUAL_TREE
 from ..texts.prompts import Prompt, embedded_prompts, read_prompts
-from .measuring import finish
 from .option_groups import expand_options, option
-from .options import JsonOption, TracebackOption, make_console, readable_errors
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair, write_plain
 from .plan import print_decision
 from .progress import progress_bar
@@ -45,6 +46,14 @@ def list_of(kind: Callable[[str], Any], wanted: str, at_least: int = 0) -> Calla
         return text
 
     return check
+
+
+def finish(json_path: Path | None, record: dict[str, Any]) -> None:
+    """The figures and how they were made: into the file that was asked for, and as the last line of what is kept."""
+    record = {**origin(), **record}
+    write_json(json_path, record)
+    if not sys.stdout.isatty():  # on a terminal it would push the tables out of sight
+        typer.echo(json.dumps(record, default=str))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ A loop is judged by them: what it takes beyond the forwards it must compute is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean
@@ -21,6 +21,7 @@ from ..decoding.pair import current_graphs, maker_at_hand
 from ..decoding.pair_caches import PairCaches
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
+from ..stats import Acceptance, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.device_clock import now
 from ..trees.draft_tree import DraftTree
@@ -280,3 +281,22 @@ def quantiles(shares: Mapping[int, float], count: int) -> list[int]:
         while len(chosen) < count and (len(chosen) + 0.5) / count <= reached:
             chosen.append(key)
     return chosen + ordered[-1:] * (count - len(chosen))  # shares may sum to a little less
+
+
+def drafted_depths(stats: SpeculationStats | Acceptance | None) -> dict[int, float] | None:
+    """Share of the rounds that drafted so many tokens one after another; doubt and the end of a text shorten drafts.
+
+    `None` if there was no round.
+    """
+    if stats is None or not stats.rounds:
+        return None
+    reached = [stats.rounds, *stats.drafted_at, 0]
+    ended = {depth: reached[depth] - reached[depth + 1] for depth in range(len(reached) - 1)}
+    return {depth: count / stats.rounds for depth, count in ended.items() if count}
+
+
+def typical_context(prompts: Sequence[Tensor], new_tokens: int) -> Tensor:
+    """Ids `(1, T)`: as many as a prompt of median length has half-way through its text."""
+    length = sorted(len(prompt) for prompt in prompts)[len(prompts) // 2] + new_tokens // 2
+    ids = torch.cat(list(prompts))
+    return ids.repeat(-(-length // len(ids)))[None, :length]

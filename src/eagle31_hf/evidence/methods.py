@@ -5,27 +5,49 @@ Each is a function from prompts to new tokens, so that they can take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from ..decoding.default_length import default_length
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter
 from ..generation_config import FIXED_DEPTH, USUAL_TREE
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
 from ..trees.shape import DraftShape
-from .bare import requested_shape
 from .calls import LOOKUP, PLAIN, PLAIN_COMPILED
-from .prompt_batches import PromptBatch
 from .run_settings import RunSettings
 from .synthetic import SyntheticRequest, write_synthetic
 
 LOOKUP_TOKENS = 10  # the proposal of prompt lookup's author
+
+
+Prompts = dict[str, Tensor]
+"""`input_ids` and `attention_mask` `(B, T)`, padded on the left."""
+
+
+def left_padded(rows: Sequence[Tensor], pad_id: int) -> Prompts:
+    """Prompts `(T,)` of any length as `generate` takes a batch."""
+    several: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+    return {
+        "input_ids": pad_sequence(list(rows), padding_value=pad_id, **several),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], **several),
+    }
+
+
+def requested_shape(
+    drafter: Eagle31Drafter, *, batch_size: int, sampled: bool = False, compiled: bool | None = None
+) -> DraftShape:
+    """What a round drafts at most by the settings; `compiled`: by graphs, of themselves if these ask for them."""
+    asked = drafter.generation_config
+    compiled = asked.acceleration == "compile" if compiled is None else compiled
+    return asked.draft_shape(default_length(drafter, batch_size=batch_size, sampled=sampled, compiled=compiled))
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,7 @@ class Output:
 
 
 class Write(Protocol):
-    def __call__(self, prompts: PromptBatch, streamer: Any = None) -> Output: ...
+    def __call__(self, prompts: Prompts, streamer: Any = None) -> Output: ...
 
 
 @dataclass(frozen=True)
@@ -114,9 +136,9 @@ def _by_our_loop_alone(alone: NoDrafter, settings: RunSettings) -> list[Method]:
 def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write:
     model: Any = drafter.binding.model
 
-    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
-        ids = model.generate(**prompts.to_generate(), **settings.to_generate(), **how, streamer=streamer)
-        return Output(ids[:, prompts.input_ids.shape[1] :])
+    def write(prompts: Prompts, streamer: Any = None) -> Output:
+        ids = model.generate(**prompts, **settings.to_generate(), **how, streamer=streamer)
+        return Output(ids[:, prompts["input_ids"].shape[1] :])
 
     return write
 
@@ -124,7 +146,7 @@ def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write
 def _by_assistant(assistant: Assistant, settings: RunSettings, overrides: dict[str, Any]) -> Write:
     generate = _by_generate(assistant, settings, assistant_model=assistant)
 
-    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+    def write(prompts: Prompts, streamer: Any = None) -> Output:
         with _configured(assistant, settings, overrides):
             return Output(generate(prompts, streamer).tokens, assistant.stats)
 
@@ -135,12 +157,12 @@ def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: RunSettings, ove
     assert settings.acceptance is not None, "only synthetic acceptance is drawn by lot"
     acceptance = settings.acceptance
 
-    def write(prompts: PromptBatch, streamer: Any = None) -> Output:
+    def write(prompts: Prompts, streamer: Any = None) -> Output:
         with _configured(drafter, settings, overrides):
             seed = int(torch.randint(2**31, ()))  # another for each prompt and repeat, the same for all methods
             request = SyntheticRequest(
                 settings.new_tokens,
-                requested_shape(drafter, batch_size=len(prompts.input_ids), sampled=settings.samples),
+                requested_shape(drafter, batch_size=len(prompts["input_ids"]), sampled=settings.samples),
                 acceptance,
                 seed=seed,
                 samples=settings.samples,

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from ..drafter.drafter import Eagle31Drafter
 from ..texts.prompts import Prompt
 from ..trees.shape import DraftShape
-from .bare import requested_shape
 from .calls import PLAIN, PLAIN_COMPILED, CallRecord
 from .loop_report import LoopRecord
+from .methods import requested_shape
 from .provenance import run_facts
 from .record_file import Records
 from .run_settings import RunSettings, settings_facts

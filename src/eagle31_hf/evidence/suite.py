@@ -31,13 +31,11 @@ from ..target.device_clock import now
 from ..target.served_processing import processing_of
 from ..texts.prompts import Prompt
 from ..training.data.padding import end_ids, until_end
-from .bare import drafted_depths
-from .bare_meter import BareCosts, BareMeter
+from .bare_meter import BareCosts, BareMeter, drafted_depths, typical_context
 from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, digest_of, served_by
 from .exactness import SampledBy, judge
 from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off
-from .methods import Method, Output, all_methods, early_exit_refusal
-from .prompt_batches import PromptBatch, batches_of, typical_context
+from .methods import Method, Output, Prompts, all_methods, early_exit_refusal, left_padded
 from .run_settings import RunSettings
 from .summary import MethodSummary
 from .thinking import ThinkMarks, split_rounds
@@ -176,14 +174,14 @@ class BenchmarkRun:
             self._no_graphs = str(refused)
 
     def _measure(self, turn: Turn) -> list[CallRecord]:
-        (batch,) = batches_of([task.ids for task in turn.tasks], turn.batch_size, self._pad)
+        batch = left_padded([task.ids for task in turn.tasks], self._pad)
         methods = self._methods(turn)
         first = (turn.repeat + turn.index) % len(methods)
         written = {method.name: self._call(method, turn, batch) for method in methods[first:] + methods[:first]}
         plain = written[PLAIN].answers
         return [self._judge(method, written[method.name], turn, plain) for method in methods]
 
-    def _call(self, method: Method, turn: Turn, batch: PromptBatch) -> _Call:
+    def _call(self, method: Method, turn: Turn, batch: Prompts) -> _Call:
         seed = self.settings.seed + 100_003 * turn.repeat + turn.index
         torch.manual_seed(seed)
         clock, passes, joules = TokenClock(), self._passes.count, self.energy.read()
@@ -327,12 +325,12 @@ class BenchmarkRun:
         self.note({"kind": "warm-up", **where, "seconds": seconds})
         return True
 
-    def _unlike_batches(self, size: int) -> list[PromptBatch]:
+    def _unlike_batches(self, size: int) -> list[Prompts]:
         """The longest and the shortest batch for each power of two of their length: graphs are made by length."""
-        batches = [batches_of([task.ids for task in tasks], size, self._pad)[0] for tasks in self._batches(size)]
-        by_length: dict[int, list[PromptBatch]] = {}
-        for batch in sorted(batches, key=lambda batch: batch.input_ids.shape[1]):
-            length = batch.input_ids.shape[1] + self.settings.new_tokens
+        batches = [left_padded([task.ids for task in tasks], self._pad) for tasks in self._batches(size)]
+        by_length: dict[int, list[Prompts]] = {}
+        for batch in sorted(batches, key=lambda batch: batch["input_ids"].shape[1]):
+            length = batch["input_ids"].shape[1] + self.settings.new_tokens
             by_length.setdefault((length - 1).bit_length(), []).append(batch)
         ends = [batch for group in by_length.values() for batch in {id(b): b for b in (group[0], group[-1])}.values()]
         return ends

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,6 @@ from ..stats import SpeculationStats
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from ..trees.shape import DraftShape
-from .prompt_batches import PromptBatch
 
 SIZE_NAMES = ("hidden", "layers", "heads", "kv", "intermediate", "vocab")
 
@@ -130,11 +129,13 @@ class SyntheticRequest:
     samples: bool = False
     prefill_chunk: int | None = None
 
-    def to_decoding(self, prompts: PromptBatch) -> DecodingRequest:
+    def to_decoding(self, prompts: Mapping[str, Tensor]) -> DecodingRequest:
         """The request of our loop, with no end but the length."""
-        rules = StopRules(prompts.input_ids.shape[1] + self.new_tokens)
+        ids, mask = prompts["input_ids"], prompts["attention_mask"]
+        rules = StopRules(ids.shape[1] + self.new_tokens)
+        padding = (ids.shape[1] - mask.sum(1)).tolist()
         return DecodingRequest(
-            sequences=Sequences(prompts.input_ids, prompts.padding, rules, None),
+            sequences=Sequences(ids, padding, rules, None),
             processing=ScoreProcessing(LogitsProcessorList()),
             shape=self.shape,
             do_sample=self.samples,
@@ -143,13 +144,13 @@ class SyntheticRequest:
 
 
 def write_synthetic(
-    drafter: Eagle31Drafter, prompts: PromptBatch, request: SyntheticRequest
+    drafter: Eagle31Drafter, prompts: Mapping[str, Tensor], request: SyntheticRequest
 ) -> tuple[Tensor, SpeculationStats]:
     """Meaningless new tokens `(B, n)` after the prompts, and the figures of the call."""
     decoding = request.to_decoding(prompts)
     with torch.no_grad(), drafter.binding.masked_attention():
         ids = synthetic_decoder(drafter, decoding, acceptance=request.acceptance, seed=request.seed).run()
-    return ids[:, prompts.input_ids.shape[1] :], decoding.stats
+    return ids[:, prompts["input_ids"].shape[1] :], decoding.stats
 
 
 def check_acceptance(acceptance: Sequence[float]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -51,8 +49,3 @@ def make_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     for heading in right:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
-
-
-def json_line(record: dict[str, Any]) -> str:
-    """Everything in one line, the last one of a benchmark whose output is kept."""
-    return json.dumps(record, default=str)

@@ -18,9 +18,9 @@ from torch import Tensor
 from ...drafter.drafter import Eagle31Drafter
 from ...stats import Acceptance
 from ...target.served_processing import processing_of, sampling_options
-from ..bare import requested_shape
 from ..calls import TIE, served_by
 from ..exactness import TIE_ROUNDINGS, SampledBy, judge
+from ..methods import requested_shape
 
 
 @dataclass(frozen=True)
