@@ -148,7 +148,7 @@ def chains(pair: LoadedPair, prompts: list[Prompt], given: argparse.Namespace) -
     ids = [encode(pair, prompt.opening)["input_ids"][0] for prompt in prompts]
     with configured(Way("chain", pair.drafter, CONSTANT)):
         _, records = measure_loops(pair.drafter, ids, settings, lambda _: None)
-    chain = next(record.to_dict() for record in records if record.name == "chain")
+    chain = next(record.to_dict() for record in records if record.summary.method == "chain")
     return {**chain, "of_ceiling": chain["speedup"] / chain["ceiling"], "wanted_of_ceiling": LEAST_OF_CEILING}
 
 

@@ -199,7 +199,7 @@ def test_transformers_alternatives_that_fail_are_left_out(monkeypatch):
     wanted = RunSettings(new_tokens=4, repeats=1, methods=("plain generate", "prompt lookup"), **FIXED)
     summary, records = measure_loops(drafter, tensors(random_prompts(1)), wanted, lambda _: None)
     assert summary.left_out["prompt lookup"] == "RuntimeError: not today"
-    assert [each.name for each in records] == ["plain generate"]
+    assert [each.summary.method for each in records] == ["plain generate"]
 
 
 def test_methods_of_one_row_are_left_out_of_batches_with_a_reason():

@@ -16,9 +16,8 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter.replay import TargetText, read_text
 from eagle31_hf.evidence.calls import DIFFERENT, TIE, Verdict
-from eagle31_hf.evidence.doctor import drift_probe, examination, losslessness
-from eagle31_hf.evidence.doctor.drift import CONDITIONS, DriftCurve, plot_drift, summarise
-from eagle31_hf.evidence.doctor.drift_probe import drift_finding, probe_both_forms, probe_drift
+from eagle31_hf.evidence.doctor import drift, examination, losslessness
+from eagle31_hf.evidence.doctor.drift import CONDITIONS, DriftCurve, drift_finding, plot_drift, summarise
 from eagle31_hf.evidence.doctor.examination import DEPTH, examine, preflight
 from eagle31_hf.evidence.doctor.findings import Patient
 from eagle31_hf.evidence.doctor.losslessness import Difference, compare_texts
@@ -358,7 +357,7 @@ def patient(target: Any, tokenizer: Any) -> Patient:
 def test_drift_shows_both_forms_side_by_side(patient: Patient, target: Any, tmp_path: Path) -> None:
     """Another drafter beside it, under every condition, in a table's figures and in a plot."""
     other = attached(target, norm_output=False)  # the weights of one form in the other: it must drift
-    curves = probe_drift(patient, new_tokens=12, depth=4, other=other)
+    curves = drift.probe_drift(patient, new_tokens=12, depth=4, other=other)
     assert [curve.form for curve in curves] == ["EAGLE 3.1", "EAGLE-3"] * (len(curves) // 2)
     assert {curve.condition for curve in curves} == {
         "as it is", "system prompt added", "long context", "another template",
@@ -372,8 +371,8 @@ def test_drift_shows_both_forms_side_by_side(patient: Patient, target: Any, tmp_
 def test_without_another_drafter_the_same_weights_are_read_in_the_other_form(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drift_probe, "CONDITIONS", {"as it is": CONDITIONS["as it is"]})
-    curves = probe_both_forms(patient, new_tokens=12, beside=None)
+    monkeypatch.setattr(drift, "CONDITIONS", {"as it is": CONDITIONS["as it is"]})
+    curves = drift.probe_both_forms(patient, new_tokens=12, beside=None)
     assert [(curve.form, curve.condition) for curve in curves] == [
         ("EAGLE 3.1", "as it is"), ("EAGLE-3 by the same weights", "as it is"),
         ("EAGLE 3.1", "another template"), ("EAGLE-3 by the same weights", "another template"),

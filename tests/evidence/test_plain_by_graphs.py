@@ -17,7 +17,7 @@ def test_the_loop_benchmark_tells_compiler_and_drafter_apart(monkeypatch):
     )  # fmt: skip
     prompts = [torch.tensor(ids) for ids in random_prompts(2)]
     _, found = measure_loops(drafter_of("llama"), prompts, wanted, lambda _: None)
-    records = {(record.name, record.batch_size): record.to_dict() for record in found}
+    records = {(record.summary.method, record.batch_size): record.to_dict() for record in found}
     for size in (1, 2):
         alone, chain = records[PLAIN_COMPILED, size], records["chain compiled", size]
         assert alone["acceptance_length"] == 1.0

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -11,7 +12,9 @@ from test_summary import RUN, SPEEDS, call, records
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
+from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.evidence.calls import TextPart, Verdict
+from eagle31_hf.evidence.doctor.drift import plot_drift
 from eagle31_hf.evidence.record_file import RecordWriter
 from eagle31_hf.evidence.report.content import make_page
 from eagle31_hf.evidence.report.render import to_html
@@ -139,6 +142,13 @@ def test_bad_input(tmp_path, arguments, message):
     result = CliRunner().invoke(app, ["report", *source, *arguments])
     assert result.exit_code == 1
     assert message in result.stderr
+
+
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for draw in (lambda: make_page([measured()], title="T"), lambda: plot_drift([], tmp_path / "drift.png")):
+        with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+            draw()
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------

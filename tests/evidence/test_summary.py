@@ -127,9 +127,8 @@ def test_steadiness_cost_energy_and_memory():
 
 
 def test_where_a_rounds_time_goes():
-    parts = summary_of(*run_of(prompts=1, repeats=1))["chain"].round_parts
-    assert (parts.draft_ms, parts.verify_ms, parts.other_ms) == pytest.approx((20, 30, 5))
-    assert parts.total_ms == pytest.approx(55)
+    parts = summary_of(*run_of(prompts=1, repeats=1))["chain"].round_ms
+    assert parts == pytest.approx({"draft": 20, "verify": 30, "other": 5})
 
 
 def test_categories_are_summarised_alone():

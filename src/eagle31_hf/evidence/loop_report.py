@@ -32,10 +32,6 @@ class LoopRecord:
     bare: BareCosts | None = None
 
     @property
-    def name(self) -> str:
-        return self.summary.method
-
-    @property
     def batch_size(self) -> int:
         return self.summary.setting.batch_size
 
@@ -91,17 +87,16 @@ class LoopRecord:
     def to_dict(self) -> dict[str, Any]:
         """Everything, derived figures included, as JSON-ready values."""
         method, tok_per_s = self.summary, list(speeds(self.summary.calls).values())
-        parts = method.round_parts if self.bare is not None else None
-        split = {} if parts is None else {f"{name}_s": getattr(parts, f"{name}_ms") / 1e3 for name in _PARTS}
+        split = {f"{name}_s": ms / 1e3 for name, ms in _with_total(method).items()} if self.bare is not None else None
         by_drafter = method.by_drafter if method.is_compiled else None
         return {
-            "name": self.name,
+            "name": method.method,
             "batch_size": self.batch_size,
             "tok_per_s": tok_per_s,
             "speedups": self.speedups,
             "speedup": median(self.speedups),
-            "by_compiler": None if method.by_compiler is None else method.by_compiler.median,
-            "by_drafter": None if by_drafter is None else by_drafter.median,
+            "by_compiler": method.by_compiler and method.by_compiler.median,
+            "by_drafter": by_drafter and by_drafter.median,
             "acceptance_length": self.acceptance_length,
             "round_over_bare": self.round_over_bare,
             "ceiling": self.ceiling,
@@ -109,7 +104,7 @@ class LoopRecord:
             "target_passes": self.target_passes,
             "new_tokens": [sum(call.new_tokens for call in calls) for calls in self._by_repeat()],
             "round": split or None,
-            "bare": None if self.bare is None else {**asdict(self.bare), "round_s": self.bare.round_s},
+            "bare": self.bare and {**asdict(self.bare), "round_s": self.bare.round_s},
             "served_by": method.calls[0].served_by,
             "equal_texts": self._equal_texts(),
             "texts": sum(len(call.texts) for call in next(self._by_repeat())),
@@ -124,7 +119,10 @@ class LoopRecord:
         return sum(ours == theirs for call in first for ours, theirs in zip(call.texts, plain[call.turn], strict=True))
 
 
-_PARTS = ("draft", "verify", "other", "total")
+def _with_total(method: MethodSummary) -> dict[str, float]:
+    """Milliseconds of a round's parts and of all of it; empty where there was no round."""
+    parts = method.round_ms
+    return {} if parts is None else {**parts, "total": sum(parts.values())}
 
 
 def loop_parts(summary: RunSummary, records: Sequence[LoopRecord], *, synthetic: bool) -> Iterator[Text | Table]:
@@ -143,7 +141,7 @@ def loop_parts(summary: RunSummary, records: Sequence[LoopRecord], *, synthetic:
 def _ceiling_table(records: Sequence[LoopRecord]) -> Table:
     """The speedup of loops that cost nothing, and the bare forwards it is made of."""
     rows = tuple(
-        (record.name, str(record.batch_size), f"{record.acceptance_length:.2f}", _ms(record.plain_step_s),
+        (record.summary.method, str(record.batch_size), f"{record.acceptance_length:.2f}", _ms(record.plain_step_s),
          f"{_ms(bare.verify_s)} ({bare.verified_tokens:.3g})",
          f"{_ms(bare.absorb_s)} + {bare.further_steps:.3g} × {_ms(bare.drafter_step_s)}", f"{record.ceiling:.2f}×")
         for record in records
@@ -158,11 +156,10 @@ def _round_table(records: Sequence[LoopRecord]) -> Table:
     """Where a round's time goes, and how much of it the bare forwards need."""
     rows = []
     for record in records:
-        parts, bare, overhead = record.summary.round_parts, record.bare, record.round_over_bare
-        if parts is not None and bare is not None and overhead is not None:
-            cells = (parts.draft_ms, parts.verify_ms, parts.other_ms, parts.total_ms, bare.round_s * 1e3)
-            figures = (f"{value:.3g}" for value in cells)
-            rows.append((record.name, str(record.batch_size), *figures, f"{overhead:.2f}"))
+        parts, bare, overhead = _with_total(record.summary), record.bare, record.round_over_bare
+        if parts and bare is not None and overhead is not None:
+            figures = (f"{value:.3g}" for value in (*parts.values(), bare.round_s * 1e3))
+            rows.append((record.summary.method, str(record.batch_size), *figures, f"{overhead:.2f}"))
     headings = ("method", "batch", "draft", "verify", "rest", "round", "bare", "round/bare")
     return DataTable("Where a round's ms go", headings, tuple(rows)).on_terminal(left=2)
 

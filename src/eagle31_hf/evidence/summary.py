@@ -7,7 +7,6 @@ their median. The interval beside it is over prompts: what other prompts of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -30,19 +29,6 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{'greedy' if not self.temperature else f'temperature {self.temperature:g}'}, batch {self.batch_size}"
-
-
-@dataclass(frozen=True)
-class RoundParts:
-    """Mean host milliseconds of a round."""
-
-    draft_ms: float
-    verify_ms: float
-    other_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        return self.draft_ms + self.verify_ms + self.other_ms
 
 
 @dataclass(frozen=True)
@@ -108,20 +94,17 @@ class MethodSummary:
     def first_token_s(self) -> float:
         return median(call.first_token_s for call in self.calls)
 
-    @cached_property
-    def stretch_speeds(self) -> list[float]:
-        return [speed for call in self.calls for speed in window_speeds(call.window_s)]
-
     @property
     def slow_tok_per_s(self) -> float | None:
         """Fifth percentile over stretches of text."""
-        return float(np.percentile(self.stretch_speeds, 5)) if self.stretch_speeds else None
+        speeds = [speed for call in self.calls for speed in window_speeds(call.window_s)]
+        return float(np.percentile(speeds, 5)) if speeds else None
 
     @property
     def variation(self) -> float | None:
         """Of the speeds of a text's stretches, median over texts."""
-        found = [variation(window_speeds(call.window_s)) for call in self.calls]
-        return median(v for v in found if v is not None) if any(v is not None for v in found) else None
+        found = [v for call in self.calls if (v := variation(window_speeds(call.window_s))) is not None]
+        return median(found) if found else None
 
     @cached_property
     def acceptance(self) -> Acceptance:
@@ -161,14 +144,13 @@ class MethodSummary:
         return sum((call.answering for call in self.calls), TextPart())
 
     @property
-    def round_parts(self) -> RoundParts | None:
+    def round_ms(self) -> dict[str, float] | None:
+        """Mean host milliseconds of a round: `draft`, `verify` and `other`."""
         parts = [call.drafting for call in self.calls if call.drafting is not None]
         passes = sum(part.passes for part in parts)
         if not passes:
             return None
-        return RoundParts(
-            *(sum(getattr(p, f"{n}_s") for p in parts) / passes * 1e3 for n in ("draft", "verify", "other"))
-        )
+        return {n: sum(getattr(p, f"{n}_s") for p in parts) / passes * 1e3 for n in ("draft", "verify", "other")}
 
     @property
     def peak_bytes(self) -> int | None:
@@ -176,8 +158,8 @@ class MethodSummary:
 
     @property
     def joules_per_token(self) -> float | None:
-        told = [call for call in self.calls if call.energy_j is not None]
-        return sum(call.energy_j or 0.0 for call in told) / sum(call.new_tokens for call in told) if told else None
+        told = [(call.energy_j, call.new_tokens) for call in self.calls if call.energy_j is not None]
+        return sum(joules for joules, _ in told) / sum(tokens for _, tokens in told) if told else None
 
     @property
     def price_per_million(self) -> float | None:
@@ -187,34 +169,35 @@ class MethodSummary:
     @cached_property
     def categories(self) -> dict[str, MethodSummary]:
         """The same for each category of prompts."""
-        names = dict.fromkeys(call.category for call in self.calls)
-        return {name: self._only(lambda call, name=name: call.category == name) for name in names}  # type: ignore[misc]
-
-    def _only(self, wanted: Callable[[CallRecord], bool]) -> MethodSummary:
-        calls, plain, compiled = (tuple(filter(wanted, each)) for each in (self.calls, self.plain, self.compiled))
-        return replace(self, calls=calls, plain=plain, compiled=compiled)
+        found = {}
+        for name in dict.fromkeys(call.category for call in self.calls):
+            every = (self.calls, self.plain, self.compiled)
+            calls, plain, compiled = (tuple(call for call in each if call.category == name) for each in every)
+            found[name] = replace(self, calls=calls, plain=plain, compiled=compiled)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure, JSON-ready."""
         accepted = self.acceptance
+        spreads = {name: getattr(self, name) for name in ("tok_per_s", "speedup", "by_compiler", "by_drafter")}
         return {
             "method": self.method,
             "temperature": self.setting.temperature,
             "batch_size": self.setting.batch_size,
             "calls": len(self.calls),
             "new_tokens": sum(call.new_tokens for call in self.calls),
-            **{name: _spread(getattr(self, name)) for name in ("tok_per_s", "speedup", "by_compiler", "by_drafter")},
+            **{name: spread and asdict(spread) for name, spread in spreads.items()},
             "refusal": self.refusal,
             "answers": dict(self.verdicts),
             **{name: getattr(self, name) for name in _PLAIN_FIGURES},
             "accepted_at": {"cumulative": accepted.cumulative, "conditional": accepted.conditional},
             "thinking": self.thinking.acceptance_length,
             "answering": self.answering.acceptance_length,
-            "round_ms": None if self.round_parts is None else asdict(self.round_parts),
+            "round_ms": self.round_ms and {f"{name}_ms": value for name, value in self.round_ms.items()},
             "categories": {
                 name: {
                     "tok_per_s": part.tok_per_s.median,
-                    "speedup": None if part.speedup is None else part.speedup.median,
+                    "speedup": part.speedup and part.speedup.median,
                     "acceptance_length": part.acceptance_length,
                 }
                 for name, part in self.categories.items()
@@ -226,10 +209,6 @@ _PLAIN_FIGURES = (
     "ceiling", "first_token_s", "slow_tok_per_s", "variation", "acceptance_length", "peak_bytes", "joules_per_token",
     "price_per_million",
 )  # fmt: skip
-
-
-def _spread(spread: Spread | None) -> dict[str, Any] | None:
-    return None if spread is None else asdict(spread)
 
 
 @dataclass(frozen=True)

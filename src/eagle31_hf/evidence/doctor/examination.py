@@ -14,8 +14,7 @@ from ...drafter.drafter import Eagle31Drafter
 from ...drafter.replay import TargetText, read_text
 from ...target.precision import precision_advice, precision_caution
 from ...target.quantized import holds_packed_weights
-from .drift import DriftCurve, form_of
-from .drift_probe import drift_finding, probe_both_forms
+from .drift import DriftCurve, drift_finding, form_of, probe_both_forms
 from .findings import Finding, Patient
 from .losslessness import TextComparison, compare_texts
 from .replay import replay

@@ -46,17 +46,26 @@ class Plot:
     table: DataTable
 
 
-@contextmanager
-def _axes(height: float = HEIGHT) -> Iterator[tuple[Any, list[str]]]:
-    """Axes to draw on; the SVG is appended to the list at the end."""
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, sizes in inches.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
     try:
-        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError("plots need matplotlib: pip install matplotlib jinja2") from error
-    made: list[str] = []
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+@contextmanager
+def _axes(height: float = HEIGHT) -> Iterator[tuple[Any, list[str]]]:
+    """Axes to draw on; the SVG is appended to the list at the end."""
+    figure, made = new_figure(WIDTH, height), list[str]()
+    from matplotlib import rc_context  # there, or this had been told
+
     with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         yield figure.add_subplot(), made
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -187,28 +196,26 @@ def _position_cell(method: MethodSummary, place: int) -> str:
 
 def rounds_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
     """Stacked bars of drafting, verification and the rest."""
-    parts = {method.method: method.round_parts for method in methods if method.round_parts is not None}
+    parts = {method.method: method.round_ms for method in methods if method.round_ms is not None}
     if not parts:
         return None
-    labels = {"draft_ms": "draft", "verify_ms": "verify", "other_ms": "other"}
+    names = ("draft", "verify", "other")
     with _axes(max(2.0, 0.9 + 0.42 * len(parts))) as (axes, made):
         start = np.zeros(len(parts))
-        for colour, (field, label) in zip(PALETTE, labels.items(), strict=False):
-            widths = np.array([getattr(part, field) for part in parts.values()])
-            axes.barh(list(parts), widths, 0.6, left=start, color=colour, label=label, edgecolor="white")
+        for colour, part in zip(PALETTE, names, strict=False):
+            widths = np.array([each[part] for each in parts.values()])
+            axes.barh(list(parts), widths, 0.6, left=start, color=colour, label=part, edgecolor="white")
             start += widths
         axes.invert_yaxis()
         axes.set_xlabel("ms of a round")
         axes.grid(axis="y", visible=False)
         axes.figure.legend(loc="outside upper center", ncols=3)
-    rows = tuple(
-        (method, *(f"{value:.2f}" for value in (p.draft_ms, p.verify_ms, p.other_ms, p.total_ms)))
-        for method, p in parts.items()
-    )
-    table = DataTable("Mean host milliseconds of a round", ("method", "draft", "verify", "other", "round"), rows)
+    whole = {method: sum(each.values()) for method, each in parts.items()}
+    rows = tuple((method, *(f"{ms:.2f}" for ms in (*each.values(), whole[method]))) for method, each in parts.items())
+    table = DataTable("Mean host milliseconds of a round", ("method", *names, "round"), rows)
     told = "; ".join(
-        f"{method} {part.total_ms:.1f} ms, {part.verify_ms / part.total_ms:.0%} of it verification"
-        for method, part in parts.items()
+        f"{method} {whole[method]:.1f} ms, {each['verify'] / whole[method]:.0%} of it verification"
+        for method, each in parts.items()
     )
     return Plot(f"{name}-rounds", "Where a round's time goes", f"Stacked bars of a mean round: {told}.", made[0], table)
 
