@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -109,11 +109,12 @@ def loop(
     _run_loop(subject, settings, json_path)
 
 
-class Subject:
+class Subject(NamedTuple):
     """What is measured, and on what."""
 
-    def __init__(self, name: str, drafter: Eagle31Drafter, prompts: list[Tensor]):
-        self.name, self.drafter, self.prompts = name, drafter, prompts
+    name: str
+    drafter: Eagle31Drafter
+    prompts: list[Tensor]
 
 
 def _acceptance(synthetic: str | None, text: str | None) -> tuple[float, ...] | None:
@@ -125,12 +126,9 @@ def _acceptance(synthetic: str | None, text: str | None) -> tuple[float, ...] | 
 
 
 def _refuse_with_synthetic(source: PairSource, prompts: str | None) -> None:
-    told = {"prompts": prompts, **vars(source)}
-    usual = {
-        "prompts": None,
-        **vars(PairSource(dtype=source.dtype, device=source.device, acceleration=source.acceleration)),
-    }
-    spare = [f"--{name.replace('_', '-')}" for name, value in told.items() if value != usual[name]]
+    usual = vars(PairSource(dtype=source.dtype, device=source.device, acceleration=source.acceleration))
+    spare = ["--prompts"] if prompts is not None else []
+    spare += [f"--{name.replace('_', '-')}" for name, value in vars(source).items() if value != usual[name]]
     if spare:
         raise ConfigurationError(f"--synthetic makes target, drafter and prompts; drop {', '.join(spare)}")
 

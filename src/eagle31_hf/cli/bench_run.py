@@ -20,7 +20,7 @@ from ..evidence.exports import write_acceptance_csv, write_profile
 from ..evidence.gauges import gauge_names
 from ..evidence.provenance import origin, run_facts
 from ..evidence.record_file import RecordWriter, check_place, read_records
-from ..evidence.run_settings import RunSettings, settings_facts
+from ..evidence.run_settings import RunSettings
 from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
 from ..evidence.summary import RunSummary, summarise
 from ..evidence.thinking import ThinkMarks
@@ -203,51 +203,40 @@ class Subject:
 
 
 def _measure(
-    console: Console,
-    subject: Subject,
-    settings: RunSettings,
-    out: Path,
-    *,
-    resume: bool,
-    price_per_hour: float | None,
+    console: Console, subject: Subject, settings: RunSettings, out: Path, *, resume: bool, price_per_hour: float | None
 ) -> None:
-    pair = subject.pair
+    pair, tasks = subject.pair, subject.tasks(settings.new_tokens)
     notes: list[dict[str, Any]] = []
-    measured = BenchmarkRun(
-        pair.eagle,
-        subject.tasks(settings.new_tokens),
-        settings,
-        marks=ThinkMarks.of(pair.tokenizer),
-        note=notes.append,
-    )
+    measured = BenchmarkRun(pair.eagle, tasks, settings, marks=ThinkMarks.of(pair.tokenizer), note=notes.append)
+    num_turns = len(measured.turns)
     first_line = {
         **run_facts(pair.eagle, pair.tokenizer, subject.names),
         "counted": gauge_names(measured.peak, measured.energy),
         "price_per_hour": price_per_hour,
-        "settings": {**settings_facts(settings), "all_turns": subject.all_turns},
-        "prompts": [task.prompt.id for task in measured.tasks],
+        "settings": {**settings.to_dict(), "all_turns": subject.all_turns},
+        "prompts": [task.prompt.id for task in tasks],
     }
     writer = RecordWriter(out, first_line, resume=resume)
-    done = frozenset() if writer.done is None else frozenset(writer.done.turns)
+    done = frozenset(writer.done.turns if writer.done is not None else ())
     if writer.done is None:
         writer.write({"kind": "left-out", "method": name, "reason": why} for name, why in NEVER_HERE.items())
         ledger = measured.ledger()
         writer.write([] if ledger is None else [ledger])
     elif writer.done.cut_at:
         told = f"{out.name} broke off in line {writer.done.cut_at} ({writer.done.why_cut}); going on behind turn "
-        console.print(Text(f"{told}{len(done)} of {len(measured.turns)}.", style="dim"))
+        console.print(Text(f"{told}{len(done)} of {num_turns}.", style="dim"))
     kept = len(done)
     try:
         with progress_bar(console) as advance:
-            advance(kept / len(measured.turns))
+            advance(kept / num_turns)
             for calls in measured.measure(done):
                 writer.write(notes)
                 notes.clear()
                 writer.write_turn(calls)
                 kept += 1
-                advance(1 / len(measured.turns))
+                advance(1 / num_turns)
     except KeyboardInterrupt:
-        told = f"stopped: {out.name} keeps {kept} of {len(measured.turns)} turns; "
+        told = f"stopped: {out.name} keeps {kept} of {num_turns} turns; "
         make_console(stderr=True).print(f"{told}the same command with --resume goes on", markup=False)
         raise
     writer.close()
@@ -258,13 +247,5 @@ def _compare(console: Console, files: tuple[Path, Path], allow: list[str], json_
     compared = compare_runs(before, after, allow=allow)
     for part in run_tables.compared_parts(compared, before, after):
         console.print(part)
-    finish(
-        json_path,
-        {
-            "bench": "compare",
-            "before": before.name,
-            "after": after.name,
-            "differences": [difference.to_dict() for difference in compared.differences],
-            "told": list(compared.told),
-        },
-    )
+    record = {"bench": "compare", "before": before.name, "after": after.name, "told": list(compared.told)}
+    finish(json_path, record | {"differences": [difference.to_dict() for difference in compared.differences]})

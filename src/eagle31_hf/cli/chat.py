@@ -81,22 +81,7 @@ class Chat:
 
     def __init__(self, console: Console, session: ChatSession, pair: LoadedPair, *, colour: bool, thoughts: bool):
         self.console, self.session, self.pair = console, session, pair
-        self.colour, self.thoughts = colour, thoughts
-        self.commands: dict[str, Callable[[str], None]] = {
-            "/help": self.help,
-            "/system": self.system,
-            "/reset": self.reset,
-            "/undo": self.undo,
-            "/retry": self.retry,
-            "/stats": self.stats,
-            "/plan": self.plan,
-            "/save": self.save,
-            "/load": self.load,
-            "/temperature": self.temperature,
-            "/colour": self.toggle_colour,
-            "/thoughts": self.toggle_thoughts,
-            "/quit": self.quit,
-        }
+        self.colours, self.thinking = colour, thoughts
 
     def run(self, read: Callable[[], str]) -> None:
         """Until `read` raises `EOFError`, or the user leaves."""
@@ -122,17 +107,15 @@ class Chat:
             self._show(lambda on_piece: self.session.ask(line, on_piece))
             return
         name, _, rest = line.partition(" ")
-        found = [command for command in self.commands if command.startswith(name)]
-        if name in self.commands:
-            found = [name]
+        found = [name] if name in COMMANDS else [command for command in COMMANDS if command.startswith(name)]
         if len(found) != 1:
-            raise ConfigurationError(f"got {name}; wanted one of {', '.join(found or self.commands)}")
-        self.commands[found[0]](rest.strip())
+            raise ConfigurationError(f"got {name}; wanted one of {', '.join(found or COMMANDS)}")
+        COMMANDS[found[0]](self, rest.strip())
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def _show(self, answer: Callable[[Callable[[Piece], None]], Answer]) -> None:
-        shown = _AnswerView(self.console, colour=self.colour, thoughts=self.thoughts)
+        shown = _AnswerView(self.console, colour=self.colours, thoughts=self.thinking)
         with _interrupt_stops(self.session), _keys_unseen():
             try:
                 told = answer(shown.add)
@@ -145,7 +128,7 @@ class Chat:
     def help(self, _rest: str) -> None:
         """this list"""
         table = Table.grid(padding=(0, 2))
-        for name, command in self.commands.items():
+        for name, command in COMMANDS.items():
             table.add_row(f"  {name}", command.__doc__, style="dim")
         self.console.print(table)
 
@@ -200,19 +183,23 @@ class Chat:
                 raise ConfigurationError(f"got temperature {rest!r}; wanted a number from 0 (greedy) to 5") from error
         self.console.print(f"temperature {self.session.temperature:g}", style="dim")
 
-    def toggle_colour(self, _rest: str) -> None:
+    def colour(self, _rest: str) -> None:
         """colour drafted and accepted tokens, or not"""
-        self.colour = not self.colour
-        self.console.print(terminal.legend() if self.colour else Text("no colours", style="dim"))
+        self.colours = not self.colours
+        self.console.print(terminal.legend() if self.colours else Text("no colours", style="dim"))
 
-    def toggle_thoughts(self, _rest: str) -> None:
+    def thoughts(self, _rest: str) -> None:
         """show what a thinking model thinks, or fold it"""
-        self.thoughts = not self.thoughts
-        self.console.print("thoughts are shown" if self.thoughts else "thoughts are folded", style="dim")
+        self.thinking = not self.thinking
+        self.console.print("thoughts are shown" if self.thinking else "thoughts are folded", style="dim")
 
     def quit(self, _rest: str) -> None:
         """leave"""
         raise Leave
+
+
+NAMES = "help system reset undo retry stats plan save load temperature colour thoughts quit"
+COMMANDS: dict[str, Callable[[Chat, str], None]] = {f"/{name}": getattr(Chat, name) for name in NAMES.split()}
 
 
 class _AnswerView:
@@ -346,10 +333,9 @@ def _reader() -> Callable[[], str]:
     def _new_line(event: Any) -> None:
         event.current_buffer.insert_text("\n")
 
-    names = ["/help", "/system", "/reset", "/undo", "/retry", "/stats", "/plan", "/save", "/load", "/temperature"]
     session: Any = PromptSession(
         history=FileHistory(str(folder / HISTORY)),
-        completer=WordCompleter([*names, "/colour", "/thoughts", "/quit"], sentence=True),
+        completer=WordCompleter([*COMMANDS], sentence=True),
         complete_while_typing=False,
         key_bindings=keys,
     )

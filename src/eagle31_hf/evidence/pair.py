@@ -19,7 +19,7 @@ from .loop_report import LoopRecord
 from .methods import requested_shape
 from .provenance import run_facts
 from .record_file import Records
-from .run_settings import RunSettings, settings_facts
+from .run_settings import RunSettings
 from .suite import BenchmarkRun, Task
 from .summary import RunSummary, summarise
 
@@ -80,7 +80,7 @@ def measure_pair(
         note(told)
 
     calls = measured_calls(BenchmarkRun(drafter, tasks, settings, note=keep, on_made=on_made), on_turn)
-    facts = {**run_facts(drafter, tokenizer, names), "settings": dict(settings_facts(settings))}
+    facts = {**run_facts(drafter, tokenizer, names), "settings": settings.to_dict()}
     return summarise(Records("this run", facts | {"prompts": [task.prompt.id for task in tasks]}, calls, notes))
 
 

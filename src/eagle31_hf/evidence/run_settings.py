@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,8 +53,8 @@ class RunSettings:
 
     def check(self) -> None:
         """Raise a `ConfigurationError` naming the first field that makes no sense."""
-        counts = {"new_tokens": self.new_tokens, "repeats": self.repeats}
-        counts |= {"batch size": min(self.batch_sizes, default=0), "depth": 1 if self.depth is None else self.depth}
+        depth = 1 if self.depth is None else self.depth
+        counts = {"repeats": self.repeats, "batch size": min(self.batch_sizes, default=0), "depth": depth}
         for name, count in counts.items():
             if count < 1:
                 raise ConfigurationError(f"{name} is {count}; wanted at least 1")
@@ -92,11 +91,10 @@ class RunSettings:
             sampling |= PURE if self.samples else {"repetition_penalty": 1.0}
         return {"max_new_tokens": self.new_tokens, "do_sample": self.samples, **sampling}
 
-
-def settings_facts(settings: RunSettings) -> Mapping[str, Any]:
-    """Settings as the first line of a record file has them."""
-    facts = asdict(settings)
-    if settings.acceptance is None:
-        del facts["acceptance"]
-    warping = "as configured" if settings.as_configured else "temperature alone"
-    return {**facts, "warping": warping, "methods": list(settings.methods) or "all"}
+    def to_dict(self) -> dict[str, Any]:
+        """As the first line of a record file has them."""
+        facts = asdict(self)
+        if self.acceptance is None:
+            del facts["acceptance"]
+        warping = "as configured" if self.as_configured else "temperature alone"
+        return {**facts, "warping": warping, "methods": list(self.methods) or "all"}
