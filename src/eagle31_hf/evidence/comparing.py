@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ConfigurationError
 from ..stats import Acceptance
 from .calls import PLAIN, CallRecord
-from .ratios import RESAMPLES, drawn_anew, interval_of, speeds
+from .ratios import RESAMPLES, drawn_anew, interval_of, ratio
 from .record_file import Records, differences
 from .summary import MethodSummary, Setting, summarise
 
@@ -106,71 +106,62 @@ def compare_runs(before: Records, after: Records, *, allow: Iterable[str] = ()) 
 
 
 def _differences(one: MethodSummary, other: MethodSummary) -> list[Difference]:
-    tables = [_Table(one, seed=1), _Table(other, seed=2)]
-    names = [name for name in tables[0].names if name in tables[1].names]
+    runs = (one, other)
+    calls = [_by_prompt(run.calls) for run in runs]
+    names = [name for name in calls[0] if name in calls[1]]
     if len(names) < 2:
         return []
+
+    def difference(what: str, figures: Sequence[float], draws: Sequence[np.ndarray]) -> Difference:
+        before, after = figures
+        return Difference(what, one.method, one.setting, before, after, interval_of(draws[1] / draws[0]), len(names))
+
     found = []
     if one.method != PLAIN and not one.refusal and not other.refusal:
-        found.append(_difference("speedup", one, other, [table.speedup_draws(names) for table in tables], names))
+        plain = [_by_prompt(run.plain) for run in runs]
+        # Repeats of one run have nothing to do with those of another.
+        draws = [_speedup_draws(calls[i], plain[i], names, seed=1 + i) for i in range(2)]
+        found.append(difference("speedup", [_speedup(run, names) for run in runs], draws))
     if one.acceptance.length and other.acceptance.length:
-        draws = [table.acceptance_draws(names) for table in tables]
-        found.append(_difference("acceptance length", one, other, draws, names))
+        draws = [_acceptance_draws(each, names) for each in calls]
+        lengths = [Acceptance.of(c.drafting for name in names for c in each[name]).acceptance_length for each in calls]
+        found.append(difference("acceptance length", lengths, draws))
     return found
 
 
-def _difference(
-    what: str, one: MethodSummary, other: MethodSummary, draws: Sequence[np.ndarray], names: Sequence[Any]
-) -> Difference:
-    before, after = (_figure(what, summary, names) for summary in (one, other))
-    ratios = draws[1] / draws[0]
-    return Difference(what, one.method, one.setting, before, after, interval_of(ratios), len(names))
+def _speedup(run: MethodSummary, names: Sequence[Any]) -> float:
+    ours, plain = ([c for c in each if tuple(c.prompts) in set(names)] for each in (run.calls, run.plain))
+    found = ratio(ours, plain)
+    return float("nan") if found is None else found.median
 
 
-def _figure(what: str, summary: MethodSummary, names: Sequence[Any]) -> float:
-    calls, plain = ([c for c in each if tuple(c.prompts) in set(names)] for each in (summary.calls, summary.plain))
-    if what == "acceptance length":
-        return Acceptance.of(call.drafting for call in calls).length or float("nan")
-    ours, theirs = speeds(calls), speeds(plain)
-    return float(np.median([ours[repeat] / theirs[repeat] for repeat in ours]))
+def _speedup_draws(ours: _ByPrompt, plain: _ByPrompt, names: Sequence[Any], *, seed: int) -> np.ndarray:
+    """`(R,)` speedups of repeats and prompts drawn anew; the same prompts for both runs."""
+    prompts = drawn_anew(len(names))
+    num_repeats = len(ours[names[0]])
+    repeats = np.random.default_rng(seed).integers(num_repeats, size=(RESAMPLES, num_repeats))
+    speed = []
+    for calls in (ours, plain):
+        table = np.array([[(c.new_tokens, c.seconds) for c in calls[name]] for name in names], dtype=float)
+        drawn = table[prompts[:, :, None], repeats[:, None, :]].sum((1, 2))  # (P, repeats, 2) -> (R, 2)
+        speed.append(drawn[:, 0] / drawn[:, 1])
+    return speed[0] / speed[1]
 
 
-class _Table:
-    """A method's calls by prompt and repeat."""
-
-    def __init__(self, summary: MethodSummary, seed: int):
-        self._seed = seed  # repeats of one run have nothing to do with those of another
-        self._ours, self._plain = _by_prompt(summary.calls), _by_prompt(summary.plain)
-        self.names = list(self._ours)
-
-    def speedup_draws(self, names: Sequence[Any]) -> np.ndarray:
-        """`(R,)` speedups of repeats and prompts drawn anew; the same prompts for both runs."""
-        ours, plain = (self._array(each, names) for each in (self._ours, self._plain))
-        prompts = drawn_anew(len(names))
-        repeats = np.random.default_rng(self._seed).integers(ours.shape[1], size=(RESAMPLES, ours.shape[1]))
-        return _speed(ours, prompts, repeats) / _speed(plain, prompts, repeats)
-
-    def acceptance_draws(self, names: Sequence[Any]) -> np.ndarray:
-        calls = [[c for c in self._ours[name] if c.drafting is not None] for name in names]
-        rounds = np.array([sum(c.drafting.rounds for c in each if c.drafting) for each in calls])
-        accepted = np.array([sum(c.drafting.accepted for c in each if c.drafting) for each in calls])
-        prompts = drawn_anew(len(names))
-        return 1 + accepted[prompts].sum(1) / np.maximum(rounds[prompts].sum(1), 1)
-
-    @staticmethod
-    def _array(calls: dict[Any, list[CallRecord]], names: Sequence[Any]) -> np.ndarray:
-        """`(P, repeats, 2)` tokens and seconds."""
-        return np.array([[(c.new_tokens, c.seconds) for c in calls[name]] for name in names], dtype=float)
+def _acceptance_draws(calls: _ByPrompt, names: Sequence[Any]) -> np.ndarray:
+    drafted = [[c.drafting for c in calls[name] if c.drafting is not None] for name in names]
+    rounds = np.array([sum(d.rounds for d in each) for each in drafted])
+    accepted = np.array([sum(d.accepted for d in each) for each in drafted])
+    prompts = drawn_anew(len(names))
+    return 1 + accepted[prompts].sum(1) / np.maximum(rounds[prompts].sum(1), 1)
 
 
-def _by_prompt(calls: Iterable[CallRecord]) -> dict[Any, list[CallRecord]]:
-    found: dict[Any, list[CallRecord]] = {}
+_ByPrompt = dict[Any, list[CallRecord]]
+
+
+def _by_prompt(calls: Iterable[CallRecord]) -> _ByPrompt:
+    found: _ByPrompt = {}
     for call in sorted(calls, key=lambda call: call.repeat):
         found.setdefault(tuple(call.prompts), []).append(call)
     fewest = min(map(len, found.values()), default=0)  # a run that was stopped has whole repeats, and a part of one
     return {name: each[:fewest] for name, each in found.items()}
-
-
-def _speed(calls: np.ndarray, prompts: np.ndarray, repeats: np.ndarray) -> np.ndarray:
-    drawn = calls[prompts[:, :, None], repeats[:, None, :]].sum((1, 2))  # (R, 2)
-    return drawn[:, 0] / drawn[:, 1]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..stats import Acceptance
 from .summary import MethodSummary, RunSummary
 
 CSV_COLUMNS = ("subset", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length")
@@ -36,11 +35,10 @@ def acceptance_rows(method: MethodSummary) -> list[dict[str, Any]]:
     """One row per category in the columns of speculators' acceptance CSV; positions are shares of all drafts."""
     rows = []
     for name, part in method.categories.items():
-        counts: Acceptance = part.acceptance
+        counts = part.acceptance
         values = (name, counts.rounds, counts.drafted, counts.accepted, counts.length)
-        row: dict[str, Any] = dict(zip(CSV_COLUMNS, values, strict=True))
-        row |= {POSITION_COLUMN.format(i): accepted / counts.rounds for i, accepted in enumerate(counts.accepted_at)}
-        rows.append(row)
+        shares = {POSITION_COLUMN.format(i): accepted / counts.rounds for i, accepted in enumerate(counts.accepted_at)}
+        rows.append({**dict(zip(CSV_COLUMNS, values, strict=True)), **shares})
     return rows
 
 
@@ -71,29 +69,24 @@ def profile(summary: RunSummary) -> dict[str, Any]:
 
 
 def _profile_of(method: MethodSummary) -> dict[str, Any]:
+    length, gain = method.acceptance_length, method.by_drafter and method.by_drafter.median
     return {
         "method": method.method,
         "temperature": method.setting.temperature,
         "batch_size": method.setting.batch_size,
         "draft_tokens": len(method.acceptance.drafted_at),
-        "acceptance_length": method.acceptance_length,
+        "acceptance_length": length,
         "acceptance_at_position": method.acceptance.cumulative,
         "conditional_acceptance_at_position": method.acceptance.conditional,
         "acceptance_length_by_category": {name: part.acceptance_length for name, part in method.categories.items()},
-        "speedup": None if method.speedup is None else method.speedup.median,
-        "speedup_interval": None if method.speedup is None else method.speedup.interval,
-        "speedup_by_drafter_alone": None if method.by_drafter is None else method.by_drafter.median,
+        "speedup": method.speedup and method.speedup.median,
+        "speedup_interval": method.speedup and method.speedup.interval,
+        "speedup_by_drafter_alone": gain,
         "refusal": method.refusal,
         "answers": dict(method.verdicts),
-        "break_even_acceptance_length": _break_even(method),
+        # at which rounds that take what these took would have been as fast as plain decoding
+        "break_even_acceptance_length": length / gain if length and gain else None,
     }
-
-
-def _break_even(method: MethodSummary) -> float | None:
-    """Acceptance length at which rounds that take what these took would have been as fast as plain decoding."""
-    if method.acceptance_length is None or method.by_drafter is None:
-        return None
-    return method.acceptance_length / method.by_drafter.median
 
 
 def write_profile(summary: RunSummary, path: Path) -> None:

@@ -85,16 +85,11 @@ class EnergyGauge:
     """
 
     def __init__(self, device: torch.device, rapl: Path = RAPL):
-        self.source, self._read = "", None
         counter = _nvml(device) if device.type == "cuda" else _rapl(rapl)
-        if counter is not None:
-            self.source, self._read = counter
-
-    def read(self) -> float | None:
-        return None if self._read is None else self._read()
+        self.source, self.read = counter or ("", lambda: None)
 
 
-Counter = tuple[str, Callable[[], float]]
+Counter = tuple[str, Callable[[], float | None]]
 
 
 def _nvml(device: torch.device) -> Counter | None:
@@ -126,18 +121,14 @@ class RaplPackage:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._last: int | None = None
-        self._turns = 0
+        self._last = self._before = 0  # microjoules, of the counter and of its whole turns
 
     def joules(self) -> float:
         now = int((self._folder / "energy_uj").read_text())
-        if self._last is not None and now < self._last:
-            self._turns += 1
+        if now < self._last:
+            self._before += int((self._folder / "max_energy_range_uj").read_text())
         self._last = now
-        return (now + self._turns * self._range()) / 1e6
-
-    def _range(self) -> int:
-        return int((self._folder / "max_energy_range_uj").read_text()) if self._turns else 0
+        return (self._before + now) / 1e6
 
 
 def gauge_names(peak: PeakGauge, energy: EnergyGauge) -> dict[str, Any]:

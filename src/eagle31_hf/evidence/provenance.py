@@ -84,9 +84,8 @@ def checkout_of(folder: Path) -> tuple[str, list[str]]:
 def machine(binding: TargetBinding) -> dict[str, Any]:
     """Device, processor and how many threads of it."""
     told = describe_device(binding.head_device, binding.model.dtype)
-    return {"device": told["device"], "processor": processor_name(), "threads": told["threads"]} | {
-        "system": platform.system()
-    }
+    place = {"device": told["device"], "processor": processor_name(), "threads": told["threads"]}
+    return {**place, "system": platform.system()}
 
 
 def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

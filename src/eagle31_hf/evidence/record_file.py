@@ -79,52 +79,49 @@ def read_records(path: str | Path) -> Records:
         )
     if run.get("format", 0) > FORMAT:
         raise RecordFileError(f"{path.name} was written by a later version (format {run['format']}); update this one")
-    return _Reader(path.name, run, len(lines[0]) + 1).read(lines[1:])
+    return _read_turns(path.name, run, lines)
 
 
-class _Reader:
-    """Line by line; a turn counts once its last line is there."""
+def _read_turns(name: str, run: dict[str, Any], lines: list[bytes]) -> Records:
+    """Line by line behind the first; a turn counts once its last line is there."""
+    calls: list[CallRecord] = []
+    notes: list[dict[str, Any]] = []
+    turn: list[CallRecord] = []  # whose end is not there yet
+    whole = size = len(lines[0]) + 1
+    cut, why = 0, ""
+    for number, line in enumerate(lines[1:], 2):
+        is_last = number == len(lines)
+        if is_last and not line:
+            break
+        row = _parsed(line)
+        if row is None or is_last:  # what has no end of line may be half a record that looks like a whole one
+            cut, why = number, "the line ends in its middle" if is_last else "the line is no JSON object"
+            break
+        kind = row.get("kind")
+        call = _call(row) if kind == "call" else None
+        if kind is None or (kind == "call" and call is None):
+            cut, why = number, f"the line is no record ({kind!r})"
+            break
+        size += len(line) + 1
+        if call is not None:
+            turn.append(call)
+            continue
+        if kind == "turn":
+            calls += turn
+            turn = []
+        else:
+            notes.append(row)
+        whole = whole if turn else size
+    if not cut and turn:
+        cut, why = len(lines), f"the turn {turn[0].turn!r} lacks methods"
+    return Records(name, run, calls, notes, cut, why, whole)
 
-    def __init__(self, name: str, run: dict[str, Any], size: int):
-        self.name, self.run, self.size, self.whole = name, run, size, size
-        self.calls: list[CallRecord] = []
-        self.notes: list[dict[str, Any]] = []
-        self._turn: list[CallRecord] = []
 
-    def read(self, lines: list[bytes]) -> Records:
-        cut, why = 0, ""
-        for number, line in enumerate(lines, 2):
-            is_last = number == len(lines) + 1
-            if is_last and not line:
-                break
-            row = _parsed(line)
-            if row is None or is_last:  # what has no end of line may be half a record that looks like a whole one
-                cut, why = number, "the line ends in its middle" if is_last else "the line is no JSON object"
-                break
-            if not self._take(row, len(line) + 1):
-                cut, why = number, f"the line is no record ({row.get('kind')!r})"
-                break
-        if not cut and self._turn:
-            cut, why = len(lines), f"the turn {self._turn[0].turn!r} lacks methods"
-        return Records(self.name, self.run, self.calls, self.notes, cut, why, self.whole)
-
-    def _take(self, row: dict[str, Any], size: int) -> bool:
-        self.size += size
-        if row.get("kind") == "turn":
-            self.calls += self._turn
-            self._turn = []
-            self.whole = self.size
-            return True
-        if row.get("kind") != "call":
-            self.notes.append(row)
-            if not self._turn:
-                self.whole = self.size
-            return "kind" in row
-        try:
-            self._turn.append(CallRecord.from_dict(row))
-        except (TypeError, KeyError, AttributeError):
-            return False
-        return True
+def _call(row: dict[str, Any]) -> CallRecord | None:
+    try:
+        return CallRecord.from_dict(row)
+    except (TypeError, KeyError, AttributeError):
+        return None
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

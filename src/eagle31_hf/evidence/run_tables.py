@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 from rich.text import Text
@@ -43,12 +43,7 @@ def _by_drafter(method: MethodSummary) -> str:
 
 
 def _of_ceiling(method: MethodSummary) -> str:
-    known = method.ceiling is not None and method.speedup is not None
-    return f"{method.speedup.median / method.ceiling:.0%}" if known else ""  # type: ignore[union-attr, operator]
-
-
-def _peak(method: MethodSummary) -> str:
-    return "" if method.peak_bytes is None else f"{method.peak_bytes / 1e9:.2f} GB"
+    return f"{method.speedup.median / method.ceiling:.0%}" if method.ceiling and method.speedup else ""
 
 
 _TABLES = {
@@ -70,7 +65,7 @@ _TABLES = {
         Column("slow 5 %", "slowest 5 %, tokens/s", lambda method: number_text(method.slow_tok_per_s, ".1f")),
         Column("varies", "variation", lambda method: number_text(method.variation, ".2f")),
         Column("answers", "answers", lambda method: exact_text(method.verdicts)),
-        Column("peak", "peak of memory", _peak),
+        Column("peak", "peak of memory", lambda m: "" if m.peak_bytes is None else f"{m.peak_bytes / 1e9:.2f} GB"),
         Column("J/token", "J per token", lambda method: number_text(method.joules_per_token, ".2f")),
         Column("per 1M", "price of 1M accepted tokens", lambda m: number_text(m.price_per_million, ".2f")),
     ),
@@ -94,12 +89,18 @@ def method_tables(methods: Sequence[MethodSummary], *, on_page: bool = False) ->
 def setting_tables(setting: Setting, methods: Sequence[MethodSummary]) -> Iterator[Table]:
     """The same on a terminal."""
     for table in method_tables(methods):
-        yield DataTable(f"{setting}: {table.caption}", table.headings, table.rows).on_terminal()
+        yield replace(table, caption=f"{setting}: {table.caption}").on_terminal()
 
 
 def run_parts(summary: RunSummary) -> Iterator[Text | Table]:
     """Conditions, tables per setting, categories, notes."""
-    yield _conditions(summary)
+    run = summary.run
+    place, pair = run["machine"], run["pair"]
+    yield Text(
+        f"{pair['target']['name']}, {place['device']} ({place['processor']}), {place['threads']} CPU threads, "
+        f"{pair['dtype']}; {len(run['prompts'])} prompts, {run['settings']['repeats']} repeats",
+        style="dim",
+    )
     for setting in summary.settings:
         methods = summary.of(setting)
         yield from setting_tables(setting, methods)
@@ -107,17 +108,6 @@ def run_parts(summary: RunSummary) -> Iterator[Text | Table]:
             yield category_table(setting, methods)
     for note in run_notes(summary):
         yield Text(note, style="dim")
-
-
-def _conditions(summary: RunSummary) -> Text:
-    run = summary.run
-    place, pair = run["machine"], run["pair"]
-    prompts = f"{len(run['prompts'])} prompts, {run['settings']['repeats']} repeats"
-    return Text(
-        f"{pair['target']['name']}, {place['device']} ({place['processor']}), {place['threads']} CPU threads, "
-        f"{pair['dtype']}; {prompts}",
-        style="dim",
-    )
 
 
 def category_table(setting: Setting, methods: list[MethodSummary]) -> Table:
@@ -139,44 +129,35 @@ def category_table(setting: Setting, methods: list[MethodSummary]) -> Table:
 def run_notes(summary: RunSummary) -> list[str]:
     """What tables cannot say."""
     notes = [f"Left out: {name}: {reason}." for name, reason in summary.left_out.items()]
-    notes += [
-        f"{method.method}, {method.setting}: no speedup is told, since {method.refusal}."
-        for method in summary.methods
-        if method.refusal
-    ]
+    named = [(f"{method.method}, {method.setting}", method) for method in summary.methods]
+    notes += [f"{name}: no speedup is told, since {method.refusal}." for name, method in named if method.refusal]
     graphs, seconds = summary.compiled
     notes += [f"{graphs} graphs were compiled in {seconds:.0f} s and kept."] if graphs else []
     waits = [(name, seconds) for (name, _), seconds in summary.warm_up_s.items() if name.endswith("compiled")]
     notes += [f"{name}: {seconds:.0f} s before its first text." for name, seconds in waits]
-    notes += [
-        f"{method.method}, {method.setting}: {served}."
-        for method in summary.methods
-        for served in sorted({call.served_by for call in method.calls if ":" in call.served_by})
-        if not served.endswith(": asked for")  # the reason of generation/routing.py that is no surprise
-    ]
-    for method in summary.methods:
+    for name, method in named:
+        reasons = sorted({call.served_by for call in method.calls if ":" in call.served_by})
+        # Of generation/routing.py's reasons one is no surprise.
+        notes += [f"{name}: {served}." for served in reasons if not served.endswith(": asked for")]
+    for name, method in named:
         if method.thinking.rounds:
             inside, outside = method.thinking.acceptance_length, method.answering.acceptance_length
             told = f"{inside:.2f} inside <think>, {'none' if outside is None else f'{outside:.2f}'} outside"
-            notes.append(f"{method.method}, {method.setting}: acceptance length {told}.")
+            notes.append(f"{name}: acceptance length {told}.")
     return notes + ([f"{summary.cut}; figures are of what comes before."] if summary.cut else [])
-
-
-def _compared_table(title: str, setting: Setting, compared: ComparedRuns) -> Table:
-    rows = tuple(
-        (found.method, found.what.removesuffix(" length"), f"{found.before:.2f}", f"{found.after:.2f}",
-         f"{found.ratio:.3f}", f"{found.interval[0]:.2f}–{found.interval[1]:.2f}", found.verdict)
-        for found in compared.differences
-        if found.setting == setting
-    )  # fmt: skip
-    headings = ("method", "figure", "before", "after", "ratio", "95 %", "verdict")
-    return DataTable(title, headings, rows).on_terminal(left=2)
 
 
 def compared_parts(compared: ComparedRuns, before: Records, after: Records) -> Iterator[Text | Table]:
     """One line per figure, and whether its difference is larger than the noise."""
+    headings = ("method", "figure", "before", "after", "ratio", "95 %", "verdict")
     for setting in dict.fromkeys(found.setting for found in compared.differences):
-        yield _compared_table(f"{before.name} → {after.name}: {setting}", setting, compared)
+        rows = tuple(
+            (found.method, found.what.removesuffix(" length"), f"{found.before:.2f}", f"{found.after:.2f}",
+             f"{found.ratio:.3f}", f"{found.interval[0]:.2f}–{found.interval[1]:.2f}", found.verdict)
+            for found in compared.differences
+            if found.setting == setting
+        )  # fmt: skip
+        yield DataTable(f"{before.name} → {after.name}: {setting}", headings, rows).on_terminal(left=2)
     yield Text(
         "A ratio whose 95 % interval holds 1 is within the noise of prompts and repeats; speedups of one code differ "
         f"by up to {PROCESSES_DIFFER:.0%} from process to process as well.",

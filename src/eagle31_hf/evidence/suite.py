@@ -8,7 +8,7 @@ Seeds depend on the turn alone, so a run that was stopped goes on as if it had n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from statistics import median
@@ -44,6 +44,9 @@ NEVER_HERE = {
     "Medusa": "it needs heads trained for this very target, which transformers does not load",
     "Lookahead decoding": "its code is for old model files of its own, and transformers has none",
 }
+
+
+Answers = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -115,16 +118,13 @@ class BenchmarkRun:
     @property
     def turns(self) -> list[Turn]:
         """In the order they are measured."""
-        return list(self._turns())
-
-    def _turns(self) -> Iterator[Turn]:
-        settings = self.settings
-        for repeat in range(settings.repeats):
-            for temperature in settings.temperatures:
-                for size in dict.fromkeys(settings.batch_sizes):
-                    for index, tasks in enumerate(self._batches(size)):
-                        name = f"repeat {repeat}, temperature {temperature:g}, batch {size}, {index}"
-                        yield Turn(name, temperature, size, repeat, index, tasks)
+        return [
+            Turn(f"repeat {repeat}, temperature {heat:g}, batch {size}, {index}", heat, size, repeat, index, tasks)
+            for repeat in range(self.settings.repeats)
+            for heat in self.settings.temperatures
+            for size in dict.fromkeys(self.settings.batch_sizes)
+            for index, tasks in enumerate(self._batches(size))
+        ]
 
     def _batches(self, size: int) -> Iterator[tuple[Task, ...]]:
         """Neighbours together, of one category where they are sorted; the last batch is filled up from the first."""
@@ -162,7 +162,7 @@ class BenchmarkRun:
                 stack.enter_context(ends_off(self.binding.model))
             if self.settings.compiled and self.binding.head_device.type not in CAPTURES:
                 self._open_compiler(stack)
-            for turn in self._turns():
+            for turn in self.turns:
                 if turn.name not in skip:
                     yield self._measure(turn)
 
@@ -178,10 +178,10 @@ class BenchmarkRun:
         methods = self._methods(turn)
         first = (turn.repeat + turn.index) % len(methods)
         written = {method.name: self._call(method, turn, batch) for method in methods[first:] + methods[:first]}
-        plain = written[PLAIN].answers
-        return [self._judge(method, written[method.name], turn, plain) for method in methods]
+        _, plain = written[PLAIN]
+        return [self._judge(method, *written[method.name], turn, plain) for method in methods]
 
-    def _call(self, method: Method, turn: Turn, batch: Prompts) -> _Call:
+    def _call(self, method: Method, turn: Turn, batch: Prompts) -> tuple[CallRecord, Answers]:
         seed = self.settings.seed + 100_003 * turn.repeat + turn.index
         torch.manual_seed(seed)
         clock, passes, joules = TokenClock(), self._passes.count, self.energy.read()
@@ -217,8 +217,12 @@ class BenchmarkRun:
             served_by=served_by(written.stats),
         )
         if turn.batch_size == 1:
-            record = self._with_arrivals(record, clock, turn.tasks[0], answers[0], written.stats is not None)
-        return _Call(record, answers)
+            record = replace(record, window_s=windows(clock.arrivals))
+            if written.stats is not None:
+                blocks, prompt = clock.blocks, turn.tasks[0].ids.tolist()
+                thinking, answering = split_rounds(blocks, answers[0], prompt, self.marks)
+                record = replace(record, blocks=blocks, thinking=thinking, answering=answering)
+        return record, answers
 
     def _time_bare(self, method: Method, size: int, written: Output) -> BareCosts | None:
         """The bare forwards of a round as deep as this call's were; `None` where nobody asked for them."""
@@ -239,16 +243,7 @@ class BenchmarkRun:
             return None
         return BareCosts(**{f.name: median(getattr(cost, f.name) for cost in costs) for f in fields(BareCosts)})
 
-    def _with_arrivals(
-        self, record: CallRecord, clock: TokenClock, task: Task, answer: list[int], is_drafted: bool
-    ) -> CallRecord:
-        record = replace(record, window_s=windows(clock.arrivals))
-        if not is_drafted:
-            return record
-        thinking, answering = split_rounds(clock.blocks, answer, task.ids.tolist(), self.marks)
-        return replace(record, blocks=clock.blocks, thinking=thinking, answering=answering)
-
-    def _answers(self, tokens: Tensor) -> list[list[int]]:
+    def _answers(self, tokens: Tensor) -> Answers:
         """Each row of `(B, n)` up to and with its end."""
         if self.settings.ignore_eos:
             if tokens.shape[1] != self.settings.new_tokens:
@@ -314,8 +309,7 @@ class BenchmarkRun:
         except Exception as error:
             if not method.one_row_only:
                 raise
-            # of transformers' own code for this target: worth a line
-            return self._leave_out(method.name, named_line(error))
+            return self._leave_out(method.name, named_line(error))  # of transformers' own code for this target
         finally:
             self.binding.text_config.num_hidden_layers = layers  # an early exit that failed leaves it changed
         if method.early_exit_layers and (reason := early_exit_refusal(self.binding, method.early_exit_layers)):
@@ -332,8 +326,7 @@ class BenchmarkRun:
         for batch in sorted(batches, key=lambda batch: batch["input_ids"].shape[1]):
             length = batch["input_ids"].shape[1] + self.settings.new_tokens
             by_length.setdefault((length - 1).bit_length(), []).append(batch)
-        ends = [batch for group in by_length.values() for batch in {id(b): b for b in (group[0], group[-1])}.values()]
-        return ends
+        return [batch for group in by_length.values() for batch in (group[0], *group[1:][-1:])]
 
     def _leave_out(self, name: str, reason: str) -> bool:
         if name not in self._left_out:
@@ -343,14 +336,13 @@ class BenchmarkRun:
 
     # --- exactness --------------------------------------------------------------------------------------------------
 
-    def _judge(self, method: Method, call: _Call, turn: Turn, plain: list[list[int]]) -> CallRecord:
-        record = call.record
+    def _judge(self, method: Method, record: CallRecord, answers: Answers, turn: Turn, plain: Answers) -> CallRecord:
         if record.method == PLAIN:
-            verdicts = [Verdict(REFERENCE)] * len(call.answers)
+            verdicts = [Verdict(REFERENCE)] * len(answers)
         elif self.settings.acceptance is not None or (turn.temperature and not method.follows_seed):
-            verdicts = [Verdict(SAMPLED)] * len(call.answers)
+            verdicts = [Verdict(SAMPLED)] * len(answers)
         else:
-            rows = enumerate(zip(turn.tasks, call.answers, plain, strict=True))
+            rows = enumerate(zip(turn.tasks, answers, plain, strict=True))
             verdicts = [self._verdict(*row, self._sampled(turn, record.seed, place)) for place, row in rows]
         return replace(record, verdicts=verdicts)
 
@@ -370,23 +362,12 @@ class BenchmarkRun:
     def _verdict(self, task: Task, answer: list[int], plain: list[int], sampled: SampledBy | None) -> Verdict:
         key = (task.prompt.id, digest_of(answer), digest_of(plain))
         if key not in self._judged:
-            widest = max(
-                (shape.nodes for method in self._methods_seen() for shape in method.shapes.values()), default=8
-            )
+            seen = (method for methods in self._warm.values() for method in methods)
+            widest = max((shape.nodes for method in seen for shape in method.shapes.values()), default=8)
             self._judged[key] = judge(self.binding.model, task.ids, answer, plain, blocks=(8, widest), sampled=sampled)
         return self._judged[key]
 
-    def _methods_seen(self) -> Iterator[Method]:
-        for methods in self._warm.values():
-            yield from methods
 
-
-@dataclass(frozen=True)
-class _Call:
-    record: CallRecord
-    answers: list[list[int]]
-
-
-def _common(names: Iterator[str] | Any) -> str:
+def _common(names: Iterable[str]) -> str:
     found = set(names)
     return found.pop() if len(found) == 1 else "mixed"
