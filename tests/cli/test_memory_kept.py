@@ -21,15 +21,15 @@ def test_a_packed_pair_answers_within_its_plan(tmp_path, monkeypatch):
     pytest.importorskip("bitsandbytes")
     prompt, record = tmp_path / "prompt.txt", tmp_path / "figures.json"
     prompt.write_text(REPEATED)
-    peaks, write = [], generate.write
+    peaks, stream = [], generate._stream
 
-    def metered(pair, *args, **settings):
+    def metered(console, pair, *args):
         meter = StorageMeter()
         meter.loaded(pair.target)
         meter.loaded(pair.drafter)
-        peaks.append(meter.peak(lambda: write(pair, *args, **settings)))
+        peaks.append(meter.peak(lambda: stream(console, pair, *args)))
 
-    monkeypatch.setattr(generate, "write", metered)
+    monkeypatch.setattr(generate, "_stream", metered)
     told = CliRunner().invoke(
         app,
         ["generate", "--quantization", "4bit", "--memory", "auto", "--no-compare", "--max-new-tokens", "12",

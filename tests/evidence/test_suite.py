@@ -15,13 +15,12 @@ from typer.testing import CliRunner
 from eagle31_hf.cli import app
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.evidence import gauges
-from eagle31_hf.evidence.calls import DIFFERENT, SAME, TIE
+from eagle31_hf.evidence.calls import DIFFERENT, SAME, TIE, ThinkMarks, split_rounds
 from eagle31_hf.evidence.exactness import SampledBy, judge
 from eagle31_hf.evidence.gauges import EnergyGauge, PeakGauge, RaplPackage
 from eagle31_hf.evidence.record_file import read_records
 from eagle31_hf.evidence.run_settings import RunSettings
 from eagle31_hf.evidence.suite import BenchmarkRun, Task
-from eagle31_hf.evidence.thinking import ThinkMarks, split_rounds
 from eagle31_hf.sampling.logits_processing import DraftWarping
 from eagle31_hf.texts.prompts import Prompt
 from helpers import drafter_of, random_prompts, seeded, target_of
@@ -229,7 +228,7 @@ def test_a_tie_is_proven_and_what_follows_it_is_looked_at_too(greedy):
 
 # --- inside and outside <think> ---------------------------------------------------------------------------------------
 
-MARKS = ThinkMarks(open=(90,), close=(91,))
+MARKS = ThinkMarks(open=90, close=91)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +255,7 @@ def test_marks_are_tokens_of_their_own():
         def encode(self, text, add_special_tokens):
             return list(range(self.lengths[text]))
 
-    assert ThinkMarks.of(Tokenizer({"<think>": 1, "</think>": 1})) == ThinkMarks((0,), (0,))
+    assert ThinkMarks.of(Tokenizer({"<think>": 1, "</think>": 1})) == ThinkMarks(0, 0)
     assert ThinkMarks.of(Tokenizer({"<think>": 3, "</think>": 1})) is None
 
 

@@ -9,26 +9,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 from ..errors import ConfigurationError
 from ..evidence import run_tables
+from ..evidence.calls import ThinkMarks
 from ..evidence.comparing import compare_runs
 from ..evidence.exports import write_acceptance_csv, write_profile
-from ..evidence.gauges import gauge_names
 from ..evidence.provenance import origin, run_facts
 from ..evidence.record_file import RecordWriter, check_place, read_records
 from ..evidence.run_settings import RunSettings
 from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
 from ..evidence.summary import RunSummary, summarise
-from ..evidence.thinking import ThinkMarks
 from ..generation_config import USUAL_TREE
 from ..texts.prompts import Prompt, embedded_prompts, read_prompts
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
-from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair, write_plain
+from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
 from .plan import print_decision
 from .progress import progress_bar
 
@@ -46,6 +47,9 @@ def list_of(kind: Callable[[str], Any], wanted: str, at_least: int = 0) -> Calla
         return text
 
     return check
+
+
+NOT_TOLD = "not told by this machine"
 
 
 def finish(json_path: Path | None, record: dict[str, Any]) -> None:
@@ -195,11 +199,18 @@ class Subject:
             messages = list(prompt.messages)
             tasks.append(Task(prompt, encode(self.pair, messages)["input_ids"][0]))
             for number, turn in enumerate(prompt.later_turns if self.all_turns else (), 2):
-                answer = write_plain(self.pair, messages, new_tokens)
+                answer = self._plain_answer(tasks[-1].ids, new_tokens)
                 messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
                 later = Prompt(f"{prompt.id}.{number}", prompt.suite, prompt.category, tuple(messages))
                 tasks.append(Task(later, encode(self.pair, messages)["input_ids"][0]))
         return tasks
+
+    def _plain_answer(self, ids: Tensor, new_tokens: int) -> str:
+        """The target's own greedy answer as text, without marks."""
+        target: Any = self.pair.target
+        told = {"attention_mask": torch.ones_like(ids[None]), "max_new_tokens": new_tokens, "do_sample": False}
+        answer = target.generate(input_ids=ids[None], **told)[0, len(ids) :]
+        return str(self.pair.tokenizer.decode(answer, skip_special_tokens=True))
 
 
 def _measure(
@@ -211,7 +222,7 @@ def _measure(
     num_turns = len(measured.turns)
     first_line = {
         **run_facts(pair.eagle, pair.tokenizer, subject.names),
-        "counted": gauge_names(measured.peak, measured.energy),
+        "counted": {"memory": measured.peak.source or NOT_TOLD, "energy": measured.energy.source or NOT_TOLD},
         "price_per_hour": price_per_hour,
         "settings": {**settings.to_dict(), "all_turns": subject.all_turns},
         "prompts": [task.prompt.id for task in tasks],

@@ -20,11 +20,12 @@ from ..evidence.calls import DIFFERENT
 from ..evidence.pair import measure_pair, pair_settings
 from ..evidence.provenance import origin
 from ..evidence.suite import Task
+from ..target.served_processing import sampling_options
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, make_console, readable_errors, writable_json, write_json, write_svg
-from .pairs import AnswerSettings, Drafting, LoadedPair, PairSource, encode, load_pair, write
+from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
 from .plan import print_decision
 from .progress import progress_bar
 
@@ -51,7 +52,7 @@ def demo(
 ) -> None:
     """Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no network."""
     shown = Shown(embedded_prompts(), streamed=STREAMED_IN_DEMO, compare=compare, compiled=True, svg=svg)
-    _show(load_pair(PairSource()), shown, AnswerSettings(), json_path)
+    _show(load_pair(PairSource()), shown, json_path)
 
 
 @expand_options
@@ -84,17 +85,18 @@ def generate(
     pair = load_pair(
         source, drafting, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
     )  # fmt: skip
-    answer = AnswerSettings(max_new_tokens, temperature)
     if seed is not None:
         torch.manual_seed(seed)
     shown = Shown(
         [Prompt("your prompt", "yours", "yours", messages)],
         streamed=1,
+        new_tokens=max_new_tokens,
+        temperature=temperature,
         names=(source.target, source.drafter),
         compare=compare and source.has_drafter,  # the table is about a drafter
         compiled=source.acceleration == "compile",
     )
-    _show(pair, shown, answer, json_path)
+    _show(pair, shown, json_path)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -114,25 +116,23 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """What is answered, and what is shown of it.
+    """What is answered, and what is shown of it: the first `streamed` answers, drawn into `svg`, and a comparison.
 
-    Attributes:
-        prompts: what to answer; `streamed` of them, the first ones, are written on the screen.
-        names: folder or Hub id of target and drafter; `None`: the embedded ones.
-        compare: measure plain decoding against EAGLE, too; `compiled`: by graphs as well, which is done anyway where
-            the answer was written by graphs that were kept.
-        svg: file to draw the answers into.
+    `names` of target and drafter are `None` for the embedded ones; `compiled` compares by graphs as well, which is done
+    anyway where the answer was written by graphs that were kept.
     """
 
     prompts: Sequence[Prompt]
     streamed: int
+    new_tokens: int = 128
+    temperature: float = 0.0
     names: tuple[str | None, str | None] = (None, None)
     compare: bool = True
     compiled: bool = False
     svg: Path | None = None
 
 
-def _show(pair: LoadedPair, shown: Shown, answer: AnswerSettings, json_path: Path | None) -> None:
+def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console(record=shown.svg is not None)
     tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
@@ -140,7 +140,7 @@ def _show(pair: LoadedPair, shown: Shown, answer: AnswerSettings, json_path: Pat
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
     for task in tasks[: shown.streamed]:
-        _stream(console, pair, task, answer)
+        _stream(console, pair, task, shown)
     console.print()
     console.print(terminal.legend())
     write_svg(shown.svg, console, "eagle31 demo")
@@ -148,7 +148,7 @@ def _show(pair: LoadedPair, shown: Shown, answer: AnswerSettings, json_path: Pat
     record["stats"] = pair.drafter.stats.to_dict()
     if shown.compare:
         compiled = shown.compiled or was_written_by_kept_graphs(pair.eagle)
-        record |= _measure(console, pair, tasks, replace(shown, compiled=compiled), answer)
+        record |= _measure(console, pair, tasks, replace(shown, compiled=compiled))
     else:
         console.print(terminal.stats_line(pair.drafter.stats))
     write_json(json_path, record)
@@ -160,24 +160,23 @@ def was_written_by_kept_graphs(drafter: Eagle31Drafter) -> bool:
     return graphs is not None and bool(graphs.keys) and kept_packages(drafter) is not None
 
 
-def _stream(console: Console, pair: LoadedPair, task: Task, answer: AnswerSettings) -> None:
+def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> None:
     console.print()
     has_roles = bool(pair.tokenizer.chat_template)  # a base model goes on with the text as it is
     for message in task.prompt.messages:
         console.print((f"{message['role']}: " if has_roles else "") + message["content"], style="dim", markup=False)
     streamer = terminal.AcceptanceStreamer(pair.tokenizer, console, label="assistant: " if has_roles else "… ")
+    target: Any = pair.target
+    how = {"max_new_tokens": shown.new_tokens, **sampling_options(shown.temperature), "streamer": streamer}
     ids = task.ids[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    write(pair, inputs, answer, with_drafter=True, streamer=streamer)
+    target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=pair.drafter, **how)
 
 
-def _measure(
-    console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown, answer: AnswerSettings
-) -> dict[str, Any]:
+def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:
     settings = pair_settings(
         pair.eagle,
-        new_tokens=max(answer.max_new_tokens, FEWEST_MEASURED_TOKENS),
-        temperature=answer.temperature,
+        new_tokens=max(shown.new_tokens, FEWEST_MEASURED_TOKENS),
+        temperature=shown.temperature,
         repeats=REPEATS,
         compiled=shown.compiled,
     )
@@ -203,4 +202,4 @@ def _measure(
     for line in terminal.pair_notes(summary):
         console.print(line)
     greedy_wrong = any(method.verdicts[DIFFERENT] for method in summary.methods)
-    return {**summary.to_dict(), "same_text": None if answer.samples else not greedy_wrong}
+    return {**summary.to_dict(), "same_text": None if shown.temperature else not greedy_wrong}

@@ -43,17 +43,13 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:
-            parameters += _parameters_of(groups[name])
+            kinds = get_type_hints(groups[name], include_extras=True)
+            parameters += [_parameter(each, kinds[each.name]) for each in fields(groups[name])]
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
-
-
-def _parameters_of(kind: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
-    return [_parameter(each, hints[each.name]) for each in fields(kind)]
 
 
 def _parameter(each: Field, hint: Any) -> inspect.Parameter:
@@ -63,16 +59,13 @@ def _parameter(each: Field, hint: Any) -> inspect.Parameter:
     if "argument" in each.metadata:
         told: Any = typer.Argument(**each.metadata["argument"])
     else:
-        told = typer.Option(*(each.metadata["flags"] or (_flag(each),)), **each.metadata["option"])
+        flags = each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)
+        told = typer.Option(*flags, **each.metadata["option"])
     default = inspect.Parameter.empty if each.default is MISSING else each.default
     default = list(default) if isinstance(default, tuple) else default
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, told]
     )
-
-
-def _flag(each: Field) -> str:
-    return f"--{each.name.replace('_', '-')}"
 
 
 def _as_field(value: Any, each: Field) -> Any:

@@ -23,7 +23,6 @@ from ..memory.cards import best_kind, one_card
 from ..serving.prompts import encode_chat
 from ..target.loading import dtype_here, load_target, packing_config
 from ..target.precision import SHORT_NAMES
-from ..target.served_processing import sampling_options
 from .option_groups import option
 from .progress import waiting_for
 
@@ -54,22 +53,6 @@ class LoadedPair:
         """The drafter, for commands that are about one: `load_pair` refuses them a pair without it."""
         assert isinstance(self.drafter, Eagle31Drafter), "refused before anything was loaded"
         return self.drafter
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How to write: at most `max_new_tokens`; `temperature` 0 is greedy, above it samples."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-
-    @property
-    def samples(self) -> bool:
-        return self.temperature > 0
-
-    def to_generate(self) -> dict[str, Any]:
-        """Keyword arguments for `generate`."""
-        return {"max_new_tokens": self.max_new_tokens, **sampling_options(self.temperature)}
 
 
 @dataclass(frozen=True)
@@ -146,13 +129,24 @@ class Drafting:
 
     def apply_to(self, drafter: Assistant) -> None:
         """Set what was asked for; the rest stays as it is, as a memory plan may have decided it."""
-        asked: dict[str, Any] = {"num_assistant_tokens": self.draft_tokens, "draft_tree_size": self.tree_size}
-        asked["draft_top_k"] = self.tree_width
-        asked["num_assistant_tokens_schedule"] = self.schedule
+        asked = {
+            "num_assistant_tokens": self.draft_tokens,
+            "draft_top_k": self.tree_width,
+            "draft_tree_size": self.tree_size,
+            "num_assistant_tokens_schedule": self.schedule,
+        }
         for name, value in asked.items():
             if value is not None:
                 setattr(drafter.generation_config, name, value)
         drafter.generation_config.check()
+
+    def beyond_chains(self) -> dict[str, bool]:
+        """Options that are not for chains of one length, and whether they were given."""
+        return {
+            f"--schedule {self.schedule}": self.schedule in ("pid", "heuristic"),
+            f"--tree-width {self.tree_width}": (self.tree_width or 1) > 1,
+            f"--tree-size {self.tree_size}": self.tree_size is not None,
+        }
 
 
 def load_pair(
@@ -230,12 +224,7 @@ def _check_without_drafter(drafting: Drafting, *, may_lack_drafter: bool) -> Non
             "got --drafter none, but this command is about a drafter; name one, or use generate, chat, serve or "
             "warmup, which do without one"
         )
-    asked = {
-        f"--schedule {drafting.schedule}": drafting.schedule in ("pid", "heuristic"),
-        f"--tree-width {drafting.tree_width}": (drafting.tree_width or 1) > 1,
-        f"--tree-size {drafting.tree_size}": drafting.tree_size is not None,
-    }
-    if refused := [option for option, is_asked in asked.items() if is_asked]:
+    if refused := [option for option, is_asked in drafting.beyond_chains().items() if is_asked]:
         raise ConfigurationError(
             f"got {', '.join(refused)} with --drafter none: without a drafter chains are looked up in the text, of up "
             "to --draft-tokens; leave it out"
@@ -300,21 +289,6 @@ def encode(pair: LoadedPair, conversation: Messages) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` `(1, T)` on the target's device, by the chat template if there is one."""
     ids = torch.tensor([encode_chat(pair.tokenizer, conversation)], device=pair.drafter.binding.input_device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def write(
-    pair: LoadedPair, inputs: dict[str, Tensor], answer: AnswerSettings, *, with_drafter: bool, streamer: Any = None
-) -> Tensor:
-    """New tokens `(n,)` for one prompt."""
-    assistant = {"assistant_model": pair.drafter} if with_drafter else {}
-    output = pair.target.generate(**inputs, **answer.to_generate(), **assistant, streamer=streamer)  # type: ignore[operator]
-    return output[0, inputs["input_ids"].shape[1] :]
-
-
-def write_plain(pair: LoadedPair, messages: Messages, new_tokens: int) -> str:
-    """The target's own greedy answer as text, without marks."""
-    ids = write(pair, encode(pair, messages), AnswerSettings(new_tokens), with_drafter=False)
-    return str(pair.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _placement(source: PairSource) -> Any:

@@ -166,12 +166,7 @@ def _check_reach(host: str, api_key: str | None) -> None:
 
 def _check_drafting(source: PairSource, drafting: Drafting) -> None:
     """The running batch drafts eager chains of one length; what else is asked for is not silently left out."""
-    asked = {
-        f"--schedule {drafting.schedule}": drafting.schedule in ("pid", "heuristic"),
-        f"--tree-width {drafting.tree_width}": (drafting.tree_width or 1) > 1,
-        f"--tree-size {drafting.tree_size}": drafting.tree_size is not None,
-        f"--acceleration {source.acceleration}": source.acceleration == "compile",
-    }
+    asked = drafting.beyond_chains() | {f"--acceleration {source.acceleration}": source.acceleration == "compile"}
     refused = [option for option, is_asked in asked.items() if is_asked]
     if refused:
         raise ConfigurationError(

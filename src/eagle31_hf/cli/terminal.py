@@ -19,7 +19,6 @@ from .options import WIDTH, count
 from .wrapped_writer import WrappedWriter
 
 ACCEPTED_STYLE = "green"
-OWN_STYLE = ""
 
 
 class AcceptanceStreamer(BaseStreamer):
@@ -47,11 +46,11 @@ class AcceptanceStreamer(BaseStreamer):
         *accepted, own = value.reshape(-1).tolist()
         for token in accepted:
             self._writer.add(self._decoder.feed(token), ACCEPTED_STYLE)
-        self._writer.add(self._decoder.feed(own), OWN_STYLE)
+        self._writer.add(self._decoder.feed(own))
 
     def end(self) -> None:
         """Write what is left and end the line."""
-        self._writer.add(self._decoder.flush(), OWN_STYLE)
+        self._writer.add(self._decoder.flush())
         self._writer.end()
 
 

@@ -14,9 +14,10 @@ from ..decoding.default_length import default_length
 from ..decoding.pair import Pair
 from ..evidence.provenance import origin
 from ..generation.warm_up import warm_up
+from ..target.served_processing import sampling_options
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
-from .pairs import AnswerSettings, LoadedPair, PairSource, load_pair
+from .pairs import LoadedPair, PairSource, load_pair
 from .progress import waiting_for
 
 
@@ -39,9 +40,7 @@ def warmup(
             kinds.append(key.kind)
             say(f"compiling {count(len(kinds), 'graph')}: {', '.join(dict.fromkeys(kinds))}")
 
-        how = AnswerSettings(temperature=temperature).to_generate()
-        how.pop("max_new_tokens")
-        made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **how)
+        made = warm_up(pair.drafter, tokens=tokens, on_compile=tell, **sampling_options(temperature))
     seconds = perf_counter() - started
     measured = Pair.of(pair.drafter).history.calibration(pair.drafter, compiled=True)
     calibration = None if measured is None else measured.to_dict()

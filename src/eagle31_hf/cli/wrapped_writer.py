@@ -27,11 +27,14 @@ class WrappedWriter:
     def add(self, text: str, style: str = "") -> None:
         """Write on."""
         for run in re.findall(r"\S+|\s", text):
-            if run.isspace():
-                self._write_word()
-                self._write_space(run)
-            else:
+            if not run.isspace():
                 self._word.append(run, style)
+                continue
+            self._write_word()
+            if run == "\n":
+                self._break_line()
+            else:
+                self._gap += " "
 
     def end(self) -> None:
         """Write what is left and end the line."""
@@ -47,12 +50,6 @@ class WrappedWriter:
         self._console.print(self._gap, self._word, sep="", end="", soft_wrap=True)
         self._column += len(self._gap) + self._word.cell_len
         self._word, self._gap = Text(), ""
-
-    def _write_space(self, space: str) -> None:
-        if space == "\n":
-            self._break_line()
-        else:
-            self._gap += " "
 
     def _write_start(self) -> None:
         """What a line begins with, before its first word."""

@@ -5,8 +5,9 @@ A loop is judged by them: what it takes beyond the forwards it must compute is i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -69,16 +70,6 @@ class BareCosts:
         return acceptance_length * plain_step_s / self.round_s
 
 
-@dataclass
-class _Timings:
-    """Seconds of single forwards."""
-
-    plain: list[float] = field(default_factory=list)
-    verified: list[float] = field(default_factory=list)
-    absorbed: list[float] = field(default_factory=list)
-    stepped: list[float] = field(default_factory=list)
-
-
 class BareMeter:
     """Times the forwards of rounds that follow one context, which stays as long as it is.
 
@@ -123,7 +114,7 @@ class BareMeter:
         )
         assert caches.drafter is not None, "just made"
         self.cache, self.session = caches.target, caches.drafter
-        self._timings = _Timings()
+        self._timings: dict[str, list[float]] = defaultdict(list)  # seconds by what was timed
         self._met: set[int] = set()  # widths timed before
         self._verification: CompiledVerification | None = None
         self._drafting: CompiledDrafting | None = None
@@ -157,7 +148,7 @@ class BareMeter:
         """
         with self.binding.masked_attention():
             plain = self._timed(self._target_over(1))
-            self._timings.plain += [plain() for _ in range(1 + count)][1:]
+            self._timings["plain"] += [plain() for _ in range(1 + count)][1:]
             for depth in quantiles(self._shares(depths), count):
                 self._time_round(depth)
 
@@ -167,12 +158,12 @@ class BareMeter:
         Args:
             depths: shares of all those rounds.
         """
-        timings, self._timings, shares = self._timings, _Timings(), self._shares(depths)
+        timings, self._timings, shares = self._timings, defaultdict(list), self._shares(depths)
         return BareCosts(
-            target_step_s=mean(timings.plain),
-            verify_s=mean(timings.verified),
-            drafter_step_s=mean(timings.stepped or timings.absorbed),
-            absorb_s=mean(timings.absorbed),
+            target_step_s=mean(timings["plain"]),
+            verify_s=mean(timings["verify"]),
+            drafter_step_s=mean(timings["step"] or timings["absorb"]),
+            absorb_s=mean(timings["absorb"]),
             verified_tokens=sum(share * self._nodes(depth) for depth, share in shares.items()),
             drafter_steps=sum(share * depth for depth, share in shares.items()),
         )
@@ -200,9 +191,8 @@ class BareMeter:
             with self.binding.capturing():  # a round needs the hidden states, too
                 verify_s = verify()
             absorb_s, steps_s = absorb(), [step() for _ in range(depth - 1)]
-        self._timings.verified.append(verify_s)
-        self._timings.absorbed.append(absorb_s)
-        self._timings.stepped += steps_s
+        for what, seconds in (("verify", [verify_s]), ("absorb", [absorb_s]), ("step", steps_s)):
+            self._timings[what] += seconds
 
     def _timed(self, call: Callable[[], object]) -> Callable[[], float]:
         device = self.binding.head_device

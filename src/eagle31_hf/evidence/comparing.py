@@ -32,11 +32,9 @@ PROCESSES_DIFFER = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """One method in one setting in two runs.
+    """One method in one setting in two runs, over the `prompts` that are in both.
 
-    Attributes:
-        before, after: the figures; `ratio` is after over before, `interval` its middle 95 %.
-        prompts: how many were in both runs.
+    `interval` is the middle 95 % of `after` over `before`.
     """
 
     what: str

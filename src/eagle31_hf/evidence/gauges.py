@@ -131,11 +131,6 @@ class RaplPackage:
         return (self._before + now) / 1e6
 
 
-def gauge_names(peak: PeakGauge, energy: EnergyGauge) -> dict[str, Any]:
-    """What was counted, for the records."""
-    return {"memory": peak.source or "not told by this machine", "energy": energy.source or "not told by this machine"}
-
-
 class PassCounter:
     """Counts whole forwards of the target; those of an early exit are drafts, those of a compiled graph unseen."""
 

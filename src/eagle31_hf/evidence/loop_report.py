@@ -21,12 +21,7 @@ from .tables import DataTable
 
 @dataclass(frozen=True)
 class LoopRecord:
-    """One method at one batch size.
-
-    Attributes:
-        summary: its calls and plain decoding's.
-        bare: mean seconds of the bare forwards of its rounds; of our own loop.
-    """
+    """One method at one batch size, and of our own loop the bare forwards of its rounds."""
 
     summary: MethodSummary
     bare: BareCosts | None = None

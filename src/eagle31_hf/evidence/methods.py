@@ -5,10 +5,10 @@ Each is a function from prompts to new tokens, so that they can take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,16 +50,10 @@ def requested_shape(
     return asked.draft_shape(default_length(drafter, batch_size=batch_size, sampled=sampled, compiled=compiled))
 
 
-@dataclass(frozen=True)
-class Output:
-    """New tokens `(B, n)`, and our drafter's figures if it helped."""
-
-    tokens: Tensor
-    stats: SpeculationStats | None = None
-
-
-class Write(Protocol):
-    def __call__(self, prompts: Prompts, streamer: Any = None) -> Output: ...
+Output = tuple[Tensor, SpeculationStats | None]
+"""New tokens `(B, n)`, and our drafter's figures if it helped."""
+Write = Callable[[Prompts, Any], Output]
+"""Of prompts and a streamer for `generate`, or `None`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,6 @@ class Method:
     """One method to write.
 
     Attributes:
-        write: new tokens for prompts; `streamer` is handed to `generate` where one is given.
         shapes: what our own loop drafts, by batch size; empty for the others.
         compiled: whether our own loop is accelerated.
         one_row_only: transformers' assisted loop, which takes no batches.
@@ -136,9 +129,9 @@ def _by_our_loop_alone(alone: NoDrafter, settings: RunSettings) -> list[Method]:
 def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write:
     model: Any = drafter.binding.model
 
-    def write(prompts: Prompts, streamer: Any = None) -> Output:
+    def write(prompts: Prompts, streamer: Any) -> Output:
         ids = model.generate(**prompts, **settings.to_generate(), **how, streamer=streamer)
-        return Output(ids[:, prompts["input_ids"].shape[1] :])
+        return ids[:, prompts["input_ids"].shape[1] :], None
 
     return write
 
@@ -146,9 +139,10 @@ def _by_generate(drafter: Assistant, settings: RunSettings, **how: Any) -> Write
 def _by_assistant(assistant: Assistant, settings: RunSettings, overrides: dict[str, Any]) -> Write:
     generate = _by_generate(assistant, settings, assistant_model=assistant)
 
-    def write(prompts: Prompts, streamer: Any = None) -> Output:
+    def write(prompts: Prompts, streamer: Any) -> Output:
         with _configured(assistant, settings, overrides):
-            return Output(generate(prompts, streamer).tokens, assistant.stats)
+            tokens, _ = generate(prompts, streamer)
+            return tokens, assistant.stats
 
     return write
 
@@ -157,7 +151,7 @@ def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: RunSettings, ove
     assert settings.acceptance is not None, "only synthetic acceptance is drawn by lot"
     acceptance = settings.acceptance
 
-    def write(prompts: Prompts, streamer: Any = None) -> Output:
+    def write(prompts: Prompts, streamer: Any) -> Output:
         with _configured(drafter, settings, overrides):
             seed = int(torch.randint(2**31, ()))  # another for each prompt and repeat, the same for all methods
             request = SyntheticRequest(
@@ -167,7 +161,7 @@ def _by_synthetic_acceptance(drafter: Eagle31Drafter, settings: RunSettings, ove
                 seed=seed,
                 samples=settings.samples,
             )
-            return Output(*write_synthetic(drafter, prompts, request))
+            return write_synthetic(drafter, prompts, request)
 
     return write
 
@@ -178,22 +172,15 @@ def _configured(assistant: Assistant, settings: RunSettings, overrides: dict[str
     config = assistant.generation_config
     # A random drafter doubts everything: with synthetic acceptance drafts have one length.
     depth = settings.depth if settings.acceptance is None else settings.depth or FIXED_DEPTH
-    overrides = {
-        "num_assistant_tokens": depth,
-        "draft_min_confidence": None,
-        "draft_top_k": 1,
-        "draft_tree_size": None,
-        **overrides,
-    }
-    before = {name: getattr(config, name) for name in overrides}
+    usual = {"num_assistant_tokens": depth, "draft_min_confidence": None, "draft_top_k": 1, "draft_tree_size": None}
+    before = vars(config).copy()
     try:
-        for name, value in overrides.items():
+        for name, value in (usual | overrides).items():
             setattr(config, name, value)
         config.check()
         yield
     finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+        vars(config).update(before)
 
 
 def early_exit_refusal(binding: TargetBinding, layers: int) -> str:

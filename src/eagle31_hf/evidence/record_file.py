@@ -47,6 +47,11 @@ class Records:
     whole_bytes: int = 0
 
     @property
+    def cut(self) -> str:
+        """Where the file breaks off; empty if it is whole."""
+        return f"{self.name} breaks off in line {self.cut_at} ({self.why_cut})" if self.cut_at else ""
+
+    @property
     def turns(self) -> list[str]:
         """Whole turns, in order."""
         return list(dict.fromkeys(call.turn for call in self.calls))

@@ -9,7 +9,6 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..generation_config import USUAL_TREE
 from .calls import PLAIN
-from .synthetic import check_acceptance
 
 PURE = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 """Temperature alone: a target's generation config may ask for more, which figures of others leave out."""
@@ -70,8 +69,11 @@ class RunSettings:
         for temperature in self.temperatures:
             if not (temperature >= 0 and math.isfinite(temperature)):
                 raise ConfigurationError(f"temperature is {temperature}; wanted 0 (greedy) or a positive number")
-        if self.acceptance is not None:
-            check_acceptance(self.acceptance)
+        chances = self.acceptance
+        if chances is not None and not (chances and all(0 <= each <= 1 for each in chances)):  # NaN is neither
+            raise ConfigurationError(
+                f"got acceptance {list(chances)}; wanted one probability from 0 to 1 per draft position, e.g. 0.8,0.7"
+            )
         if self.methods and PLAIN not in self.methods:
             raise ConfigurationError(f"the methods lack {PLAIN!r}, which all others are compared with; add it")
 

@@ -163,8 +163,6 @@ def compared_parts(compared: ComparedRuns, before: Records, after: Records) -> I
         f"by up to {PROCESSES_DIFFER:.0%} from process to process as well.",
         style="dim",
     )
-    for records in (before, after):
-        if records.cut_at:
-            yield Text(f"{records.name} breaks off in line {records.cut_at} ({records.why_cut}).", style="dim")
-    for line in compared.told:
-        yield Text(f"The runs also differ in {line}.", style="dim")
+    notes = [records.cut for records in (before, after) if records.cut]
+    notes += [f"The runs also differ in {line}" for line in compared.told]
+    yield from (Text(f"{note}.", style="dim") for note in notes)

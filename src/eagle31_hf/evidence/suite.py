@@ -26,19 +26,29 @@ from ..generation_config import FIXED_DEPTH
 from ..memory.apply_plan import plan_of_run
 from ..memory.ledger import MemorySettings
 from ..sampling.logits_processing import ScoreProcessing
-from ..stats import windows
+from ..stats import SpeculationStats, windows
 from ..target.device_clock import now
 from ..target.served_processing import processing_of
 from ..texts.prompts import Prompt
 from ..training.data.padding import end_ids, until_end
 from .bare_meter import BareCosts, BareMeter, drafted_depths, typical_context
-from .calls import PLAIN, REFERENCE, SAMPLED, CallRecord, Drafting, Verdict, digest_of, served_by
+from .calls import (
+    PLAIN,
+    REFERENCE,
+    SAMPLED,
+    CallRecord,
+    Drafting,
+    ThinkMarks,
+    Verdict,
+    digest_of,
+    served_by,
+    split_rounds,
+)  # fmt: skip
 from .exactness import SampledBy, judge
 from .gauges import EnergyGauge, PassCounter, PeakGauge, TokenClock, ends_off
-from .methods import Method, Output, Prompts, all_methods, early_exit_refusal, left_padded
+from .methods import Method, Prompts, all_methods, early_exit_refusal, left_padded
 from .run_settings import RunSettings
 from .summary import MethodSummary
-from .thinking import ThinkMarks, split_rounds
 
 NEVER_HERE = {
     "Medusa": "it needs heads trained for this very target, which transformers does not load",
@@ -187,11 +197,11 @@ class BenchmarkRun:
         clock, passes, joules = TokenClock(), self._passes.count, self.energy.read()
         self.peak.reset()
         started = now(self.binding.head_device)
-        written = method.write(batch, clock)
+        tokens, stats = method.write(batch, clock)
         seconds = now(self.binding.head_device) - started
         used = None if joules is None else (self.energy.read() or 0.0) - joules
-        answers = self._answers(written.tokens)
-        bare = self._time_bare(method, turn.batch_size, written)
+        answers = self._answers(tokens)
+        bare = self._time_bare(method, turn.batch_size, stats)
         if bare is not None:
             self._bare.setdefault((method.name, turn.batch_size), []).append(bare)
         record = CallRecord(
@@ -209,30 +219,30 @@ class BenchmarkRun:
             seconds=seconds,
             first_token_s=clock.arrivals[0][0] - started if clock.arrivals else seconds,
             texts=[digest_of(answer) for answer in answers],
-            drafting=Drafting.of(written.stats),
-            target_passes=self._passes.count - passes if written.stats is None and not method.compiled else None,
+            drafting=Drafting.of(stats),
+            target_passes=self._passes.count - passes if stats is None and not method.compiled else None,
             peak_bytes=self.peak.read(),
             energy_j=used,
             bare_round_s=None if bare is None else bare.round_s,
-            served_by=served_by(written.stats),
+            served_by=served_by(stats),
         )
         if turn.batch_size == 1:
             record = replace(record, window_s=windows(clock.arrivals))
-            if written.stats is not None:
+            if stats is not None:
                 blocks, prompt = clock.blocks, turn.tasks[0].ids.tolist()
                 thinking, answering = split_rounds(blocks, answers[0], prompt, self.marks)
                 record = replace(record, blocks=blocks, thinking=thinking, answering=answering)
         return record, answers
 
-    def _time_bare(self, method: Method, size: int, written: Output) -> BareCosts | None:
+    def _time_bare(self, method: Method, size: int, stats: SpeculationStats | None) -> BareCosts | None:
         """The bare forwards of a round as deep as this call's were; `None` where nobody asked for them."""
         shape = method.shapes.get(size)
-        if not self.settings.ceilings or shape is None or written.stats is None or written.stats.loop != "own":
+        if not self.settings.ceilings or shape is None or stats is None or stats.loop != "own":
             return None
         if (method.name, size) not in self._meters:
             context = typical_context([task.ids for task in self.tasks], self.settings.new_tokens).expand(size, -1)
             self._meters[method.name, size] = BareMeter(self.drafter, context, shape, compiled=method.compiled)
-        meter, depths = self._meters[method.name, size], drafted_depths(written.stats)
+        meter, depths = self._meters[method.name, size], drafted_depths(stats)
         meter.time_rounds(depths)
         return meter.costs(depths)
 
@@ -294,7 +304,8 @@ class BenchmarkRun:
         """One text for each length that graphs are made for, and the bare rounds beside it."""
         for batch in self._unlike_batches(turn.batch_size):
             torch.manual_seed(self.settings.seed)
-            self._time_bare(method, turn.batch_size, method.write(batch))
+            _, stats = method.write(batch, None)
+            self._time_bare(method, turn.batch_size, stats)
 
     def _warm_up(self, method: Method, turn: Turn) -> bool:
         if method.one_row_only and turn.batch_size > 1:

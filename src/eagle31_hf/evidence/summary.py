@@ -35,10 +35,7 @@ class Setting:
 class MethodSummary:
     """One method in one setting, against plain decoding on the same prompts.
 
-    Attributes:
-        method, setting: what was measured.
-        calls, plain, compiled: its calls, plain decoding's, and compiled plain decoding's (empty if there are none).
-        price_per_hour: of the machine, if it was told.
+    `compiled` are the calls of compiled plain decoding, empty if there are none.
     """
 
     method: str
@@ -273,8 +270,7 @@ def summarise(records: Records, price_per_hour: float | None = None) -> RunSumma
     }
     notes = records.notes_of("compiled")
     compiled = sum(note["graphs"] for note in notes), sum(note["seconds"] for note in notes)
-    cut = f"{records.name} breaks off in line {records.cut_at} ({records.why_cut})" if records.cut_at else ""
-    return RunSummary(records.run, tuple(methods), records.left_out, warm_up, compiled, cut)
+    return RunSummary(records.run, tuple(methods), records.left_out, warm_up, compiled, records.cut)
 
 
 def exact_text(verdicts: Counter[str]) -> str:

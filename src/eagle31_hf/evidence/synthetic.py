@@ -153,14 +153,6 @@ def write_synthetic(
     return ids[:, prompts["input_ids"].shape[1] :], decoding.stats
 
 
-def check_acceptance(acceptance: Sequence[float]) -> None:
-    """Raise a `ConfigurationError` unless these are probabilities, at least one."""
-    if not acceptance or not all(0 <= chance <= 1 for chance in acceptance):  # NaN fails both comparisons
-        raise ConfigurationError(
-            f"got acceptance {list(acceptance)}; wanted one probability from 0 to 1 per draft position, e.g. 0.8,0.7"
-        )
-
-
 # --- random targets ---------------------------------------------------------------------------------------------------
 
 
@@ -245,17 +237,16 @@ def random_target(
     device = torch.device(device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    linears = _linears_of(model) if four_bit else {}
+    head = model.get_output_embeddings()
+    named = model.named_modules() if four_bit else ()
+    linears = {name: each for name, each in named if type(each) is nn.Linear and each is not head}
     _materialise(model, device, leave=set(linears.values()))
     model.init_weights()  # rotary tables too
+    spread = getattr(config.get_text_config(), "initializer_range", 0.02)
     for name, linear in linears.items():
-        model.set_submodule(name, _quantised(linear, dtype, device, std=_spread(config)))
+        model.set_submodule(name, _quantised(linear, dtype, device, std=float(spread)))
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
-
-
-def _spread(config: PreTrainedConfig) -> float:
-    return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
 def _materialise(model: nn.Module, device: torch.device, *, leave: set[nn.Linear]) -> None:
@@ -270,12 +261,6 @@ def _materialise(model: nn.Module, device: torch.device, *, leave: set[nn.Linear
             setattr(module, name, made[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty_like(buffer, device=device))
-
-
-def _linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Those that are packed, by name: all but the LM head."""
-    head = model.get_output_embeddings()
-    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
 
 
 def _quantised(linear: nn.Linear, dtype: torch.dtype, device: torch.device, std: float) -> nn.Module:

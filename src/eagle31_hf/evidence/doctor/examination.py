@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ...drafter.drafter import Eagle31Drafter
 from ...drafter.replay import TargetText, read_text
 from ...target.precision import precision_advice, precision_caution
@@ -30,14 +28,9 @@ SHARE_OF_CARD = 0.8
 
 @dataclass
 class Examination:
-    """Everything that was seen.
+    """Everything that was seen: `greedy` and `sampling` texts with and without the drafter, `readings` best first.
 
-    Attributes:
-        findings: one per check, in order.
-        greedy: both ways to write the same prompts; `None` if the pair cannot write.
-        sampling: the same of texts that were sampled.
-        readings: other ways to read the configuration, best first.
-        drift: curves of the drift probe, if it was asked for.
+    `greedy` is `None` if the pair cannot write.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -100,7 +93,12 @@ def examine(
     seen.findings.append(_text_finding("same text, sampled", seen.sampling))
     seen.findings.append(_acceptance_finding(seen.greedy, promised_acceptance(patient.folder)))
     # Greedy ones alone tell small differences too late.
-    read = _read(patient.drafter, [*seen.greedy.texts, *seen.sampling.texts], prompts * 2)
+    written = [*seen.greedy.texts, *seen.sampling.texts]
+    binding = patient.drafter.binding
+    readings = other_readings(patient.drafter.config, len(binding.layers))
+    keep = sorted(layers_to_keep(readings, binding.aux_layers))
+    lengths = [prompt["input_ids"].shape[1] for prompt in prompts * 2]
+    read = [read_text(binding, ids, length, keep) for ids, length in zip(written, lengths, strict=True)]
     texts = [text for text in read if len(text.starts(DEPTH)) > 0]  # long enough
     if texts:
         seen.readings, findings = reading_findings(patient.drafter, texts)
@@ -260,16 +258,6 @@ def _acceptance_finding(greedy: TextComparison, promised: float | None) -> Findi
     return Finding("acceptance", "ok", text)
 
 
-def _read(drafter: Eagle31Drafter, written: Sequence[Tensor], prompts: Sequence[dict[str, Tensor]]) -> list[TargetText]:
-    binding = drafter.binding
-    readings = other_readings(drafter.config, _num_layers(drafter))
-    keep = sorted(layers_to_keep(readings, binding.aux_layers))
-    return [
-        read_text(binding, ids, prompt["input_ids"].shape[1], keep)
-        for ids, prompt in zip(written, prompts, strict=True)
-    ]
-
-
 def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:
     """What other readings of the configuration, and of d2t, say of the same texts; layers only where d2t is right."""
     vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
@@ -278,7 +266,7 @@ def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tu
         advice = "d2t maps draft ids to the wrong tokens: offsets and ids may be mixed up, or it is of another drafter"
         wrong = Finding("draft vocabulary", "problem", text, advice)
         return [], [wrong, Finding("layers and norms", "note", "not tried while d2t is wrong")]
-    scores = score_readings(drafter, texts, other_readings(drafter.config, _num_layers(drafter)), depth=DEPTH)
+    scores = score_readings(drafter, texts, other_readings(drafter.config, len(drafter.binding.layers)), depth=DEPTH)
     return scores, [_reading_finding(scores), Finding("draft vocabulary", "ok", text)]
 
 
@@ -295,7 +283,3 @@ def _reading_finding(scores: Sequence[ReadingScore]) -> Finding:
         f"{best.acceptance_before:.2f}",
         f"its config.json seems wrong: set {fields} and save the drafter again",
     )
-
-
-def _num_layers(drafter: Eagle31Drafter) -> int:
-    return len(drafter.binding.layers)

@@ -17,13 +17,9 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of one check.
+    """Outcome of one check, and what to do about it, if anything.
 
-    Attributes:
-        check: what was looked at, a few words.
-        level: `"ok"`; `"note"`, worth knowing; `"problem"`, the pair works worse than it could, or not at all.
-        text: what was seen, with its figures.
-        advice: what to do about it; empty if nothing.
+    A `"problem"` makes the pair work worse than it could, or not at all; a `"note"` is worth knowing.
     """
 
     check: str
@@ -34,12 +30,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Patient:
-    """A pair and what it is examined with.
+    """An attached drafter, its target's tokenizer, and chats to examine them with.
 
     Attributes:
-        drafter: attached.
-        tokenizer: the target's.
-        conversations: chats that end with a user's message.
         encode: a conversation to `input_ids` and `attention_mask` `(1, L)` on the target's device.
         folder: of the drafter's files, where its evidence may lie; `None` if it is not a folder.
     """

@@ -49,8 +49,6 @@ class TextComparison:
 
     Attributes:
         texts: `(T,)` whole texts that plain decoding wrote.
-        differences: where the drafter's text differs.
-        acceptance_length: mean tokens per verification.
         loops: which loops served the prompts, with their reasons.
         plain_s, speculative_s: seconds in all.
     """
@@ -72,16 +70,9 @@ class TextComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the texts."""
-        return {
-            "prompts": len(self.texts),
-            "differences": [asdict(one) for one in self.differences],
-            "is_exact": self.is_exact,
-            "acceptance_length": self.acceptance_length,
-            "loops": self.loops,
-            "plain_s": self.plain_s,
-            "speculative_s": self.speculative_s,
-            "speedup": self.speedup,
-        }
+        names = ("is_exact", "acceptance_length", "loops", "plain_s", "speculative_s", "speedup")
+        figures = {name: getattr(self, name) for name in names}
+        return {"prompts": len(self.texts), "differences": [asdict(one) for one in self.differences], **figures}
 
 
 def compare_texts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,9 +176,8 @@ def score_vocabulary(
 
 
 def _right_by_majority(known: Tensor, known_next: Tensor, asked: Tensor, asked_next: Tensor) -> int:
-    counts: dict[int, dict[int, int]] = {}
+    followed: dict[int, Counter[int]] = defaultdict(Counter)
     for row, token in zip(known.tolist(), known_next.tolist(), strict=True):
-        seen = counts.setdefault(row, {})
-        seen[token] = seen.get(token, 0) + 1
-    majority = {row: max(seen, key=seen.__getitem__) for row, seen in counts.items()}
+        followed[row][token] += 1
+    majority = {row: seen.most_common(1)[0][0] for row, seen in followed.items()}
     return sum(majority.get(row) == token for row, token in zip(asked.tolist(), asked_next.tolist(), strict=True))

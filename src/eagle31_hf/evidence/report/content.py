@@ -26,15 +26,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Section:
-    """One run.
-
-    Attributes:
-        anchor, title: where links lead, and what they say.
-        conditions: who was measured where, in a sentence.
-        parts: by setting.
-        notes: what figures cannot say.
-        provenance: what it takes to do it again.
-    """
+    """One run: who was measured where, a part by setting, what figures cannot say, and how it was made."""
 
     anchor: str
     title: str

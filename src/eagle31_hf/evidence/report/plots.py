@@ -12,6 +12,7 @@ import numpy as np
 
 from ...errors import ConfigurationError
 from ...stats import WINDOW_TOKENS, window_speeds
+from ..ratios import spread_texts, times_text
 from ..summary import MethodSummary
 from ..tables import DataTable
 
@@ -29,15 +30,7 @@ STYLE: Any = {  # a dict whose keys matplotlib types one by one
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture, what it shows in words, and its figures.
-
-    Attributes:
-        name: for files and links.
-        title: one line above it.
-        words: what is seen, in a sentence or two.
-        svg: the picture.
-        table: its figures.
-    """
+    """A picture, what it shows in words, and its figures; `name` is for files and links."""
 
     name: str
     title: str
@@ -60,13 +53,19 @@ def new_figure(width: float, height: float) -> Any:
 
 
 @contextmanager
-def _axes(height: float = HEIGHT) -> Iterator[tuple[Any, list[str]]]:
-    """Axes to draw on; the SVG is appended to the list at the end."""
+def _axes(height: float = HEIGHT, *, bars: bool = False, columns: int = 2) -> Iterator[tuple[Any, list[str]]]:
+    """Axes to draw on, `bars` from above to below; the SVG, with a legend, is appended to the list at the end."""
     figure, made = new_figure(WIDTH, height), list[str]()
     from matplotlib import rc_context  # there, or this had been told
 
     with rc_context(STYLE):
-        yield figure.add_subplot(), made
+        axes = figure.add_subplot()
+        yield axes, made
+        if bars:
+            axes.invert_yaxis()
+            axes.grid(axis="y", visible=False)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside upper center", ncols=columns)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         made.append(file.getvalue())
@@ -101,7 +100,7 @@ def categories_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
     if not names:
         return None
     colour, thick = colours(methods), 0.8 / len(shown)
-    with _axes(max(HEIGHT, 0.5 + 0.32 * len(names) * max(1, len(shown) * 0.55))) as (axes, made):
+    with _axes(max(HEIGHT, 0.5 + 0.32 * len(names) * max(1, len(shown) * 0.55)), bars=True) as (axes, made):
         for number, method in enumerate(shown):
             for row, category in enumerate(names):
                 speedup = method.categories[category].speedup if category in method.categories else None
@@ -116,10 +115,7 @@ def categories_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
                 )  # fmt: skip
         axes.axvline(1.0, color="#222222", lw=1, ls="--")
         axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
         axes.set_xlabel("speedup over plain generate (dashed: as fast)")
-        axes.grid(axis="y", visible=False)
-        axes.figure.legend(loc="outside upper center", ncols=2)
     rows = tuple((c, *(_category_cell(method, c) for method in shown)) for c in names)
     table = DataTable(
         "Speedup over plain generate (95 % interval over prompts)", ("category", *(m.method for m in shown)), rows
@@ -131,8 +127,8 @@ def _category_cell(method: MethodSummary, category: str) -> str:
     part = method.categories.get(category)
     if part is None or part.speedup is None:
         return "–"
-    interval = "" if part.speedup.interval is None else f" ({_range(part.speedup.interval)})"
-    return f"{part.speedup.median:.2f}×{interval}"
+    _, interval = spread_texts(part.speedup)
+    return times_text(part.speedup) + (f" ({interval})" if interval else "")
 
 
 def _category_words(methods: Sequence[MethodSummary], names: Sequence[str]) -> str:
@@ -143,10 +139,6 @@ def _category_words(methods: Sequence[MethodSummary], names: Sequence[str]) -> s
         span = f" for {best}" if best == worst else f" for {worst} to {found[best]:.2f} times for {best}"
         told.append(f"{method.method} from {found[worst]:.2f} times{span}")
     return f"Bars of the speedup over plain generate in {len(names)} categories of prompts: {'; '.join(told)}."
-
-
-def _range(pair: tuple[float, float]) -> str:
-    return f"{pair[0]:.2f}–{pair[1]:.2f}"
 
 
 # --- acceptance by position -------------------------------------------------------------------------------------------
@@ -167,7 +159,6 @@ def positions_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
         axes.set_xticks(range(1, 1 + max(len(method.acceptance.cumulative) for method in shown)))
         axes.set_xlabel("draft position")
         axes.set_ylabel("accepted, of drafts so deep")
-        axes.figure.legend(loc="outside upper center", ncols=2)
     deepest = max(len(method.acceptance.cumulative) for method in shown)
     rows = tuple((str(place + 1), *(_position_cell(method, place) for method in shown)) for place in range(deepest))
     table = DataTable(
@@ -200,16 +191,13 @@ def rounds_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
     if not parts:
         return None
     names = ("draft", "verify", "other")
-    with _axes(max(2.0, 0.9 + 0.42 * len(parts))) as (axes, made):
+    with _axes(max(2.0, 0.9 + 0.42 * len(parts)), bars=True, columns=3) as (axes, made):
         start = np.zeros(len(parts))
         for colour, part in zip(PALETTE, names, strict=False):
             widths = np.array([each[part] for each in parts.values()])
             axes.barh(list(parts), widths, 0.6, left=start, color=colour, label=part, edgecolor="white")
             start += widths
-        axes.invert_yaxis()
         axes.set_xlabel("ms of a round")
-        axes.grid(axis="y", visible=False)
-        axes.figure.legend(loc="outside upper center", ncols=3)
     whole = {method: sum(each.values()) for method, each in parts.items()}
     rows = tuple((method, *(f"{ms:.2f}" for ms in (*each.values(), whole[method]))) for method, each in parts.items())
     table = DataTable("Mean host milliseconds of a round", ("method", *names, "round"), rows)
@@ -240,7 +228,6 @@ def pace_plot(name: str, methods: Sequence[MethodSummary]) -> Plot | None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens written")
         axes.set_ylabel("tokens per second")
-        axes.figure.legend(loc="outside upper center", ncols=2)
     longest = max(map(len, pace.values()))
     rows = tuple(
         (f"{i * WINDOW_TOKENS + 1}–{(i + 1) * WINDOW_TOKENS}",
@@ -279,14 +266,12 @@ def memory_plot(
     if not terms and not peaks:
         return None
     bars = [(f"plan: {term}", size) for term, size in terms] + [(f"taken: {method}", size) for method, size in peaks]
-    with _axes(0.8 + 0.3 * len(bars)) as (axes, made):
+    with _axes(0.8 + 0.3 * len(bars), bars=True) as (axes, made):
         tints = [PALETTE[2]] * len(terms) + [PALETTE[1]] * len(peaks)
         drawn = axes.barh([label for label, _ in bars], [size / 1e6 for _, size in bars], 0.65, color=tints)
         axes.bar_label(drawn, fmt="%.1f", padding=3, fontsize=9)
         axes.margins(x=0.16, y=0.01)
-        axes.invert_yaxis()
         axes.set_xlabel("MB")
-        axes.grid(axis="y", visible=False)
     rows = tuple((label, f"{size / 1e6:.1f}") for label, size in bars)
     total = sum(size for _, size in terms)
     planned = f"The plan's terms add up to {total / 1e6:.0f} MB; the largest is {terms[0][0]}. " if terms else ""
