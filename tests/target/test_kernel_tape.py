@@ -193,4 +193,3 @@ def test_the_modeling_file_is_left_as_it_was() -> None:
     drafter.detach()
     assert module.torch_chunk_gated_delta_rule is held, "another target's mixers call it"
     other.detach()
-    assert module.torch_chunk_gated_delta_rule is held.__wrapped__

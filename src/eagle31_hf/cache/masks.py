@@ -145,12 +145,6 @@ class BlockMasks:
     def num_bytes(self) -> int:
         return self.resident.num_bytes
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """Slots of the buffers behind each mask, by layer type."""
-        full, block = self.placement.reserved_slots, self.placement.block
-        return {kind: full if span.window is None else span.ring + block for kind, span in self.spans.by_mask.items()}
-
     def build(
         self,
         ancestors: Tensor | None,

@@ -244,15 +244,10 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         """Most tokens written between two commits."""
         return self._placement.block
 
-    @property
-    def mask_widths(self) -> dict[str, int]:
-        """Slots of the buffers behind each mask, by layer type."""
-        return self._masks.widths
-
-    @property
-    def windowed_masks(self) -> set[str]:
-        """Layer types whose masks are for a window of the past."""
-        return {kind for kind, span in self._spans.by_mask.items() if span.window is not None}
+    def mask_widths(self, num_slots: int) -> dict[str, int]:
+        """Slots behind each mask, by layer type, where so many of full layers are looked at."""
+        spans = self._spans.by_mask.items()
+        return {kind: num_slots if span.window is None else span.ring + self.block for kind, span in spans}
 
     @property
     def unmasked_types(self) -> set[str]:
@@ -326,10 +321,7 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         Raises:
             UnsupportedGenerationError: a count or node number lies outside the placed block.
         """
-        self._commit_nodes(self._placement.kept_nodes(path, counts), settle)
-
-    def _commit_nodes(self, kept: Sequence[Sequence[int]], settle: Settle) -> None:
-        before = self.lengths
+        kept, before = self._placement.kept_nodes(path, counts), self.lengths
         lengths = [length + len(row) for length, row in zip(before, kept, strict=True)]
         # Noted before the first copy: a copy that fails may have overwritten what a rollback would need.
         self._ring_end = [max(end, length) for end, length in zip(self._ring_end, lengths, strict=True)]

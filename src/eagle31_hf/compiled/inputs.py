@@ -85,9 +85,7 @@ class GraphInputs:
     @property
     def mask_widths(self) -> dict[str, int]:
         """Slots that graphs look at behind each mask, by layer type."""
-        windowed = self.cache.windowed_masks
-        widths = self.cache.mask_widths
-        return {kind: width if kind in windowed else self.num_slots for kind, width in widths.items()}
+        return self.cache.mask_widths(self.num_slots)
 
     def slots(self, num_tokens: int, *, after: int = 0) -> Tensor:
         """Slots `(B, T)` of tokens `after ... after + num_tokens - 1` of each row's block, in the present buffers."""

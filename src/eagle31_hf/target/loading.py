@@ -57,7 +57,8 @@ def load_target(
     """
     place = pretrained_place(name)
     refuse_drafter_as_target(name)
-    splitting = _splitting(Path(name)) if is_gguf(name) else None  # reads the header, so damage is told first
+    # How the file says that text is split before it is tokenised. Reads the header, so damage is told first.
+    splitting = str(read_gguf_metadata(Path(name)).get("tokenizer.ggml.pre", "default")) if is_gguf(name) else None
     packed = {} if quantization_config is None else {"quantization_config": quantization_config}
     try:
         config = AutoConfig.from_pretrained(**place)  # small, and its absence says more than that of a tokenizer
@@ -129,11 +130,6 @@ def pretrained_place(name: str) -> dict[str, str]:
     except ImportError:
         raise ConfigurationError(f"{name!r} is read with the package gguf: pip install gguf") from None
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-
-
-def _splitting(path: Path) -> str:
-    """How the file says that its target's text is split before it is tokenised."""
-    return str(read_gguf_metadata(path).get("tokenizer.ggml.pre", "default"))
 
 
 def mend_splitting(tokenizer: Any, splitting: str, name: str) -> None:
