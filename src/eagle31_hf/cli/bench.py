@@ -42,18 +42,6 @@ SYNTHETIC_PROMPT_TOKENS = 128
 DEFAULT_ACCEPTANCE = (0.8, 0.75, 0.7, 0.65, 0.6)
 
 
-BatchesOption = Annotated[
-    str, typer.Option(callback=list_of(int, "positive whole numbers, e.g. 1,4,16", at_least=1), help="Batch sizes.")
-]
-AcceptanceOption = Annotated[
-    str | None,
-    typer.Option(
-        callback=list_of(float, "probabilities, e.g. 0.8,0.7,0.6"),
-        help="With --synthetic: chance of each draft position.",
-    ),
-]
-
-
 @app.command()
 @expand_options
 @readable_errors
@@ -66,7 +54,9 @@ def loop(
     limit: Annotated[int, typer.Option(min=1, help="Most prompts to take, spread over the rows.")] = 40,
     new_tokens: Annotated[int, typer.Option(min=3, help="Tokens written to each prompt, no more and no fewer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    batch: BatchesOption = "1,4,16",
+    batch: Annotated[
+        str, typer.Option(callback=list_of(int, "positive whole numbers, e.g. 1,4,16", at_least=1), help="Batch sizes.")
+    ] = "1,4,16",
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes over the prompts.")] = 5,
     draft_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens drafted in a round; default: as the drafter decides.")
@@ -78,7 +68,13 @@ def loop(
         str | None,
         typer.Option(help="Random target instead: llama-8b, a config.json, or hidden=4096,layers=32,…"),
     ] = None,
-    acceptance: AcceptanceOption = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            callback=list_of(float, "probabilities, e.g. 0.8,0.7,0.6"),
+            help="With --synthetic: chance of each draft position.",
+        ),
+    ] = None,
     four_bit: Annotated[bool, typer.Option("--four-bit", help="With --synthetic: NF4 weights.")] = False,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,

@@ -21,13 +21,6 @@ from .options import JsonOption, TracebackOption, make_console, readable_errors
 from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
 from .progress import progress_bar
 
-TemperaturesOption = Annotated[
-    str, typer.Option(callback=list_of(float, "temperatures, e.g. 0,1"), help="One or several; 0 is greedy.")
-]
-LengthsOption = Annotated[
-    str, typer.Option(callback=list_of(int, "whole numbers, e.g. 5,8", at_least=1), help="Lengths of chains.")
-]
-
 
 @readable_errors
 def acceptance(
@@ -40,8 +33,12 @@ def acceptance(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of each, spread over its rows.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens the target writes to each prompt.")] = 128,
-    temperature: TemperaturesOption = "0,1",
-    draft_tokens: LengthsOption = "5,8",
+    temperature: Annotated[
+        str, typer.Option(callback=list_of(float, "temperatures, e.g. 0,1"), help="One or several; 0 is greedy.")
+    ] = "0,1",
+    draft_tokens: Annotated[
+        str, typer.Option(callback=list_of(int, "whole numbers, e.g. 5,8", at_least=1), help="Lengths of chains.")
+    ] = "5,8",
     tree_width: Annotated[int, typer.Option(min=1, help="Children per draft token; 1 drafts a chain.")] = 1,
     tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with a tree.")] = 24,
     seed: Annotated[int, typer.Option(min=0, help="Of the texts that are drawn.")] = 0,

@@ -15,7 +15,6 @@ from ..decoding.calibration.calibration import ContextSeconds
 from ..decoding.calibration.unasked import calibrate
 from ..decoding.kept_graphs import captured_graphs
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
-from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..evidence.doctor.drift import DriftCurve, plot_drift
 from ..evidence.doctor.examination import Examination, examine
@@ -69,7 +68,8 @@ def doctor(
     patient = Patient(
         drafter=pair.eagle,
         tokenizer=pair.tokenizer,
-        conversations=given or _own_conversations(pair)[:limit],
+        # Of many kinds; before them the embedded target's own subjects, for it has little to say of others.
+        conversations=given or [*(DEMO_CONVERSATIONS if pair.uses_embedded_target else ()), *CONVERSATIONS][:limit],
         encode=lambda conversation: encode(pair, conversation),
         folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
     )
@@ -108,11 +108,6 @@ def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
     )
     headings = ("draft tokens", "ms a round", "tokens to break even")
     return DataTable(f"behind {seconds.context} tokens", headings, rows).on_terminal()
-
-
-def _own_conversations(pair: LoadedPair) -> list[Messages]:
-    """Those of many kinds; before them the embedded target's own subjects, for it has little to say of others."""
-    return [*(DEMO_CONVERSATIONS if pair.uses_embedded_target else ()), *CONVERSATIONS]
 
 
 def _show(console: Console, seen: Examination) -> None:

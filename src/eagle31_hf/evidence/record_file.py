@@ -137,15 +137,19 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def check_place(path: str | Path, *, resume: bool) -> None:
-    """Raises:
-    RecordFileError: there is no such folder, or a run's records are there and are not to be taken up.
+def check_place(path: str | Path, *, resume: bool) -> bool:
+    """Whether records are there that are to be taken up.
+
+    Raises:
+        RecordFileError: there is no such folder, or a run's records are there and are not to be taken up.
     """
     path = Path(path)
     if not path.absolute().parent.is_dir():
         raise RecordFileError(f"{path.name} cannot be written: there is no folder {path.absolute().parent}")
-    if not resume and path.exists() and b"\n" in path.read_bytes():
+    is_begun = path.exists() and b"\n" in path.read_bytes()
+    if is_begun and not resume:
         raise RecordFileError(f"{path.name} is there already; add --resume to go on with it, or write to another file")
+    return is_begun
 
 
 class RecordWriter:
@@ -161,11 +165,8 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | Path, run: Mapping[str, Any], *, resume: bool):
-        check_place(path, resume=resume)
         self.path = Path(path)
-        self.done: Records | None = None
-        if self.path.exists() and b"\n" in self.path.read_bytes():
-            self.done = self._take_up(run)
+        self.done = self._take_up(run) if check_place(path, resume=resume) else None
         if self.path.exists():  # and if it was stopped in its first line, that is written again
             with self.path.open("r+b") as file:
                 file.truncate(0 if self.done is None else self.done.whole_bytes)

@@ -95,16 +95,13 @@ def score_readings(
     for reading in readings:
         other = read_as(drafter, reading.fields)
         try:
-            scores.append(_score(reading, before, [replay(other, text, depth=depth) for text in texts]))
+            after = [replay(other, text, depth=depth) for text in texts]
         finally:
             other.detach()
+        pairs = zip(after, before, strict=True)
+        gain, error = mean_over_tokens([(new.log_probs - old.log_probs).double() for new, old in pairs])
+        scores.append(ReadingScore(reading, _acceptance_length(after), _acceptance_length(before), gain, error))
     return sorted(scores, key=lambda score: -score.gain)
-
-
-def _score(reading: Reading, before: Sequence[Replay], after: Sequence[Replay]) -> ReadingScore:
-    pairs = zip(after, before, strict=True)
-    gain, error = mean_over_tokens([(new.log_probs - old.log_probs).double() for new, old in pairs])
-    return ReadingScore(reading, _acceptance_length(after), _acceptance_length(before), gain, error)
 
 
 def mean_over_tokens(texts: Sequence[Tensor]) -> tuple[float, float]:
