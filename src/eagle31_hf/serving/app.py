@@ -61,6 +61,7 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         await asyncio.to_thread(engine.close, settings.grace_s)
 
     app = FastAPI(title="eagle31", lifespan=lifespan, openapi_url=None)
+    app.state.engine = engine
     server = _Server(engine, settings)
     for path, handler in (
         ("/v1/chat/completions", server.chat),
@@ -349,8 +350,8 @@ async def _as_response(request: Request, error: Exception) -> Response:
     elif isinstance(error, TooLongError):
         error = ApiError(str(error), code="context_length_exceeded", param="messages")
     elif isinstance(error, QueueFullError):
-        wait = getattr(error, "retry_after_s", 1)
-        error = ApiError(str(error), status=429, code="queue_full", headers={"Retry-After": str(wait)})
+        wait = str(request.app.state.engine.retry_after_s)
+        error = ApiError(str(error), status=429, code="queue_full", headers={"Retry-After": wait})
     elif isinstance(error, ShuttingDownError):
         error = ApiError(str(error), status=503, code="shutting_down", headers={"Retry-After": "30"})
     elif isinstance(error, (ConfigurationError, UnsupportedGenerationError)):
