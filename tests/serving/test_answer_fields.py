@@ -1,0 +1,95 @@
+"""Keys of answers as clients get them: neither more nor fewer than OpenAI's API has, null where a text goes on."""
+
+from __future__ import annotations
+
+import json
+
+import httpx2
+import pytest
+
+from loopback import MESSAGES, MODEL
+
+USAGE = {
+    "prompt_tokens": int,
+    "completion_tokens": int,
+    "total_tokens": int,
+    "prompt_tokens_details": {"cached_tokens": int},
+    "completion_tokens_details": {"accepted_prediction_tokens": int, "rejected_prediction_tokens": int},
+}
+TOKEN = {"token": str, "logprob": float, "bytes": [int]}
+LOGPROBS = {"content": [{**TOKEN, "top_logprobs": [TOKEN]}]}
+SHARED = {"id": str, "created": int, "model": str, "object": str}
+CHAT = {"messages": MESSAGES, "max_tokens": 2}
+TEXT = {"prompt": "A shop", "max_tokens": 2}
+TOLD_OF_TOKENS = {
+    "tokens": [str],
+    "token_logprobs": [float],
+    "top_logprobs": [{"*": float}],
+    "text_offset": [int],
+}
+
+
+def shape(told, name=""):
+    """The same with types instead of values; of a list, one of its first entry."""
+    if isinstance(told, dict):
+        if name == "top_logprobs" and "token" not in told:
+            return {"*": shape(next(iter(told.values())))}
+        return {key: shape(value, key) for key, value in told.items()}
+    if isinstance(told, list):
+        return [shape(each, name) for each in told[:1]]
+    return None if told is None else type(told)
+
+
+def ask(served, path, **body):
+    told = httpx2.post(f"{served.url}/v1/{path}", json={"model": MODEL, "temperature": 0, **body}, timeout=60)
+    assert told.status_code == 200, told.text
+    return told
+
+
+def streamed(served, path, **body):
+    """Shapes of all pieces."""
+    lines = ask(served, path, stream=True, **body).text.splitlines()
+    assert lines[-2] == "data: [DONE]"
+    return [shape(json.loads(line.removeprefix("data: "))) for line in lines[:-2] if line]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_chat(served, logprobs):
+    asked = {"logprobs": True, "top_logprobs": 1} if logprobs else {}
+    told = {"logprobs": LOGPROBS} if logprobs else {}
+    message = {"role": str, "content": str}
+    choice = {"index": int, "message": message, "finish_reason": str, **told}
+    whole = ask(served, "chat/completions", **CHAT, **asked)
+    assert whole.headers["content-type"] == "application/json"
+    assert shape(whole.json()) == {**SHARED, "choices": [choice], "usage": USAGE}
+
+    def chunk(delta, finish=None, **more):
+        return {**SHARED, "choices": [{"index": int, "delta": delta, "finish_reason": finish, **more}]}
+
+    pieces = streamed(served, "chat/completions", **CHAT, **asked, stream_options={"include_usage": True})
+    assert pieces[0] == chunk(message)
+    assert all(piece == chunk({"content": str}, **told) for piece in pieces[1:-2])
+    assert len(pieces) > 3
+    assert pieces[-2:] == [chunk({}, str), {**SHARED, "choices": [], "usage": USAGE}]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_completion(served, logprobs):
+    asked, told = ({"logprobs": 1}, TOLD_OF_TOKENS) if logprobs else ({}, None)
+    choice = {"index": int, "text": str, "finish_reason": str, "logprobs": told}
+    whole = ask(served, "completions", **TEXT, **asked).json()
+    assert shape(whole) == {**SHARED, "choices": [choice], "usage": USAGE}
+    pieces = streamed(served, "completions", **TEXT, **asked, stream_options={"include_usage": True})
+    text = {**SHARED, "choices": [choice], "usage": None}
+    assert all(piece in (text, {**text, "choices": [choice | {"finish_reason": None}]}) for piece in pieces[:-1])
+    assert pieces[-2] == text
+    assert pieces[-1] == {**SHARED, "choices": [], "usage": USAGE}
+
+
+def test_objects_are_named_as_openai_names_them(served):
+    names = {
+        ask(served, "chat/completions", **CHAT).json()["object"],
+        ask(served, "completions", **TEXT).json()["object"],
+        json.loads(ask(served, "chat/completions", **CHAT, stream=True).text.split("\n")[0][len("data: ") :])["object"],
+    }
+    assert names == {"chat.completion", "text_completion", "chat.completion.chunk"}
