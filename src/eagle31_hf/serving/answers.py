@@ -1,67 +1,108 @@
-"""What the engine tells, as objects of OpenAI's API: whole answers, streamed pieces, log-probabilities, usage."""
+"""Events of texts as answers in the shape of OpenAI's API: pieces of a stream, or one whole."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
+from transformers import PreTrainedTokenizerBase
 
-from .answer_parts import AnswerPart
-from .requests import TextUsage, TokenLogprob
+from .answer_parts import AnswerParser, AnswerPart
+from .calls import ChatTexts
+from .requests import TextEvent, TextRequest, TextUsage, TokenLogprob
 from .token_texts import TokenTexts
 
+Fields = dict[str, Any]
 
-def add_usage(usages: Sequence[TextUsage]) -> CompletionUsage:
+
+def _shared_fields(model: str, kind: str) -> Fields:
+    """What all pieces of one answer share; `kind` is `"chatcmpl"` or `"cmpl"`."""
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+
+def _sum_of(usages: Sequence[TextUsage]) -> Fields:
     """Of the texts of one answer: a prompt that several were written to counts once."""
-    prompt = max((usage.prompt_tokens for usage in usages), default=0)
+    prompt = max(usage.prompt_tokens for usage in usages)
     written = sum(usage.completion_tokens for usage in usages)
     accepted = sum(usage.accepted for usage in usages)
-    return CompletionUsage(
-        prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=max((u.cached_tokens for u in usages), default=0)),
-        completion_tokens_details=CompletionTokensDetails(
-            accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=sum(usage.drafted for usage in usages) - accepted,
-        ),
-    )
-
-
-@dataclass
-class Envelope:
-    """What all pieces of one answer share."""
-
-    model: str
-    kind: str  # "chatcmpl" or "cmpl"
-    id: str = field(init=False)
-    created: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.id, self.created = f"{self.kind}-{uuid.uuid4().hex}", int(time.time())
-
-    def fields(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "created": self.created, "model": self.model, "object": kind}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": max(usage.cached_tokens for usage in usages)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(usage.drafted for usage in usages) - accepted,
+        },
+    }
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class ChatMessage:
-    """One choice of a chat, put together from its parts."""
+class ChatWriter:
+    """Of a chat completion."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: ChatTexts):
+        self._shared = _shared_fields(model, "chatcmpl")
+        self._choices = [_ChatChoice(index, tokenizer, texts) for index in range(len(texts.requests))]
 
-    def add(self, part: AnswerPart) -> dict[str, Any]:
+    def opening(self) -> list[Fields]:
+        """Pieces before the first event."""
+        return [self._chunk([choice.piece({"role": "assistant", "content": ""})]) for choice in self._choices]
+
+    def pieces(self, index: int, event: TextEvent) -> list[Fields]:
+        """What one event of text `index` adds to a stream."""
+        return [self._chunk([piece]) for piece in self._choices[index].pieces(event)]
+
+    def usage(self, usages: Sequence[TextUsage]) -> Fields:
+        """The last piece of a stream that counts tokens."""
+        return self._chunk([]) | {"usage": _sum_of(usages)}
+
+    def whole(self, usages: Sequence[TextUsage]) -> Fields:
+        """The answer in one piece."""
+        choices = [choice.whole() for choice in self._choices]
+        return {**self._shared, "object": "chat.completion", "choices": choices, "usage": _sum_of(usages)}
+
+    def _chunk(self, choices: list[Fields]) -> Fields:
+        return {**self._shared, "object": "chat.completion.chunk", "choices": choices}
+
+
+class _ChatChoice:
+    """One choice, put together from its parts."""
+
+    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, texts: ChatTexts):
+        self._index, self._one_call, self._tells_logprobs = index, texts.one_call, texts.tells_logprobs
+        self._parser = AnswerParser(thinks=texts.thinks, tools=texts.tool_names)
+        self._tokens = TokenTexts(tokenizer, texts.requests[index].prompt)
+        self._content = self._reasoning = ""
+        self._calls: list[Fields] = []
+        self._logprobs: list[Fields] = []
+        self._finish: str | None = None
+
+    def pieces(self, event: TextEvent) -> list[Fields]:
+        """What an event adds."""
+        parts = self._parser.feed(event.text)
+        if event.finish is not None:
+            parts += self._parser.finish()
+        made = [self.piece(self._add(part)) for part in parts if not (self._one_call and part.call and self._calls)]
+        if self._tells_logprobs:
+            told = _chat_logprobs(self._tokens, event.logprobs)
+            self._logprobs += told
+            made = made or [self.piece({"content": ""})]
+            made[0]["logprobs"] = {"content": told}
+        if event.finish is not None:
+            # A text that stops after it called a function stops for that.
+            self._finish = "tool_calls" if self._calls and event.finish == "stop" else event.finish
+            made.append(self.piece({}))
+        return made
+
+    def piece(self, delta: Fields) -> Fields:
+        return {"index": self._index, "delta": delta, "finish_reason": self._finish}
+
+    def _add(self, part: AnswerPart) -> Fields:
         """Add a part; returns the streamed delta that stands for it."""
         if part.call is not None:
             call = {
@@ -69,70 +110,38 @@ class ChatMessage:
                 "type": "function",
                 "function": {"name": part.call.name, "arguments": part.call.arguments},
             }
-            self.calls.append(call)
-            return {"tool_calls": [{"index": len(self.calls) - 1, **call}]}
+            self._calls.append(call)
+            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
         if part.reasoning:
-            self.reasoning += part.reasoning
+            self._reasoning += part.reasoning
             return {"reasoning_content": part.reasoning}
-        self.content += part.content
+        self._content += part.content
         return {"content": part.content}
 
-    def finish_reason(self, finish: str) -> str:
-        """A text that stops after it called a function stops for that."""
-        return "tool_calls" if self.calls and finish == "stop" else finish
-
-    def to_dict(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message
+    def whole(self) -> Fields:
+        message: Fields = {"role": "assistant", "content": self._content or (None if self._calls else "")}
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        if self._calls:
+            message["tool_calls"] = self._calls
+        choice = {"index": self._index, "message": message, "finish_reason": self._finish}
+        return choice | ({"logprobs": {"content": self._logprobs}} if self._tells_logprobs else {})
 
 
-def chat_completion(
-    envelope: Envelope, choices: Sequence[dict[str, Any]], usages: Sequence[TextUsage]
-) -> ChatCompletion:
-    return ChatCompletion.model_validate(
-        {**envelope.fields("chat.completion"), "choices": list(choices), "usage": add_usage(usages)}
-    )
-
-
-def chat_chunk(
-    envelope: Envelope,
-    index: int,
-    delta: dict[str, Any],
-    *,
-    finish: str | None = None,
-    logprobs: dict[str, Any] | None = None,
-) -> ChatCompletionChunk:
-    choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish}
-    if logprobs is not None:
-        choice["logprobs"] = logprobs
-    return ChatCompletionChunk.model_validate({**envelope.fields("chat.completion.chunk"), "choices": [choice]})
-
-
-def chat_usage_chunk(envelope: Envelope, usages: Sequence[TextUsage]) -> ChatCompletionChunk:
-    """The last piece of a stream whose client asked for usage."""
-    return ChatCompletionChunk.model_validate(
-        {**envelope.fields("chat.completion.chunk"), "choices": [], "usage": add_usage(usages)}
-    )
-
-
-def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[Fields]:
     """Of tokens that come next in a text."""
-    content = []
+    told = []
     for each in logprobs:
         others = [_token_logprob(texts.of(token), value) for token, value in each.top]
-        content.append({**_token_logprob(texts.add(each.token), each.logprob), "top_logprobs": others})
-    return {"content": content}
+        told.append({**_token_logprob(texts.add(each.token), each.logprob), "top_logprobs": others})
+    return told
 
 
-def _token_logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _told(logprob), "bytes": list(text.encode())}
+def _token_logprob(text: str, logprob: float) -> Fields:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
-def _told(logprob: float) -> float:
+def _finite(logprob: float) -> float:
     """-inf is no JSON, and OpenAI's own stand-in for it is -9999."""
     return max(logprob, -9999.0)
 
@@ -140,28 +149,48 @@ def _told(logprob: float) -> float:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-def completion(envelope: Envelope, choices: Sequence[CompletionChoice], usages: Sequence[TextUsage]) -> Completion:
-    return Completion(
-        **envelope.fields("text_completion"), choices=list(choices), usage=add_usage(usages) if usages else None
-    )
+class CompletionWriter:
+    """Of a completion; methods as `ChatWriter`'s."""
+
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[TextRequest]):
+        self._shared = _shared_fields(model, "cmpl") | {"object": "text_completion"}
+        self._tokens = [TokenTexts(tokenizer, text.prompt) for text in texts]
+        self._choices: list[Fields] = []
+        for index, (text, tokens) in enumerate(zip(texts, self._tokens, strict=True)):
+            told = None if text.top_logprobs is None else _completion_logprobs(tokens, [])
+            self._choices.append({"index": index, "text": "", "finish_reason": None, "logprobs": told})
+
+    def opening(self) -> list[Fields]:
+        return []
+
+    def pieces(self, index: int, event: TextEvent) -> list[Fields]:
+        choice = self._choices[index]
+        new = {"index": index, "text": event.text, "finish_reason": event.finish, "logprobs": None}
+        choice["text"] += event.text
+        choice["finish_reason"] = event.finish
+        if choice["logprobs"] is not None:
+            new["logprobs"] = told = _completion_logprobs(self._tokens[index], event.logprobs)
+            for name, values in told.items():
+                choice["logprobs"][name] += values
+        adds = event.text or event.finish is not None or event.logprobs
+        return [{**self._shared, "choices": [new], "usage": None}] if adds else []
+
+    def usage(self, usages: Sequence[TextUsage]) -> Fields:
+        return {**self._shared, "choices": [], "usage": _sum_of(usages)}
+
+    def whole(self, usages: Sequence[TextUsage]) -> Fields:
+        return {**self._shared, "choices": self._choices, "usage": _sum_of(usages)}
 
 
-def completion_choice(
-    index: int, text: str, *, finish: str | None, logprobs: dict[str, Any] | None = None
-) -> CompletionChoice:
-    # While a text goes on its reason to end is null, which OpenAI's type does not foresee.
-    return CompletionChoice.model_construct(index=index, text=text, finish_reason=finish, logprobs=logprobs)
-
-
-def completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> Fields:
     """Of tokens that come next in a text; offsets count from its first character."""
-    told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    told: Fields = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in logprobs:
         others: dict[str, float] = {}
         for token, value in each.top:  # the likeliest first; parts of characters have no text and share a name
-            others.setdefault(texts.of(token), _told(value))
+            others.setdefault(texts.of(token), _finite(value))
         told["top_logprobs"].append(others)
         told["text_offset"].append(texts.length)
         told["tokens"].append(texts.add(each.token))
-        told["token_logprobs"].append(_told(each.logprob))
+        told["token_logprobs"].append(_finite(each.logprob))
     return told

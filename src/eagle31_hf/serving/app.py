@@ -16,11 +16,11 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
-from .answer_writers import AnswerWriter, ChatWriter, CompletionWriter
+from .answers import ChatWriter, CompletionWriter
 from .api_errors import ApiError
 from .calls import CallTranslator
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
@@ -29,6 +29,8 @@ from .metrics import ServerMetrics
 from .request_log import log_answer, log_error
 from .requests import TextEvent, TextRequest, TextUsage
 from .wire import parse_chat, parse_completion, parse_json
+
+AnswerWriter = ChatWriter | CompletionWriter
 
 MAX_BODY_BYTES = 8 * 2**20
 
@@ -183,7 +185,7 @@ class _Server:
             await _while_connected(request, self._collect(run, writer))
         finally:
             run.end(request)
-        return _json(writer.whole(run.usages))
+        return Response(_json(writer.whole(run.usages)), media_type="application/json")
 
     async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
         async for index, event in run.events():
@@ -309,12 +311,12 @@ class _Run:
             self.server.engine.cancel(ticket)
 
 
-def _sse(piece: BaseModel) -> str:
-    return f"data: {piece.model_dump_json(exclude_unset=True)}\n\n"
+def _sse(piece: dict[str, Any]) -> str:
+    return f"data: {_json(piece)}\n\n"
 
 
-def _json(piece: BaseModel) -> Response:
-    return Response(piece.model_dump_json(exclude_unset=True), media_type="application/json")
+def _json(piece: dict[str, Any]) -> str:
+    return to_json(piece, inf_nan_mode="null").decode()
 
 
 async def _while_connected(request: Request, work: Awaitable[None]) -> None:
