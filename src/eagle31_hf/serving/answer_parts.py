@@ -148,9 +148,8 @@ def _only(part: AnswerPart) -> list[AnswerPart]:
     return [part] if part.content or part.reasoning or part.call else []
 
 
-def call_grammar(tools: Sequence[dict[str, Any]], names: Sequence[str], template: str) -> str:
-    """A Lark grammar of texts that call one of `names`, written as the chat template writes calls."""
-    wanted = [tool["function"] for tool in tools if tool["function"]["name"] in names]
+def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
+    """A Lark grammar of texts that call one of the tools, written as the chat template writes calls."""
     arguments = "parameters" if OPEN_CALL not in template and '"parameters":' in template else "arguments"
     calls = [
         {
@@ -159,7 +158,7 @@ def call_grammar(tools: Sequence[dict[str, Any]], names: Sequence[str], template
             "required": ["name", arguments],
             "additionalProperties": False,
         }
-        for tool in wanted
+        for tool in (each["function"] for each in tools)
     ]
     schema = json.dumps(with_white_space(calls[0] if len(calls) == 1 else {"anyOf": calls}))
     if OPEN_CALL in template:

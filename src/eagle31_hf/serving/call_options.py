@@ -72,8 +72,9 @@ class Constraint:
     """What a text has to follow.
 
     Attributes:
-        kind: `"json"` (a schema), `"regex"`, `"choice"` (one of several texts) or `"grammar"` (Lark or GBNF).
-        value: the schema, the expression, the texts, the grammar.
+        kind: `"json"` (a schema), `"regex"`, `"choice"` (one of several texts), `"grammar"` (Lark or GBNF) or `"call"`
+            (of one of several functions).
+        value: the schema, the expression, the texts, the grammar, the tools.
         field: that asked for it.
     """
 

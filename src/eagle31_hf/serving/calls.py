@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigurationError
 from .answer_parts import OPEN_THOUGHT, call_grammar
 from .api_errors import ApiError
+from .call_options import Constraint
 from .constraints import spellings
 from .engine import Engine, TooLongError
 from .grammar import Grammar, GrammarCompiler
@@ -62,7 +63,7 @@ class CallTranslator:
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
         end = str(self._tokenizer.decode(prompt[-8:])).rstrip()
-        requests = self._choices(prompt, call.options, call.top_logprobs, self._grammar(call))
+        requests = self._choices(prompt, call.options, call.top_logprobs, self._grammar(call.options.constraint))
         thinks = end.endswith(OPEN_THOUGHT)
         return ChatTexts(requests, thinks, names, call.one_call, call.top_logprobs is not None)
 
@@ -83,7 +84,7 @@ class CallTranslator:
             ApiError: a token id is none of the target's.
             TooLongError: a prompt leaves no room for an answer.
         """
-        grammar, special = self._constraint(call.options), call.options.extras.add_special_tokens
+        grammar, special = self._grammar(call.options.constraint), call.options.extras.add_special_tokens
         texts = []
         for prompt in call.prompts:
             ids: list[int] = prompt if isinstance(prompt, list) else self._encoded(prompt, special)
@@ -157,31 +158,17 @@ class CallTranslator:
             logit_bias=bias,
         )
 
-    def _grammar(self, call: ChatCall) -> Grammar | None:
-        if not call.forced_tools:
-            return self._constraint(call.options)
-        template = str(self._tokenizer.chat_template)
-        grammar = call_grammar(call.tools, call.forced_tools, template)
-        return self._compiled(lambda: self._grammars.lark(grammar), "tool_choice")
-
-    def _constraint(self, options: CallOptions) -> Grammar | None:
-        wanted = options.constraint
+    def _grammar(self, wanted: Constraint | None) -> Grammar | None:
         if wanted is None:
             return None
-        of_kind: dict[str, Callable[[Any], Grammar]] = {
-            "json": self._grammars.json_schema,
-            "regex": self._grammars.regex,
-            "choice": self._grammars.choice,
-            "grammar": self._grammars.grammar,
-        }
-        return self._compiled(lambda: of_kind[wanted.kind](wanted.value), wanted.field)
-
-    def _compiled(self, compiled: Callable[[], Grammar], param: str) -> Grammar:
+        kind, value = wanted.kind, wanted.value
+        if kind == "call":
+            kind, value = "lark", call_grammar(value, str(self._tokenizer.chat_template))
         try:
             with self._lock:
-                return compiled()
+                return self._grammars.compile(kind, value)
         except ConfigurationError as error:
-            raise ApiError(f"{param}: {error}", param=param, code="invalid_schema") from error
+            raise ApiError(f"{wanted.field}: {error}", param=wanted.field, code="invalid_schema") from error
 
 
 def _first(*values: Any) -> Any:

@@ -48,68 +48,31 @@ class GrammarCompiler:
         self._vocabulary, self._eos_ids = vocabulary, sorted(eos_ids)
         self._compiled: Any = None
 
-    def json_schema(self, schema: dict[str, Any] | None) -> Grammar:
-        """Texts that are JSON by this schema; `None`: any JSON object.
-
-        Raises:
-            ConfigurationError: no schema that can be followed, or llguidance is not installed.
-        """
-        matcher = _llguidance().LLMatcher
-        wanted = {"type": "object"} if schema is None else schema
-        return self._checked(
-            lambda: matcher.grammar_from_json_schema(json.dumps(with_white_space(wanted))), "JSON schema"
-        )
-
-    def lark(self, text: str) -> Grammar:
-        """Texts by a Lark grammar, in which `%json {...}` stands for a JSON schema.
+    def compile(self, kind: str, value: Any) -> Grammar:
+        """Texts that are JSON by a schema (`"json"`), that a regular expression matches from end to end (`"regex"`),
+        that are one of several (`"choice"`), by a grammar in Lark's notation (`"lark"`; `%json {...}` stands for a JSON
+        schema), or in Lark's or llama.cpp's (`"grammar"`).
 
         Raises:
             ConfigurationError: it cannot be followed, or llguidance is not installed.
         """
-        matcher = _llguidance().LLMatcher
-        return self._checked(lambda: matcher.grammar_from_lark(text), "grammar")
-
-    def regex(self, expression: str) -> Grammar:
-        """Texts that a regular expression matches from end to end.
-
-        Raises:
-            ConfigurationError: it cannot be followed, or llguidance is not installed.
-        """
-        matcher = _llguidance().LLMatcher
-        return self._checked(lambda: matcher.grammar_from_regex(expression), "regular expression")
-
-    def choice(self, texts: Sequence[str]) -> Grammar:
-        """One of these texts.
-
-        Raises:
-            ConfigurationError: llguidance is not installed.
-        """
-        return self.lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in texts))
-
-    def grammar(self, text: str) -> Grammar:
-        """Texts by a grammar in Lark's notation or llama.cpp's (GBNF).
-
-        Raises:
-            ConfigurationError: it cannot be followed, or llguidance is not installed.
-        """
-        _llguidance()
-        from llguidance.gbnf_to_lark import any_to_lark
-
+        matcher, tokenizer = _llguidance().LLMatcher, self._llguidance_tokenizer()
         try:
-            as_lark = any_to_lark(text)
-        except Exception as error:  # whatever a client's text leads its parser to
-            raise ConfigurationError(f"this grammar cannot be followed: {_one_line(error)}") from error
-        return self.lark(as_lark)
-
-    def _checked(self, describe: Any, what: str) -> Grammar:
-        try:
-            description = describe()
-        except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"this {what} cannot be followed: {_one_line(error)}") from error
-        tokenizer = self._llguidance_tokenizer()
-        problem = _llguidance().LLMatcher.validate_grammar(description, tokenizer)
+            if kind == "json":
+                description = matcher.grammar_from_json_schema(json.dumps(with_white_space(value)))
+            elif kind == "regex":
+                description = matcher.grammar_from_regex(value)
+            elif kind == "choice":
+                choices = " | ".join(json.dumps(text) for text in value)
+                description = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+            else:
+                description = matcher.grammar_from_lark(value if kind == "lark" else _as_lark(value))
+            problem = matcher.validate_grammar(description, tokenizer)
+        except Exception as error:  # whatever a client's text leads a parser to
+            problem = str(error) or type(error).__name__
         if problem:
-            raise ConfigurationError(f"this {what} cannot be followed: {_one_line(problem)}")
+            what = {"json": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
+            raise ConfigurationError(f"this {what} cannot be followed: {' '.join(problem.split())}")
         return Grammar(tokenizer, description, self._vocabulary)
 
     def _llguidance_tokenizer(self) -> Any:
@@ -120,9 +83,10 @@ class GrammarCompiler:
         return self._compiled
 
 
-def _one_line(problem: Any) -> str:
-    """Parsers show a place by lines of their own."""
-    return " ".join(str(problem).split())
+def _as_lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return any_to_lark(text)
 
 
 @lru_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,6 @@ class ChatCall:
     Attributes:
         messages: as chat templates take them.
         tools: functions the model may call; empty where `tool_choice` is `"none"`.
-        forced_tools: names of which one has to be called; empty if none has to be.
         one_call: no more than one function may be called.
         top_logprobs: `None` for no log-probabilities.
     """
@@ -35,7 +34,6 @@ class ChatCall:
     options: CallOptions
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    forced_tools: list[str] = field(default_factory=list)
     one_call: bool = False
     top_logprobs: int | None = None
 
@@ -81,12 +79,14 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
     if not messages:
         raise ApiError("messages is empty; wanted at least one", param="messages")
     tools, forced = _tools(told)
-    if forced and constraint is not None:
-        raise ApiError(
-            f"tool_choice forces a call, which has a grammar of its own, and {constraint.field} asks for another; "
-            "leave one of them out",
-            param="tool_choice",
-        )
+    if forced:
+        if constraint is not None:
+            raise ApiError(
+                f"tool_choice forces a call, which has a grammar of its own, and {constraint.field} asks for another; "
+                "leave one of them out",
+                param="tool_choice",
+            )
+        options = replace(options, constraint=Constraint("call", forced, "tool_choice"))
     asks = bool(told.get("logprobs"))
     if told.get("top_logprobs") is not None and not asks:
         raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
@@ -94,7 +94,6 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
         options,
         messages,
         tools,
-        forced,
         one_call=told.get("parallel_tool_calls") is False,
         top_logprobs=(options.numbers.top_logprobs or 0) if asks else None,
     )
@@ -264,8 +263,8 @@ def _tool_call(call: dict[str, Any], index: int) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tools(told: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Tools the model sees, and names of which it has to call one."""
+def _tools(told: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Tools the model sees, and those of which it has to call one."""
     tools, choice = told.get("tools") or [], told.get("tool_choice")
     wrong = [tool.get("type") for tool in tools if tool.get("type") != "function"]
     if wrong:
@@ -278,11 +277,11 @@ def _tools(told: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     if choice == "none":
         return [], []
     if choice == "required":
-        return tools, names
+        return tools, tools
     wanted = str((choice.get("function") or {}).get("name"))
     if wanted not in names:
         raise ApiError(f"tool_choice names {wanted!r}; the tools are {', '.join(names)}", param="tool_choice")
-    return tools, [wanted]
+    return tools, [tool for tool in tools if tool["function"]["name"] == wanted]
 
 
 def _response_format(told: dict[str, Any]) -> Constraint | None:
