@@ -90,10 +90,10 @@ READ = {
     "min_tokens": 4, "stop_token_ids": [9], "bad_words": ["rain"], "allowed_token_ids": [5, 6],
     "include_stop_str_in_output": True, "skip_special_tokens": False, "structured_outputs": {"regex": "a+"},
     "guided_json": {"type": "object"}, "guided_regex": "b+", "guided_choice": ["yes", "no"],
-    "guided_grammar": 'root ::= "a" | "b"', "tools": [TOOL], "parallel_tool_calls": False,
+    "guided_grammar": 'root ::= "a" | "b"', "tools": [TOOL],
     "response_format": {"type": "json_object"}, "chat_template_kwargs": {"shouts": True}, "reasoning_effort": "low",
 }  # fmt: skip
-OF_THE_CALL = {"model", "stream", "stream_options", "tool_choice", "top_logprobs"}
+OF_THE_CALL = {"model", "stream", "stream_options", "tool_choice", "top_logprobs", "parallel_tool_calls"}
 """Read by other tests."""
 TEMPLATE = TOOL_TEMPLATE + "{% if shouts %}!{% endif %}{{ reasoning_effort }}"
 

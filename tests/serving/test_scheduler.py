@@ -4,11 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle31_hf.serving.requests import TextRequest
 from eagle31_hf.serving.scheduler import QueueFullError, Scheduler
 
 
 def scheduler(**sizes):
     return Scheduler(**{"max_rows": 2, "max_waiting": 4, "read_budget": 8, **sizes})
+
+
+def submit(made):
+    return made.submit(TextRequest(prompt=(1,), max_new_tokens=1), lambda event: None)
 
 
 def read_to_the_end(made, tokens):
@@ -29,7 +34,7 @@ def read_to_the_end(made, tokens):
 
 def test_first_come_first_served_and_no_more_than_there_are_rows():
     made = scheduler()
-    tickets = [made.submit() for _ in range(3)]
+    tickets = [submit(made) for _ in range(3)]
     read_to_the_end(made, 3)
     read_to_the_end(made, 3)
     assert made.writing == tickets[:2]
@@ -41,9 +46,9 @@ def test_first_come_first_served_and_no_more_than_there_are_rows():
 
 def test_a_long_prompt_is_read_in_pieces_while_others_write_and_at_once_while_nobody_does():
     made = scheduler()
-    made.submit()
+    submit(made)
     assert read_to_the_end(made, 30) == [30]
-    made.submit()
+    submit(made)
     assert read_to_the_end(made, 30) == [8, 0, 8, 0, 8, 0, 6], "the others write between the pieces"
 
 
@@ -51,7 +56,7 @@ def test_short_prompts_join_together_between_two_rounds():
     """One a round would leave rows empty: a text here takes fewer rounds than there are rows."""
     made = scheduler(max_rows=16, max_waiting=16, read_budget=80)
     for _ in range(12):
-        made.submit()
+        submit(made)
     read_to_the_end(made, 5)
     begun_between_rounds = []
     for _ in range(3):
@@ -69,27 +74,27 @@ def test_short_prompts_join_together_between_two_rounds():
 def test_a_burst_fills_the_free_rows_before_the_queue():
     made = scheduler(max_rows=8, max_waiting=20)
     for _ in range(28):
-        made.submit()
+        submit(made)
     with pytest.raises(QueueFullError, match="20 requests"):
-        made.submit()
+        submit(made)
     read_to_the_end(made, 1)  # who has begun was counted before
     with pytest.raises(QueueFullError, match="20 requests"):
-        made.submit()
+        submit(made)
 
 
 def test_a_full_queue_refuses_and_a_place_that_is_free_again_is_given_away():
     made = scheduler(max_rows=1, max_waiting=1)
-    first, _ = made.submit(), made.submit()
+    first, _ = submit(made), submit(made)
     with pytest.raises(QueueFullError, match="1 requests"):
-        made.submit()
+        submit(made)
     first.cancelled = True
     assert made.next_step().dropped == (first,)
-    made.submit()
+    submit(made)
 
 
 def test_what_is_cancelled_while_it_is_read_makes_way():
     made = scheduler()
-    first, second = made.submit(), made.submit()
+    first, second = submit(made), submit(made)
     made.next_step()
     made.begun(50)
     first.cancelled = True
@@ -107,7 +112,7 @@ def test_every_request_ends_and_limits_hold_whatever_happens(data):
         what = data.draw(st.sampled_from(["submit", "cancel", "step", "end"]))
         if what == "submit":
             try:
-                arrived.append(made.submit())
+                arrived.append(submit(made))
             except QueueFullError:
                 assert len(made.waiting) == made.max_waiting + made.free_rows
         elif what == "cancel" and arrived:

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.serving.answer_parts import AnswerParser
 from eagle31_hf.serving.requests import TextRequest
-from eagle31_hf.serving.text import StopScanner, TextWriter
-from eagle31_hf.serving.token_texts import TokenTexts
+from eagle31_hf.serving.text import StopScanner, TextWriter, TokenTexts
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from .grammar import with_white_space
 from .text import StopScanner, begun_at_end
 
@@ -35,6 +37,11 @@ class AnswerPart:
     content: str = ""
     reasoning: str = ""
     call: ToolCall | None = None
+
+
+def ends_in_thought(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> bool:
+    """Whether what is written to a prompt begins inside a thought."""
+    return str(tokenizer.decode(list(prompt[-8:]))).rstrip().endswith(OPEN_THOUGHT)
 
 
 class AnswerParser:

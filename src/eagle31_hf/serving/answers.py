@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .answer_parts import AnswerParser, AnswerPart
-from .calls import ChatTexts
+from .answer_parts import AnswerParser, AnswerPart, ends_in_thought
 from .requests import TextEvent, TextRequest, TextUsage, TokenLogprob
-from .token_texts import TokenTexts
+from .text import TokenTexts
+from .wire import ChatCall
 
 Fields = dict[str, Any]
 
@@ -45,9 +45,9 @@ def _sum_of(usages: Sequence[TextUsage]) -> Fields:
 class ChatWriter:
     """Of a chat completion."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: ChatTexts):
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, call: ChatCall, texts: Sequence[TextRequest]):
         self._shared = _shared_fields(model, "chatcmpl")
-        self._choices = [_ChatChoice(index, tokenizer, texts) for index in range(len(texts.requests))]
+        self._choices = [_ChatChoice(index, tokenizer, call, text) for index, text in enumerate(texts)]
 
     def opening(self) -> list[Fields]:
         """Pieces before the first event."""
@@ -73,10 +73,11 @@ class ChatWriter:
 class _ChatChoice:
     """One choice, put together from its parts."""
 
-    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, texts: ChatTexts):
-        self._index, self._one_call, self._tells_logprobs = index, texts.one_call, texts.tells_logprobs
-        self._parser = AnswerParser(thinks=texts.thinks, tools=texts.tool_names)
-        self._tokens = TokenTexts(tokenizer, texts.requests[index].prompt)
+    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, call: ChatCall, text: TextRequest):
+        self._index, self._one_call, self._tells_logprobs = index, call.one_call, call.top_logprobs is not None
+        names = [tool["function"]["name"] for tool in call.tools]
+        self._parser = AnswerParser(thinks=ends_in_thought(tokenizer, text.prompt), tools=names)
+        self._tokens = TokenTexts(tokenizer, text.prompt)
         self._content = self._reasoning = ""
         self._calls: list[Fields] = []
         self._logprobs: list[Fields] = []

@@ -161,8 +161,8 @@ class _Server:
         self._check_model(call.options.model)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.of_chat, call)
-        writer = ChatWriter(self.settings.model, self.engine.tokenizer, texts)
-        return await self._answer(request, texts.requests, writer, call.options.stream, call.options.include_usage)
+        writer = ChatWriter(self.settings.model, self.engine.tokenizer, call, texts)
+        return await self._answer(request, texts, writer, call.options.stream, call.options.include_usage)
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""

@@ -31,8 +31,8 @@ from .batch_drafts import batch_drafts, longest_draft
 from .batch_texts import BatchTexts
 from .pooled_caches import PooledCaches
 from .prompt_reader import PromptReader
-from .requests import TextRequest
-from .written_text import NO_TOKEN, RoundOutput, WrittenText, logprobs_of
+from .requests import TextEvent, TextRequest
+from .written_text import NO_TOKEN, WrittenText, logprobs_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class TextBatch:
 
     # --- a round -------------------------------------------------------------------------------------------------
 
-    def round(self) -> list[tuple[WrittenText, RoundOutput]]:
+    def round(self) -> list[tuple[WrittenText, TextEvent]]:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
         rows = range(len(self.texts))
         batch = RoundBatch(self._rows, rows, rows)
@@ -197,15 +197,16 @@ class TextBatch:
         self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
         self.stats.skipped_rounds += plan.skips
 
-    def _write(self, b: int, *round_of: Any) -> RoundOutput:
+    def _write(self, b: int, *round_of: Any) -> TextEvent:
         """`_add_to_text`; what its tokenizer raises, say, ends this text alone."""
         try:
             return self._add_to_text(b, *round_of)
         except Exception as error:
             logger.exception("eagle31: a text could not be written")
-            return RoundOutput("", (), (), "error", f"{type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
+            return TextEvent("", (), self.texts[b].usage, finish="error", error=failure)
 
-    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> RoundOutput:
+    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> TextEvent:
         """Add a row's tokens to its text, up to where that ends."""
         text = self.texts[b]
         fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
@@ -221,7 +222,7 @@ class TextBatch:
         logprobs = () if top is None else logprobs_of(logits[b, path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
-        return RoundOutput(shown, tuple(emitted[:count]), logprobs, finish, error)
+        return TextEvent(shown, tuple(emitted[:count]), text.usage, logprobs, finish, error)
 
 
 def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -28,45 +28,6 @@ def _no_extreme(temperature: float) -> float:
     return temperature
 
 
-class _Checked(BaseModel):
-    """Neither infinite numbers nor such as are none."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-class Numbers(_Checked):
-    """Ranges of OpenAI's own fields, whose types say nothing of them."""
-
-    temperature: Annotated[float, AfterValidator(_no_extreme)] | None = Field(None, ge=0.0, le=2.0)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
-
-
-class Extras(_Checked):
-    """Fields that are not OpenAI's and that other servers know, too."""
-
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10.0)
-    ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0)
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
-    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    reasoning_effort: str | None = None
-
-
 @dataclass(frozen=True)
 class Constraint:
     """What a text has to follow.
@@ -83,25 +44,51 @@ class Constraint:
     field: str
 
 
-@dataclass(frozen=True)
-class CallOptions:
+class CallOptions(BaseModel):
     """What chats and completions have in common."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True)
 
     model: str
     stream: bool
     include_usage: bool
-    numbers: Numbers
-    extras: Extras
     stop: tuple[str, ...]
     constraint: Constraint | None = None
 
+    # Ranges of OpenAI's own fields, whose types say nothing of them.
+    temperature: Annotated[float, AfterValidator(_no_extreme)] | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+
+    # Fields that are not OpenAI's and that other servers know, too.
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10.0)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+
     @property
     def choices(self) -> int:
-        return self.numbers.n or 1
+        return self.n or 1
 
     @property
     def max_new_tokens(self) -> int | None:
-        return self.numbers.max_completion_tokens or self.numbers.max_tokens
+        return self.max_completion_tokens or self.max_tokens
 
 
 def constraint_of(told: Mapping[str, Any], response_format: Constraint | None) -> Constraint | None:

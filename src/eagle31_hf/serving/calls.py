@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigurationError
-from .answer_parts import OPEN_THOUGHT, call_grammar
+from .answer_parts import call_grammar
 from .api_errors import ApiError
 from .call_options import Constraint
 from .constraints import spellings
@@ -17,25 +17,6 @@ from .grammar import Grammar, GrammarCompiler
 from .prompts import encode_chat, why_not_told
 from .requests import Sampling, TextRequest
 from .wire import DEFAULT_COMPLETION_TOKENS, CallOptions, ChatCall, CompletionCall
-
-
-@dataclass(frozen=True)
-class ChatTexts:
-    """A chat's choices to be written.
-
-    Attributes:
-        requests: one per choice.
-        thinks: the prompt ends inside a thought.
-        tool_names: what may be called.
-        one_call: no more than one function may be called.
-        tells_logprobs: whether the client wants them.
-    """
-
-    requests: list[TextRequest]
-    thinks: bool
-    tool_names: list[str]
-    one_call: bool
-    tells_logprobs: bool
 
 
 class CallTranslator:
@@ -48,29 +29,25 @@ class CallTranslator:
         self._lock = threading.Lock()
         self._usual = engine.drafter.binding.model.generation_config
 
-    def of_chat(self, call: ChatCall) -> ChatTexts:
-        """The texts of a chat.
+    def of_chat(self, call: ChatCall) -> list[TextRequest]:
+        """The texts of a chat, one per choice.
 
         Raises:
             ApiError: the template, a tool or a schema cannot be followed.
             TooLongError: the prompt leaves no room for an answer.
         """
-        names = [tool["function"]["name"] for tool in call.tools]
         try:
             prompt = encode_chat(
                 self._tokenizer, call.messages, tools=call.tools, **self._template_options(call.options)
             )
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
-        end = str(self._tokenizer.decode(prompt[-8:])).rstrip()
-        requests = self._choices(prompt, call.options, call.top_logprobs, self._grammar(call.options.constraint))
-        thinks = end.endswith(OPEN_THOUGHT)
-        return ChatTexts(requests, thinks, names, call.one_call, call.top_logprobs is not None)
+        return self._choices(prompt, call.options, call.top_logprobs, self._grammar(call.options.constraint))
 
     def _template_options(self, options: CallOptions) -> dict[str, Any]:
         """What the chat template is told beside messages and tools."""
-        effort = options.extras.reasoning_effort
-        told = options.extras.chat_template_kwargs | ({} if effort is None else {"reasoning_effort": effort})
+        effort = options.reasoning_effort
+        told = options.chat_template_kwargs | ({} if effort is None else {"reasoning_effort": effort})
         for name in told:
             if why := why_not_told(self._tokenizer, name):
                 param = name if name == "reasoning_effort" else "chat_template_kwargs"
@@ -84,7 +61,7 @@ class CallTranslator:
             ApiError: a token id is none of the target's.
             TooLongError: a prompt leaves no room for an answer.
         """
-        grammar, special = self._grammar(call.options.constraint), call.options.extras.add_special_tokens
+        grammar, special = self._grammar(call.options.constraint), call.options.add_special_tokens
         texts = []
         for prompt in call.prompts:
             ids: list[int] = prompt if isinstance(prompt, list) else self._encoded(prompt, special)
@@ -108,24 +85,24 @@ class CallTranslator:
             raise TooLongError(
                 f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}", longest
             )
-        room, extras = longest - len(prompt), options.extras
+        room = longest - len(prompt)
         most = options.max_new_tokens or min(usual_tokens or room, room)
-        if extras.min_tokens > most:
-            raise ApiError(f"min_tokens is {extras.min_tokens}, and {most} are written at most", param="min_tokens")
-        self._check_ids(extras.stop_token_ids, "stop_token_ids")
-        self._check_ids(extras.allowed_token_ids or (), "allowed_token_ids")
+        if options.min_tokens > most:
+            raise ApiError(f"min_tokens is {options.min_tokens}, and {most} are written at most", param="min_tokens")
+        self._check_ids(options.stop_token_ids, "stop_token_ids")
+        self._check_ids(options.allowed_token_ids or (), "allowed_token_ids")
         request = TextRequest(
             prompt=tuple(prompt),
             max_new_tokens=most,
             sampling=self._sampling(options),
             stop=options.stop,
-            keep_stop=extras.include_stop_str_in_output,
-            stop_token_ids=frozenset(extras.stop_token_ids),
-            ignore_eos=extras.ignore_eos,
-            min_new_tokens=extras.min_tokens,
-            skip_special_tokens=extras.skip_special_tokens,
-            bad_words=tuple(spellings(self._tokenizer, extras.bad_words)),
-            allowed_tokens=tuple(extras.allowed_token_ids or ()),
+            keep_stop=options.include_stop_str_in_output,
+            stop_token_ids=frozenset(options.stop_token_ids),
+            ignore_eos=options.ignore_eos,
+            min_new_tokens=options.min_tokens,
+            skip_special_tokens=options.skip_special_tokens,
+            bad_words=tuple(spellings(self._tokenizer, options.bad_words)),
+            allowed_tokens=tuple(options.allowed_token_ids or ()),
             top_logprobs=top_logprobs,
             grammar=grammar,
         )
@@ -138,23 +115,23 @@ class CallTranslator:
 
     def _sampling(self, options: CallOptions) -> Sampling:
         """What was asked for; what was not is as `generate` of the target has it."""
-        numbers, extras, usual = options.numbers, options.extras, self._usual
+        usual = self._usual
         own = usual.temperature if usual.do_sample else 0.0
-        temperature = (1.0 if own is None else own) if numbers.temperature is None else numbers.temperature
-        samples = usual.do_sample and numbers.temperature is None
-        bias = numbers.logit_bias or {}
+        temperature = (1.0 if own is None else own) if options.temperature is None else options.temperature
+        samples = usual.do_sample and options.temperature is None
+        bias = options.logit_bias or {}
         vocabulary = self._engine.drafter.binding.text_config.vocab_size
         if any(not 0 <= token < vocabulary for token in bias):
             raise ApiError(f"logit_bias names ids that are not below {vocabulary}", param="logit_bias")
         return Sampling(
             temperature=temperature,
-            top_p=_first(numbers.top_p, usual.top_p if samples else None, 1.0),
-            top_k=_first(None if extras.top_k is None else max(extras.top_k, 0), usual.top_k if samples else None, 0),
-            min_p=_first(extras.min_p, usual.min_p if samples else None, 0.0),
-            seed=None if numbers.seed == -1 else numbers.seed,  # any, as other servers have it
-            repetition_penalty=_first(extras.repetition_penalty, usual.repetition_penalty, 1.0),
-            presence_penalty=numbers.presence_penalty or 0.0,
-            frequency_penalty=numbers.frequency_penalty or 0.0,
+            top_p=_first(options.top_p, usual.top_p if samples else None, 1.0),
+            top_k=_first(None if options.top_k is None else max(options.top_k, 0), usual.top_k if samples else None, 0),
+            min_p=_first(options.min_p, usual.min_p if samples else None, 0.0),
+            seed=None if options.seed == -1 else options.seed,  # any, as other servers have it
+            repetition_penalty=_first(options.repetition_penalty, usual.repetition_penalty, 1.0),
+            presence_penalty=options.presence_penalty or 0.0,
+            frequency_penalty=options.frequency_penalty or 0.0,
             logit_bias=bias,
         )
 

@@ -25,7 +25,7 @@ from .constraints import constraints_of
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
 from .text import TextWriter
-from .written_text import RoundOutput, WrittenText
+from .written_text import WrittenText
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +85,6 @@ class Totals:
         self.text_rounds += usage.rounds
 
 
-@dataclass(eq=False)
-class Job:
-    """A request on its way: its ticket, its text once it is being read, and who hears of it."""
-
-    request: TextRequest
-    ticket: Ticket
-    on_event: OnEvent
-    text: WrittenText | None = None
-
-
 class Engine:
     """See the module's description.
 
@@ -115,7 +105,6 @@ class Engine:
         self.scheduler = Scheduler(
             max_rows=settings.max_rows, max_waiting=settings.max_waiting, read_budget=settings.prefill_chunk
         )
-        self._jobs: dict[Ticket, Job] = {}
         self._work = threading.Condition()
         self._accepts, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="eagle31-engine", daemon=True)
@@ -143,8 +132,7 @@ class Engine:
         with self._work:
             if not self._accepts:
                 raise ShuttingDownError("the server is shutting down and takes no new requests")
-            ticket = self.scheduler.submit()
-            self._jobs[ticket] = Job(request, ticket, on_event)
+            ticket = self.scheduler.submit(request, on_event)
             self._work.notify()
         return ticket
 
@@ -202,44 +190,44 @@ class Engine:
                     if self._stopping:
                         break
                 self._take(step)
-        for job in list(self._jobs.values()):
-            self._end(job, "error", "the server was shut down before this text was finished")
+        for ticket in [*step.dropped, *self.scheduler.tickets]:
+            self._end(ticket, "error", "the server was shut down before this text was finished")
 
     def _take(self, step: Step) -> None:
         for ticket in step.dropped:
-            self._end(self._jobs[ticket], "cancelled")
+            self._end(ticket, "cancelled")
         reading = self.scheduler.reading
         if reading is not None and (step.begin or step.read):
-            self._attempt_reading(self._jobs[reading], step)
+            self._attempt_reading(reading, step)
         elif reading is None and step.dropped:
             self.batch.drop_reading()
         if step.round:
             self._attempt_round()
 
-    def _attempt_reading(self, job: Job, step: Step) -> None:
+    def _attempt_reading(self, ticket: Ticket, step: Step) -> None:
         """A failure ends this request and no other."""
         try:
-            self._read(job, step)
+            self._read(ticket, step)
         except Exception as error:
-            logger.exception("eagle31: a prompt of %d tokens could not be read", len(job.request.prompt))
+            logger.exception("eagle31: a prompt of %d tokens could not be read", len(ticket.request.prompt))
             self.batch.drop_reading()
-            self._end(job, "error", f"{type(error).__name__}: {error}")
+            self._end(ticket, "error", f"{type(error).__name__}: {error}")
 
     def _attempt_round(self) -> None:
         """A failure ends all texts of the round; nothing they have left behind is trusted."""
         try:
             self._round()
         except Exception as error:
-            jobs = [self._jobs[ticket] for ticket in self.scheduler.writing]
-            logger.exception("eagle31: a round of %d texts failed", len(jobs))
+            tickets = list(self.scheduler.writing)
+            logger.exception("eagle31: a round of %d texts failed", len(tickets))
             self.batch.reset()
-            for job in jobs:
-                self._end(job, "error", f"{type(error).__name__}: {error}")
+            for ticket in tickets:
+                self._end(ticket, "error", f"{type(error).__name__}: {error}")
 
-    def _read(self, job: Job, step: Step) -> None:
+    def _read(self, ticket: Ticket, step: Step) -> None:
         if step.begin is not None:
-            job.text = self._new_text(job.request)
-            to_read = self.batch.begin(job.text)
+            ticket.text = self._new_text(ticket.request)
+            to_read = self.batch.begin(ticket.text)
             with self._work:
                 self.scheduler.begun(to_read)
                 joins = to_read == 0 and self.scheduler.has_read(0)
@@ -263,45 +251,29 @@ class Engine:
         started = time.perf_counter()
         told = self.batch.round()
         self.totals.round_s += time.perf_counter() - started
-        jobs = {id(job.text): job for job in self._jobs.values()}
-        for text, output in told:
-            self._tell(jobs[id(text)], text, output)
+        tickets = {id(ticket.text): ticket for ticket in self.scheduler.writing}
+        for text, event in told:
+            self._tell(tickets[id(text)], event)
 
     def _let_cancelled_go(self) -> None:
         for ticket in [ticket for ticket in self.scheduler.writing if ticket.cancelled]:
-            job = self._jobs[ticket]
-            assert job.text is not None
-            self.batch.leave(job.text)
-            self._end(job, "cancelled")
+            assert ticket.text is not None
+            self.batch.leave(ticket.text)
+            self._end(ticket, "cancelled")
 
-    def _tell(self, job: Job, text: WrittenText, output: RoundOutput) -> None:
-        event = TextEvent(
-            output.text, output.tokens, text.usage, output.logprobs, finish=output.finish, error=output.error
-        )
-        if output.finish is None:
-            _deliver(job, event)
-        else:
-            self._forget(job, text.usage, output.finish)
-            _deliver(job, event)
+    def _end(self, ticket: Ticket, finish: str, error: str = "") -> None:
+        usage = TextUsage(len(ticket.request.prompt)) if ticket.text is None else ticket.text.usage
+        self._tell(ticket, TextEvent(text="", tokens=(), usage=usage, finish=finish, error=error))
 
-    def _end(self, job: Job, finish: str, error: str = "") -> None:
-        usage = TextUsage(len(job.request.prompt)) if job.text is None else job.text.usage
-        self._forget(job, usage, finish)
-        _deliver(job, TextEvent(text="", tokens=(), usage=usage, finish=finish, error=error))
-
-    def _forget(self, job: Job, usage: TextUsage, finish: str) -> None:
-        with self._work:
-            self.scheduler.leave(job.ticket)
-            self._jobs.pop(job.ticket, None)
-        self.totals.add(usage, finish)
-
-
-def _deliver(job: Job, event: TextEvent) -> None:
-    """What a listener raises is its own affair."""
-    try:
-        job.on_event(event)
-    except Exception:
-        logger.exception("eagle31: a listener failed")
+    def _tell(self, ticket: Ticket, event: TextEvent) -> None:
+        if event.finish is not None:
+            with self._work:
+                self.scheduler.leave(ticket)
+            self.totals.add(event.usage, event.finish)
+        try:
+            ticket.on_event(event)
+        except Exception:  # what a listener raises is its own affair
+            logger.exception("eagle31: a listener failed")
 
 
 def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> EngineSettings:

@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..errors import Eagle31Error
+from .requests import OnEvent, TextRequest
+
+if TYPE_CHECKING:
+    from .written_text import WrittenText
 
 PROMPTS_IN_A_BUDGET = 4
 """Most prompts begun between two rounds."""
@@ -25,13 +30,19 @@ class QueueFullError(Eagle31Error):
 
 @dataclass(eq=False)
 class Ticket:
-    """One request's place.
+    """One request on its way.
 
     Attributes:
+        request: what was asked for.
+        on_event: hears of it.
+        text: what is written, once its prompt is being read.
         to_read: tokens of its prompt that are to be read yet; known once reading begins.
         cancelled: its client has gone.
     """
 
+    request: TextRequest
+    on_event: OnEvent
+    text: WrittenText | None = None
     to_read: int = 0
     cancelled: bool = False
 
@@ -75,7 +86,7 @@ class Scheduler:
     writing: list[Ticket] = field(default_factory=list)
     _spent: int = 0  # of the budget, since the last round
 
-    def submit(self) -> Ticket:
+    def submit(self, request: TextRequest, on_event: OnEvent) -> Ticket:
         """Line up.
 
         Raises:
@@ -84,7 +95,7 @@ class Scheduler:
         waiting = len(self.waiting) - self.free_rows
         if waiting >= self.max_waiting:
             raise QueueFullError(f"{waiting} requests are waiting already, which is all that may; try again later")
-        ticket = Ticket()
+        ticket = Ticket(request, on_event)
         self.waiting.append(ticket)
         return ticket
 
@@ -143,6 +154,11 @@ class Scheduler:
         if self.reading is not None and self.reading.cancelled:
             yield self.reading
             self.reading = None
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """All that have not left."""
+        return [*self.waiting, *([self.reading] if self.reading else []), *self.writing]
 
     @property
     def free_rows(self) -> int:

@@ -29,7 +29,7 @@ from ..errors import ConfigurationError
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.served_processing import sampling_options
-from .answer_parts import OPEN_THOUGHT, AnswerParser, AnswerPart
+from .answer_parts import AnswerParser, AnswerPart, ends_in_thought
 from .prompts import Message, encode_chat
 from .text import IncrementalDecoder
 
@@ -153,8 +153,8 @@ class ChatSession:
                 f"the conversation has {len(ids):,} tokens, and {self.context:,} are possible; take turns back with "
                 "undo, or begin anew with reset"
             )
-        thinks = str(self.tokenizer.decode(ids[-8:])).rstrip().endswith(OPEN_THOUGHT)
-        pieces = _PieceStreamer(self.tokenizer, AnswerParser(thinks=thinks), on_piece)
+        parser = AnswerParser(thinks=ends_in_thought(self.tokenizer, ids))
+        pieces = _PieceStreamer(self.tokenizer, parser, on_piece)
         self._stop.asked = False
         started = time.perf_counter()
         length = self._generate(ids, min(self.max_new_tokens, room), pieces)

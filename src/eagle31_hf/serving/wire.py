@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from .api_errors import ApiError, from_validation
-from .call_options import MAX_CHOICES, MAX_TOP_LOGPROBS, CallOptions, Constraint, Extras, Numbers, constraint_of
+from .call_options import MAX_CHOICES, MAX_TOP_LOGPROBS, CallOptions, Constraint, constraint_of
 from .fields import OF_CHATS, OF_COMPLETIONS, check_fields, check_stream_options
 from .prompts import Message
 
@@ -74,7 +74,7 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
     """
     check_fields(told, OF_CHATS, "chat completions")
     constraint = constraint_of(told, _response_format(told))
-    options = _call_options(told, _chat_types(), constraint)
+    options = _call_options(told, _types("chat"), constraint)
     messages = [_message(message, i) for i, message in enumerate(told["messages"])]
     if not messages:
         raise ApiError("messages is empty; wanted at least one", param="messages")
@@ -86,7 +86,7 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
                 "leave one of them out",
                 param="tool_choice",
             )
-        options = replace(options, constraint=Constraint("call", forced, "tool_choice"))
+        options = options.model_copy(update={"constraint": Constraint("call", forced, "tool_choice")})
     asks = bool(told.get("logprobs"))
     if told.get("top_logprobs") is not None and not asks:
         raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
@@ -95,7 +95,7 @@ def parse_chat(told: dict[str, Any]) -> ChatCall:
         messages,
         tools,
         one_call=told.get("parallel_tool_calls") is False,
-        top_logprobs=(options.numbers.top_logprobs or 0) if asks else None,
+        top_logprobs=(options.top_logprobs or 0) if asks else None,
     )
 
 
@@ -107,7 +107,7 @@ def parse_completion(told: dict[str, Any]) -> CompletionCall:
     """
     check_fields(told, OF_COMPLETIONS, "completions")
     prompts = _prompts(told.get("prompt"))
-    options = _call_options(told, _completion_types(), constraint_of(told, None))
+    options = _call_options(told, _types("completion"), constraint_of(told, None))
     if len(prompts) * options.choices > MAX_CHOICES:
         raise ApiError(f"{len(prompts)} prompts of n={options.choices}; wanted {MAX_CHOICES} texts at most", param="n")
     top = told.get("logprobs")
@@ -134,17 +134,15 @@ def _are_ids(prompt: Any) -> bool:
 
 
 @cache
-def _chat_types() -> TypeAdapter:
-    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+def _types(of: str) -> TypeAdapter:
+    """Of a `"chat"`, a `"completion"` or a `"message"`, as the `openai` package has them."""
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import ChatCompletionMessageParam
+    from openai.types.chat import completion_create_params as chats
 
-    return TypeAdapter(CompletionCreateParamsNonStreaming)
-
-
-@cache
-def _completion_types() -> TypeAdapter:
-    from openai.types.completion_create_params import CompletionCreateParamsNonStreaming
-
-    return TypeAdapter(CompletionCreateParamsNonStreaming)
+    bodies = {"chat": chats, "completion": completions}
+    wanted: Any = bodies[of].CompletionCreateParamsNonStreaming if of in bodies else ChatCompletionMessageParam
+    return TypeAdapter(wanted)
 
 
 def _call_options(told: dict[str, Any], types: TypeAdapter, constraint: Constraint | None) -> CallOptions:
@@ -154,23 +152,20 @@ def _call_options(told: dict[str, Any], types: TypeAdapter, constraint: Constrai
     body = {name: value for name, value in told.items() if value is not None and name != "stream"}
     _check_messages(body)
     try:
-        # `Numbers` has the biases: they need not be whole, as vLLM has it.
+        # `CallOptions` has the biases: they need not be whole, as vLLM has it.
         read = types.validate_python({name: value for name, value in body.items() if name != "logit_bias"})
-        numbers, extras = Numbers.model_validate(body), Extras.model_validate(body)
+        for name in read:
+            _check_all(read[name], name)
+        stream_options = told.get("stream_options") or {}
+        check_stream_options(stream_options)
+        return CallOptions.model_validate(body | {
+            "stream": stream,
+            "include_usage": bool(stream_options.get("include_usage")),
+            "stop": _stop(told.get("stop")),
+            "constraint": constraint,
+        })  # fmt: skip
     except ValidationError as error:
         raise from_validation(error) from error
-    for name in read:
-        _check_all(read[name], name)
-    check_stream_options(told.get("stream_options") or {})
-    return CallOptions(
-        model=told["model"],
-        stream=stream,
-        include_usage=bool((told.get("stream_options") or {}).get("include_usage")),
-        numbers=numbers,
-        extras=extras,
-        stop=_stop(told.get("stop")),
-        constraint=constraint,
-    )
 
 
 def _check_messages(body: dict[str, Any]) -> None:
@@ -189,20 +184,13 @@ def _check_messages(body: dict[str, Any]) -> None:
                 code="invalid_value",
             )
         try:
-            read = _message_types().validate_python(message)
+            read = _types("message").validate_python(message)
         except ValidationError as error:
             raise from_validation(error, within=f"messages[{i}]", role=role) from error
         _check_all(read, f"messages[{i}]")
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@cache
-def _message_types() -> TypeAdapter:
-    from openai.types.chat import ChatCompletionMessageParam
-
-    return TypeAdapter(ChatCompletionMessageParam)
 
 
 def _check_all(value: Any, name: str) -> None:

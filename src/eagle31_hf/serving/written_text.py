@@ -1,4 +1,4 @@
-"""A text while it is written in the batch, and what each round brings it."""
+"""A text while it is written in the batch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,6 @@ from torch import Tensor
 from .choosing import TokenChooser
 from .requests import TextRequest, TextUsage, TokenLogprob
 from .text import TextWriter
-
-
-@dataclass(frozen=True)
-class RoundOutput:
-    """What a round brought for one text; see `TextEvent`."""
-
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None
-    error: str = ""
-
 
 NO_TOKEN = (
     "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
