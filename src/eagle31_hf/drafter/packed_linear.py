@@ -112,12 +112,12 @@ def bitsandbytes() -> Any:
         package = importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise ConfigurationError(
-            f"packed drafters need bitsandbytes, which cannot be imported ({error}): pip install 'bitsandbytes>=0.50'"
+            f"packing weights needs bitsandbytes, which cannot be imported ({error}): pip install 'bitsandbytes>=0.50'"
         ) from error
     version = tuple(int(part) for part in str(package.__version__).split(".")[:2])
     if version < OLDEST_BITSANDBYTES:
         raise ConfigurationError(
-            f"packed drafters need bitsandbytes 0.50 or later, installed is {package.__version__}; "
+            f"packing weights needs bitsandbytes 0.50 or later, installed is {package.__version__}; "
             "pip install --upgrade bitsandbytes"
         )
     return package
