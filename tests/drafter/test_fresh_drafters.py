@@ -14,6 +14,7 @@ from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError
+from eagle31_hf.memory.activation_bytes import full_cache_bytes
 from eagle31_hf.memory.layer_sizes import sizes_by_layer, trained_context
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
@@ -66,7 +67,7 @@ def test_cache_bytes_are_planned_layer_by_layer(family):
     except ValueError:
         pytest.skip("takes no such mask: never served by this cache")
     held = sum(layer.num_bytes for layer in cache.layers)
-    assert shape.kv_elements(40, 4) * 4 == held
+    assert full_cache_bytes(shape, 40, 4) == held
 
 
 def of_depth(layers: int):

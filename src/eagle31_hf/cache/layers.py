@@ -184,9 +184,12 @@ class SlotLayer(CacheLayerMixin):
             self.device = device
 
     def make_room(self) -> None:
-        """Move to larger buffers, if those are smaller than what is reserved; an empty layer stays so."""
-        if not self.is_initialized or self.keys.shape[2] >= self.num_slots:
-            return
+        """Grow to the slots that are reserved; an empty layer stays so."""
+        if self.is_initialized and self.keys.shape[2] < self.num_slots:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Move to larger buffers."""
         owned = self.keys.shape[2]
         keep = owned if self.placement.reserved_rows else self.placement.longest + self.placement.after
         grown = self._zeros_like(self.storages)
