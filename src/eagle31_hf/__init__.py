@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .memory import MemoryPlan, plan_memory
     from .stats import SpeculationStats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Eagle31CandidateGenerator",
     "Eagle31Config",

@@ -93,6 +93,18 @@ class TrainingError(Eagle31Error, RuntimeError):
     """Training data, stored features or the training run itself are unusable."""
 
 
+REMOVED_IN_0_2 = {
+    "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
+}
+"""What version 0.2.0 removed, and what to do instead: a command ("report"), an option ("train --reward"), a value
+("--format nemo") or a field ("draft_length_bounds")."""
+
+
+def removal(name: str) -> str | None:
+    """One line for whoever still asks for something that version 0.2.0 removed; None if `name` is not such a thing."""
+    return f"{name} went in 0.2.0: {REMOVED_IN_0_2[name]}" if name in REMOVED_IN_0_2 else None
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

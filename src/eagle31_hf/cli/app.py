@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from .. import __version__
+from ..errors import removal
 
 COMMANDS = {
     "demo": "Watch the embedded pair write, then measure plain decoding against EAGLE, compiled and not. Needs no "
@@ -39,7 +40,11 @@ class LazyCommand(TyperCommand):
     """A command by name and help; the real one takes its place when it is called."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return self.load().make_context(info_name, args, parent=parent, **extra)
+        try:
+            return self.load().make_context(info_name, args, parent=parent, **extra)
+        except Exception as error:
+            option = getattr(error, "option_name", None)  # of click's NoSuchOption, which typer may bring along
+            raise _explain_removal(error, f"{self.name} {option}") from None
 
     def load(self) -> Any:
         """The command itself, or the group of them."""
@@ -66,6 +71,21 @@ class LazyCommands(TyperGroup):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self.commands = {name: LazyCommand(name=name, callback=None, help=help) for name, help in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            raise _explain_removal(error, args[0]) from None
+
+
+def _explain_removal(error: Exception, name: str) -> Exception:
+    """The usage error `error`; its line says what to do instead if `name` is a command or an option that has gone."""
+    line = removal(name)
+    if line is not None and hasattr(error, "message"):
+        error.message = line
+        vars(error).pop("possibilities", None)
+    return error
 
 
 app = typer.Typer(
