@@ -70,6 +70,14 @@ def block_diffusion(norm: str) -> dict[str, torch.Tensor]:
     return random_tensors(layer | {"fc.weight": (8, 40), f"{norm}.weight": (8,)})
 
 
+QUANTISED = {"quantization_config": {"quant_method": "fp8"}}
+
+
+def in_8_bits(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tensors = layout("midlayer")
+    return tensors | {name: tensors[name].to(dtype)}
+
+
 WHOLE_MODEL = random_tensors({f"model.layers.{n}.{name}": s for n in (0, 1) for name, s in LAYER_0.items() if "hidden_norm" not in name})  # fmt: skip  # noqa: E501
 
 
@@ -111,7 +119,12 @@ WHOLE_MODEL = random_tensors({f"model.layers.{n}.{name}": s for n in (0, 1) for 
         ({"architectures": ["PeagleLlamaForCausalLM"]}, layout("layers.0"), "P-EAGLE"),
         (speculators_config(speculators_model_type="peagle"), layout("layers.0"), "P-EAGLE"),
         ({}, layout("midlayer") | {"mask_hidden": torch.ones(1, 24)}, "P-EAGLE"),
-        ({"quantization_config": {"quant_method": "fp8"}}, layout("midlayer"), "quantised"),
+        ({}, layout("midlayer") | {"midlayer.mlp.experts.0.up_proj.weight": torch.ones(4, 8)}, "mixture of experts"),
+        ({}, layout("midlayer") | {"midlayer.mlp.gate.weight": torch.ones(4, 8)}, "mixture of experts"),
+        ({}, layout("midlayer") | {"midlayer.mlp.router.weight": torch.ones(4, 8)}, "mixture of experts"),
+        (QUANTISED, in_8_bits("midlayer.mlp.up_proj.weight", torch.int8), "quantised"),
+        (QUANTISED, in_8_bits("midlayer.mlp.up_proj.weight", torch.float8_e4m3fn), "quantised"),
+        (QUANTISED, layout("midlayer") | {"midlayer.mlp.up_proj.weight_scale": torch.ones(12)}, "quantised"),
     ],
 )
 def test_other_methods_are_called_by_name(tmp_path, config, tensors, message):
@@ -125,6 +138,23 @@ def test_other_methods_are_called_by_name(tmp_path, config, tensors, message):
 def test_a_key_alone_does_not_make_a_drafter_another_methods(tmp_path, marks):
     """What the first layer reads says what it is: `[embedding ; hidden]`."""
     assert read_checkpoint(save(tmp_path, PLAIN | marks, layout("layers.0"))).format == "plain"
+
+
+@pytest.mark.parametrize(
+    "left_over",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        {"quant_method": "compressed-tensors", "ignore": ["re:.*"], "config_groups": {}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ],
+)
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_float_weights_beside_the_targets_quantization_config_are_read(tmp_path, left_over, file):
+    """Trainers that start from the target's config leave its `quantization_config` there."""
+    folder = save(tmp_path, PLAIN | {"quantization_config": left_over}, layout("midlayer"), file)
+    assert torch.equal(read_checkpoint(folder).tensors["fc.weight"], layout("midlayer")["fc.weight"])
+    assert any("quantization_config" in note for note in inspect_checkpoint(folder).notes)
 
 
 @pytest.mark.parametrize("name", ["draft.gguf", "Draft.GGUF"])

@@ -39,7 +39,7 @@ from .formats import (
 from .json_files import read_json
 from .losses import check_expressible, reduce_to
 from .other_methods import refuse_other_methods
-from .packed import PackingScheme, packed_infos
+from .packed import LAYOUT, PackingScheme, packed_infos
 from .plain_config import plain_config
 from .shapes import expected_shapes
 from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters, engine_verdicts
@@ -196,6 +196,7 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
             config,
             headers.stored_config.layer_ids,
             unknown_fields(headers.table, raw, read_places(headers.table)),
+            bool(raw.get("quantization_config")) and headers.scheme is None,
         ),
     )
 
@@ -232,9 +233,9 @@ def _read_headers(folder: Path, *, to_load: bool = True) -> _Headers:
 
 
 def _stored_scheme(raw_config: Mapping[str, Any]) -> PackingScheme | None:
-    fields = raw_config.get("quantization_config")
-    if not fields:
-        return None
+    fields = raw_config.get("quantization_config") or {}
+    if fields.get("layout") != LAYOUT:
+        return None  # beside float weights it was copied from the target's config
     try:
         return PackingScheme.of(fields)
     except ConfigurationError as error:

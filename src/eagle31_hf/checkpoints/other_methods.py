@@ -14,6 +14,9 @@ from .packed import LAYOUT
 Tensors = Mapping[str, TensorInfo]
 _WANTED = "wanted an EAGLE-3 or EAGLE 3.1 drafter"
 _SHOWN = 4  # tensor names in one message
+_VOCABULARY_MAPS = ("d2t", "t2d", "draft_id_to_target_id")
+# What packers store beside a matrix: compressed-tensors, FP8, GPTQ, AWQ, bitsandbytes.
+_PACKED_PARTS = r"\.(weight_(scale|packed|shape|zero_point)\w*|input_scale|q?scales|qweight|qzeros|g_idx|absmax)$"
 
 
 def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
@@ -31,12 +34,18 @@ def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
             f"this checkpoint holds no drafter that is known here (its tensors: {', '.join(names) or 'none'}; its "
             f"architecture: {_architectures(config) or 'not stated'}); {_WANTED}"
         )
-    quantization = config.get("quantization_config")
-    if quantization and get_path(config, "quantization_config.layout") != LAYOUT:
+    ours = get_path(config, "quantization_config.layout") == LAYOUT
+    if config.get("quantization_config") and not ours and _are_packed(tensors):
         raise CheckpointFormatError(
             "this drafter's weights are quantised (config.json has quantization_config); wanted float weights. Take "
-            "the unquantised release and quantise while loading"
+            "the unquantised release and pass quantization_config= to pack it while it is loaded"
         )
+
+
+def _are_packed(tensors: Tensors) -> bool:
+    """Whether some matrix is stored packed. A `quantization_config` beside float weights was copied from the target."""
+    kinds = {info.dtype for name, info in tensors.items() if name not in _VOCABULARY_MAPS}
+    return not kinds <= {"float64", "float32", "float16", "bfloat16"} or _any_name(tensors, _PACKED_PARTS)
 
 
 def _fc_shape(tensors: Tensors) -> tuple[int, ...]:
@@ -168,5 +177,10 @@ _OTHER_METHODS: tuple[tuple[str, Callable[[Mapping[str, Any], Tensors], bool], s
         "an EAGLE-3 drafter whose attention has an output gate (Kimi K3's)",
         lambda c, t: _any_name(t, r"\.self_attn\.g_proj\."),
         "only layers like Llama's, Qwen3's and DeepSeek's can be read",
+    ),
+    (
+        "an EAGLE-3 drafter whose MLP is a mixture of experts (Qwen3-MoE's, gpt-oss's)",
+        lambda c, t: _any_name(t, r"\.mlp\.((shared_)?experts?\.|gate\.weight$|router\.)|\.block_sparse_moe\."),
+        "only drafters with one MLP per layer can be read",
     ),
 )

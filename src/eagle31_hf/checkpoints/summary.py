@@ -88,12 +88,13 @@ def count_bytes(tensors: Tensors) -> int:
 
 
 def caution_notes(
-    format_name: str, config: Eagle31Config, id_places: Collection[str], unknown: Sequence[str]
+    format_name: str, config: Eagle31Config, id_places: Collection[str], unknown: Sequence[str], left_over: bool
 ) -> tuple[str, ...]:
     """What a file cannot tell for sure and only acceptance would show.
 
     Args:
         id_places: where it names layers. unknown: fields that nothing here knows.
+        left_over: whether there is a `quantization_config` beside float weights.
     """
     notes = []
     if format_name == "specforge" and config.norm_output and config.aux_norm == "none":
@@ -108,6 +109,8 @@ def caution_notes(
         )
     if config.sliding_window is not None:
         notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
+    if left_over:
+        notes.append("config.json has a quantization_config, the weights are floats: it is the target's, and not read")
     if unknown:
         notes.append(
             f"nothing here knows what config.json says as {shown(list(unknown))}: kept, and without effect on what the "
