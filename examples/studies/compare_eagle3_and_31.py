@@ -23,7 +23,8 @@ from transformers import set_seed
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.target.binding import TargetBinding
-from eagle31_hf.texts.conversations import Conversation, read_conversations
+from eagle31_hf.texts.conversations import read_conversations
+from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data.vocabulary import build_vocabulary, count_supervised
 from eagle31_hf.training.distillation.evaluation import (
     EvaluationPrompt,

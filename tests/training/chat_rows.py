@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle31_hf.texts.conversations import Conversation
+from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data.rendering import render_turns
 
 CHAT = [

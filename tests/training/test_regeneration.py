@@ -17,7 +17,7 @@ from rich.console import Console
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.texts.conversations import Conversation
+from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data.regeneration import RegenerationSettings, _batches, _temperature, regenerate
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings

@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.texts.conversations import Conversation, conversation_from_row
+from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.data.packing import NOT_WRITTEN, PackedBatch, PackedDocuments, collate, pack_row
 from eagle31_hf.training.data.regeneration import RegenerationSettings, own_temperature, regenerate
 from eagle31_hf.training.data.rendering import Document, render_documents

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.texts.conversations import Conversation, read_conversations
+from eagle31_hf.texts.conversations import read_conversations
+from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data.rendering import Document, render_documents, render_turns
 from eagle31_hf.training.data.vocabulary import build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
@@ -182,13 +183,27 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-def test_generation_marks_say_what_is_learned(tokenizer) -> None:
+@pytest.mark.parametrize("template", [None, UNMARKED])
+def test_what_an_assistant_turn_adds_is_learned(tokenizer, template: str | None) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
     assert learned(tokenizer, chat()) == "One costs 2 dollars.<|end|>10 dollars.<|end|>"
 
 
-def test_without_marks_the_mask_is_what_the_assistant_turn_adds(tokenizer) -> None:
-    tokenizer.chat_template = UNMARKED
-    assert learned(tokenizer, chat()) == "One costs 2 dollars.<|end|>10 dollars.<|end|>"
+@pytest.mark.parametrize("supervise", ["assistant", "all"])
+@pytest.mark.parametrize("form", ["plain history", "history rewritten"])
+def test_turns_of_weight_0_are_never_learned(tokenizer, supervise: str, form: str) -> None:
+    if form == "history rewritten":
+        tokenizer.chat_template = THINKERS["unmarked"]
+    messages = (CHAT[0], {**CHAT[1], "content": "why</think>One costs 2.", "weight": 0}, *CHAT[2:])
+    for ids, mask in render_turns(tokenizer, replace(chat(), messages=messages), supervise):
+        text = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
+        assert "10 dollars.<|end|>" in text
+        assert "One costs" not in text
+        assert ("And five?" in text) == (supervise == "all" and form == "plain history")
+    (document,) = render_documents(
+        [replace(chat(), messages=messages), replace(chat(), messages=messages[:2])], tokenizer, max_length=200
+    ).documents
+    assert document.id == "row-7", "the other row has nothing to learn from"
 
 
 def test_a_template_that_renders_the_last_turn_otherwise(tokenizer) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import TrainingError
-from eagle31_hf.texts.conversations import Conversation, conversation_from_row
+from eagle31_hf.texts.rows import Conversation, conversation_from_row
 from eagle31_hf.training.data.regeneration import RegenerationSettings, regenerate
 from eagle31_hf.training.distillation.evaluation import evaluation_prompts
 from eagle31_hf.training.preparation import Preparation
@@ -153,10 +153,11 @@ def test_a_prompt_is_continued_and_what_follows_is_learned(tmp_path: Path, targe
     assert ids == prompt + list(written.answer_ids)
     assert mask == [False] * len(prompt) + [True] * len(written.answer_ids)
     assert render(base_tokenizer, row(prompt=STORY)) == (prompt, [True] * len(prompt)), "as it is"
+    assert learned(base_tokenizer, row(prompt=STORY, completion=" It swam.")) == " It swam."
 
 
 def test_a_chat_for_a_base_model_is_told(base_tokenizer) -> None:
-    chat = row(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
+    chat = row(messages=[{"role": role, "content": "Hi"} for role in ("user", "assistant", "user", "assistant")])
     with pytest.raises(TrainingError, match="no chat template; set one, or use text or prompt rows"):
         render(base_tokenizer, chat)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..demo import CONVERSATIONS, Messages
 from ..errors import ConfigurationError, TrainingError, first_line
-from .conversations import Message, conversation_from_row, file_rows
+from .conversations import file_rows
+from .rows import Message, conversation_from_row
 
 MT_BENCH_ROWS = 80
 """MT-bench is the first so many rows of Spec-Bench."""

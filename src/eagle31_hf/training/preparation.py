@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..checkpoints import read_checkpoint
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
-from ..texts.conversations import Conversation, read_conversations, with_unique_ids
+from ..texts.conversations import read_conversations, with_unique_ids
+from ..texts.rows import Conversation
 from .data.packing import PackedDocuments
 from .data.prompt_sieve import PromptSieve
 from .data.regeneration import disk_bytes, regenerate

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from ...errors import TrainingError
 from ...target.served_processing import sampling_options
-from ...texts.conversations import Conversation, Message, conversation_from_row
+from ...texts.rows import Conversation, Message, conversation_from_row
 from .json_lines import append_lines, read_whole_lines
 from .padding import end_ids, generate_padded, until_end
 from .rendering import prompt_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import TrainingError
-from ...texts.conversations import Conversation, Message
+from ...texts.rows import Conversation, Message
 
 TOO_LONG = ("truncate", "drop", "error")
 SUPERVISED = ("assistant", "all")
@@ -76,11 +75,9 @@ def render_documents(
     kept: list[Document] = []
     truncated = dropped = unsupervised = rewritten = 0
     for conversation in conversations:
-        for number, (ids, mask) in enumerate(render_turns(tokenizer, conversation)):
+        for number, (ids, mask) in enumerate(render_turns(tokenizer, conversation, supervise)):
             is_whole = number == 0
             written_from = len(ids) - len(conversation.answer_ids) if conversation.answer_ids and is_whole else None
-            if supervise == "all" and is_whole:
-                mask = [True] * len(ids)
             if len(ids) > max_length:
                 if too_long == "error":
                     raise TrainingError(
@@ -107,18 +104,20 @@ def render_documents(
     return Documents(kept, truncated, dropped, unsupervised, rewritten)
 
 
-def render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[tuple[list[int], list[bool]]]:
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, supervise: str = "assistant"
+) -> list[tuple[list[int], list[bool]]]:
     """Token ids and loss masks: of the whole conversation, and up to each assistant turn that it shows otherwise.
 
-    The mask comes from the template's `{% generation %}` marks if it has them; else each assistant turn is what the
-    rendering gains by it over the generation prompt. If the target wrote the last turn, its own ids are used, since
-    its text may tokenise differently.
+    An assistant turn is what the rendering gains by it over the generation prompt. If the target wrote the last turn,
+    its own ids are used, since its text may tokenise differently. Turns of weight 0 are never learned.
 
     Raises:
         TrainingError: the template renders no assistant turn of it, or fails.
     """
+    learns_all = supervise == "all"
     if is_plain(tokenizer, conversation):
-        return [_render_plain(tokenizer, conversation)]
+        return [_render_plain(tokenizer, conversation, learns_all=learns_all)]
     messages, answer = list(conversation.messages), list(conversation.answer_ids)
     if not any(message["role"] == "assistant" for message in messages):
         raise TrainingError(
@@ -129,40 +128,27 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation)
         ids = prompt_ids(tokenizer, conversation, messages)
     else:
         ids = _apply(tokenizer, conversation, messages)["input_ids"]
-    mask, rewritten = [False] * len(ids), []
+    mask, rewritten, is_shown = [learns_all] * len(ids), [], bool(answer)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        alone, learned, start = _render_turn(tokenizer, conversation, messages[: turn + 1])
-        shared = _common_prefix(ids, alone)
-        if shared < len(alone) - CLOSING_TOKENS:
-            rewritten.append((alone, learned))
-        else:
-            mask[start:shared] = learned[start:shared]
-    if not answer and not any(mask) and not rewritten:
+        alone = _apply(tokenizer, conversation, messages[: turn + 1])["input_ids"]
+        start = _common_prefix(alone, prompt_ids(tokenizer, conversation, messages[:turn]) if turn else [])
+        shared, is_learned = _common_prefix(ids, alone), message.get("weight") != 0
+        is_shown |= start < len(alone)
+        is_rewritten = shared < len(alone) - CLOSING_TOKENS
+        if is_rewritten and is_learned:
+            rewritten.append((alone, [False] * start + [True] * (len(alone) - start)))
+            continue
+        if is_rewritten:  # where its other form ends is not known, so what follows it is left out, too
+            shared = _common_prefix(ids, _apply(tokenizer, conversation, messages[: turn + 2])["input_ids"])
+        mask[start:shared] = [is_learned] * max(0, shared - start)
+    if not is_shown:
         raise TrainingError(
             f"{conversation.id}: the target's chat template renders no assistant turn (roles: "
             f"{', '.join(message['role'] for message in messages)}); rename the roles or set another template"
         )
-    return [(ids + answer, mask + [True] * len(answer)), *(turn for turn in rewritten if any(turn[1]))]
-
-
-def _render_turn(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: list[Message]
-) -> tuple[list[int], list[bool], int]:
-    """Ids of `messages`, whose last one is an assistant's; a mask over that one, and where it begins."""
-    context = messages[:-1]
-    prompt = prompt_ids(tokenizer, conversation, context) if context else []
-    if not has_generation_marks(tokenizer):
-        ids = _apply(tokenizer, conversation, messages)["input_ids"]
-        start = _common_prefix(ids, prompt)
-        return ids, [False] * start + [True] * (len(ids) - start), start
-    encoded = _apply(tokenizer, conversation, messages, return_assistant_tokens_mask=True)
-    ids, marked = encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
-    start = _common_prefix(ids, prompt)
-    while start and marked[start - 1]:  # marks may begin with what opens the turn
-        start -= 1
-    return ids, [False] * start + marked[start:], start
+    return [(ids + answer, mask + [True] * len(answer)), *rewritten]
 
 
 # --- plain text -------------------------------------------------------------------------------------------------------
@@ -178,8 +164,7 @@ def is_plain(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> 
         return True
     if tokenizer.chat_template:
         return False
-    written = len(conversation.messages) == 2 and conversation.answer_ids
-    if conversation.messages[0]["role"] == "user" and (len(conversation.messages) == 1 or written):
+    if [message["role"] for message in conversation.messages] in (["user"], ["user", "assistant"]):
         return True
     raise TrainingError(
         f"{conversation.id} is a chat, but the target's tokenizer has no chat template; set one, or use text or prompt "
@@ -187,11 +172,15 @@ def is_plain(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> 
     )
 
 
-def _render_plain(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tuple[list[int], list[bool]]:
-    """All of a text is learned from; of a prompt what the target wrote behind it, if it wrote."""
+def _render_plain(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, learns_all: bool
+) -> tuple[list[int], list[bool]]:
+    """All of a text is learned from; of a prompt what follows it, if something does."""
     answer = list(conversation.answer_ids)
     ids = _plain_ids(tokenizer, conversation, opening=bool(answer))
-    return ids + answer, [conversation.is_text or not answer] * len(ids) + [True] * len(answer)
+    if not answer and len(conversation.messages) > 1:
+        answer = tokenizer(conversation.messages[1]["content"], add_special_tokens=False)["input_ids"]
+    return ids + answer, [learns_all or conversation.is_text or not answer] * len(ids) + [True] * len(answer)
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, opening: bool) -> list[int]:
@@ -217,12 +206,6 @@ def prompt_ids(
     if is_plain(tokenizer, conversation):
         return _plain_ids(tokenizer, conversation, opening=True)
     return _apply(tokenizer, conversation, messages, add_generation_prompt=True)["input_ids"]
-
-
-def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template marks what the assistant writes."""
-    template = tokenizer.chat_template
-    return isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template) is not None
 
 
 def _apply(

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ...errors import ConfigurationError, TrainingError
-from ...texts.conversations import Conversation
+from ...texts.rows import Conversation
 from .json_lines import append_lines, read_whole_lines
 from .padding import end_ids, generate_padded, until_end
 from .prompt_sieve import PromptSieve

@@ -13,7 +13,7 @@ from ...drafter.drafter import Eagle31Drafter
 from ...errors import TrainingError
 from ...stats import Acceptance
 from ...target.served_processing import sampling_options
-from ...texts.conversations import Conversation, Message
+from ...texts.rows import Conversation, Message
 from ..data.padding import generate_padded
 from ..data.rendering import prompt_ids
 

@@ -1,0 +1,162 @@
+"""Every form of row that people train on: read with all its parts, or refused by the name of what cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle31_hf.errors import TrainingError
+from eagle31_hf.texts.conversations import read_conversations
+from eagle31_hf.texts.rows import Conversation, conversation_from_row
+
+SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
+SHARE = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Arr"}]
+PIRATE = {"role": "system", "content": "You are a pirate."}
+
+
+def row(**fields: Any) -> Conversation:
+    return conversation_from_row(fields, where="row", fallback_id="r", category="c")
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+FORMS = {
+    "Alpaca": (
+        {"instruction": "Translate.", "input": "Good morning", "output": "Guten Morgen"},
+        turns("Translate.\nGood morning", "Guten Morgen"),
+    ),
+    "Alpaca without input": ({"instruction": "Say hello.", "input": "", "output": "Hi"}, turns("Say hello.", "Hi")),
+    "Alpaca with system": ({"system": PIRATE["content"], "instruction": "Hi", "output": "Arr"}, [PIRATE, *SAID]),
+    "Alpaca with history": (
+        {"instruction": "And now?", "history": [["Hi", "Hello"]], "output": "Later"},
+        turns("Hi", "Hello", "And now?", "Later"),
+    ),
+    "OpenOrca": ({"system_prompt": PIRATE["content"], "question": "Hi", "response": "Arr"}, [PIRATE, *SAID]),
+    "Dolly": (
+        {"instruction": "Who?", "context": "By Anna.", "response": "Anna"},
+        turns("By Anna.\n\nWho?", "Anna"),
+    ),
+    "question with context": (
+        {"question": "Who?", "context": "By Anna.", "answer": "Anna"},
+        turns("By Anna.\n\nWho?", "Anna"),
+    ),
+    "input and output": ({"input": "Hi", "output": "Arr"}, SAID),
+    "ShareGPT with system": ({"system": PIRATE["content"], "conversations": SHARE}, [PIRATE, *SAID]),
+    "messages with system": ({"system": PIRATE["content"], "messages": SAID}, [PIRATE, *SAID]),
+    "the same system twice": ({"system": PIRATE["content"], "messages": [PIRATE, *SAID]}, [PIRATE, *SAID]),
+    "an empty system": ({"system": "", "messages": SAID}, SAID),
+    "WildChat": ({"conversation": SAID}, SAID),
+    "prompt and completion": ({"prompt": "Hi", "completion": "Arr"}, SAID),
+    "preference": ({"prompt": "Hi", "chosen": "Arr", "rejected": "No"}, SAID),
+    "preference of chats": ({"chosen": SAID, "rejected": SAID[:1]}, SAID),
+    "KTO, unwanted": ({"prompt": "Hi", "completion": "No", "label": False}, SAID[:1]),
+    "KTO, wanted": ({"prompt": "Hi", "completion": "Arr", "label": True}, SAID),
+    "prompt of messages, answer as text": ({"prompt": SAID[:1], "completion": "Arr"}, SAID),
+    "turns with system": ({"system": PIRATE["content"], "turns": ["Hi"]}, [PIRATE, SAID[0]]),
+    "Open WebUI": (
+        {"id": "a", "title": "t", "chat": {"messages": [{**message, "timestamp": 1} for message in SAID]}},
+        SAID,
+    ),
+    "Open WebUI with system and reasoning": (
+        {
+            "chat": {
+                "params": {"system": PIRATE["content"]},
+                "messages": [
+                    SAID[0],
+                    {**SAID[1], "content": '<details type="reasoning" done="true">\n> hm\n</details>\nArr'},
+                ],
+            }
+        },
+        [PIRATE, *SAID],
+    ),
+    "Open WebUI by its tree": (
+        {
+            "chat": {
+                "history": {
+                    "currentId": "c",
+                    "messages": {
+                        "a": {**SAID[0], "parentId": None},
+                        "b": {"role": "assistant", "content": "another branch", "parentId": "a"},
+                        "c": {**SAID[1], "parentId": "a"},
+                    },
+                }
+            }
+        },
+        SAID,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_parts_of_a_row_are_read(form: str) -> None:
+    fields, messages = FORMS[form]
+    assert list(row(**fields).messages) == messages
+
+
+@pytest.mark.parametrize("not_learned", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_turns_that_are_not_to_be_learned_are_marked(not_learned: dict[str, Any]) -> None:
+    read = row(messages=[SAID[0], {**SAID[1], **not_learned}, *SAID]).messages
+    assert [message.get("weight") for message in read] == [None, 0, None, None]
+    learned = {name: 1 for name in not_learned}
+    assert list(row(messages=[SAID[0], {**SAID[1], **learned}]).messages) == SAID
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": SAID, "context": "Anna"}, "row: context cannot be read here; put it into messages"),
+        ({"messages": SAID, "input": "Anna"}, "row: input cannot be read here"),
+        ({"turns": ["Hi"], "history": [["a", "b"]]}, "row: history cannot be read here; put it into turns"),
+        ({"text": "Once", "system": "Be brief."}, "row: system cannot be read here"),
+        ({"messages": [PIRATE, *SAID], "system": "Be brief."}, "system stands beside another system message"),
+        ({"instruction": "Hi", "history": ["a", "b"]}, "history is not a list of pairs"),
+        ({"question": "Who?", "context": {"title": ["Anna"]}}, "context: content is dict; wanted text"),
+        ({"messages": SAID, "functions": [{"name": "f"}]}, "functions cannot be read here"),
+        ({"messages": SAID, "images": ["a.png"]}, "images cannot be read here"),
+        ({"messages": [{**SAID[0], "function_call": {"name": "f"}}]}, r"messages\[0\]: function_call cannot be read"),
+        ({"messages": [SAID[0], {**SAID[1], "weight": 0.5}]}, r"messages\[1\]: weight is 0.5; wanted 0 .* or 1"),
+        ({"chat": {"messages": []}}, "chat holds no messages; wanted an export of Open WebUI"),
+        ({"chat": {"messages": [{**SAID[0], "files": [{"id": 1}]}]}}, "files cannot be read here"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        row(**fields)
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("rows.csv", ","), ("rows.tsv", "\t")])
+@pytest.mark.parametrize("columns", [("prompt", "response"), ("question", "answer"), ("instruction", "output")])
+def test_tables_of_two_columns(tmp_path: Path, name: str, delimiter: str, columns: tuple[str, str]) -> None:
+    file = tmp_path / name
+    lines = (delimiter.join(fields) for fields in (columns, ("Hi", "Arr"), ('"a\nb"', '"c, ""d"""'), ("", "")))
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    empty: list[str] = []
+    read = read_conversations([tmp_path], on_empty=empty.append)
+    assert [list(each.messages) for each in read] == [SAID, turns("a\nb", 'c, "d"')]
+    assert empty == [f"{file}, row 3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\nx,y\n", r"row 1: no messages \(keys: a, b\)"),
+        ("prompt,response\nx\n", "row 1: more or fewer fields"),
+        ("prompt,response\nx,y,z\n", "row 1: more or fewer fields"),
+        ('prompt,response\nx,"y"z\n', "after line 1: no table"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "rows.csv").write_text(content)
+    with pytest.raises(TrainingError, match=message):
+        read_conversations([tmp_path / "rows.csv"])
+
+
+def test_an_export_of_chats_is_one_list(tmp_path: Path) -> None:
+    file = tmp_path / "chat-export-1732.json"
+    file.write_text(json.dumps([{"id": "one", "chat": {"messages": SAID}}, {"id": "two", "chat": {"messages": SAID}}]))
+    assert [each.id for each in read_conversations([file])] == ["one", "two"]
