@@ -8,12 +8,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle31_hf.serving.answer_parts import AnswerParser
 from eagle31_hf.serving.requests import TextRequest
-from eagle31_hf.serving.text import StopScanner, TextWriter, TokenTexts
+from eagle31_hf.serving.text import IncrementalDecoder, StopScanner, TextWriter, TokenTexts
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
@@ -147,3 +147,46 @@ SAME = ("f", {"x": [1, {"y": "}"}]})
 )
 def test_answers_come_apart_the_same_however_they_are_cut(text, parser, wanted, cuts):
     assert parts_of(text, cuts, **parser) == wanted
+
+
+@pytest.fixture(scope="module")
+def bytewise():
+    """Each byte of a character a token, as byte-level tokenizers have rare characters."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({character: i for i, character in enumerate(characters)}, [])
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+CHARACTERS = st.text(st.sampled_from("aé日本🌶 \n"), max_size=12)
+
+
+@pytest.mark.parametrize("made_by", ["bytewise", "sentencepiece"])
+def test_each_character_belongs_to_one_token(made_by, request):
+    tokenizer = request.getfixturevalue(made_by)
+
+    @given(CHARACTERS.filter(bool), CHARACTERS.filter(bool), st.data())
+    def check(prompt, text, data):
+        prompt_ids, ids = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (prompt, text))
+        moved = data.draw(st.integers(0, min(3, len(prompt_ids) - 1)))  # the prompt may end within a character
+        everything = [*prompt_ids, *ids]
+        cut = len(prompt_ids) - moved
+        whole = tokenizer.decode(everything)
+        unfinished = next(n for n in range(4) if not tokenizer.decode(everything[: cut - n]).endswith("\ufffd"))
+        wanted = whole[len(tokenizer.decode(everything[: cut - unfinished])) :]
+        texts = TokenTexts(tokenizer, everything[:cut])
+        told = "".join(texts.add(token) for token in everything[cut:])
+        decoder = IncrementalDecoder(tokenizer, prompt=everything[:cut])
+        shown = "".join(decoder.feed(token) for token in everything[cut:])
+        assert told == shown == wanted
+        assert texts.length == len(wanted)
+
+    check()
+
+
+def test_what_does_not_complete_a_prompts_character_is_shown_alone(bytewise):
+    prompt = bytewise("a日")["input_ids"][:-1]
+    decoder = IncrementalDecoder(bytewise, prompt=prompt)
+    assert "".join(decoder.feed(token) for token in bytewise("b c")["input_ids"]) == "b c"
+    assert IncrementalDecoder(bytewise, prompt=prompt).flush() == ""

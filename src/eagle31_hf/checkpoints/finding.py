@@ -167,3 +167,16 @@ def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
     except CheckpointFormatError:
         return False
     return any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
+
+
+def target_class(config: Any) -> Any:
+    """The auto class that loads a target of this configuration.
+
+    `AutoModelForCausalLM` does not map every decoder that sees, though most write texts without pictures as well.
+    """
+    import transformers
+
+    kind = type(config)
+    maps = kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder
+    sees = not maps and kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM

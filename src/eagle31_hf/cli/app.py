@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -101,7 +102,16 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `eagle31` script."""
+    _write_in_any_encoding()
     app()
+
+
+def _write_in_any_encoding() -> None:
+    """A terminal or file may have an encoding without the characters of an answer or a table (cp1251, cp932, gbk):
+    those become question marks. What cannot be read is noticed where the text is used."""
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "replace"), (sys.stdin, "surrogateescape")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _show_version(wanted: bool) -> None:

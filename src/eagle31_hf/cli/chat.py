@@ -288,11 +288,14 @@ def _interrupt_stops(session: ChatSession) -> Iterator[None]:
 def _keys_unseen() -> Iterator[None]:
     """What is typed during an answer, Ctrl-C too, is not written into it."""
     try:
-        import termios  # not on Windows
-
+        import termios
+    except ImportError:  # on Windows
+        yield
+        return
+    try:
         keyboard = sys.stdin.fileno()
         before = termios.tcgetattr(keyboard)
-    except (ImportError, OSError, ValueError, termios.error):  # no terminal
+    except (OSError, ValueError, termios.error):  # no terminal
         yield
         return
     silent = [*before]

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ..checkpoints import FORMATS, Checkpoint, holds_checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
 from ..checkpoints.config_fields import TARGET_MODEL
+from ..checkpoints.finding import target_class
 from ..checkpoints.formats import Format, find_format
 from ..checkpoints.losses import find_losses
 from ..checkpoints.serving import sglang_command, vllm_command
@@ -83,7 +84,8 @@ def _with_copies(checkpoint: Checkpoint, table: Format, target: str) -> Checkpoi
         parts.add(EMBEDDING)
     if not parts:
         return checkpoint
-    return copy_from_target(checkpoint, AutoModelForCausalLM.from_pretrained(target, dtype="auto"), parts)
+    loader = target_class(AutoConfig.from_pretrained(target))
+    return copy_from_target(checkpoint, loader.from_pretrained(target, dtype="auto"), parts)
 
 
 def _ask_before_overwriting(destination: Path, force: bool) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.finding import target_class
 from ..errors import MemoryPlanError, first_line
 from .quantization_schemes import Quantization
 
@@ -189,7 +190,6 @@ def meta_model(config_class: Any, config_json: str) -> PreTrainedModel:
         MemoryPlanError: transformers knows no causal language model for this configuration.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     # Its dtype would decide the model's, and shapes are those before packing.
     left_out = ("dtype", "torch_dtype", "quantization_config")
@@ -197,7 +197,7 @@ def meta_model(config_class: Any, config_json: str) -> PreTrainedModel:
     config = config_class.from_dict(fields)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            return target_class(config).from_config(config, dtype=torch.bfloat16).eval()
     except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise MemoryPlanError(
             f"transformers makes no causal language model of this {type(config).__name__} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,7 @@ def encode_chat(
         ConfigurationError: the template cannot be made to hold these messages or tools, or there is no template and
             the messages have roles that need one.
     """
+    _refuse_half_characters(messages)
     for name in template_options:
         if why := why_not_told(tokenizer, name):
             raise ConfigurationError(why)
@@ -56,6 +58,18 @@ def encode_chat(
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
+
+
+def _refuse_half_characters(messages: Sequence[Message]) -> None:
+    """What a terminal or a client could not decode; no tokenizer takes it."""
+    for number, message in enumerate(messages):
+        try:
+            json.dumps(message, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(
+                f"message {number} holds {error.object[error.start]!a}, which is no character; wanted text in the "
+                "encoding of the terminal, or UTF-8"
+            ) from error
 
 
 def _without_template(

@@ -11,8 +11,8 @@ from .requests import TextRequest
 PROMPT_TAIL = 64
 """Tokens of a prompt that are decoded with the first of its text: enough that one of them is no special token."""
 
-TOKEN_CONTEXT = 4
-"""Tokens before one that it is decoded with to be told by itself: as many as a character may be spread over."""
+LONGEST_CHARACTER = 4
+"""Tokens that a character may be spread over: a byte each."""
 
 
 class IncrementalDecoder:
@@ -22,8 +22,8 @@ class IncrementalDecoder:
     piece before it, because some tokenizers (SentencePiece) write a word's leading space only after another word.
 
     Args:
-        prompt: ids that the text goes on from, so that its first word has its leading space; empty where it stands by
-            itself.
+        prompt: ids that the text goes on from, so that its first word has its leading space, and a character that the
+            prompt begins is completed; empty where it stands by itself.
     """
 
     def __init__(
@@ -31,28 +31,38 @@ class IncrementalDecoder:
     ):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids = list(prompt[-PROMPT_TAIL:])
-        self._shown = len(self._ids)  # ids whose text has been given out; the ones before it are kept as context
-        self._context = 0
+        tail = list(prompt[-PROMPT_TAIL:])
+        whole = len(tail) - self._unfinished(tail)
+        self._context, self._waiting = tail[:whole], tail[whole:]  # given out already; not yet
+        self._begun = self._decode(tail)[len(self._decode(self._context)) :]  # as the prompt shows its last part
 
     def feed(self, token: int) -> str:
         """Text that `token` completes; empty if it completes none."""
-        self._ids.append(token)
-        text = self._new_text()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
+        text = self.peek(token)
+        self._waiting.append(token)
+        if text:
+            self._context, self._waiting, self._begun = self._waiting, [], ""
         return text
+
+    def peek(self, token: int) -> str:
+        """What `feed` would return; nothing is changed."""
+        text = self._new_text([*self._waiting, token])
+        return "" if text.endswith("\ufffd") else text
 
     def flush(self) -> str:
         """What is left, broken characters included."""
-        text = self._new_text()
-        self._ids, self._shown, self._context = [], 0, 0
+        text = self._new_text(self._waiting)
+        self._context, self._waiting, self._begun = [], [], ""
         return text
 
-    def _new_text(self) -> str:
-        before = self._decode(self._ids[self._context : self._shown])
-        return self._decode(self._ids[self._context :])[len(before) :]
+    def _new_text(self, waiting: list[int]) -> str:
+        text = self._decode([*self._context, *waiting])[len(self._decode(self._context)) :]
+        return text.removeprefix(self._begun)  # which is still there if the text does not complete the character
+
+    def _unfinished(self, ids: list[int]) -> int:
+        """How many last ones begin a character that is not whole yet."""
+        counts = range(min(LONGEST_CHARACTER, len(ids) + 1))
+        return next((n for n in counts if not self._decode(ids[: len(ids) - n]).endswith("\ufffd")), 0)
 
     def _decode(self, ids: list[int]) -> str:
         return str(
@@ -179,22 +189,15 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]):
-        self._tokenizer, self._before = tokenizer, list(prompt[-TOKEN_CONTEXT:])
+        self._decoder = IncrementalDecoder(tokenizer, prompt=prompt, skip_special_tokens=False)
         self.length = 0
 
     def of(self, token: int) -> str:
         """The text of a token that may come next."""
-        whole = self._decode([*self._before, token])
-        if whole.endswith("\ufffd"):
-            return ""
-        return whole[len(self._decode(self._before).rstrip("\ufffd")) :]
+        return self._decoder.peek(token)
 
     def add(self, token: int) -> str:
         """The text of the token that comes next."""
-        text = self.of(token)
-        self._before = [*self._before, token][-TOKEN_CONTEXT:]
+        text = self._decoder.feed(token)
         self.length += len(text)
         return text
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))

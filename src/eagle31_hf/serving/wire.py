@@ -59,7 +59,22 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(told, dict):
         raise ApiError(f"the body is a JSON {type(told).__name__}; wanted an object", code="invalid_json")
+    _refuse_surrogates(told)
     return told
+
+
+def _refuse_surrogates(told: dict[str, Any]) -> None:
+    """A half of a pair of UTF-16 (a text that was cut inside an emoji) is no character: no tokenizer takes it."""
+    for name, value in told.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(
+                f"{name!a} holds half a surrogate pair ({error.object[error.start]!a}); wanted whole "
+                "characters: cut texts between them",
+                param=name.encode(errors="replace").decode(),
+                code="invalid_value",
+            ) from error
 
 
 def _refuse_constant(name: str) -> Any:

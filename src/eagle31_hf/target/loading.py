@@ -15,7 +15,6 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -23,7 +22,7 @@ from transformers import (
 )
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id, folder_meant
+from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id, folder_meant, target_class
 from ..checkpoints.gguf_header import read_gguf_metadata
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, first_line
 from .precision import SHORT_NAMES, quick_dtype
@@ -69,7 +68,7 @@ def load_target(
             mend_splitting(tokenizer, splitting, name)
         precision = _precision(name, config, dtype, device_map, bool(packed))
         options: dict[str, Any] = {"dtype": precision, "device_map": device_map, "output_loading_info": True, **packed}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(**place, **options)
+        loaded: Any = target_class(config).from_pretrained(**place, **options)
         model, found = loaded
     except OSError as error:
         raise CheckpointNotFoundError(_why_not_found(name, error)) from error

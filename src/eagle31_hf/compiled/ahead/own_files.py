@@ -12,7 +12,7 @@ def why_not_ours(path: Path) -> str:
 
     The file or folder is looked at, and every folder above it: who may write one of them may exchange what is in it.
     """
-    if os.name != "posix":  # modes say nothing there, and the cache folder lies in the user's own profile
+    if not hasattr(os, "getuid"):  # Windows: modes say nothing, the cache folder is in the user's own profile
         return ""
     try:
         real = path.resolve(strict=True)
