@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
-from policy_replay import DraftTrace, replay
+from policy_replay import (
+    MACHINES,
+    WAYS,
+    DraftTrace,
+    KeptText,
+    RoundSeconds,
+    compare,
+    count,
+    default_of,
+    plain_s,
+    read_kept,
+    replay,
+)
+from policy_texts import as_row, untrained
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.adaptive.costs import RoundTable
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
-from eagle31_hf.evidence.gauges import ends_off
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
 from eagle31_hf.training.distillation.known_texts import chains_along, write_texts
@@ -20,7 +33,7 @@ from helpers import CHEAP_DRAFTS, DEAR_DRAFTS, calibrated, configured, demo_toke
 from matrix import pairwise
 
 NEW_TOKENS = 48
-TABLE = RoundTable(speculative_s=(1.0, 1.5, 1.75, 2.0), lookup_s=(1.0, 1.25, 1.25, 1.5))  # reading takes 0.25
+TABLE = RoundSeconds(speculative_s=(1.0, 1.5, 1.75, 2.0), lookup_s=(1.0, 1.25, 1.25, 1.5), reading_s=0.25)
 
 
 class Told(DraftPolicy):
@@ -86,12 +99,10 @@ def drafter() -> Eagle31Drafter:
 @pytest.fixture(scope="module")
 def ignorant() -> Eagle31Drafter:
     """A drafter that was never trained."""
-    drafter = Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32, target=target_of("demo-target"))
-    with seeded(0), torch.no_grad():
-        for weight in drafter.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=0.02)
-    return drafter
+    with seeded(0):
+        return untrained(
+            Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32, target=target_of("demo-target"))
+        )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +122,10 @@ def test_greedy_rounds_are_those_of_generate(
     drafter: Eagle31Drafter = request.getfixturevalue("drafter" if trained else "ignorant")
     binding, settings = drafter.binding, drafter.generation_config
     drafter.eval()
-    with configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule=schedule), ends_off(binding.model):
+    with (
+        configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule=schedule),
+        mock.patch.object(binding.model.generation_config, "eos_token_id", None),
+    ):
         texts = write_texts(binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
         length = settings.draft_length(device_type="cpu", batch_size=1, compiled=False)
         for known in texts.texts:
@@ -135,3 +149,41 @@ def test_greedy_rounds_are_those_of_generate(
             assert len(found.rounds) == drafter.stats.rounds
             assert sum(done.drafted for done in found.rounds) == drafter.stats.drafted
             assert sum(not done.drafted for done in found.rounds[:-1]) == drafter.stats.skipped_rounds
+
+
+def test_kept_texts_hold_their_repetitions_and_nothing_else() -> None:
+    trace = DraftTrace((1, 0), ((0.951, 0.004, 0.9), (0.5,)), prompt=(700, 12, 700), written=(12, 5))
+    row = as_row(KeptText("chat", 0.0, "trained", trace))
+    assert (row["prompt"], row["written"]) == ([0, 1, 0], [1, 2])
+    assert (row["right"], row["sure"]) == ((1, 0), [[95, 0], [50]]), "in percent, to where no draft goes on"
+
+
+def test_the_kept_counts_are_of_texts_of_both_drafters() -> None:
+    kept = read_kept()
+    assert len(kept.texts) == 2 * 112
+    assert {text.kind for text in kept.texts} == {"domain", "other", "code", "copy"}
+    assert {len(text.trace.prompt) > 0 and len(text.trace.written) == len(text.trace) for text in kept.texts} == {True}
+    for by_machine in kept.counts.values():
+        assert by_machine.keys() == MACHINES.keys()
+        for rows in by_machine.values():
+            written = [row.rounds + row.accepted for row in rows]
+            assert written == [len(text.trace) for text in kept.texts], "one each round beside the accepted"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_default_is_as_fast_as_the_kept_one(way: str, machine: str, drafter: Eagle31Drafter) -> None:
+    kept = read_kept()
+    chosen = range(0, len(kept.texts), 14)  # one of each kind, temperature and drafter
+    found = count(default_of(drafter, knows_costs=WAYS[way]), [kept.texts[at] for at in chosen], MACHINES[machine])
+    before = [kept.counts[way][machine][at].seconds for at in chosen]
+    assert compare(found, before)["ratio"] >= 0.98
+
+
+def test_a_policy_that_never_drafts_has_the_speed_of_plain_decoding() -> None:
+    text = read_kept().texts[0]
+    never = Told([DraftPlan.skip()] * len(text.trace))
+    for machine in MACHINES.values():
+        (found,) = count(lambda _text, _machine, policy=never: (policy, DraftShape(12)), [text], machine)
+        assert found.seconds == pytest.approx(plain_s(text, machine))
+        never.told.clear()

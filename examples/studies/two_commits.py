@@ -1,0 +1,221 @@
+"""Is one version of the code slower than another? Both write the same texts in turns, each in a process of its own.
+
+    python examples/studies/two_commits.py main~3 .                            # a commit and this folder
+    python examples/studies/two_commits.py ../before . --accelerations eager --target ORG/MODEL --drafter ORG/DRAFTER
+
+A version is a folder that holds `src/eagle31_hf`, or a commit of the repository one stands in, which is checked out
+into a temporary folder. Text by text each version writes with the drafter, first one and then the other, the next time
+the other way round. Nothing but the public interface is used, so that versions far apart can be compared. A version's
+graphs are compiled once, into a folder of its own: minutes on a CPU. Ends with status 1 if texts differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PROMPTS = (
+    "I would like to reserve a table for two at an Italian restaurant in Oakland, tomorrow at 7 pm.",
+    "A shop sells apples at 3 dollars a bag and pears at 4 dollars a bag. How much are 5 bags of apples?",
+    "Explain why the sky is blue during the day and red in the evening.",
+    "Repeat the following word by word: the committee met on Tuesday at 9 am in room 14, and 37 of 52 members came.",
+)
+
+
+@dataclass
+class Method:
+    """One way to write, and its figures by version, turn after turn."""
+
+    acceleration: str
+    temperature: float
+    tok_per_s: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    different_texts: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.acceleration} {f'temperature {self.temperature:g}' if self.temperature else 'greedy'}"
+
+    def summary(self) -> dict[str, Any]:
+        """Medians and ranges over turns; the ratio is of the two versions within a turn, second over first."""
+        ratios = [after / before for before, after in zip(*self.tok_per_s, strict=True)]
+        spreads = [[min(speeds), max(speeds)] for speeds in self.tok_per_s]
+        return {
+            "method": self.name,
+            "tok_per_s": [median(speeds) for speeds in self.tok_per_s],
+            "spread": spreads,
+            "ratio": median(ratios),
+            "ratio_spread": [min(ratios), max(ratios)],
+            "different_texts": self.different_texts,
+        }
+
+
+class Version:
+    """A process that writes by one version's code, a text at a time."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, cache: str):
+        paths = [str(folder / "src"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "EAGLE31_CACHE": cache}
+        pair = json.dumps({"target": options.target, "drafter": options.drafter, "dtype": options.dtype})
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", pair],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.source = self._answer()["source"]
+
+    def write(self, **request: Any) -> dict[str, Any]:
+        """`{"tokens": [...], "seconds": ...}`."""
+        assert self.process.stdin is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a version's process ended before it answered; its error is above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def work(pair: dict[str, Any]) -> None:
+    """Load the pair and answer requests, one a line; whatever libraries print goes elsewhere."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import eagle31_hf
+    from eagle31_hf import Eagle31Drafter
+
+    demo = Path(eagle31_hf.__file__).parent / "demo"
+    name = pair["target"] or demo / "target"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=pair["dtype"]).to(device)
+    target.generation_config.eos_token_id = None  # texts are equally long
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    eagle = Eagle31Drafter.from_pretrained(pair["drafter"] or demo / "drafter", target=target)
+    print(json.dumps({"source": str(Path(eagle31_hf.__file__).parent)}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        chat = [{"role": "user", "content": request["prompt"]}]
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(device)
+        eagle.generation_config.acceleration = request["acceleration"]
+        sampling = {"do_sample": True, "temperature": request["temperature"]} if request["temperature"] else {}
+        torch.manual_seed(request["seed"])
+        started = time.perf_counter()
+        out = target.generate(
+            **inputs, max_new_tokens=request["tokens"], pad_token_id=0, assistant_model=eagle, **sampling
+        )
+        tokens = out[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the device
+        seconds = time.perf_counter() - started
+        found = {"tokens": tokens, "seconds": seconds, "rounds": eagle.stats.rounds, "accepted": eagle.stats.accepted}
+        print(json.dumps(found), file=answers, flush=True)
+
+
+@contextmanager
+def checked_out(version: str):
+    """The folder of a version: itself, or a temporary one with the commit's files."""
+    if (Path(version) / "src" / "eagle31_hf").is_dir():
+        yield Path(version).resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        where = str(Path(folder) / "checkout")
+        added = subprocess.run(
+            ["git", "worktree", "add", "--detach", where, version], capture_output=True, text=True, check=False
+        )
+        if added.returncode:
+            reason = added.stderr.strip().splitlines()[-1]
+            raise SystemExit(f"got {version!r}, which is no folder with src/eagle31_hf, and no commit: {reason}")
+        try:
+            yield Path(where)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", where], capture_output=True, check=False)
+
+
+def measure(method: Method, versions: list[Version], options: argparse.Namespace) -> None:
+    """All turns of one method; the first writing of each prompt warms up and is compared only."""
+    prompts = PROMPTS[: options.prompts]
+    for turn in range(-1, options.turns):
+        seconds, tokens = [0.0, 0.0], [0, 0]
+        for seed, prompt in enumerate(prompts):
+            request = {"prompt": prompt, "seed": seed, "tokens": options.tokens}
+            request |= {"acceleration": method.acceleration, "temperature": method.temperature}
+            texts: list[list[int]] = [[], []]
+            for at in (0, 1) if (turn + seed) % 2 else (1, 0):
+                written = versions[at].write(**request)
+                texts[at] = written["tokens"]
+                seconds[at], tokens[at] = seconds[at] + written["seconds"], tokens[at] + len(texts[at])
+            method.different_texts += texts[0] != texts[1]
+        if turn >= 0:
+            for speeds, count, spent in zip(method.tok_per_s, tokens, seconds, strict=True):
+                speeds.append(count / spent)
+
+
+def show(found: dict[str, Any]) -> None:
+    """One line."""
+    (before, after), (low, high) = found["tok_per_s"], found["ratio_spread"]
+    same = f"{found['different_texts']} TEXTS DIFFER" if found["different_texts"] else "texts are equal"
+    ranges = " and ".join(f"{least:.1f} to {most:.1f}" for least, most in found["spread"])
+    print(
+        f"{found['method']:24} {before:8.1f} -> {after:8.1f} tokens/s ({ranges}): "
+        f"{found['ratio']:.3f} ({low:.3f} to {high:.3f}), {same}",
+        flush=True,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs=2, metavar="FOLDER_OR_COMMIT")
+    parser.add_argument("--target", help="folder or Hub id; default: each version's embedded pair")
+    parser.add_argument("--drafter")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--accelerations", nargs="+", default=["eager", "compile"], help="eager, auto, compile")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the built-in ones")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if (options.target is None) != (options.drafter is None):
+        parser.error("got one of --target and --drafter; pass both, or none for the embedded pair")
+    with ExitStack() as stack:
+        folders = [stack.enter_context(checked_out(version)) for version in options.versions]
+        versions = []
+        for folder in folders:
+            versions.append(Version(folder, options, stack.enter_context(tempfile.TemporaryDirectory())))
+            stack.callback(versions[-1].close)
+        methods = [Method(way, heat) for way in options.accelerations for heat in options.temperatures]
+        for method in methods:
+            measure(method, versions, options)
+            show(method.summary())
+    if options.json:
+        record = {"versions": options.versions, "methods": [method.summary() for method in methods]}
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(any(method.different_texts for method in methods))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(json.loads(sys.argv[2]))
+    else:
+        sys.exit(main())
