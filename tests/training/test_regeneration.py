@@ -18,7 +18,7 @@ from rich.console import Console
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.data.regeneration import RegenerationSettings, _batches, _temperature, regenerate
+from eagle31_hf.training.data.regeneration import RegenerationSettings, _batches, _temperature, regenerate, with_keys
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.setup import resolve
@@ -57,6 +57,22 @@ def test_writing_goes_on_after_a_kill(tmp_path: Path, target, tokenizer) -> None
         regenerate(conversations(5), target, tokenizer, file, replace(how, max_new_tokens=7))
 
 
+def test_rows_are_known_by_what_they_ask(tmp_path: Path, target, tokenizer) -> None:
+    """A file may be edited between a stop and `--resume`: ids by line then name other rows."""
+    how = RegenerationSettings(turns="last", temperatures=(0.0,), max_new_tokens=6)
+    file = tmp_path / "c.jsonl"
+    rows = [replace(chat(), id=f"f-{i}", messages=({"role": "user", "content": f"I need {i} beds."},)) for i in (1, 2)]
+    first = regenerate(rows, target, tokenizer, file, how)
+    new = replace(rows[0], messages=({"role": "user", "content": "A taxi, please."},))
+    moved = [new, *(replace(row, id=f"f-{i}") for i, row in enumerate(rows, 2))]  # one line put in front
+    counts: list[int] = []
+    again = regenerate(moved, target, tokenizer, file, how, on_rows=counts.append)
+    assert counts[0] == 2, "both rows are kept"
+    assert [row.id for row in again] == ["f-1", "f-2", "f-3"]
+    assert again[0].messages[0]["content"] == "A taxi, please."
+    assert [row.answer_ids for row in again[1:]] == [row.answer_ids for row in first]
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=40),
     size=st.integers(1, 7),
@@ -75,7 +91,7 @@ def test_every_conversation_is_written_once_beside_its_like(lengths: list, size:
 
 
 def test_several_temperatures_share_the_conversations(tmp_path: Path, target, tokenizer) -> None:
-    rows = conversations(12)
+    rows = with_keys(conversations(12))
     how = RegenerationSettings(turns="last", temperatures=(0.0, 5.0, 0.0), max_new_tokens=8, batch_size=4)
     batches = _batches(rows, how)
     assert sorted(row.id for batch in batches for row in batch) == sorted(row.id for row in rows), "each once"

@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.training.data.prompt_sieve import MOST_SEEN, PromptSieve, grams, is_english, repetition, words_of
+from eagle31_hf.training.data.prompt_sieve import MOST_SEEN, PromptSieve, grams, repetition, words_of
 from eagle31_hf.training.data.self_prompts import (
+    FEWEST_AT_A_TIME,
     FIRST_WORDS,
     SelfPromptSettings,
+    _PromptWriter,
     self_prompt_count,
     user_turn,
     write_prompts,
@@ -63,10 +65,6 @@ def test_what_is_kept_is_distinct_long_enough_and_does_not_repeat_itself(texts: 
         ("Hello there", "too short"),
         ("", "too short"),
         ("to be to be to be to be to be", "repeating themselves"),
-        ("Напишите рассказ о море и о ветре", "in another language"),
-        ("Schreiben Sie bitte einen Aufsatz zur Geschichte der Stadt Köln und ihrer Brücken", "in another language"),
-        ("Quelles sont les principales causes de la révolution française et leurs effets", "in another language"),
-        ("¿Cuáles son los mejores lugares para visitar en España durante el verano con niños", "in another language"),
     ],
 )  # fmt: skip
 def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
@@ -76,20 +74,37 @@ def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
     assert sieve.told() == f"1 {reason}"
 
 
-def test_english_prose_and_code_are_kept() -> None:
-    for text in (
+@pytest.mark.parametrize(
+    "text",
+    [
         "What is the capital of France?",
         "Solve [6x + 9] - 3*y + 6*2 = 15 - 2*y + 4y + 7x - 25 for x.",
         "def int_array_add(a, b):\n    return a + b",
-        "I'm planning a trip across Canada next summer. Can you suggest a route with cheap campsites?",
-        "Translate 'guten Morgen' please",
-    ):
-        assert is_english(text), text
-        assert PromptSieve().admits(text)
+        "Напишите рассказ о море и о ветре",
+        "Schreiben Sie bitte einen Aufsatz zur Geschichte der Stadt Köln und ihrer Brücken",
+        "¿Cuáles son los mejores lugares para visitar en España durante el verano con niños",
+        "请写一首关于秋天的诗",
+        "夏休みの思い出について書いてください",
+        "เขียนเรื่องสั้นเกี่ยวกับทะเล",
+        "Python으로 정렬 함수를 작성해 주세요",
+        "اكتب قصة قصيرة عن البحر",
+    ],
+)
+def test_prompts_of_any_language_and_code_are_kept(text: str) -> None:
     sieve = PromptSieve()
-    assert sieve.admits("How do I bake a simple loaf of bread at home without yeast?")
-    assert not sieve.admits("How do I bake a simple loaf of bread at home without butter?")
-    assert sieve.left_out == {"like one before": 1}
+    assert sieve.admits(text), sieve.told()
+    assert not sieve.admits(text)
+
+
+def test_a_prompt_like_one_before_is_left_out() -> None:
+    for first, second in (
+        ("How do I bake a loaf of bread at home on a stone?", "How do I bake a loaf of bread at home on a tray?"),
+        ("请写一首关于秋天的落叶和思念的诗歌", "请写一首关于秋天的落叶和思念的短诗"),
+    ):  # fmt: skip
+        sieve = PromptSieve()
+        assert sieve.admits(first)
+        assert not sieve.admits(second)
+        assert sieve.left_out == {"like one before": 1}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -151,6 +166,15 @@ def test_the_target_writes_distinct_prompts_and_goes_on_after_a_kill(tmp_path: P
     assert write_prompts(target, tokenizer, file, replace(how, count=4)) == whole[:4], "what is there is enough"
     with pytest.raises(TrainingError, match="seed: 0, now 1"):
         write_prompts(target, tokenizer, file, replace(how, seed=1))
+
+
+def test_no_more_is_written_than_is_wanted(tmp_path: Path, target, tokenizer, monkeypatch) -> None:
+    sizes, write = [], _PromptWriter.write
+    monkeypatch.setattr(
+        _PromptWriter, "write", lambda self, batch, size: sizes.append(size) or write(self, batch, size)
+    )
+    write_prompts(target, tokenizer, tmp_path / "p.jsonl", SelfPromptSettings(count=3, batch_size=64))
+    assert max(sizes) == FEWEST_AT_A_TIME
 
 
 def test_a_target_with_nothing_to_say_is_told(tmp_path: Path, target, tokenizer) -> None:

@@ -11,8 +11,11 @@ from typing import Any
 from ...errors import TrainingError
 
 
-def read_whole_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
+def read_whole_lines(path: Path, header: dict[str, Any], *, identity: str = "id") -> list[dict[str, Any]]:
     """Rows written so far; a line cut short by a kill is removed. The settings go into a file beside `path`.
+
+    Args:
+        identity: a field that every row has.
 
     Raises:
         TrainingError: `path` was written with another `header`, or holds a line that cannot be read.
@@ -38,7 +41,7 @@ def read_whole_lines(path: Path, header: dict[str, Any]) -> list[dict[str, Any]]
     try:
         rows = [json.loads(line) for line in whole.splitlines()]
         for row in rows:
-            row["id"]
+            row[identity]
         return rows
     except (ValueError, KeyError, TypeError) as error:
         raise TrainingError(f"{path} holds a damaged line ({error}); remove the file to write again") from error

@@ -1,4 +1,4 @@
-"""Which of the prompts a target wrote are kept: each once, long enough, not repeating itself, in English."""
+"""Which of the prompts a target wrote are kept: each once, long enough, not repeating itself."""
 
 from __future__ import annotations
 
@@ -10,19 +10,9 @@ MOST_SEEN = 0.5
 """A text is like one before if so many of its runs of `GRAM` words were seen."""
 FEWEST_WORDS = 3
 MOST_REPETITION = 0.3
-FEWEST_LATIN = 0.9
-# fmt: off
-ENGLISH = frozenset(
-    {
-        "the", "of", "and", "to", "is", "you", "that", "it", "for", "with", "are", "this", "have", "from", "they",
-        "what", "how", "can", "which", "their", "would", "there", "does", "your", "write", "explain", "about",
-        "function", "using", "given", "number", "return", "following", "why", "who", "where", "when", "should",
-        "will", "be", "my", "if", "or", "as", "by", "not", "i", "a", "an", "help",
-    }
-)
-# fmt: on
-WORDS_THAT_SHOW_A_LANGUAGE, FEWEST_ENGLISH = 8, 0.1
-"""Prose of so many words has so large a share of `ENGLISH` ones; shorter texts and code need not."""
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+")
+"""Scripts that put no spaces between words (Thai, Khmer, Japanese, Chinese) are counted by their letters."""
 
 
 class PromptSieve:
@@ -38,7 +28,6 @@ class PromptSieve:
         objections = {
             "too short": len(words) < FEWEST_WORDS,
             "repeating themselves": repetition(words) > MOST_REPETITION,
-            "in another language": not is_english(text),
             "like one before": sum(gram in self._seen for gram in own) >= MOST_SEEN * len(own),
         }
         reason = next((reason for reason, holds in objections.items() if holds), None)
@@ -55,7 +44,7 @@ class PromptSieve:
 
 def words_of(text: str) -> list[str]:
     """Words and numbers in lower case."""
-    return re.findall(r"\w+", text.lower())
+    return _WORD.findall(text.lower())
 
 
 def grams(text: str) -> set[tuple[str, ...]]:
@@ -68,14 +57,3 @@ def repetition(words: list[str]) -> float:
     """Share of the runs of three words that stood before in the same text."""
     runs = [tuple(words[i : i + 3]) for i in range(len(words) - 2)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
-def is_english(text: str) -> bool:
-    """By script, and for longer prose by its commonest words."""
-    letters = [letter for letter in text if letter.isalpha()]
-    if sum(letter < "\u0250" for letter in letters) < FEWEST_LATIN * len(letters):
-        return False
-    words = words_of(text)
-    if len(words) < WORDS_THAT_SHOW_A_LANGUAGE or re.search(r"[_{}=]|\w\(|\d\s*[-+*/]", text):
-        return True
-    return sum(word in ENGLISH for word in words) >= FEWEST_ENGLISH * len(words)

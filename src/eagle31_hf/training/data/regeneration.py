@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,9 @@ def regenerate(
 ) -> list[Conversation]:
     """Conversations whose last turn the target wrote, in the order given.
 
-    They are kept in `path` (JSONL), each as soon as its text has ended; called again, it continues where it was
-    stopped. Rows whose context exceeds the limit before the first turn are left out.
+    They are kept in `path` (JSONL), each as soon as its text has ended, under a digest of what was asked; called again,
+    it continues where it was stopped, and rows that were edited since are written anew. Rows whose context exceeds the
+    limit before the first turn are left out.
 
     Args:
         on_rows: called after every token with the number of rows done since the last call, most often 0.
@@ -63,27 +67,45 @@ def regenerate(
         TrainingError: too little disk, `path` was written with other settings, or a row cannot be rendered.
     """
     header = {**asdict(settings), "temperatures": list(settings.temperatures), "target": target.name_or_path}
+    header["kept_by"] = "digest"
     del header["batch_size"]  # a resumed run may write more of them at a time, or fewer
-    done = {row["id"]: row for row in read_whole_lines(path, header)}
-    missing = [conversation for conversation in conversations if conversation.id not in done]
+    conversations = with_keys(conversations)
+    done = {row["key"]: row for row in read_whole_lines(path, header, identity="key")}
+    missing = [conversation for conversation in conversations if conversation.key not in done]
     require_disk(path, disk_bytes(missing, settings), f"writing {len(missing):,} conversations")
     on_rows(len(conversations) - len(missing))
 
     def keep(rows: list[dict[str, Any]]) -> None:
         if rows:
-            done.update((row["id"], row) for row in rows)
+            done.update((row["key"], row) for row in rows)
             append_lines(path, rows)
         on_rows(len(rows))
 
     writer = _Writer(target, tokenizer, settings)
     for batch in _batches(missing, settings):
         writer.write(batch, keep)
-    rows = (done[conversation.id] for conversation in conversations)
+    rows = ((conversation, done[conversation.key]) for conversation in conversations)
     return [
-        conversation_from_row(row, where=str(path), fallback_id=row["id"], category=row["category"])
-        for row in rows
+        replace(
+            conversation_from_row(row, where=str(path), fallback_id=row["id"], category=row["category"]),
+            id=conversation.id,
+            category=conversation.category,
+        )
+        for conversation, row in rows
         if row["answer_ids"]
     ]
+
+
+def with_keys(conversations: Sequence[Conversation]) -> list[Conversation]:
+    """The same with keys: a digest of what is asked; those that ask the same are numbered."""
+    seen: Counter[str] = Counter()
+    keyed = []
+    for conversation in conversations:
+        content = [conversation.messages, conversation.tools, conversation.template_kwargs]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+        seen[digest] += 1
+        keyed.append(replace(conversation, key=f"{digest}-{seen[digest]}"))
+    return keyed
 
 
 def own_temperature(target: Any) -> float:
@@ -131,10 +153,10 @@ def _batches(conversations: Sequence[Conversation], settings: RegenerationSettin
 
 
 def _temperature(conversation: Conversation, settings: RegenerationSettings) -> float | None:
-    """What the conversation is written with; by id, so that a resumed run chooses the same."""
+    """What the conversation is written with; by its key, so that a resumed run chooses the same."""
     if not settings.temperatures:
         return None
-    return random.Random(f"temperature {settings.seed} {conversation.id}").choice(settings.temperatures)
+    return random.Random(f"temperature {settings.seed} {conversation.key}").choice(settings.temperatures)
 
 
 def _work(conversation: Conversation, settings: RegenerationSettings) -> tuple[int, int]:
@@ -150,8 +172,8 @@ def _answered(conversation: Conversation, settings: RegenerationSettings) -> lis
     places = [i for i in range(len(conversation.messages)) if _asks(conversation.messages, i)]
     if settings.turns == "each" or not places:
         return places
-    # By id, so that a resumed run chooses the same.
-    return [random.Random(f"{settings.seed} {conversation.id}").choice(places)]
+    # By its key, so that a resumed run chooses the same.
+    return [random.Random(f"{settings.seed} {conversation.key}").choice(places)]
 
 
 def _asks(messages: Sequence[Message], place: int) -> bool:
@@ -220,7 +242,7 @@ class _Writer:
             return torch.zeros(len(written), dtype=torch.bool, device=written.device)
 
         first = next(iter(prompts))
-        chance = random.Random(f"{self.settings.seed} {first.conversation.id} {len(prompts[first])}")
+        chance = random.Random(f"{self.settings.seed} {first.conversation.key} {len(prompts[first])}")
         with torch.random.fork_rng():
             torch.manual_seed(chance.getrandbits(63))
             output = generate_padded(
@@ -264,6 +286,7 @@ class _Row:
     def to_json(self) -> dict[str, Any]:
         written, conversation = self._written, self.conversation
         return {
+            "key": conversation.key,
             "id": conversation.id,
             "category": conversation.category,
             "conversations": self._messages_to(max(written)) if written else list(conversation.messages),

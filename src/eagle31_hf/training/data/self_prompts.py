@@ -26,6 +26,7 @@ SOURCE = "self"
 DEFAULT_COUNT = 2000
 FRUITLESS_BATCHES = 4
 """After so many batches without a new prompt the target has no more to say."""
+FEWEST_AT_A_TIME = 8
 MOST_ENDED = 0.75
 MIN_P = 0.05
 """Draws from tokens at least so likely beside the likeliest: unlike top-p that needs no sorted vocabulary."""
@@ -66,7 +67,7 @@ class SelfPromptSettings:
 
     count: int = DEFAULT_COUNT  # how many are wanted
     max_new_tokens: int = 72  # a prompt that is longer is left out
-    batch_size: int = 64  # prompts written at a time
+    batch_size: int = 64  # most prompts written at a time
     seed: int = 0  # of all draws
 
 
@@ -139,7 +140,8 @@ def write_prompts(
     on_batch(min(len(kept), settings.count))
     batch, fruitless = (kept[-1]["batch"] + 1 if kept else 0), 0
     while len(kept) < settings.count:
-        texts = [text for text in writer.write(batch) if sieve.admits(text)][: settings.count - len(kept)]
+        size = min(settings.batch_size, max(FEWEST_AT_A_TIME, 2 * (settings.count - len(kept))))
+        texts = [text for text in writer.write(batch, size) if sieve.admits(text)][: settings.count - len(kept)]
         rows = [{"id": f"{SOURCE}-{len(kept) + i}", "prompt": text, "batch": batch} for i, text in enumerate(texts)]
         append_lines(path, rows)
         kept += rows
@@ -168,10 +170,10 @@ class _PromptWriter:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
-    def write(self, batch: int) -> list[str]:
-        """The user's words of one batch, at one temperature; those that did not end are left out."""
+    def write(self, batch: int, size: int) -> list[str]:
+        """The user's words of a batch of `size`, at one temperature; those that did not end are left out."""
         chance = random.Random(f"prompts {self.settings.seed} {batch}")
-        starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(self.settings.batch_size)]
+        starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(size)]
         prompts = [self._ids(self.openings[system] + words) for system, words in starts]
         longest = max(map(len, prompts))
         ends = torch.tensor(sorted(self.ends))
