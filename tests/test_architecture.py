@@ -20,7 +20,7 @@ LEVELS = [  # a room may import from itself and from rooms of the levels above i
     {"compiled"},
     {"decoding"},
     {"generation"},
-    {"training", "evidence", "serving"},
+    {"training", "measure", "serving"},
     {"cli"},
 ]
 MOST_ROOMS, MOST_FLOORS = 20, 9
@@ -139,13 +139,13 @@ ROUND_STEPS = {
 NOT_ROUNDS = {
     "generation.stock_loop": "drafts for transformers' own assisted loop, which verifies and accepts",
     "generation.continuation": "compares one tree behind a prompt with the model going on by itself",
-    "evidence.bare_meter": "times the forwards that rounds are made of, and accepts nothing",
+    "measure.bare_meter": "times the forwards that rounds are made of, and accepts nothing",
 }
 
 
 def test_only_decoding_drafts_verifies_and_accepts():
     """Whoever writes texts drives rounds. Training goes along texts that are written, below `decoding`."""
-    others = {"generation", "serving", "evidence", "cli"}
+    others = {"generation", "serving", "measure", "cli"}
     found = [
         f"{module} uses {node.id}"
         for module, path in MODULES.items()

@@ -168,8 +168,8 @@ def import_all(machine: Machine) -> bool:
         import torch.profiler  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
-        import eagle31_hf.evidence.synthetic
         import eagle31_hf.generation.own_loop
+        import eagle31_hf.measure.synthetic
         import eagle31_hf.memory
         import eagle31_hf.serving.engine
         import eagle31_hf.training.distillation.training_model  # noqa: F401

@@ -18,9 +18,9 @@ from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.default_length import default_length
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.request import DecodingRequest
-from eagle31_hf.evidence.methods import Prompts
-from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.generation_config import Eagle31GenerationConfig
+from eagle31_hf.measure.methods import Prompts
+from eagle31_hf.measure.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.trees.shape import DraftShape
 
 from .machine import Machine, to_ms

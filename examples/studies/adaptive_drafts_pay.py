@@ -33,9 +33,9 @@ from eagle31_hf import Eagle31Drafter, NoDrafter
 from eagle31_hf.cli.pairs import LoadedPair, PairSource, encode, load_pair
 from eagle31_hf.decoding.calibration.unasked import calibrate
 from eagle31_hf.demo import drafter_path
-from eagle31_hf.evidence.gauges import TokenClock, ends_off
-from eagle31_hf.evidence.provenance import machine, origin, pair_facts
 from eagle31_hf.generation.warm_up import warm_up
+from eagle31_hf.measure.gauges import TokenClock, ends_off
+from eagle31_hf.measure.provenance import machine, origin, pair_facts
 from eagle31_hf.stats import variation, window_speeds, windows
 from eagle31_hf.texts.prompts import Prompt, read_prompts
 

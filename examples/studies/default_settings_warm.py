@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from eagle31_hf.cli.pairs import LoadedPair, PairSource, encode, load_pair
-from eagle31_hf.evidence.gauges import TokenClock, ends_off
-from eagle31_hf.evidence.provenance import machine, origin, pair_facts
+from eagle31_hf.measure.gauges import TokenClock, ends_off
+from eagle31_hf.measure.provenance import machine, origin, pair_facts
 from eagle31_hf.texts.prompts import read_prompts
 
 WARM_S = 15.0

@@ -34,10 +34,10 @@ from eagle31_hf.cli.progress import progress_bar
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.provenance import describe_device
-from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
-from eagle31_hf.evidence.tables import make_table
 from eagle31_hf.generation_config import FIXED_DEPTH
+from eagle31_hf.measure.provenance import describe_device
+from eagle31_hf.measure.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
+from eagle31_hf.measure.tables import make_table
 from eagle31_hf.target.device_clock import now
 from eagle31_hf.target.precision import SHORT_NAMES
 from eagle31_hf.trees.shape import DraftShape

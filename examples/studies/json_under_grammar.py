@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.evidence.provenance import origin
+from eagle31_hf.measure.provenance import origin
 
 WORDS = {"type": "string", "pattern": "^[A-Za-z0-9 ]{1,24}$"}
 SCHEMAS = {

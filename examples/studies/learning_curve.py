@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 
-from eagle31_hf.evidence.provenance import origin
+from eagle31_hf.measure.provenance import origin
 
 TIMES = 10
 

@@ -35,10 +35,10 @@ from eagle31_hf.drafter.default_config import default_config
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafter.packed_linear import bitsandbytes
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.methods import Prompts, left_padded, requested_shape
-from eagle31_hf.evidence.provenance import describe_device, software
-from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, target_config, write_synthetic
-from eagle31_hf.evidence.tables import make_table
+from eagle31_hf.measure.methods import Prompts, left_padded, requested_shape
+from eagle31_hf.measure.provenance import describe_device, software
+from eagle31_hf.measure.synthetic import SyntheticRequest, random_target, target_config, write_synthetic
+from eagle31_hf.measure.tables import make_table
 from eagle31_hf.memory import MemoryPlan, plan_memory
 from eagle31_hf.memory.cards import GIB, Card, measure_card
 from eagle31_hf.memory.drafter_facts import USUAL_DRAFT_VOCABULARY

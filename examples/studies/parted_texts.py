@@ -27,7 +27,7 @@ from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.request import DecodingRequest
 from eagle31_hf.decoding.text import Sequences, StopRules
-from eagle31_hf.evidence.provenance import machine, origin
+from eagle31_hf.measure.provenance import machine, origin
 from eagle31_hf.sampling.logits_processing import ScoreProcessing
 from eagle31_hf.trees.shape import DraftShape
 

@@ -39,11 +39,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
 from eagle31_hf.cli.pairs import LoadedPair, PairSource, encode, load_pair
 from eagle31_hf.decoding.calibration.unasked import calibrate
 from eagle31_hf.demo import target_path
-from eagle31_hf.evidence.calls import PLAIN as PLAIN_GENERATE
-from eagle31_hf.evidence.gauges import ends_off
-from eagle31_hf.evidence.pair import measure_loops
-from eagle31_hf.evidence.provenance import machine, origin, pair_facts
-from eagle31_hf.evidence.run_settings import RunSettings
+from eagle31_hf.measure.calls import PLAIN as PLAIN_GENERATE
+from eagle31_hf.measure.gauges import ends_off
+from eagle31_hf.measure.pair import measure_loops
+from eagle31_hf.measure.provenance import machine, origin, pair_facts
+from eagle31_hf.measure.run_settings import RunSettings
 from eagle31_hf.texts.conversations import read_conversations
 from eagle31_hf.texts.prompts import Prompt, read_prompts
 from eagle31_hf.training.data.rendering import render_documents

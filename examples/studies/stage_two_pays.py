@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.evidence.known_texts import DrafterAcceptance, acceptance_of
-from eagle31_hf.evidence.provenance import origin
+from eagle31_hf.measure.known_texts import DrafterAcceptance, acceptance_of
+from eagle31_hf.measure.provenance import origin
 from eagle31_hf.texts.conversations import read_conversations
 from eagle31_hf.training import text_model
 from eagle31_hf.training.data.packing import PackedBatch, collate

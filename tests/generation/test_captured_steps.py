@@ -26,7 +26,7 @@ from eagle31_hf.decoding.accept import Acceptor, GoingDown
 from eagle31_hf.decoding.calibration import store, unasked
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
+from eagle31_hf.measure.synthetic import SyntheticRequest, write_synthetic
 from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
 from recorder import Recorder, record_operations, record_steps

@@ -20,10 +20,10 @@ from eagle31_hf.decoding.kept_graphs import compiling_ahead
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
-from eagle31_hf.evidence.calls import LOOKUP, PLAIN, PLAIN_COMPILED, SAME
-from eagle31_hf.evidence.run_settings import RunSettings
-from eagle31_hf.evidence.suite import BenchmarkRun, Task
 from eagle31_hf.generation.warm_up import warm_up
+from eagle31_hf.measure.calls import LOOKUP, PLAIN, PLAIN_COMPILED, SAME
+from eagle31_hf.measure.run_settings import RunSettings
+from eagle31_hf.measure.suite import BenchmarkRun, Task
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.texts.prompts import Prompt
 from families import recurrent_target

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
-from eagle31_hf.evidence.doctor.examination import preflight
-from eagle31_hf.evidence.doctor.findings import Patient
+from eagle31_hf.measure.doctor.examination import preflight
+from eagle31_hf.measure.doctor.findings import Patient
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
 from families import TEXT_FAMILIES
 from helpers import (

@@ -13,12 +13,12 @@ from torch import Tensor
 from ..demo import CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
-from ..evidence.loop_report import loop_parts
-from ..evidence.pair import measure_loops
-from ..evidence.provenance import describe_device
-from ..evidence.run_settings import RunSettings
-from ..evidence.synthetic import random_target, target_config
 from ..generation_config import USUAL_TREE
+from ..measure.loop_report import loop_parts
+from ..measure.pair import measure_loops
+from ..measure.provenance import describe_device
+from ..measure.run_settings import RunSettings
+from ..measure.synthetic import random_target, target_config
 from ..target.precision import quick_dtype
 from ..texts.prompts import read_prompts
 from .bench_acceptance import acceptance as acceptance_command

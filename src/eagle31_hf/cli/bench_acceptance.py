@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from ..drafter.drafter import Eagle31Drafter
-from ..evidence.known_texts import DrafterAcceptance, acceptance_of
-from ..evidence.tables import DataTable
+from ..measure.known_texts import DrafterAcceptance, acceptance_of
+from ..measure.tables import DataTable
 from ..texts.prompts import embedded_prompts, read_prompts
 from ..training.distillation.evaluation import EvaluationPrompt
 from ..training.distillation.known_texts import KnownTexts, TextRounds, rounds_of, write_texts

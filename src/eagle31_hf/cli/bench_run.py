@@ -16,16 +16,16 @@ from rich.text import Text
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..evidence import run_tables
-from ..evidence.calls import ThinkMarks
-from ..evidence.comparing import compare_runs
-from ..evidence.exports import write_acceptance_csv, write_profile
-from ..evidence.provenance import origin, run_facts
-from ..evidence.record_file import RecordWriter, check_place, read_records
-from ..evidence.run_settings import RunSettings
-from ..evidence.suite import NEVER_HERE, BenchmarkRun, Task
-from ..evidence.summary import RunSummary, summarise
 from ..generation_config import USUAL_TREE
+from ..measure import run_tables
+from ..measure.calls import ThinkMarks
+from ..measure.comparing import compare_runs
+from ..measure.exports import write_acceptance_csv, write_profile
+from ..measure.provenance import origin, run_facts
+from ..measure.record_file import RecordWriter, check_place, read_records
+from ..measure.run_settings import RunSettings
+from ..measure.suite import NEVER_HERE, BenchmarkRun, Task
+from ..measure.summary import RunSummary, summarise
 from ..texts.prompts import Prompt, embedded_prompts, read_prompts
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json

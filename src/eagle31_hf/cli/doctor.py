@@ -16,12 +16,12 @@ from ..decoding.calibration.unasked import calibrate
 from ..decoding.kept_graphs import captured_graphs
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
 from ..drafter.drafter import Eagle31Drafter
-from ..evidence.doctor.drift import DriftCurve, plot_drift
-from ..evidence.doctor.examination import Examination, examine
-from ..evidence.doctor.findings import Finding, Patient
-from ..evidence.doctor.prompts import CONVERSATIONS
-from ..evidence.provenance import origin
-from ..evidence.tables import DataTable
+from ..measure.doctor.drift import DriftCurve, plot_drift
+from ..measure.doctor.examination import Examination, examine
+from ..measure.doctor.findings import Finding, Patient
+from ..measure.doctor.prompts import CONVERSATIONS
+from ..measure.provenance import origin
+from ..measure.tables import DataTable
 from ..texts.prompts import read_prompts
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, LoadedPair, PairSource, encode, load_pair

@@ -16,10 +16,10 @@ from ..decoding.kept_graphs import kept_packages
 from ..decoding.pair import Pair
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
-from ..evidence.calls import DIFFERENT
-from ..evidence.pair import measure_pair, pair_settings
-from ..evidence.provenance import origin
-from ..evidence.suite import Task
+from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Task, pair_methods
+from ..measure.origin import origin
+from ..measure.results import summarise
+from ..measure.tables import bench_notes, speed_table
 from ..target.served_processing import sampling_options
 from ..texts.prompts import Prompt, embedded_prompts
 from . import terminal
@@ -31,9 +31,6 @@ from .progress import progress_bar
 
 STREAMED_IN_DEMO = 2
 REPEATS = 3
-FEWEST_MEASURED_TOKENS = 3
-"""Of an answer that is measured: speculation begins with the third token."""
-
 
 CompareOption = Annotated[
     bool, typer.Option(help="Also measure plain generate against EAGLE, by graphs too if those are asked for or kept.")
@@ -92,7 +89,6 @@ def generate(
         streamed=1,
         new_tokens=max_new_tokens,
         temperature=temperature,
-        names=(source.target, source.drafter),
         compare=compare and source.has_drafter,  # the table is about a drafter
         compiled=source.acceleration == "compile",
     )
@@ -118,15 +114,13 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 class Shown:
     """What is answered, and what is shown of it: the first `streamed` answers, drawn into `svg`, and a comparison.
 
-    `names` of target and drafter are `None` for the embedded ones; `compiled` compares by graphs as well, which is done
-    anyway where the answer was written by graphs that were kept.
+    `compiled` compares by graphs as well, which is done anyway where the answer was written by graphs that were kept.
     """
 
     prompts: Sequence[Prompt]
     streamed: int
     new_tokens: int = 128
     temperature: float = 0.0
-    names: tuple[str | None, str | None] = (None, None)
     compare: bool = True
     compiled: bool = False
     svg: Path | None = None
@@ -136,7 +130,7 @@ def _show(pair: LoadedPair, shown: Shown, json_path: Path | None) -> None:
     """Streamed answers, then the table; what `demo` and `generate` share."""
     console = make_console(record=shown.svg is not None)
     tasks = [Task(prompt, encode(pair, list(prompt.messages))["input_ids"][0]) for prompt in shown.prompts]
-    record: dict[str, Any] = {**origin(), "target": pair.name}
+    record: dict[str, Any] = {**origin(pair.drafter.binding), "target": pair.name}
     if pair.plan is not None:
         record["plan"] = pair.plan.to_dict()
     for task in tasks[: shown.streamed]:
@@ -173,33 +167,24 @@ def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> Non
 
 
 def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:
-    settings = pair_settings(
-        pair.eagle,
-        new_tokens=max(shown.new_tokens, FEWEST_MEASURED_TOKENS),
+    settings = BenchSettings(
+        pair_methods(by_graphs=shown.compiled),
+        new_tokens=max(shown.new_tokens, FEWEST_NEW_TOKENS),
         temperature=shown.temperature,
         repeats=REPEATS,
-        compiled=shown.compiled,
     )
     console.print()
     if shown.compiled:
         console.print("Compiling what no earlier run has left: a minute or two the first time, nothing the second.")
     with progress_bar(console) as advance:
 
-        def tell(note: dict[str, Any]) -> None:
-            if note["kind"] == "compiled":
-                console.print(f"  {note['graphs']} graphs compiled in {note['seconds']:.0f} s")
-            if note["kind"] == "warm-up" and note["method"].endswith("compiled"):
-                console.print(f"  {terminal.shown_name(note['method'])}: ready after {note['seconds']:.0f} s")
-
         def made(count: int, of: int) -> None:
             console.print(f"  graph {count} of {of} compiled", style="dim")
 
-        summary = measure_pair(
-            pair.eagle, pair.tokenizer, tasks, settings, names=shown.names, note=tell, on_turn=advance, on_made=made
-        )
-    console.print(terminal.conditions_line(summary))
-    console.print(terminal.pair_table(summary))
-    for line in terminal.pair_notes(summary):
+        measured = Bench(pair.eagle, tasks, settings, on_share=advance, on_made=made).run()
+    result = summarise(measured)
+    console.print(terminal.conditions_line(measured, origin(pair.eagle.binding)))
+    console.print(speed_table(result.methods))
+    for line in bench_notes(result):
         console.print(line)
-    greedy_wrong = any(method.verdicts[DIFFERENT] for method in summary.methods)
-    return {**summary.to_dict(), "same_text": None if shown.temperature else not greedy_wrong}
+    return result.to_dict()

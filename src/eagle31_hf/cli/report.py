@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigurationError
-from ..evidence.record_file import read_records
-from ..evidence.report.content import make_page
-from ..evidence.report.render import to_html, write_markdown
+from ..measure.record_file import read_records
+from ..measure.report.content import make_page
+from ..measure.report.render import to_html, write_markdown
 from .options import TracebackOption, make_console, readable_errors, writable_json
 from .progress import waiting_for
 

@@ -12,8 +12,8 @@ from ..compiled.graph_makers import GraphKey
 from ..decoding.calibration.calibration import Calibration
 from ..decoding.default_length import default_length
 from ..decoding.pair import Pair
-from ..evidence.provenance import origin
 from ..generation.warm_up import warm_up
+from ..measure.provenance import origin
 from ..target.served_processing import sampling_options
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_loops import SPEC
 
-from eagle31_hf.evidence.synthetic import random_target, target_config
+from eagle31_hf.measure.synthetic import random_target, target_config
 from helpers import random_drafter
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,12 +21,36 @@ from transformers import DynamicCache
 from ..sampling.draw import PositionNoise, perturbed
 from ..sampling.logits_processing import DraftWarping
 from ..target.cache_argument import CACHE_ARGUMENT
-from .calls import DIFFERENT, SAME, TIE, Verdict
 
 TIE_ROUNDINGS = 2
 """A tie is a gap of at most so many times what the size of a block moves the logits."""
 MOST_TIES = 16
 """Places of one answer that are looked at; one with more is called different."""
+
+
+class Kind(str, Enum):
+    """What an answer is against plain decoding's."""
+
+    REFERENCE = "reference"  # it is plain decoding's own
+    SAME = "same"
+    TIE = "tie"  # other tokens, where the target's own rounding decides
+    DIFFERENT = "different"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one answer is against plain decoding's.
+
+    Attributes:
+        position: first token that differs, counted from 0; -1 if none does.
+        logit_gap, rounding: the largest distance of a written token's logit from the best one in units of the logits,
+            and how far the target's own logits move there with the size of the block they are computed in.
+    """
+
+    kind: Kind
+    position: int = -1
+    logit_gap: float = 0.0
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,10 +95,10 @@ def judge(
         sampled: how both were sampled; `None`: they are greedy.
     """
     if list(answer) == list(reference):
-        return Verdict(SAME)
+        return Verdict(Kind.SAME)
     position = next((i for i, (a, r) in enumerate(zip(answer, reference, strict=False)) if a != r), None)
     if position is None:  # one is the other's beginning: it ended where the target does not end
-        return Verdict(DIFFERENT, min(len(answer), len(reference)), float("inf"), 0.0)
+        return Verdict(Kind.DIFFERENT, min(len(answer), len(reference)), float("inf"), 0.0)
     text = torch.cat((prompt, torch.tensor(list(answer), device=prompt.device)))
     whole = model(input_ids=text[None, :-1]).logits[0, len(prompt) - 1 :].float()  # (n, V)
     written = torch.tensor(list(answer), device=whole.device)
@@ -81,7 +106,7 @@ def judge(
     gaps = scores.amax(-1) - scores.gather(1, written[:, None]).squeeze(1)  # (n,)
     doubtful = sorted({position, *gaps.nonzero().flatten().tolist()})
     if len(doubtful) > MOST_TIES:
-        return Verdict(DIFFERENT, position, float(gaps.max()), 0.0)
+        return Verdict(Kind.DIFFERENT, position, float(gaps.max()), 0.0)
     found = []
     for place in doubtful:
         moved = _rounding(model, text[: len(prompt) + place], whole[place], blocks, sampled)
@@ -91,7 +116,7 @@ def judge(
         found.append((gap, moved))
     is_tie = all(gap <= TIE_ROUNDINGS * rounding for gap, rounding in found)
     gap, rounding = max(found, key=lambda pair: pair[0] - TIE_ROUNDINGS * pair[1])
-    return Verdict(TIE if is_tie else DIFFERENT, position, gap, rounding)
+    return Verdict(Kind.TIE if is_tie else Kind.DIFFERENT, position, gap, rounding)
 
 
 def _rounding(model: Any, prefix: Tensor, whole: Tensor, blocks: Sequence[int], sampled: SampledBy | None) -> float:

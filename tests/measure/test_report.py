@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.calls import TextPart, Verdict
-from eagle31_hf.evidence.doctor.drift import plot_drift
-from eagle31_hf.evidence.record_file import RecordWriter
-from eagle31_hf.evidence.report.content import make_page
-from eagle31_hf.evidence.report.render import to_html
+from eagle31_hf.measure.calls import TextPart, Verdict
+from eagle31_hf.measure.doctor.drift import plot_drift
+from eagle31_hf.measure.record_file import RecordWriter
+from eagle31_hf.measure.report.content import make_page
+from eagle31_hf.measure.report.render import to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from small_loops import CHAIN, TREE
 
 from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.evidence.bare_meter import BareCosts, BareMeter, drafted_depths, quantiles
-from eagle31_hf.evidence.methods import requested_shape
+from eagle31_hf.measure.bare_meter import BareCosts, BareMeter, drafted_depths, quantiles
+from eagle31_hf.measure.methods import requested_shape
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.trees.shape import DraftShape
 from families import recurrent_target
@@ -95,7 +95,7 @@ def test_trees_may_be_shallow_or_missing(compiled, nodes, steps, drafter, monkey
 @torch.no_grad()
 def test_bare_costs_are_means_of_what_was_timed_since_the_last(drafter, monkeypatch):
     seconds = iter(range(1000))
-    monkeypatch.setattr("eagle31_hf.evidence.bare_meter.now", lambda device: next(ticks))
+    monkeypatch.setattr("eagle31_hf.measure.bare_meter.now", lambda device: next(ticks))
     ticks = (total for second in seconds for total in (0.0, float(second)))  # forward n takes n seconds
     meter = BareMeter(drafter, torch.arange(9)[None], CHAIN)
     meter.time_rounds({2: 1.0}, 1)  # 0 1 target steps | 2 3 4, 5 6 7 uncounted | 8 verify, 9 absorb, 10 step

@@ -9,21 +9,18 @@ from itertools import islice
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence import gauges
-from eagle31_hf.evidence.calls import DIFFERENT, SAME, TIE, ThinkMarks, split_rounds
-from eagle31_hf.evidence.exactness import SampledBy, judge
-from eagle31_hf.evidence.gauges import EnergyGauge, PeakGauge, RaplPackage
-from eagle31_hf.evidence.record_file import read_records
-from eagle31_hf.evidence.run_settings import RunSettings
-from eagle31_hf.evidence.suite import BenchmarkRun, Task
-from eagle31_hf.sampling.logits_processing import DraftWarping
+from eagle31_hf.measure import gauges
+from eagle31_hf.measure.calls import SAME, ThinkMarks, split_rounds
+from eagle31_hf.measure.gauges import EnergyGauge, PeakGauge, RaplPackage
+from eagle31_hf.measure.record_file import read_records
+from eagle31_hf.measure.run_settings import RunSettings
+from eagle31_hf.measure.suite import BenchmarkRun, Task
 from eagle31_hf.texts.prompts import Prompt
-from helpers import drafter_of, random_prompts, seeded, target_of
+from helpers import drafter_of, random_prompts, target_of
 
 SETTINGS = RunSettings(new_tokens=12, repeats=2, depth=3)
 
@@ -147,83 +144,6 @@ def test_settings_that_make_no_sense(wrong, message):
         measured(replace(SETTINGS, **wrong))
     with pytest.raises(ConfigurationError, match="no prompts"):
         BenchmarkRun(drafter_of("llama"), [], SETTINGS)
-
-
-# --- exactness --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def greedy():
-    model, prompt = target_of("llama"), torch.tensor(random_prompts(1)[0])
-    return model, prompt, model.generate(prompt[None], max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
-
-
-def judged(greedy, answer, model=None):
-    return judge(model or greedy[0], greedy[1], answer, greedy[2], blocks=(4,))
-
-
-def test_equal_answers_need_no_proof(greedy):
-    assert judged(greedy, list(greedy[2]), model=object()).kind == SAME
-
-
-def test_a_wrong_token_is_found_wherever_it_stands(greedy):
-    for place in range(10):
-        wrong = list(greedy[2])
-        wrong[place] = (wrong[place] + 1) % 96
-        verdict = judged(greedy, wrong)
-        assert (verdict.kind, verdict.position) == (DIFFERENT, place)
-        assert verdict.logit_gap > 2 * verdict.rounding
-
-
-def test_an_answer_that_ends_early_is_wrong(greedy):
-    assert judged(greedy, greedy[2][:4]).kind == DIFFERENT
-
-
-def tied_model(model, ours, theirs):
-    """The target with one token as good as another, wherever that is better."""
-
-    class Tied:
-        config = model.config
-
-        def __call__(self, **kwargs):
-            output = model(**kwargs)
-            output.logits[..., ours] = output.logits[..., [ours, theirs]].amax(-1)
-            return output
-
-    return Tied()
-
-
-def test_a_sampled_answer_is_judged_by_its_noise(greedy):
-    """Row 1 of 2: another token is wrong, also one that is likelier, and one within rounding is a tie."""
-    model, prompt, _ = greedy
-    warping = DraftWarping([TemperatureLogitsWarper(0.8)])
-    with seeded(5):
-        rows = model.generate(prompt.repeat(2, 1), max_new_tokens=10, do_sample=True, temperature=0.8, top_k=0)
-    plain = rows[1, len(prompt) :].tolist()
-    sampled = SampledBy(5, 1, 2, warping)
-    with torch.no_grad():
-        logits = model(rows[1:2, :-1]).logits[0, len(prompt) - 1 :]
-    assert sampled.scores(logits).argmax(-1).tolist() == plain
-    likelier = list(plain)
-    likelier[4] = int(logits[4].argmax())
-    assert likelier != plain
-    verdict = judge(model, prompt, likelier, plain, blocks=(4,), sampled=sampled)
-    assert (verdict.kind, verdict.position) == (DIFFERENT, 4)
-    assert verdict.logit_gap > 2 * verdict.rounding
-
-
-def test_a_tie_is_proven_and_what_follows_it_is_looked_at_too(greedy):
-    model, prompt, plain = greedy
-    place, other = 3, next(token for token in range(2, 96) if token not in plain)
-    tied = tied_model(model, other, plain[place])
-    prefix = [*plain[:place], other]
-    ids = torch.cat((prompt, torch.tensor(prefix)))[None]
-    rest = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
-    verdict = judged(greedy, prefix + rest, model=tied)
-    assert (verdict.kind, verdict.position) == (TIE, place)
-    assert judged(greedy, prefix + rest).kind == DIFFERENT, "without the tie it is wrong"
-    wrong = [*rest[:3], (rest[3] + 1) % 96, *rest[4:]]
-    assert judged(greedy, prefix + wrong, model=tied).kind == DIFFERENT, "behind the tie, too"
 
 
 # --- inside and outside <think> ---------------------------------------------------------------------------------------
@@ -360,7 +280,7 @@ def test_a_stopped_command_goes_on(record_file, tmp_path):
 
 KILLED = """
 import json, os, signal
-from eagle31_hf.evidence.record_file import RecordWriter
+from eagle31_hf.measure.record_file import RecordWriter
 from eagle31_hf.cli import app
 
 def write_half_and_die(writer, calls):

@@ -12,8 +12,8 @@ from storages import count_storages
 from typer.testing import CliRunner
 
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.methods import left_padded
-from eagle31_hf.evidence.synthetic import SyntheticRequest, write_synthetic
+from eagle31_hf.measure.methods import left_padded
+from eagle31_hf.measure.synthetic import SyntheticRequest, write_synthetic
 from helpers import drafter_of, random_prompts
 
 

@@ -12,15 +12,15 @@ from small_loops import CHAIN, tensors
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.errors import ConfigurationError, UnsupportedGenerationError
-from eagle31_hf.evidence.bare_meter import BareCosts, BareMeter, typical_context
-from eagle31_hf.evidence.calls import PLAIN, SAME, CallRecord, Drafting, Verdict
-from eagle31_hf.evidence.gauges import PassCounter, ends_off
-from eagle31_hf.evidence.loop_report import LoopRecord, loop_parts
-from eagle31_hf.evidence.methods import all_methods, early_exit_refusal, left_padded
-from eagle31_hf.evidence.pair import measure_loops
-from eagle31_hf.evidence.run_settings import RunSettings
-from eagle31_hf.evidence.suite import BenchmarkRun, Task
-from eagle31_hf.evidence.summary import MethodSummary, RunSummary, Setting
+from eagle31_hf.measure.bare_meter import BareCosts, BareMeter, typical_context
+from eagle31_hf.measure.calls import PLAIN, SAME, CallRecord, Drafting, Verdict
+from eagle31_hf.measure.gauges import PassCounter, ends_off
+from eagle31_hf.measure.loop_report import LoopRecord, loop_parts
+from eagle31_hf.measure.methods import all_methods, early_exit_refusal, left_padded
+from eagle31_hf.measure.pair import measure_loops
+from eagle31_hf.measure.run_settings import RunSettings
+from eagle31_hf.measure.suite import BenchmarkRun, Task
+from eagle31_hf.measure.summary import MethodSummary, RunSummary, Setting
 from eagle31_hf.texts.prompts import Prompt
 from helpers import drafter_of, random_prompts, target_of
 

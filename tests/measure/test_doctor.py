@@ -15,15 +15,15 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter.replay import TargetText, read_text
-from eagle31_hf.evidence.calls import DIFFERENT, TIE, Verdict
-from eagle31_hf.evidence.doctor import drift, examination, losslessness
-from eagle31_hf.evidence.doctor.drift import CONDITIONS, DriftCurve, drift_finding, plot_drift, summarise
-from eagle31_hf.evidence.doctor.examination import DEPTH, examine, preflight
-from eagle31_hf.evidence.doctor.findings import Patient
-from eagle31_hf.evidence.doctor.losslessness import Difference, compare_texts
-from eagle31_hf.evidence.doctor.prompts import CONVERSATIONS as OF_MANY_KINDS
-from eagle31_hf.evidence.doctor.replay import SINK_TOKENS, replay
-from eagle31_hf.evidence.doctor.variants import mean_over_tokens, other_readings, score_readings, score_vocabulary
+from eagle31_hf.measure.calls import DIFFERENT, TIE, Verdict
+from eagle31_hf.measure.doctor import drift, examination, losslessness
+from eagle31_hf.measure.doctor.drift import CONDITIONS, DriftCurve, drift_finding, plot_drift, summarise
+from eagle31_hf.measure.doctor.examination import DEPTH, examine, preflight
+from eagle31_hf.measure.doctor.findings import Patient
+from eagle31_hf.measure.doctor.losslessness import Difference, compare_texts
+from eagle31_hf.measure.doctor.prompts import CONVERSATIONS as OF_MANY_KINDS
+from eagle31_hf.measure.doctor.replay import SINK_TOKENS, replay
+from eagle31_hf.measure.doctor.variants import mean_over_tokens, other_readings, score_readings, score_vocabulary
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 40

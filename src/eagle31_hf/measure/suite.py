@@ -351,7 +351,7 @@ class BenchmarkRun:
         if record.method == PLAIN:
             verdicts = [Verdict(REFERENCE)] * len(answers)
         elif self.settings.acceptance is not None or (turn.temperature and not method.follows_seed):
-            verdicts = [Verdict(SAMPLED)] * len(answers)
+            verdicts = [Verdict(SAMPLED)] * len(answers)  # type: ignore[arg-type]
         else:
             rows = enumerate(zip(turn.tasks, answers, plain, strict=True))
             verdicts = [self._verdict(*row, self._sampled(turn, record.seed, place)) for place, row in rows]

@@ -32,8 +32,8 @@ from typer.testing import CliRunner
 
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.methods import requested_shape
-from eagle31_hf.evidence.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
+from eagle31_hf.measure.methods import requested_shape
+from eagle31_hf.measure.synthetic import SyntheticRequest, random_target, synthetic_decoder, target_config
 from eagle31_hf.memory import MemoryPlan
 from eagle31_hf.memory.cards import GIB, MIB, Card
 from eagle31_hf.memory.ledger import RUNNING

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from .exactness import Kind, Verdict
+
 if TYPE_CHECKING:
     from ..stats import SpeculationStats
 
 PLAIN, PLAIN_COMPILED, LOOKUP = "plain generate", "plain compiled", "own lookup"
 """The methods that draft nothing, by which others are measured."""
 
-SAME, TIE, DIFFERENT, SAMPLED, REFERENCE = "same", "tie", "different", "sampled", "reference"
+SAME, TIE, DIFFERENT, SAMPLED, REFERENCE = Kind.SAME, Kind.TIE, Kind.DIFFERENT, "sampled", Kind.REFERENCE
 """What an answer is against plain decoding's: equal; different only where the target's own rounding decides; different
 beyond that; drawn, so that only the distribution is comparable; plain decoding's own."""
 
@@ -68,23 +70,6 @@ class TextPart:
     @property
     def acceptance_length(self) -> float | None:
         return self.tokens / self.rounds if self.rounds else None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one answer is against plain decoding's.
-
-    Attributes:
-        kind: `same`, `tie`, `different`, `sampled` or `reference`.
-        position: first token that differs, counted from 0; -1 if none does.
-        logit_gap, rounding: the largest distance of a written token's logit from the best one in units of the logits,
-            and how far the target's own logits move there with the size of the block they are computed in.
-    """
-
-    kind: str
-    position: int = -1
-    logit_gap: float = 0.0
-    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +128,7 @@ class CallRecord:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, seconds to a hundredth of a millisecond."""
         row = _rounded(asdict(self))
-        plain = asdict(Verdict(""))
+        plain = asdict(Verdict(""))  # type: ignore[arg-type]
         row["verdicts"] = [{k: v for k, v in verdict.items() if v != plain[k]} for verdict in row["verdicts"]]
         return {"kind": "call", **row}
 

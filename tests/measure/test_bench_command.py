@@ -7,7 +7,7 @@ from small_loops import SPEC
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app
-from eagle31_hf.evidence.suite import BenchmarkRun
+from eagle31_hf.measure.suite import BenchmarkRun
 
 
 def run(*arguments, code=0):

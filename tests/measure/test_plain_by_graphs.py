@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from eagle31_hf.evidence.calls import PLAIN, PLAIN_COMPILED
-from eagle31_hf.evidence.pair import measure_loops
-from eagle31_hf.evidence.run_settings import RunSettings
+from eagle31_hf.measure.calls import PLAIN, PLAIN_COMPILED
+from eagle31_hf.measure.pair import measure_loops
+from eagle31_hf.measure.run_settings import RunSettings
 from helpers import drafter_of, random_prompts, use_fixed_shapes_only
 
 

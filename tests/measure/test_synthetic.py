@@ -15,8 +15,8 @@ from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.round import RoundBatch
 from eagle31_hf.drafter.propose import grow_tree
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.methods import left_padded
-from eagle31_hf.evidence.synthetic import (
+from eagle31_hf.measure.methods import left_padded
+from eagle31_hf.measure.synthetic import (
     SyntheticRequest,
     random_target,
     synthetic_decoder,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.evidence.calls import CallRecord, Drafting, TextPart, Verdict
-from eagle31_hf.evidence.provenance import checkout_of
-from eagle31_hf.evidence.record_file import RecordFileError, RecordWriter, differences, read_records
+from eagle31_hf.measure.calls import CallRecord, Drafting, TextPart, Verdict
+from eagle31_hf.measure.provenance import checkout_of
+from eagle31_hf.measure.record_file import RecordFileError, RecordWriter, differences, read_records
 from eagle31_hf.stats import variation, windows
 
 RUN = {"command": "eagle31 bench run", "settings": {"repeats": 2, "seed": 0}, "commit": "abc"}

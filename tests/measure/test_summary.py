@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.evidence.calls import CallRecord, Drafting, TextPart, Verdict
-from eagle31_hf.evidence.comparing import compare_runs
-from eagle31_hf.evidence.exports import acceptance_rows, best_drafting, profile
-from eagle31_hf.evidence.record_file import Records
-from eagle31_hf.evidence.run_tables import category_table, run_notes, run_parts
-from eagle31_hf.evidence.summary import Setting, summarise
+from eagle31_hf.measure.calls import CallRecord, Drafting, TextPart, Verdict
+from eagle31_hf.measure.comparing import compare_runs
+from eagle31_hf.measure.exports import acceptance_rows, best_drafting, profile
+from eagle31_hf.measure.record_file import Records
+from eagle31_hf.measure.run_tables import category_table, run_notes, run_parts
+from eagle31_hf.measure.summary import Setting, summarise
 
 RUN = {
     "eagle31_hf": "0.1.0", "commit": "abc", "torch": "2", "transformers": "5", "python": "3", "command": "eagle31",

@@ -1,0 +1,503 @@
+"""Ways to write the same text against each other: plain `generate`, our loop with and without drafts, by graphs.
+
+The work is cut into turns: some prompts, in one repeat. In a turn every method writes the same prompts, one method
+after the other and another one first each time, so a slow minute of the machine falls on all. The seed depends on the
+turn alone: sampled texts are compared with plain `generate`'s, too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.streamers import BaseStreamer
+
+from ..compiled.captured import CAPTURES
+from ..decoding.kept_graphs import CompilesAhead, compiling_ahead
+from ..drafter.assistant import Assistant, NoDrafter
+from ..errors import ConfigurationError
+from ..sampling.logits_processing import ScoreProcessing
+from ..stats import SpeculationStats
+from ..target.device_clock import now
+from ..target.served_processing import processing_of, sampling_options
+from ..texts.prompts import Prompt
+from .exactness import Kind, SampledBy, Verdict, judge
+
+Answers = list[list[int]]
+Prompts = dict[str, Tensor]
+"""`input_ids` and `attention_mask` `(B, T)`, padded on the left."""
+
+FEWEST_NEW_TOKENS = 3
+"""Speculation begins with the third token."""
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+RESET_PEAK = "5"  # proc(5): the resident set's peak begins anew
+
+
+class Writer(Enum):
+    """What writes a text."""
+
+    GENERATE = "plain generate"
+    NO_DRAFTS = "without drafts"  # our loop, one token a pass
+    LOOKUP = "lookups"  # our loop, drafts looked up in the text
+    DRAFTER = "drafter"  # our loop as the drafter's settings say
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to write: what writes, and whether its passes are graphs."""
+
+    writer: Writer
+    by_graphs: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.writer.value}{', by graphs' * self.by_graphs}"
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Settings of the assistant while it writes."""
+        settings: dict[str, Any] = {"acceleration": "compile" if self.by_graphs else "eager"}
+        if self.writer is Writer.NO_DRAFTS:
+            settings["num_assistant_tokens_schedule"] = "constant"
+        return settings
+
+
+PLAIN = Method(Writer.GENERATE)
+PLAIN_BY_GRAPHS = Method(Writer.NO_DRAFTS, by_graphs=True)
+
+
+def all_methods(*, by_graphs: bool, with_drafter: bool = True) -> tuple[Method, ...]:
+    """Plain `generate` first, then our loop, and again by graphs."""
+    writers = [Writer.NO_DRAFTS, Writer.LOOKUP, *([Writer.DRAFTER] if with_drafter else [])]
+    graphs = (False, True) if by_graphs else (False,)
+    return PLAIN, *(Method(writer, each) for each in graphs for writer in writers)
+
+
+def pair_methods(*, by_graphs: bool) -> tuple[Method, ...]:
+    """Plain decoding and the drafter, each without and with graphs: what `demo` and `generate` show."""
+    drafter = Method(Writer.DRAFTER)
+    return (PLAIN, PLAIN_BY_GRAPHS, drafter, Method(Writer.DRAFTER, by_graphs=True)) if by_graphs else (PLAIN, drafter)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt and its ids `(T,)`, on the target's device."""
+
+    prompt: Prompt
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure.
+
+    Attributes:
+        methods: plain `generate` among them.
+        new_tokens: most tokens of an answer.
+        temperature: 0 is greedy.
+        rows: how many prompts are written together, one setting after the other.
+        repeats: passes over all prompts.
+        seed: the first turn's; the others' follow from it.
+        sampling: what else `generate` is told; what is left out is as the target's generation config says.
+    """
+
+    methods: tuple[Method, ...] = all_methods(by_graphs=False)
+    new_tokens: int = 128
+    temperature: float = 0.0
+    rows: tuple[int, ...] = (1,)
+    repeats: int = 3
+    seed: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise a `ConfigurationError` naming the first field that makes no sense."""
+        if self.repeats < 1 or min(self.rows, default=0) < 1:
+            raise ConfigurationError(f"got {self.repeats} repeats of {list(self.rows)} rows; wanted at least 1 of each")
+        if self.new_tokens < FEWEST_NEW_TOKENS:
+            raise ConfigurationError(
+                f"got new_tokens={self.new_tokens}; speculation begins with the third token: pass at least 3"
+            )
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigurationError(f"got temperature {self.temperature}; wanted 0 (greedy) or a positive number")
+        if PLAIN not in self.methods:
+            raise ConfigurationError(f"the methods lack {PLAIN.name!r}, which all others are compared with; add it")
+
+    def to_generate(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`, its length aside."""
+        return {**sampling_options(self.temperature), **self.sampling}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tasks that each method writes together, and how."""
+
+    rows: int
+    repeat: int
+    index: int
+    tasks: tuple[Task, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `generate` call of one method.
+
+    Attributes:
+        rows, repeat: how it was called.
+        prompts, kind: ids of the rows' prompts, and of what kind they are.
+        answers: new tokens of each row, up to and with its end.
+        seconds: of the whole call; `first_token_s` until the first token was handed out.
+        gaps_s: seconds between two times that tokens were handed out.
+        stats: of our loop; `None` for plain `generate`.
+        peak_bytes: most memory of the call, weights included, where the machine tells.
+        verdicts: one per row.
+    """
+
+    method: Method
+    rows: int
+    repeat: int
+    prompts: tuple[str, ...]
+    kind: str
+    answers: Answers
+    seconds: float
+    first_token_s: float
+    gaps_s: tuple[float, ...] = ()
+    stats: SpeculationStats | None = None
+    peak_bytes: int | None = None
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+
+@dataclass
+class Measured:
+    """All calls of a run.
+
+    Attributes:
+        left_out: methods that could not run, and why.
+        first_text_s: seconds of each method's first text, which does not count, by method and rows.
+        graphs, graphs_s: how many graphs were compiled and kept before that, and the seconds it took.
+    """
+
+    settings: BenchSettings
+    calls: list[Call] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    first_text_s: dict[tuple[Method, int], float] = field(default_factory=dict)
+    graphs: int = 0
+    graphs_s: float = 0.0
+
+
+class Bench:
+    """Measures all methods on all tasks.
+
+    Args:
+        assistant: a drafter, or `NoDrafter`, attached to the target.
+        tasks: what to write.
+        settings: how.
+        on_share: called between measurements with the share of all that the last one was.
+        on_made: called with how many graphs are compiled, of how many that were begun.
+
+    Raises:
+        ConfigurationError: a setting makes no sense, or there are no tasks.
+    """
+
+    def __init__(
+        self,
+        assistant: Assistant,
+        tasks: Sequence[Task],
+        settings: BenchSettings,
+        *,
+        on_share: Callable[[float], None] = lambda share: None,
+        on_made: Callable[[int, int], None] = lambda made, of: None,
+    ):
+        settings.check()
+        if not tasks:
+            raise ConfigurationError("got no prompts to measure on; wanted at least one")
+        self.tasks, self.settings = tasks, settings
+        self._assistant, self._on_share, self._on_made = assistant, on_share, on_made
+        self.binding = assistant.binding
+        self._alone = assistant if isinstance(assistant, NoDrafter) else _without_drafter(assistant)
+        self._peak = PeakGauge(self.binding.head_device)
+        self._judged: dict[tuple[str, str, str], Verdict] = {}
+        self._processing: ScoreProcessing | None = None
+        self._compilers: list[CompilesAhead] = []
+        self._measured = Measured(settings)
+
+    def run(self) -> Measured:
+        """Write everything."""
+        by_graphs = any(method.by_graphs for method in self.settings.methods)
+        turns = {rows: self._turns(rows) for rows in dict.fromkeys(self.settings.rows)}
+        total = sum(map(len, turns.values()))
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            no_graphs = self._open_compilers(stack) if by_graphs else ""
+            for same_rows in turns.values():
+                methods = self._ready_methods(same_rows, no_graphs)
+                for turn in same_rows:
+                    self._measured.calls += self._measure(turn, methods)
+                    self._on_share(1 / total)
+        return self._measured
+
+    def _turns(self, rows: int) -> list[Turn]:
+        """Neighbours of one kind together; the last batch of a kind is filled up from its first."""
+        kinds = kinds_of(self.tasks)
+        batches: list[tuple[Task, ...]] = []
+        for kind in dict.fromkeys(kinds):
+            tasks = [task for task, other in zip(self.tasks, kinds, strict=True) if other == kind]
+            filled = [tasks[index % len(tasks)] for index in range(-(-len(tasks) // rows) * rows)]
+            batches += [tuple(filled[start : start + rows]) for start in range(0, len(filled), rows)]
+        return [
+            Turn(rows, repeat, index, tasks, self.settings.seed + 100_003 * repeat + index)
+            for repeat in range(self.settings.repeats)
+            for index, tasks in enumerate(batches)
+        ]
+
+    # --- before anything counts -------------------------------------------------------------------------------------
+
+    def _open_compilers(self, stack: ExitStack) -> str:
+        """Compile what a CPU's graphs take all at once; why there are none, empty if there are."""
+        if self.binding.head_device.type in CAPTURES:
+            return ""
+        try:
+            for assistant in {id(each): each for each in (self._assistant, self._alone)}.values():
+                self._compilers.append(stack.enter_context(compiling_ahead(assistant, on_made=self._on_made)))
+        except ConfigurationError as refused:
+            return str(refused)
+        return ""
+
+    def _ready_methods(self, turns: Sequence[Turn], no_graphs: str) -> list[Method]:
+        """Those that can run here, each having written what does not count."""
+        methods = []
+        for method in self.settings.methods:
+            if method.by_graphs and no_graphs:
+                self._measured.left_out[method.name] = no_graphs
+            else:
+                methods.append(method)
+        batches = self._unlike_batches(turns)
+        by_graphs = [method for method in methods if method.by_graphs]
+        if self._compilers and by_graphs:
+            self._compile_ahead(by_graphs, batches)
+        for method in methods:
+            started = time.perf_counter()
+            self._write_all(method, batches)
+            self._measured.first_text_s[method, turns[0].rows] = time.perf_counter() - started
+        return methods
+
+    def _compile_ahead(self, methods: Sequence[Method], batches: Sequence[Prompts]) -> None:
+        def write() -> None:
+            for method in methods:
+                self._write_all(method, batches)
+
+        started, before = time.perf_counter(), sum(len(compiler.made) for compiler in self._compilers)
+        for compiler in self._compilers:
+            compiler.until_compiled(write)
+        self._measured.graphs += sum(len(compiler.made) for compiler in self._compilers) - before
+        self._measured.graphs_s += time.perf_counter() - started
+
+    def _unlike_batches(self, turns: Sequence[Turn]) -> list[Prompts]:
+        """The longest and the shortest batch for each power of two of their length: graphs are made by length."""
+        by_length: dict[int, list[Prompts]] = {}
+        for batch in sorted(map(self._batch, turns), key=lambda batch: batch["input_ids"].shape[1]):
+            length = batch["input_ids"].shape[1] + self.settings.new_tokens
+            by_length.setdefault((length - 1).bit_length(), []).append(batch)
+        return [batch for group in by_length.values() for batch in (group[0], *group[1:][-1:])]
+
+    def _write_all(self, method: Method, batches: Sequence[Prompts]) -> None:
+        for batch in batches:
+            torch.manual_seed(self.settings.seed)
+            self._write(method, batch, None)
+
+    # --- what counts ------------------------------------------------------------------------------------------------
+
+    def _measure(self, turn: Turn, methods: Sequence[Method]) -> list[Call]:
+        first = (turn.repeat + turn.index) % len(methods)
+        calls = {method: self._call(method, turn) for method in [*methods[first:], *methods[:first]]}
+        return [self._judge(calls[method], turn, calls[PLAIN].answers) for method in methods]
+
+    def _call(self, method: Method, turn: Turn) -> Call:
+        clock, batch, device = TokenClock(), self._batch(turn), self.binding.head_device
+        torch.manual_seed(turn.seed)
+        self._peak.reset()
+        started = now(device)
+        tokens, stats = self._write(method, batch, clock)
+        seconds = now(device) - started
+        ends = end_ids(self.binding.model)
+        return Call(
+            method=method,
+            rows=turn.rows,
+            repeat=turn.repeat,
+            prompts=tuple(task.prompt.id for task in turn.tasks),
+            kind=kinds_of(turn.tasks, of=self.tasks)[0],
+            answers=[until_end(row, ends) for row in tokens.tolist()],
+            seconds=seconds,
+            first_token_s=clock.moments[0] - started if clock.moments else seconds,
+            gaps_s=tuple(later - earlier for earlier, later in pairwise(clock.moments)),
+            stats=stats,
+            peak_bytes=self._peak.read(),
+        )
+
+    def _write(self, method: Method, batch: Prompts, streamer: Any) -> tuple[Tensor, SpeculationStats | None]:
+        """New tokens `(B, n)`, and our loop's figures if it wrote them."""
+        model: Any = self.binding.model
+        kwargs = {**batch, **self.settings.to_generate(), "max_new_tokens": self.settings.new_tokens}
+        prompt_length = batch["input_ids"].shape[1]
+        if method.writer is Writer.GENERATE:
+            return model.generate(**kwargs, streamer=streamer)[:, prompt_length:], None
+        assistant = self._assistant if method.writer is Writer.DRAFTER else self._alone
+        with _overridden(assistant, method.overrides):
+            tokens = model.generate(**kwargs, streamer=streamer, assistant_model=assistant)[:, prompt_length:]
+        return tokens, assistant.stats
+
+    def _batch(self, turn: Turn) -> Prompts:
+        return left_padded([task.ids for task in turn.tasks], self.binding.text_config.pad_token_id or 0)
+
+    # --- exactness --------------------------------------------------------------------------------------------------
+
+    def _judge(self, call: Call, turn: Turn, plain: Answers) -> Call:
+        if call.method == PLAIN:
+            verdicts = [Verdict(Kind.REFERENCE)] * len(plain)
+        else:
+            rows = enumerate(zip(turn.tasks, call.answers, plain, strict=True))
+            verdicts = [self._verdict(call, *texts, self._sampled(turn, row)) for row, texts in rows]
+        return replace(call, verdicts=tuple(verdicts))
+
+    def _verdict(
+        self, call: Call, task: Task, answer: list[int], plain: list[int], sampled: SampledBy | None
+    ) -> Verdict:
+        key = task.prompt.id, str(answer), str(plain)
+        if key not in self._judged:
+            blocks = 8, block_size(call.stats)
+            self._judged[key] = judge(self.binding.model, task.ids, answer, plain, blocks=blocks, sampled=sampled)
+        return self._judged[key]
+
+    def _sampled(self, turn: Turn, row: int) -> SampledBy | None:
+        """How a row was sampled; `None` of greedy text, and where more than scores decide: then no tie is proven."""
+        if not self.settings.temperature:
+            return None
+        if self._processing is None:
+            self._processing = processing_of(self.binding.model, **self.settings.to_generate())
+        if not self._processing.fits_draft_vocabulary:
+            return None
+        return SampledBy(turn.seed, row, turn.rows, self._processing.draft_warping)
+
+
+def _without_drafter(assistant: Assistant) -> NoDrafter:
+    """The same target alone, its caches stored and filled as with the drafter."""
+    alone = NoDrafter(assistant.binding.model)
+    for name in ("cache_type", "prefill_chunk_size"):
+        setattr(alone.generation_config, name, getattr(assistant.generation_config, name))
+    return alone
+
+
+@contextmanager
+def _overridden(assistant: Assistant, settings: dict[str, Any]) -> Iterator[None]:
+    """The assistant's settings with other values for a while."""
+    config = assistant.generation_config
+    before = vars(config).copy()
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+        config.check()
+        yield
+    finally:
+        vars(config).update(before)
+
+
+def kinds_of(tasks: Sequence[Task], of: Sequence[Task] | None = None) -> list[str]:
+    """What each task is called in figures by kind: its data set, or its category where there is one data set alone.
+
+    Args:
+        of: all tasks, if `tasks` are some of them.
+    """
+    several = len({task.prompt.suite for task in of or tasks}) > 1
+    return [task.prompt.suite if several else task.prompt.category for task in tasks]
+
+
+def block_size(stats: SpeculationStats | None) -> int:
+    """Tokens of the largest block a round of this call may have verified, by the mean of all."""
+    if stats is None or not stats.rounds:
+        return 1
+    return 1 + max(len(stats.drafted_at), -(-stats.drafted // stats.rounds))
+
+
+def left_padded(rows: Sequence[Tensor], pad_id: int) -> Prompts:
+    """Prompts `(T,)` of any length as `generate` takes a batch."""
+    several: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+    return {
+        "input_ids": pad_sequence(list(rows), padding_value=pad_id, **several),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], **several),
+    }
+
+
+def end_ids(model: Any) -> set[int]:
+    """Tokens that end the target's texts."""
+    ends = model.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def until_end(answer: list[int], ends: set[int]) -> list[int]:
+    """An answer up to and with its end."""
+    stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
+    return answer[:stop]
+
+
+class TokenClock(BaseStreamer):
+    """A `generate` streamer that notes when tokens are handed out."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self.moments.append(time.perf_counter())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class PeakGauge:
+    """Most memory between `reset` and `read`, weights included.
+
+    CUDA: `torch.cuda.max_memory_allocated`. Elsewhere the process's resident set, where the kernel lets its peak be
+    reset (Linux); `read` gives `None` where neither can be had.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._can_reset = self._try_reset()
+
+    def read(self) -> int | None:
+        """Bytes."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if not self._can_reset:
+            return None
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+    @staticmethod
+    def _try_reset() -> bool:
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK)
+            return "VmHWM" in STATUS.read_text()
+        except OSError:
+            return False
