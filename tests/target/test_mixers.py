@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import sys
 import threading
 from typing import Any
 from unittest import mock
@@ -58,6 +60,36 @@ def test_detaching_leaves_the_target_as_it_was(target: Any) -> None:
     second.detach()
     assert own_forwards(target) == []
     assert torch.equal(greedy(target, IDS), plain)
+
+
+def functions_of_the_file(model: nn.Module) -> dict[str, Any]:
+    """What stands in the modeling files of a target's mixers."""
+    files = {type(mixer).__module__ for _, mixer in find_mixers(model)}
+    return {f"{file}.{name}": value for file in files for name, value in vars(sys.modules[file]).items()}
+
+
+def test_dropping_a_drafter_leaves_the_target_as_it_was(target: Any) -> None:
+    """As in a notebook, where a cell that attaches one is run again."""
+    plain, before = greedy(target, IDS), functions_of_the_file(target)
+    for _ in range(2):
+        drafter = attached(target)
+        assert own_forwards(target)
+        assert torch.equal(greedy(target, IDS, assistant_model=drafter), plain)
+    del drafter
+    gc.collect()
+    assert own_forwards(target) == []
+    assert all(functions_of_the_file(target)[name] is value for name, value in before.items())
+    assert torch.equal(greedy(target, IDS), plain)
+
+
+def test_a_drafter_that_was_detached_lets_go_once(target: Any) -> None:
+    first, second = attached(target), attached(target)
+    first.detach()
+    del first
+    gc.collect()
+    assert own_forwards(target), "the other one still needs them"
+    second.detach()
+    assert own_forwards(target) == []
 
 
 @pytest.mark.thorough(every=2)

@@ -94,7 +94,10 @@ class TargetBinding:
         self.has_states = require_mixers(self.model)
         self.mixers = Mixers.hold(self.model) if self.has_states else None
         self.taps = HiddenStateTaps(self.model, self.layers, self.aux_layers)
-        weakref.finalize(self, self.taps.close)  # of a drafter that is dropped without `detach`
+        # Run once: by `close`, or for a drafter that is dropped without `detach`.
+        self._undo = [weakref.finalize(self, self.taps.close)]
+        if self.mixers is not None:
+            self._undo.append(weakref.finalize(self, self.mixers.let_go))
 
     def _require_head(self) -> None:
         if self.lm_head is None:
@@ -258,10 +261,9 @@ class TargetBinding:
 
     def close(self) -> None:
         """Remove the hooks. The target is as it was before."""
-        self.taps.close()
-        if self.mixers is not None:
-            self.mixers.let_go()
-            self.mixers = None
+        for undo in self._undo:
+            undo()
+        self.mixers = None
 
 
 def _wanted(logits: Tensor, keep: int | Tensor, columns: int) -> Tensor:

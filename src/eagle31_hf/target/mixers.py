@@ -86,7 +86,7 @@ class Mixers:
     """
 
     _of_models: ClassVar[WeakKeyDictionary[nn.Module, Mixers]] = WeakKeyDictionary()
-    _lock: ClassVar = threading.Lock()
+    _lock: ClassVar = threading.RLock()  # garbage that is collected meanwhile may let go
 
     def __init__(self, model: nn.Module):
         self._mixers = [_Mixer(name, module) for name, module in find_mixers(model)]
@@ -114,10 +114,10 @@ class Mixers:
         """Those of `model`, installed until everybody who held them has let go."""
         with cls._lock:
             mixers = cls._of_models.get(model) or cls._of_models.setdefault(model, cls(model))
-            if not mixers._holders:
+            mixers._holders += 1
+            if mixers._holders == 1:
                 for mixer in mixers._mixers:
                     mixer.install()
-            mixers._holders += 1
         return mixers
 
     def let_go(self) -> None:

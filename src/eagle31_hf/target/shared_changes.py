@@ -13,7 +13,7 @@ class SharedChanges:
     """Changes that several drafters and threads want at once, each by a name of its own."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a change may bring others along
+        self._lock = threading.RLock()  # a change may bring others along, and garbage that is collected may let go
         self._held: dict[Hashable, tuple[int, Callable[[], object]]] = {}
 
     def hold(self, name: Hashable, change: Callable[[], Callable[[], object]]) -> None:
