@@ -18,12 +18,14 @@ import pytest
 import torch
 from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, write
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from eagle31_hf.compiled import captured
 from eagle31_hf.compiled.ahead import packages
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding.accept import Acceptor, GoingDown
 from eagle31_hf.decoding.calibration import store, unasked
+from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.measure.synthetic import SyntheticRequest, write_synthetic
@@ -178,6 +180,46 @@ def test_a_text_that_no_buffer_is_left_for_writes_in_its_own(pair: Eagle31Drafte
     assert kept._borrower() is somebody
     del somebody
     assert kept.lend(Borrower()), "who is gone needs none"
+
+
+class Interrupts(BaseStreamer):
+    """As a user who presses "stop", when so many blocks have been shown."""
+
+    def __init__(self, blocks: int):
+        self.left = blocks
+
+    def put(self, value: Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_an_interrupted_text_gives_its_buffers_back(blocks: int, pair: Eagle31Drafter, recorder: Recorder) -> None:
+    """Though a notebook keeps the traceback, and with it all that the text was doing."""
+    write(pair, 0)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        write(pair, 1, streamer=Interrupts(blocks))
+    recorded = recorder.recorded
+    assert torch.equal(write(pair, 2), write(None, 2))
+    assert recorder.recorded == recorded
+    assert interrupted.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("place", ["prefill", "step", "finish"])
+def test_a_text_that_fails_gives_its_buffers_back(
+    place: str, pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(pair, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeculativeDecoder, place, failing(ValueError("of the caller's own")))
+        with pytest.raises(ValueError, match="own") as failed:
+            write(pair, 1)
+    assert Pair.of(pair).graphs.kept.lend(Borrower())
+    assert failed.value.__traceback__ is not None
 
 
 class Borrower:

@@ -9,7 +9,8 @@ size: then they stand still in it until few are left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -115,6 +116,7 @@ class SpeculativeDecoder:
 
     def renew_caches(self, batch_size: int, *, with_drafter: bool) -> None:
         """Go on over empty caches for so many rows; the old ones go before the new ones come."""
+        self.caches.give_back()
         del self.round
         caches = self._new_caches(batch_size)
         if not with_drafter:
@@ -145,19 +147,29 @@ class SpeculativeDecoder:
 
     def run(self) -> Tensor:
         """Write until every row must stop. Returns `(B, L + n)` ids as `generate` does."""
-        self.prefill()
-        self.stream()
-        while self.rows:
-            self.step()
+        with self.borrowing():
+            self.prefill()
             self.stream()
-        return self.finish()
+            while self.rows:
+                self.step()
+                self.stream()
+            return self.finish()
+
+    @contextmanager
+    def borrowing(self) -> Iterator[None]:
+        """Around all that is done with the caches: the next text may write in their memory, however this one ends.
+
+        An interrupted one can live on in a traceback that a notebook keeps.
+        """
+        try:
+            yield
+        finally:
+            self.caches.give_back()
 
     def finish(self) -> Tensor:
         """Close the figures and return the text, `(B, L + n)` ids."""
         self.clock.stop()
         self._settle_noise()
-        if self.caches.target.outlived:
-            last_graphs(self.drafter).kept.give_back(self.caches)
         self.request.stats.new_tokens = sum(len(new) for new in self.sequences.new)
         return self.sequences.assemble()
 

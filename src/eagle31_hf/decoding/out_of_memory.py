@@ -69,12 +69,13 @@ class RecoveringDecoder:
             OutOfMemoryError: nothing is left to give up.
         """
         decoder = self.decoder
-        self._survive(decoder.prefill)
-        decoder.stream()
-        while decoder.rows:
-            self._survive(decoder.step)
+        with decoder.borrowing():
+            self._survive(decoder.prefill)
             decoder.stream()
-        return decoder.finish()
+            while decoder.rows:
+                self._survive(decoder.step)
+                decoder.stream()
+            return decoder.finish()
 
     def _survive(self, action: Callable[[], None]) -> None:
         """Do it, with less and less where memory runs out."""

@@ -29,10 +29,12 @@ class PairCaches:
     Attributes:
         target: keys and values of the target, up to the last token or the one before it.
         drafter: the drafter's session, whose cache is one token behind; `None` without one, or once it was dropped.
+        lender: of the memory they write in, while it is lent to them.
     """
 
     target: SpeculativeCache
     drafter: DraftSession | None
+    lender: KeptBuffers | None = None
     target_kind: ClassVar[type[SpeculativeCache]] = SpeculativeCache
     session_kind: ClassVar[type[DraftSession]] = DraftSession
 
@@ -82,9 +84,16 @@ class PairCaches:
     def write_in(self, kept: KeptBuffers) -> None:
         """Store keys and values in memory that outlives these caches, unless another text is writing there."""
         if kept.lend(self):
+            self.lender = kept
             self.target.write_in(kept, "target")
             if self.drafter is not None:
                 self.drafter.cache.write_in(kept, "drafter")
+
+    def give_back(self) -> None:
+        """Let the next text have the memory these were lent, which will be overwritten."""
+        if self.lender is not None:
+            self.lender.give_back(self)
+            self.lender = None
 
     @property
     def num_bytes(self) -> int:
