@@ -16,7 +16,7 @@ from eagle31_hf.cache.graph_sizes import NODE_BUCKET, node_bucket, slot_bucket
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.compiled.draft_session import CompiledDrafting
 from eagle31_hf.compiled.graph_makers import GraphKey
-from eagle31_hf.compiled.graphs import MOST_SAMPLING_SETTINGS, Graphs
+from eagle31_hf.compiled.graphs import Graphs
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.compiled.verify import CompiledVerification
 from eagle31_hf.decoding import draft_backoff
@@ -175,18 +175,6 @@ def test_a_tree_at_once_is_the_tree_level_by_level(
     shapes = Pair.of(drafter).graphs.keys
     trees = {(key.rows, key.size, *key.shape[:2]) for key in shapes if key.kind == "tree"}
     assert trees == {(rows, 8, 4, 2) for rows in (1, 3)}
-
-
-def test_chains_are_compiled_for_a_few_ways_to_draw(uncompiled: None) -> None:
-    drafter = pair_of("llama")
-    target, inputs = drafter.binding.model, left_padded(random_prompts(1))
-    with configured(drafter, speculation_loop="own", acceleration="compile", **CHAIN):
-        for temperature in (0.5, 0.6, 0.5, 0.7, 0.8, 0.9, 1.1):
-            target.generate(
-                **inputs, max_new_tokens=12, assistant_model=drafter, do_sample=True, temperature=temperature
-            )
-    ways = {shape[-1] for shape in Pair.of(drafter).graphs.keys if shape[0] == "chain"}
-    assert len(ways) == MOST_SAMPLING_SETTINGS
 
 
 def test_rows_that_end_do_not_make_new_shapes(uncompiled: None) -> None:

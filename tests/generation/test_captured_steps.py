@@ -20,7 +20,7 @@ from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, writ
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from eagle31_hf.compiled import captured
+from eagle31_hf.compiled import captured, graphs
 from eagle31_hf.compiled.ahead import packages
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding.accept import Acceptor, GoingDown
@@ -361,6 +361,38 @@ def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) ->
     assert not recorder.recorded
 
 
+# --- ways to choose tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [{}, {"draft_top_k": 2, "draft_tree_size": 6}], ids=["chain", "tree"])
+def test_as_many_ways_to_sample_as_clients_ask_for(
+    tree: dict[str, int], pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    ways: list[dict[str, Any]] = [GREEDY, *({**SAMPLING, "temperature": 0.1 * n} for n in range(1, 20))]
+    with configured(pair, **tree):
+        for how in ways:
+            assert torch.equal(write(pair, max_new_tokens=12, **how), write(None, max_new_tokens=12, **how))
+            assert pair.stats is not None
+            assert pair.stats.fallbacks == []
+        assert len({key.sampling for key in Pair.of(pair).graphs.keys if key.kind == "advance"}) == 20
+        recorded = recorder.recorded
+        write(pair, max_new_tokens=12, **ways[1])
+        assert recorder.recorded == recorded
+
+
+def test_graphs_of_the_way_that_was_met_first_make_room(
+    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_SAMPLING_SETTINGS", 3)
+    for temperature in (0.4, 0.6, 0.4, 0.8, 1.0, 0.4):
+        how = {**SAMPLING, "temperature": temperature}
+        assert torch.equal(write(pair, **how), write(None, **how))
+        made = [key for key in Pair.of(pair).graphs.keys if key.kind == "advance"]
+        assert len({key.sampling for key in made}) <= 3
+    assert pair.stats is not None
+    assert pair.stats.fallbacks == []
+
+
 # --- a target that changes --------------------------------------------------------------------------------------------
 
 
@@ -374,6 +406,7 @@ def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
         task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
     )
     base = random_target(CONFIGS["llama"]())
+    torch.manual_seed(0)  # adapters are random
     model = peft.get_peft_model(base, lora, adapter_name="A")
     model.add_adapter("B", lora)
     model.set_adapter("A")
@@ -407,3 +440,36 @@ def test_what_becomes_of_adapters_and_modules_is_recorded_anew(
     assert torch.equal(write(pair, target=model, max_new_tokens=14), write(None, target=model, max_new_tokens=14))
     assert pair.stats is not None
     assert pair.stats.loop == "own"
+
+
+def test_an_adapter_that_is_switched_on_and_off_has_two_sets_of_graphs(recorder: Recorder) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj"]
+    )
+    model = peft.get_peft_model(random_target(CONFIGS["llama"]()), lora).eval()
+    pair = settle(random_drafter(model, aux_layers=[1, 2, 4]))
+    recorded = []
+    for _ in range(3):
+        assert torch.equal(write(pair, target=model), write(None, target=model))
+        with model.disable_adapter():
+            assert torch.equal(write(pair, target=model), write(None, target=model))
+        recorded.append(recorder.recorded)
+        assert "advance" in kinds(pair)
+    assert recorded[0] > 0
+    assert recorded == [recorded[0]] * 3, "each state's steps were recorded once"
+
+
+def test_memory_that_runs_out_takes_the_graphs_of_all_states(pair: Eagle31Drafter, recorder: Recorder) -> None:
+    target = pair.binding.model
+    write(pair)
+    made = Pair.of(pair).graphs
+    target.model.layers[0].self_attn.scaling *= 2
+    try:
+        write(pair)
+    finally:
+        target.model.layers[0].self_attn.scaling /= 2
+    assert Pair.of(pair).graphs is made
+    assert len(made._of_states) == 2
+    made.drop("memory is wanted elsewhere")
+    assert not any(each.steps for each in made._of_states)

@@ -267,6 +267,17 @@ def test_a_longer_text_waits_once_more(pair: Eagle31Drafter) -> None:
     assert set(kept_files(".json")) > set(before)
 
 
+def test_texts_wait_for_few_ways_to_choose_and_say_so(pair: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(warm_up_module, "warm_up", lambda *_, **how: compiled.append(how))
+    with configured(pair, acceleration="compile"):
+        for temperature in (0.5, 0.6, 0.7, 0.8, 0.6, 0.9):
+            write(pair, max_new_tokens=6, do_sample=True, temperature=temperature)
+        assert len(compiled) == 4
+        assert pair.stats is not None
+        assert any("4 ways to choose tokens" in why for why in pair.stats.fallbacks)
+
+
 def test_weights_that_change_wait_for_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     target = copy.deepcopy(kept_target())
     pair = make_pair(target)

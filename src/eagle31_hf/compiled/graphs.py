@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -26,8 +27,11 @@ from .seen_weights import SeenWeights, weights_of
 
 logger = logging.getLogger(__name__)
 
-MOST_SAMPLING_SETTINGS = 4
-"""Sampling settings (and greedy) a kind of step is compiled for; compiling takes as long as thousands of tokens."""
+MOST_SAMPLING_SETTINGS = 24
+"""Sampling settings (and greedy) that graphs of a kind of step are kept for; one more, and those of the oldest go."""
+
+MOST_STATES = 2
+"""States of a target whose graphs are kept: with an adapter and without it."""
 
 PACKED_BYTES = 2**30
 """Weights of target and drafter up to which graphs for a CPU read packed ones: a copy that all graphs share."""
@@ -35,6 +39,15 @@ PACKED_BYTES = 2**30
 FROZEN_BYTES = 2**26
 """Weights up to which each graph is compiled whole around a packed copy of its own: of small products, calling one
 takes a good part, and compiled into the graph they are not called."""
+
+
+@dataclass
+class _OfState:
+    """The graphs of one state of the target, and what texts had compiled ahead in it."""
+
+    state: ModelState
+    steps: dict[GraphKey, Step] = field(default_factory=dict)
+    warmed: set[tuple] = field(default_factory=set)
 
 
 class Graphs:
@@ -52,7 +65,6 @@ class Graphs:
         maker: makes those that are not there yet; see `made_by`.
         kept: keys and values over which steps were captured, for the next text.
         digest: of all weights, once somebody has computed it.
-        warmed: what texts had compiled ahead for them.
     """
 
     def __init__(self, drafter: Assistant, weights: list[Tensor], state: ModelState):
@@ -62,15 +74,14 @@ class Graphs:
         packs = are_plain and num_bytes <= PACKED_BYTES
         freezes = packs and num_bytes <= FROZEN_BYTES
         self.weights = SeenWeights(weights, by_content=packs)
-        self.state = state
+        self._of_states = [_OfState(state)]  # the last one used comes last
         self.settings: Mapping[str, Any] = freezing(binding.compute_dtype) if freezes else {}
         self.cutter: LayerCutter | None = None
         if packs and not freezes:
             self.cutter = LayerCutter({type(layer) for layer in binding.layers}, PackedWeights(weights))
         self.maker, self.kept, self.digest = GraphMaker(), KeptBuffers(), ""
-        self.warmed: set[Hashable] = set()
         self._reasons: list[str] = []
-        self._steps: dict[GraphKey, Step] = {}
+        self._at_work = self._of_states[0]
         devices = set(getattr(binding.model, "hf_device_map", {}).values())
         if len(devices) > 1:
             self.disabled_reason = f"the target is spread over {len(devices)} devices, steps stay eager"
@@ -84,6 +95,20 @@ class Graphs:
     def disabled_reason(self, reason: str) -> None:
         self._reasons[:] = [reason]
 
+    @property
+    def state(self) -> ModelState:
+        """Of the target that graphs are for."""
+        return self._at_work.state
+
+    @property
+    def warmed(self) -> set[tuple]:
+        """What texts had compiled ahead for them, in this state of the target."""
+        return self._at_work.warmed
+
+    @property
+    def _steps(self) -> dict[GraphKey, Step]:
+        return self._at_work.steps
+
     def made_by(self, maker: GraphMaker) -> Graphs:
         """These graphs, of which those that are missing are made by `maker`: what one generation uses."""
         view = copy.copy(self)  # one set of graphs and reasons
@@ -95,19 +120,25 @@ class Graphs:
         """Those of a pair as it is now, since graphs have weights and the target's state built in.
 
         Args:
-            before: the pair's until now. After weights have changed others take their place; after something else has,
-                they let all graphs go.
+            before: the pair's until now. After weights have changed others take their place; of states of the target
+                `MOST_STATES` have graphs of their own.
             state: the target's, if it was just looked at.
         """
         model = drafter.binding.model
         weights, state = weights_of(model, drafter), state or ModelState(model)
         if before is None or not before.weights.are_still(weights):
             return cls(drafter, weights, state)
-        if before.state != state:
-            before.state = state
-            before.forget(before.keys)
-            before.warmed.clear()
+        before._use(state)
         return before
+
+    def _use(self, state: ModelState) -> None:
+        """Go on with the graphs of this state; texts that are being written keep those they began with."""
+        if self.state == state:
+            return
+        known = next((each for each in self._of_states if each.state == state), None) or _OfState(state)
+        others = [each for each in self._of_states if each is not known]
+        self._of_states[:] = [*others, known][-MOST_STATES:]
+        self._at_work = known
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -146,6 +177,7 @@ class Graphs:
             assert make is not None, "asked above"
             outputs = eager() if reference is None else None
             expected = compared(outputs) if reference is None else [reference()]
+            self._make_room(key)
             try:
                 made = self.maker.make(key, make(), filled)
                 _require_agreement(compared(made(*filled)), expected)
@@ -164,15 +196,21 @@ class Graphs:
         return eager()
 
     def can_compile(self, key: GraphKey) -> bool:
-        """Whether one more graph for this way to choose tokens would pay, and can be had."""
-        settings = {known.sampling for known in self._steps if known.kind == key.kind}
-        pays = key.sampling is None or key.sampling in settings or len(settings) < MOST_SAMPLING_SETTINGS
-        return pays and self.maker.can_make(key)
+        """Whether one more graph can be had."""
+        return self.maker.can_make(key)
+
+    def _make_room(self, key: GraphKey) -> None:
+        """Let graphs of this kind go that choose tokens in the way that was met first, where there are many."""
+        alike = [known for known in self.keys if known.kind == key.kind]
+        settings = list(dict.fromkeys(known.sampling for known in alike))
+        if key.sampling not in settings and len(settings) >= MOST_SAMPLING_SETTINGS:
+            self.forget(known for known in alike if known.sampling == settings[0])
 
     def drop(self, reason: str) -> None:
         """Let all graphs go, and the memory they write in; whoever holds these is served by eager code from now on."""
         self.disabled_reason = reason
-        self._steps.clear()
+        for each in self._of_states:
+            each.steps.clear()
         self.kept.clear()
 
     def forget(self, keys: Iterable[GraphKey]) -> None:

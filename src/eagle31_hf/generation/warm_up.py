@@ -106,6 +106,9 @@ def prompt_lengths(tokens: int) -> list[int]:
 
 _one_at_a_time = threading.Lock()
 
+MOST_COMPILED_SETTINGS = 4
+"""Sampling settings (and greedy) that texts wait for; compiling takes as long as thousands of tokens."""
+
 
 def warm_up_for(call: Call, requested: RequestedDraft) -> str:
     """On a CPU, what `warm_up` does, before the first text that needs it.
@@ -133,6 +136,12 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
         graphs = current_graphs(drafter)
         if wanted in graphs.warmed:
             return ""
+        settings = {known for _, _, known, _ in graphs.warmed}
+        if sampling not in settings and len(settings) >= MOST_COMPILED_SETTINGS:
+            return (
+                f"steps are not compiled: texts have waited for graphs of {len(settings)} ways to choose tokens, and "
+                "this one's is another; `eagle31 warmup` makes graphs for it"
+            )
         if why := refusal(drafter, graphs):
             return f"steps are not compiled: {why}"
         logger.warning("eagle31: what graphs this text lacks are compiled first, which takes minutes; they are kept")
