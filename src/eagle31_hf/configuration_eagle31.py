@@ -205,6 +205,38 @@ class Eagle31Config(LlamaConfig):
         return layers
 
 
-AutoConfig.register(Eagle31Config.model_type, Eagle31Config)
+@strict
+class MtpConfig(Eagle31Config):
+    """A multi-token-prediction head that a target's checkpoint holds, read as a drafter.
 
-__all__ = ["Eagle31Config"]
+    Its layers are of the target's own class. What that class needs to know is the target's text configuration, cut to
+    the head's layers (`block`); fields of `Eagle31Config` say what the drafting loop asks.
+
+    Args:
+        family: `model_type` of the target's text configuration.
+        block: the text configuration of a decoder that has the head's layers only, as a dictionary.
+        state_first: the projection reads `[state ; embedding]` instead of `[embedding ; state]`.
+        normed_state: the state that is read is the one behind the target's final norm, else the one before it.
+            `norm_output` says the same of what is fed back.
+    """
+
+    model_type = "eagle31_mtp"
+
+    family: str = ""
+    block: dict | None = None
+    state_first: bool = False
+    normed_state: bool = True
+
+    def __post_init__(self, **kwargs):
+        self.num_aux_hidden_states = 1
+        super().__post_init__(**kwargs)
+
+    def resolve_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """One state: `hs[L + 1]`, behind the target's final norm, or `hs[L]` before it."""
+        return (num_target_layers + int(self.normed_state),)
+
+
+for _config in (Eagle31Config, MtpConfig):
+    AutoConfig.register(_config.model_type, _config)
+
+__all__ = ["Eagle31Config", "MtpConfig"]

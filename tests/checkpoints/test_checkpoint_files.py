@@ -206,7 +206,7 @@ def test_a_pickle_is_downloaded_only_without_safetensors(tmp_path, monkeypatch, 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     read_checkpoint("someone/drafter", revision="main", token="t")
     wanted_pickle = [any("bin" in pattern for pattern in patterns) for patterns, *_ in asked]
-    assert wanted_pickle == ([False] if has_safetensors else [False, True])
+    assert wanted_pickle == ([False, False] if has_safetensors else [False, False, True])
     assert all(rest == ["main", "t"] for _, *rest in asked)
 
 
@@ -230,7 +230,7 @@ def test_a_folder_of_a_repository_is_a_drafter_of_its_own(tmp_path, monkeypatch)
     assert read_checkpoint("someone/drafter/compressed").config.draft_vocab_size == 5
     assert {repo for repo, *_ in asked} == {"someone/drafter"}
     assert asked[-1][1:] == (
-        ("compressed/config.json", "compressed/*.safetensors", "compressed/model.safetensors.index.json"),
+        ("compressed/config.json", "compressed/model.safetensors.index.json", "compressed/*.safetensors"),
         ("compressed/*/*",),
     )
     with pytest.raises(CheckpointNotFoundError, match=r"no config\.json on the Hub; check the folder's name"):

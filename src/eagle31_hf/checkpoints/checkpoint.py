@@ -38,6 +38,7 @@ from .formats import (
 )
 from .json_files import read_json
 from .losses import check_expressible, reduce_to
+from .mtp import holds_head, read_head, refuse_lost_head
 from .other_methods import refuse_other_methods
 from .packed import LAYOUT, PackingScheme, packed_infos
 from .plain_config import plain_config
@@ -112,7 +113,16 @@ def read_checkpoint(
     folder = resolve_checkpoint(
         path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    headers = _read_headers(folder)
+    if holds_head(folder):
+        config, tensors = read_head(folder)
+        tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+        check_values(tensors)
+        return Checkpoint(config, tensors, "mtp")
+    try:
+        headers = _read_headers(folder)
+    except CheckpointFormatError:
+        refuse_lost_head(folder)
+        raise
     by_stored_name = headers.tensors.load(list(headers.stored_names.values()))
     tensors = {ours: by_stored_name[theirs] for ours, theirs in headers.stored_names.items()}
     del by_stored_name

@@ -76,11 +76,11 @@ def open_tensors(folder: Path) -> StoredTensors:
     """
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if (folder / WEIGHTS_FILE).is_file():
-        return _open_shards([folder / WEIGHTS_FILE])
+        return open_shards([folder / WEIGHTS_FILE])
     if (folder / INDEX_FILE).is_file():
         return _open_index(folder)
     if len(found) == 1:
-        return _open_shards(found)
+        return open_shards(found)
     if found:
         raise CheckpointFormatError(
             f"{folder} has {len(found)} safetensors files but no {INDEX_FILE} to join them; fetch the index too"
@@ -94,7 +94,7 @@ def _open_index(folder: Path) -> StoredTensors:
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFormatError(f"{folder / INDEX_FILE} has no weight_map; fetch it again")
-    wrong = [name for name in weight_map.values() if not _is_shard_name(name)]
+    wrong = [name for name in weight_map.values() if not is_shard_name(name)]
     if wrong:
         raise CheckpointFormatError(
             f"{folder / INDEX_FILE} names {shown(wrong)} as shards; wanted names of safetensors files beside it: do "
@@ -104,14 +104,14 @@ def _open_index(folder: Path) -> StoredTensors:
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise CheckpointFormatError(f"{folder} lacks the shards {shown(missing)} its index names; fetch them")
-    stored = _open_shards([folder / name for name in shards])
+    stored = open_shards([folder / name for name in shards])
     absent = sorted(name for name, shard in weight_map.items() if stored._shard_of.get(name) != folder / shard)
     if absent:
         raise CheckpointFormatError(f"{folder / INDEX_FILE} puts {shown(absent)} in shards that do not hold them")
     return stored
 
 
-def _is_shard_name(name: Any) -> bool:
+def is_shard_name(name: Any) -> bool:
     """A plain file name that every file system can hold."""
     return (
         isinstance(name, str)
@@ -120,7 +120,8 @@ def _is_shard_name(name: Any) -> bool:
     )
 
 
-def _open_shards(paths: list[Path]) -> StoredTensors:
+def open_shards(paths: list[Path]) -> StoredTensors:
+    """Names, shapes and dtypes of what these safetensors files hold together."""
     infos: dict[str, TensorInfo] = {}
     shard_of: dict[str, Path] = {}
     for path in paths:

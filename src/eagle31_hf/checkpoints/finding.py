@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import CheckpointFormatError, CheckpointNotFoundError
 from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors
 from .json_files import shown
+from .mtp import head_files
 
 GGUF_SUFFIX = ".gguf"
 MOST_NAMED = 5
@@ -30,7 +31,8 @@ def resolve_checkpoint(
 ) -> Path:
     """The local folder of a checkpoint, downloading config and weights if `path_or_id` is a Hub id.
 
-    A `.bin` file is fetched only where there is no safetensors file. A local folder wins over a Hub id of that name. A
+    Of a target with an MTP head only the files are fetched that hold the head. A `.bin` file is fetched only where
+    there is no safetensors file. A local folder wins over a Hub id of that name. A
     repository may keep drafters in folders: `owner/name/folder` is one of them.
 
     Raises:
@@ -43,7 +45,8 @@ def resolve_checkpoint(
     repo_id, inner = _repository(str(path_or_id))
     options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     try:
-        found = _download(repo_id, inner, [CONFIG_FILE, "*.safetensors", INDEX_FILE], options)
+        found = _download(repo_id, inner, [CONFIG_FILE, INDEX_FILE], options)
+        found = _download(repo_id, inner, [CONFIG_FILE, INDEX_FILE, *head_files(found)], options)
         if not any(found.glob("*.safetensors")):
             found = _download(repo_id, inner, [CONFIG_FILE, PICKLE_FILE], options)
     except (OSError, hub.HFValidationError, hub.EntryNotFoundError) as error:
@@ -166,7 +169,8 @@ def holds_drafter(path_or_id: str | os.PathLike[str]) -> bool:
         names = open_tensors(folder).infos
     except CheckpointFormatError:
         return False
-    return any(name.split(".")[-2:] == ["fc", "weight"] for name in names)
+    parts = [name.split(".") for name in names]
+    return any(name[-2:] == ["fc", "weight"] and "mtp" not in name for name in parts)  # a head's is inside a target
 
 
 def target_class(config: Any) -> Any:

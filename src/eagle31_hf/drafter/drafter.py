@@ -15,7 +15,7 @@ from ..checkpoints import Checkpoint, PackingScheme, read_checkpoint, write_chec
 from ..checkpoints.config_fields import TARGET_MODEL
 from ..checkpoints.formats import default_format
 from ..checkpoints.publish import publish_checkpoint, publish_folder
-from ..configuration_eagle31 import Eagle31Config
+from ..configuration_eagle31 import Eagle31Config, MtpConfig
 from ..errors import ConfigurationError
 from ..generation_config import Eagle31GenerationConfig
 from ..memory import MemoryPlan
@@ -26,7 +26,8 @@ from ..target.self_test import require_readable_states
 from .assistant import Assistant
 from .default_config import default_config, with_distinct_states
 from .loading_habits import answer_habits, chosen_dtype
-from .modeling_eagle31 import Eagle31Network, RotaryTables
+from .modeling_eagle31 import Eagle31Network
+from .modeling_mtp import MtpNetwork
 from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packed_tensors, put_packed
 
 
@@ -124,9 +125,10 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Eagle31Drafter:
         """Build the network around tensors already read (`read_checkpoint` has verified names and shapes)."""
+        kind = MtpDrafter if isinstance(checkpoint.config, MtpConfig) else cls
         with torch.device("meta"):
-            drafter = cls(checkpoint.config)
-        drafter.rotary_emb = RotaryTables(checkpoint.config)  # its tables are computed, not stored
+            drafter = kind(checkpoint.config)
+        drafter.rotary_emb = drafter.make_rotary(checkpoint.config)
         if checkpoint.scheme is not None:
             drafter._choose_packing(checkpoint.scheme)
             put_packed(drafter, checkpoint)
@@ -332,6 +334,11 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:
         super().load_canonical(tensors)
         self._draft_ids = None
+
+
+class MtpDrafter(MtpNetwork, Eagle31Drafter):
+    """The multi-token-prediction head of a target as its drafter: what `Eagle31Drafter.from_pretrained` makes of a
+    folder that holds one."""
 
 
 PLANNED_PACKING = {"full": None, "int8": PackingScheme("int8"), "nf4": PackingScheme("nf4", double_quant=True)}

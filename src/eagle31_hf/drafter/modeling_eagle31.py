@@ -109,9 +109,15 @@ class Eagle31Network(PreTrainedModel):
 
     def __init__(self, config: Eagle31Config):
         super().__init__(config)
+        self._build(config)
+        self.post_init()
+
+    def _build(self, config: Eagle31Config) -> None:
+        """Make the modules that the config asks for."""
         width, target_width, count = config.hidden_size, config.target_hidden_size, config.num_aux_hidden_states
         eps = config.rms_norm_eps
-        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        own = config.own_embedding
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, width) if own else None
         self.fc = nn.Linear(count * target_width, width, bias=config.fc_bias)
         self.fc_norm = (
             nn.ModuleList(nn.RMSNorm(target_width, eps=eps) for _ in range(count))
@@ -120,12 +126,21 @@ class Eagle31Network(PreTrainedModel):
         )
         self.input_norm = nn.RMSNorm(count * target_width, eps=eps) if config.aux_norm == "concatenated" else None
         self.layers = nn.ModuleList(Eagle31DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.rotary_emb = RotaryTables(config)
+        self.rotary_emb = self.make_rotary(config)
+        self._build_draft_head(config)
+        self.norm: nn.Module = nn.RMSNorm(width, eps=eps)  # last: quantisers leave the last module alone
+
+    def _build_draft_head(self, config: Eagle31Config) -> None:
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_lm_head else None
-        self.norm = nn.RMSNorm(width, eps=eps)  # last: quantisers leave the last module alone
-        self.post_init()
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_lm_head else None
+        )
+
+    @staticmethod
+    def make_rotary(config: Eagle31Config) -> nn.Module:
+        """The module that makes rotary tables. They are computed and not stored: make it outside of the meta device."""
+        return RotaryTables(config)
 
     def fuse_aux(self, aux: Tensor) -> Tensor:
         """Target hidden states `(B, T, A*Ht)`, low layer first, to the drafter's width `(B, T, H)`."""
@@ -168,7 +183,7 @@ class Eagle31Network(PreTrainedModel):
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.state_dict().items():
             if name not in packed:
-                parts = _published_names(name)
+                parts = self.published_names(name)
                 rows = [tensor] if len(parts) == 1 else tensor.split(self._fused_rows(name), dim=0)
                 tensors |= zip(parts, rows, strict=True)
         return tensors
@@ -189,7 +204,7 @@ class Eagle31Network(PreTrainedModel):
             )
         state = packed_tensors(self)
         for name in self.state_dict().keys() - state.keys():
-            parts = [tensors[part] for part in _published_names(name)]
+            parts = [tensors[part] for part in self.published_names(name)]
             state[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=0)
         self.load_state_dict(state, strict=True, assign=True)
 
@@ -200,9 +215,10 @@ class Eagle31Network(PreTrainedModel):
         heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
         return [count * config.head_dim for count in heads]
 
-
-def _published_names(name: str) -> list[str]:
-    for fused, parts in FUSED_PROJECTIONS.items():
-        if f".{fused}." in name:
-            return [name.replace(fused, part) for part in parts]
-    return [name]
+    @staticmethod
+    def published_names(name: str) -> list[str]:
+        """What files call the parts of one of our parameters: several, in order of their rows, where it is fused."""
+        for fused, parts in FUSED_PROJECTIONS.items():
+            if f".{fused}." in name:
+                return [name.replace(fused, part) for part in parts]
+        return [name]

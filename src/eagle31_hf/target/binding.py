@@ -65,6 +65,7 @@ class TargetBinding:
         self.model = _unwrap(target)
         _require_decoder_only(self.model)
         self.text_config = self.model.config.get_text_config()
+        self.decoder = _decoder_of(self.model)
         self.layers = _decoder_layers(self.model, self.text_config.num_hidden_layers)
         self.embedding: Any = self.model.get_input_embeddings()
         self.lm_head = self.model.get_output_embeddings()
@@ -93,7 +94,7 @@ class TargetBinding:
         self.cache_argument = cache_argument(self.model)
         self.has_states = require_mixers(self.model)
         self.mixers = Mixers.hold(self.model) if self.has_states else None
-        self.taps = HiddenStateTaps(self.model, self.layers, self.aux_layers)
+        self.taps = HiddenStateTaps(self.model, self.decoder, self.layers, self.aux_layers)
         # Run once: by `close`, or for a drafter that is dropped without `detach`.
         self._undo = [weakref.finalize(self, self.taps.close)]
         if self.mixers is not None:

@@ -23,19 +23,21 @@ class HiddenStateTaps:
 
     Args:
         model: the target.
-        layers: its decoder layers.
-        indices: `hs` indices: `k` is the input of layer `k`, the number of layers the output of the last.
+        decoder: the part of it that reads text; its output is normed.
+        layers: the decoder's layers.
+        indices: `hs` indices: `k` is the input of layer `k`, the number of layers the output of the last, and one more
+            the output of the decoder, behind its final norm.
     """
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, indices: Sequence[int]):
+    def __init__(self, model: nn.Module, decoder: nn.Module, layers: nn.ModuleList, indices: Sequence[int]):
         self._model, self._indices = model, tuple(indices)
         self._caught: dict[int, dict[int, Tensor]] = {}  # by thread, then by index
         self._caught_in_graphs: dict[int, Tensor] = {}
         self._catches = False  # whether any thread does; what graphs are guarded by
         self._turns = threading.RLock()
-        self._handles = [self._tap(layers, index) for index in sorted(set(indices))]
+        self._handles = [self._tap(decoder, layers, index) for index in sorted(set(indices))]
 
-    def _tap(self, layers: nn.ModuleList, index: int) -> Any:
+    def _tap(self, decoder: nn.Module, layers: nn.ModuleList, index: int) -> Any:
         if index < len(layers):
 
             def before(_module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -44,9 +46,9 @@ class HiddenStateTaps:
             return layers[index].register_forward_pre_hook(_Tap(before), with_kwargs=True)
 
         def after(_module: nn.Module, _args: tuple, output: Any) -> None:
-            self._catch(index, output[0] if isinstance(output, tuple) else output)
+            self._catch(index, output if isinstance(output, Tensor) else output[0])
 
-        return layers[-1].register_forward_hook(_Tap(after))
+        return (layers[-1] if index == len(layers) else decoder).register_forward_hook(_Tap(after))
 
     def _catch(self, index: int, states: Tensor) -> None:
         if torch.compiler.is_compiling():

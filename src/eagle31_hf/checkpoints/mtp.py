@@ -1,0 +1,326 @@
+"""Multi-token-prediction (MTP) heads that targets' checkpoints hold: which families have one, how it is stored, and how
+it is read as a drafter.
+
+transformers drops these tensors when it loads the target, so they are read from the files: only theirs, decided tensor
+by tensor. `FAMILIES` says what is known of each family; conventions were checked against transformers' `MtpModel` and
+are tried in `tests/drafter/test_mtp.py`. A head is read whole or refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointFormatError
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, StoredTensors, is_shard_name, open_shards
+from .json_files import read_json, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..configuration_eagle31 import MtpConfig
+
+HEAD_FILE = "mtp.safetensors"
+"""Where some publishers keep the head, beside an index that does not name it."""
+
+_OWN_PREFIX = re.compile(r"(?:model\.|language_model\.|model\.language_model\.)*mtp\.(.+)")
+_LAYER_PREFIX = r"(?:model\.|language_model\.|model\.language_model\.)*layers\.{}\.(.+)"
+
+_QWEN_NAMES = {
+    "fc.": "fc.",
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "norm.": "norm.",
+    "layers.0.": "layers.0.",
+}
+_DEEPSEEK_NAMES = {
+    "eh_proj.": "fc.",
+    "enorm.": "enorm.",
+    "hnorm.": "hnorm.",
+    "shared_head.norm.": "norm.",
+    "shared_head.head.": None,  # copies of the target's
+    "embed_tokens.": None,
+    "": "layers.0.",
+}
+
+
+@dataclass(frozen=True)
+class MtpFamily:
+    """How one family of targets stores its head, and what the head computes.
+
+    Attributes:
+        names: how stored names begin, and what they are here; `None`: a copy of the target's tensor, left out. The
+            first beginning that fits counts.
+        is_last_layer: the tensors are called those of a layer behind the target's last one, and not `mtp.`
+        layer_types: kinds of the head's layers, or the name of the config field that says so.
+        fields: what else the head's text configuration says differently from the target's.
+        state_first, normed_state, norm_output: as in `MtpConfig`.
+        count: config field that says how many modules there are.
+    """
+
+    names: Mapping[str, str | None]
+    is_last_layer: bool = False
+    layer_types: tuple[str, ...] | str = ("full_attention",)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    state_first: bool = False
+    normed_state: bool = True
+    norm_output: bool = True
+    count: str = "num_nextn_predict_layers"
+
+    def pattern(self, num_target_layers: int) -> re.Pattern[str]:
+        """What the stored names of a head's tensors look like; group 1 is the name in the head."""
+        return re.compile(_LAYER_PREFIX.format(num_target_layers)) if self.is_last_layer else _OWN_PREFIX
+
+    def canonical(self, name: str) -> str | None:
+        """Our name of a tensor that the head calls so; `None`: a copy that is not needed."""
+        for beginning, ours in self.names.items():
+            if name.startswith(beginning):
+                return None if ours is None else ours + name.removeprefix(beginning)
+        return name  # refused later, as one that the network has no place for
+
+
+_QWEN_MOE_FIELDS = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+_QWEN = MtpFamily(_QWEN_NAMES, count="mtp_num_hidden_layers")
+_QWEN_MOE = MtpFamily(_QWEN_NAMES, fields=_QWEN_MOE_FIELDS, count="mtp_num_hidden_layers")
+_DEEPSEEK = MtpFamily(_DEEPSEEK_NAMES, is_last_layer=True, fields={"first_k_dense_replace": 0})
+
+FAMILIES: dict[str, MtpFamily] = {
+    "qwen3_5": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe": _QWEN_MOE,
+    "qwen3_5_moe_text": _QWEN_MOE,
+    "qwen3_next": _QWEN_MOE,
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": MtpFamily(_DEEPSEEK_NAMES, is_last_layer=True, fields={"mlp_layer_types": ["sparse"]}),
+    "deepseek_v3": _DEEPSEEK,
+    "mellum": MtpFamily(_QWEN_NAMES, layer_types="mtp_layer_types", fields={"mlp_layer_types": ["sparse"]}),
+    "exaone_moe": MtpFamily(_QWEN_NAMES, fields={"mlp_layer_types": ["dense"]}),
+}
+"""By `model_type` of the target's text configuration. All read the state behind the target's final norm and feed back
+their own normed output."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A head that was found: its family, and where its tensors lie, by our names and by the stored ones."""
+
+    family: MtpFamily
+    text: dict[str, Any]
+    stored: StoredTensors
+    names: dict[str, str]
+
+
+def text_fields(raw_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a target's config.json that describes the decoder that reads text."""
+    inner = raw_config.get("text_config")
+    return dict(inner) if isinstance(inner, dict) and inner.get("model_type") else dict(raw_config)
+
+
+def family_of(raw_config: Mapping[str, Any]) -> MtpFamily | None:
+    """The family of a target whose config.json has these fields; `None` where heads of its kind cannot be read."""
+    kind = text_fields(raw_config).get("model_type")
+    return FAMILIES.get(kind) if isinstance(kind, str) else None
+
+
+def promises_head(raw_config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that there is a head. What transformers saves says so, too, and holds none."""
+    family, text = family_of(raw_config), text_fields(raw_config)
+    return family is not None and bool(text.get(family.count) or text.get("num_mtp_layers"))
+
+
+def holds_head(folder: Path) -> bool:
+    """Whether a target lies in `folder` whose files hold a head of a family that can be read. Reads headers only."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return False
+    raw_config = read_json(path)
+    return family_of(raw_config) is not None and _find(folder, raw_config) is not None
+
+
+def head_files(folder: Path) -> list[str]:
+    """Patterns of the files to fetch beside the config.json and the index in `folder`: all weights, or of a target the
+    ones that hold its head."""
+    weights, path = ["*.safetensors"], folder / CONFIG_FILE
+    if not path.is_file() or not (folder / INDEX_FILE).is_file():
+        return weights
+    raw_config = read_json(path)
+    family, layers = family_of(raw_config), text_fields(raw_config).get("num_hidden_layers")
+    if family is None or not isinstance(layers, int):
+        return weights
+    return [*sorted(_named_files(folder, family.pattern(layers))), HEAD_FILE]
+
+
+def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
+    """The head of the target in `folder`: what it is, and its tensors by our names, in the dtype they are stored in.
+
+    Weights stored as FP8 blocks with scales are unpacked to bfloat16.
+
+    Raises:
+        CheckpointFormatError: there is none, or it is packed in integers, incomplete or of a form that cannot be read.
+    """
+    raw_config = read_json(folder / CONFIG_FILE)
+    head = _find(folder, raw_config)
+    if head is None:
+        refuse_lost_head(folder)
+        raise CheckpointFormatError(f"{folder} holds no MTP head that can be read")
+    loaded = head.stored.load(list(head.names.values()))
+    tensors = {ours: loaded[theirs] for ours, theirs in head.names.items()}
+    tensors = _join_experts(_unpack_blocks(tensors))
+    return _config_of(head, folder, tensors), tensors
+
+
+def refuse_lost_head(folder: Path) -> None:
+    """Raise a `CheckpointFormatError` if the target in `folder` is said to have a head, and its files hold none."""
+    path = folder / CONFIG_FILE
+    if path.is_file() and promises_head(raw_config := read_json(path)) and _find(folder, raw_config) is None:
+        raise CheckpointFormatError(
+            f"{folder}: config.json says that there is an MTP head, but the files hold none of its tensors; "
+            "transformers drops them when it saves a model. Take the head from the model this one was made from: pass "
+            "that folder or Hub id as the drafter"
+        )
+
+
+def _find(folder: Path, raw_config: Mapping[str, Any]) -> _Head | None:
+    family = family_of(raw_config)
+    text = text_fields(raw_config)
+    layers = text.get("num_hidden_layers")
+    if family is None or not isinstance(layers, int):
+        return None
+    pattern = family.pattern(layers)
+    stored = open_shards(_files_with(folder, pattern))
+    found = {name: match[1] for name in stored.infos if (match := pattern.fullmatch(name))}
+    names = {ours: name for name, inner in found.items() if (ours := family.canonical(inner)) is not None}
+    return _Head(family, text, stored, names) if names else None
+
+
+def _files_with(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """The files that may hold tensors of such names: of an index only those it names, and `mtp.safetensors`."""
+    beside = [path for path in (folder / HEAD_FILE,) if path.is_file()]
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE, *beside]
+    if not (folder / INDEX_FILE).is_file():
+        return beside
+    named = _named_files(folder, pattern)
+    missing = sorted(file for file in named if not (folder / file).is_file())
+    if missing:
+        raise CheckpointFormatError(f"{folder} lacks {shown(missing)}, which hold its MTP head; fetch them")
+    return sorted({*(folder / file for file in named), *beside})
+
+
+def _named_files(folder: Path, pattern: re.Pattern[str]) -> set[str]:
+    """The files in which the index puts tensors of such names."""
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointFormatError(f"{folder / INDEX_FILE} has no weight_map; fetch it again")
+    named = {file for name, file in weight_map.items() if pattern.fullmatch(name)}
+    if wrong := sorted(str(file) for file in named if not is_shard_name(file)):
+        raise CheckpointFormatError(
+            f"{folder / INDEX_FILE} names {shown(wrong)} as shards; wanted names of safetensors files beside it: do "
+            "not trust it"
+        )
+    return named
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+_SCALE = "_scale_inv"
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def _unpack_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of FP8 blocks with a scale each, as bfloat16; other packed forms are refused by name."""
+    scales = {name.removesuffix(_SCALE): tensors[name] for name in tensors if name.endswith(_SCALE)}
+    unpacked = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALE):
+            continue
+        if name in scales:
+            unpacked[name] = _scaled(tensor, scales[name])
+        elif tensor.is_floating_point() and tensor.element_size() > 1:
+            unpacked[name] = tensor
+        else:
+            raise CheckpointFormatError(
+                f"the MTP head's {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, packed in a way that "
+                "is not read here; take the head from the unpacked model: pass that folder or Hub id as the drafter"
+            )
+    return unpacked
+
+
+def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """FP8 weight `(N, K)` times the scale of each block, `(ceil(N / b), ceil(K / b))`."""
+    import torch
+
+    rows, columns = (-(-size // count) for size, count in zip(weight.shape, scale.shape, strict=True))
+    factors = scale.float().repeat_interleave(rows, 0)[: weight.shape[0]]
+    factors = factors.repeat_interleave(columns, 1)[:, : weight.shape[1]]
+    return (weight.float() * factors).to(torch.bfloat16)
+
+
+def _join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stored one by one, joined as transformers keeps them: `gate_up_proj` `(E, 2I, H)`, `down_proj`."""
+    import torch
+
+    joined: dict[str, Tensor] = {}
+    experts: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
+    for name, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            experts[match[1]][match[3]][int(match[2])] = tensor
+        else:
+            joined[name] = tensor
+    for place, parts in experts.items():
+        numbers = {frozenset(part) for part in parts.values()}
+        if len(numbers) > 1 or numbers != {frozenset(range(max(max(numbers)) + 1))}:
+            raise CheckpointFormatError(f"the MTP head's {place} lacks matrices of some experts; fetch it again")
+        stacked = {kind: torch.stack([part[i] for i in sorted(part)]) for kind, part in parts.items()}
+        if "gate_proj" in stacked:
+            stacked["gate_up_proj"] = torch.cat((stacked.pop("gate_proj"), stacked.pop("up_proj")), dim=1)
+        joined |= {f"{place}.{kind}": tensor for kind, tensor in stacked.items()}
+    return joined
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+def _config_of(head: _Head, folder: Path, tensors: Mapping[str, Tensor]) -> MtpConfig:
+    from transformers import AutoConfig
+
+    from ..configuration_eagle31 import MtpConfig
+
+    missing = [name for name in ("fc.weight", "enorm.weight", "hnorm.weight", "norm.weight") if name not in tensors]
+    if missing:
+        raise CheckpointFormatError(
+            f"the MTP head in {folder} lacks {', '.join(missing)}; a head is read whole or not at all: fetch it again"
+        )
+    try:
+        text = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointFormatError(f"{folder / CONFIG_FILE} cannot be read by transformers: {error}") from error
+    family = head.family
+    layer_types = getattr(text, family.layer_types) if isinstance(family.layer_types, str) else family.layer_types
+    block = text.to_dict() | dict(family.fields) | {"num_hidden_layers": len(layer_types)}
+    if getattr(text, "layer_types", None) is not None:
+        block["layer_types"] = list(layer_types)
+    slides = "sliding_attention" in layer_types
+    return MtpConfig(
+        family=text.model_type,
+        block=block,
+        state_first=family.state_first,
+        normed_state=family.normed_state,
+        norm_output=family.norm_output,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=len(layer_types),
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=text.rms_norm_eps,
+        sliding_window=text.sliding_window if slides else None,  # type: ignore[arg-type]
+        own_lm_head=False,
+        dtype=tensors["fc.weight"].dtype,
+    )

@@ -1,0 +1,110 @@
+"""The network of a multi-token-prediction (MTP) head, as DeepSeek-V3 (arXiv 2412.19437, section 2.2) has it.
+
+One pass over position t reads the embedding of token x_{t+1} and a state g_t of width H:
+
+    g = h_t                          first pass: the target's state behind its final norm
+    g = feedback                     later draft steps: the head's own previous output
+    x = fc([enorm(embedding) ; hnorm(g)])                          (2H wide, embedding first in most families)
+    y = layers(x);  z = norm(y);  draft logits = the target's LM head(z);  feedback = z (most families) or y
+
+Layers, norms and rotary tables are of the target's own classes, built from its configuration: no model file is copied.
+Which family names its tensors how, and which state it reads, is in `checkpoints.mtp`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig
+
+from ..configuration_eagle31 import MtpConfig
+from ..target.cache_argument import CACHE_ARGUMENT
+from ..target.grouped_attention import GROUPED
+from .attention import AttendingCache
+from .modeling_eagle31 import DrafterOutput, Eagle31Network
+from .packed_linear import KeepsBufferDtypes
+
+
+class MtpNetwork(Eagle31Network):
+    """The bare head.
+
+    Its modules are made on the meta device, and `load_canonical` puts tensors in their place: names are those of
+    `fc`, `enorm`, `hnorm`, `norm` and of the layers as transformers calls them.
+    """
+
+    config_class = MtpConfig
+    config: MtpConfig  # type: ignore[assignment]
+
+    def _build(self, config: MtpConfig) -> None:  # type: ignore[override]
+        block = _block_config(config)
+        with torch.device("meta"):
+            decoder = AutoModel.from_config(block)
+        block._attn_implementation_internal = GROUPED  # keys and values are not copied for every query head
+        self.embed_tokens = None
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias, device="meta")
+        self.enorm, self.hnorm = (copy.deepcopy(_final_norm(decoder)) for _ in range(2))
+        self.layers = decoder.layers
+        self.rotary_emb = self.make_rotary(config)
+        self._build_draft_head(config)
+        self.norm = _final_norm(decoder)
+        self._layer_types = list(getattr(block, "layer_types", None) or [])
+
+    @staticmethod
+    def make_rotary(config: MtpConfig) -> nn.Module:  # type: ignore[override]
+        """The target's kind of rotary tables, whose frequencies stay fp32 when the head changes its dtype."""
+        block = _block_config(config)
+        with torch.device("meta"):
+            stock = type(AutoModel.from_config(block).rotary_emb)
+        return type(stock.__name__, (KeepsBufferDtypes, stock), {})(block)
+
+    def fuse_aux(self, aux: Tensor) -> Tensor:
+        """The target's state `(B, T, H)` as it is: `decode` norms it as it norms what is fed back."""
+        return aux
+
+    def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine tables `(B, T, d)` of the tokens behind `position_ids` `(B, T)`, which are read."""
+        kind = {"layer_type": self._layer_types[0]} if _rotates_by_layer_type(self.rotary_emb) else {}
+        return self.rotary_emb(self.norm.weight, position_ids + 1, **kind)
+
+    def decode(
+        self,
+        embeddings: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        cache: Cache | AttendingCache | None = None,
+    ) -> DrafterOutput:
+        """One pass over `embeddings` and `hidden`, both `(B, T, H)`; arguments as `Eagle31Network.decode`'s."""
+        parts = self.enorm(embeddings), self.hnorm(hidden)
+        hidden = self.fc(torch.cat(parts[::-1] if self.config.state_first else parts, dim=-1))
+        caching: dict[str, Any] = {CACHE_ARGUMENT: cache, "use_cache": cache is not None}
+        for layer in self.layers:
+            output = layer(hidden, attention_mask=attention_mask, position_embeddings=rotary, **caching)
+            hidden = output if isinstance(output, Tensor) else output[0]
+        normed = self.norm(hidden)
+        return DrafterOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
+
+    @staticmethod
+    def published_names(name: str) -> list[str]:
+        """No matrices are joined here."""
+        return [name]
+
+
+def _block_config(config: MtpConfig) -> PreTrainedConfig:
+    """The text configuration of a decoder that has the head's layers and no others."""
+    assert config.block is not None, "a head's configuration is made from its target's"
+    fields = {name: value for name, value in config.block.items() if name != "model_type"}
+    return AutoConfig.for_model(config.block["model_type"], **fields)
+
+
+def _final_norm(decoder: nn.Module) -> nn.Module:
+    """The decoder's last own module with a norm's name: `norm`, or `norm_f`."""
+    return [module for name, module in decoder.named_children() if "norm" in name][-1]
+
+
+def _rotates_by_layer_type(rotary: nn.Module) -> bool:
+    return "layer_type" in inspect.signature(rotary.forward).parameters

@@ -1,0 +1,104 @@
+"""The contract for heads inside targets: the text is plain `generate`'s, whatever the head is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
+from helpers import VOCABULARY, configured, left_padded, oracle_drafts, seeded
+from mtp_targets import CONFIGS, FAMILIES, target_with_head
+
+pytestmark = pytest.mark.contract
+
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Eagle31Drafter]:
+    folder = tmp_path_factory.mktemp(request.param)
+    target = target_with_head(request.param, folder)
+    return target, Eagle31Drafter.from_pretrained(folder, target=target)
+
+
+def prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return left_padded([torch.randint(3, VOCABULARY, (n,), generator=dice).tolist() for n in lengths])
+
+
+def written(target: Any, inputs: dict[str, Tensor], seed: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The text, and the generator's state behind it."""
+    with seeded(seed):
+        text = target.generate(**inputs, max_new_tokens=NEW_TOKENS, pad_token_id=0, **kwargs)
+        return text, torch.random.get_rng_state()
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("drafts", [1, 3, 6])
+def test_text_is_plain(pair, sampled, rows, drafts):
+    target, drafter = pair
+    inputs = prompts([5, 17, 11, 8][:rows], seed=drafts)
+    settings: dict[str, Any] = {"do_sample": sampled} | ({"temperature": 0.8, "top_k": 20} if sampled else {})
+    plain, state = written(target, inputs, drafts, **settings)
+    loop = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant", "prefill_chunk_size": 8}
+    with configured(drafter, **loop), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=drafts):
+        ours, state_after = written(target, inputs, drafts, assistant_model=drafter, **settings)
+    assert torch.equal(ours, plain)
+    assert torch.equal(state_after, state)
+    assert drafter.stats.loop == "own"
+    assert drafter.stats.accepted > 0
+
+
+def test_turns_that_carry_a_cache_are_plain(pair):
+    target, drafter = pair
+    first = prompts([9], seed=4)
+    turns = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        out = target.generate(**first, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, **assistant)
+        more = torch.cat((out.sequences, prompts([6], seed=5)["input_ids"]), dim=1)
+        cache = {CACHE_ARGUMENT: out[CACHE_ARGUMENT]} if assistant else {}
+        turns.append(target.generate(more, max_new_tokens=12, do_sample=False, **cache, **assistant))
+    assert torch.equal(*turns)
+
+
+def test_a_head_that_is_right_has_every_draft_accepted(tmp_path):
+    """A target whose next token follows from its last alone, and a head that knows how: more drafts, fewer passes."""
+    target = follows_a_cycle(tmp_path)
+    drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target)
+    inputs = prompts([5])
+    plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
+    assert len(set(plain[0, 5:].tolist())) > 20, "the text does not stand still"
+    for drafts in (1, 3, 5):
+        with configured(drafter, num_assistant_tokens=drafts, num_assistant_tokens_schedule="constant"):
+            ours = target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=drafter)
+        assert torch.equal(ours, plain)
+        assert drafter.stats.accepted == drafter.stats.drafted
+        assert drafter.stats.acceptance_length > 0.9 * (drafts + 1)
+
+
+def follows_a_cycle(folder: Path) -> Any:
+    """A Qwen3.5-shaped target that says token t + 5 after token t, with a head that does so, too."""
+    target = target_with_head("qwen3_5_text", folder)
+    stored = load_file(folder / "model.safetensors")
+    vocabulary, width = stored["model.embed_tokens.weight"].shape
+    with seeded(3):
+        codes = torch.nn.functional.normalize(torch.randn(vocabulary, width), dim=1)
+    stored["model.embed_tokens.weight"] = codes.clone()
+    stored["lm_head.weight"][(torch.arange(vocabulary) + 5) % vocabulary] = codes
+    for name, tensor in stored.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.zero_()  # layers add nothing to the embedding
+        if name in ("model.norm.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight"):
+            tensor.zero_()  # norms of this family multiply by 1 + w
+    stored["mtp.fc.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    assert CONFIGS["qwen3_5_text"]().model_type == target.config.model_type
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,0 +1,137 @@
+"""Heads inside targets: what they compute is what transformers' `MtpModel` computes of the same tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.drafter.session import DraftSession
+from mtp_targets import FAMILIES, random_head, target_with_head
+
+try:
+    from transformers.modeling_layers import MtpModel
+except ImportError:
+    MtpModel = None
+
+DEPTH = 5
+LENGTH = 9  # of the prompt: one more than the narrowest window
+needs_oracle = pytest.mark.skipif(MtpModel is None, reason="this version of transformers has no MtpModel")
+
+
+class Reference:
+    """A head by transformers' own class, which reads the whole sequence anew for every step and keeps no cache."""
+
+    def __init__(self, target: Any, tensors: dict[str, Tensor]):
+        config = target.config
+        layers = list(getattr(config, "layer_types", None) or [])
+        config.num_mtp_layers = 1
+        config.mtp_layer_types = layers[-1:] or None
+        config.mtp_mlp_layer_types = list(getattr(config, "mlp_layer_types", None) or [])[-1:] or None
+        self.model = MtpModel(target, 1).eval()
+        self.layer = self.model.layers[0]
+        names = {"fc": "eh_proj", "norm": "post_norm", "layer": "mtp_block"}
+        state = {}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition(".")
+            state[f"{names.get(part, part)}.{rest}"] = tensor
+        self.layer.load_state_dict(state)
+        self.window = config.sliding_window if layers[-1:] == ["sliding_attention"] else None
+        self.layer_type = layers[-1] if layers else None
+
+    def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits `(T, V)` and outputs `(1, T, H)` of slots that read `tokens` `(T,)` and `states` `(1, T, H)`."""
+        length = len(tokens)
+        positions = torch.arange(1, length + 1)[None]
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        if self.window is not None:
+            seen &= ~torch.ones(length, length, dtype=torch.bool).tril(-self.window)
+        mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+        kind = {"layer_type": self.layer_type} if self.model.has_per_layer_rope else {}
+        rotary = self.model.rotary_emb(states, positions, **kind)
+        embeddings = self.model.embed_tokens(tokens[None])
+        out = self.layer(embeddings, states, rotary, mask, positions, None)
+        return self.model.shared_head(out)[0], out
+
+
+def recursion(reference: Reference, target: Any, ids: Tensor, drafts: Tensor) -> Tensor:
+    """Logits `(DEPTH, V)` of a head behind `ids` `(T,)` and `drafts` `(DEPTH,)`, of which the first is the root."""
+    states = target.get_decoder()(ids[None]).last_hidden_state
+    tokens, rows = torch.cat((ids[1:], drafts[:1])), []
+    for step in range(DEPTH):
+        logits, out = reference(tokens, states)
+        rows.append(logits[-1])
+        states = torch.cat((states, out[:, -1:]), dim=1)
+        tokens = torch.cat((tokens, drafts[step + 1 : step + 2]))
+    return torch.stack(rows)
+
+
+def drafted(drafter: Eagle31Drafter, target: Any, ids: Tensor, drafts: Tensor, chunk: int = LENGTH) -> Tensor:
+    """The same of our session, which reads the prompt in chunks and keeps what it has read."""
+    session = DraftSession(drafter, batch_size=1, capacity=64, block=LENGTH)
+    with drafter.binding.capturing():
+        target(ids[None])
+        aux = drafter.binding.take_aux()
+    tokens = torch.cat((ids[1:], drafts[:1]))[None]
+    for start in range(0, len(ids), chunk):
+        part = slice(start, min(start + chunk, len(ids)))
+        session.absorb(tokens[:, part], aux[:, part], [part.stop - start])
+    state, rows = session.root, []
+    for step in range(DEPTH):
+        rows.append(state.logits[0, 0])
+        state = session.step(drafts[None, step + 1 : step + 2], state.feedback, after=step, depth=step)
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return target_with_head(request.param, folder), folder
+
+
+@needs_oracle
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(made):
+    target, folder = made
+    drafter = Eagle31Drafter.from_pretrained(folder, target=target)
+    reference = Reference(target, random_head(target, seed=0))
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 90, (LENGTH,), generator=generator)
+    drafts = torch.randint(3, 90, (DEPTH + 1,), generator=generator)
+    wanted = recursion(reference, target, ids, drafts)
+    for chunk in (LENGTH, 4):
+        torch.testing.assert_close(drafted(drafter, target, ids, drafts, chunk), wanted, atol=1e-5, rtol=1e-5)
+
+
+@needs_oracle
+@torch.inference_mode()
+@pytest.mark.parametrize("mistake", ["swapped", "raw state", "raw feedback", "not shifted", "first position", "zeroed"])
+def test_each_mistake_changes_logits(mistake, tmp_path, monkeypatch):
+    target = target_with_head("qwen3_5_text", tmp_path)
+    drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target)
+    reference = Reference(target, random_head(target, seed=0))
+    ids, drafts = torch.arange(20, 20 + LENGTH), torch.arange(40, 41 + DEPTH)
+    wanted = recursion(reference, target, ids, drafts)
+    first = 1  # draft that the mistake changes
+    if mistake == "swapped":
+        drafter.config.state_first = True
+    elif mistake == "raw feedback":
+        drafter.config.norm_output, first = False, 2
+    elif mistake == "raw state":
+        drafter.config.normed_state = False
+        drafter.attach(target)
+    elif mistake == "not shifted":
+        monkeypatch.setattr(drafter, "embed", lambda ids: drafter._embed_by_target(ids - 1))
+    elif mistake == "first position":
+        monkeypatch.setattr(DraftSession, "rotary_at", lambda self, _: self.rotary_depths(1))
+        first = 3
+    else:
+        monkeypatch.setattr(drafter, "embed", lambda ids: drafter._embed_by_target(ids) * (ids != 21)[..., None])
+    ours = drafted(drafter, target, ids, drafts)
+    off = (ours - wanted).abs().amax(-1)
+    assert (off[first - 1 :] > 1e-3).all(), off
+    assert (off[: first - 1] < 1e-5).all(), off

@@ -1,0 +1,137 @@
+"""Tiny targets with a random MTP head in their files, of each family whose heads can be read.
+
+The head's tensors are those of one of the target's own layers under the family's published names, so nothing here asks
+the package how a head is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from families import RECURRENT_FAMILIES
+from helpers import GROUPED, WINDOW, random_target, seeded
+
+SPARSE = {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+          "n_shared_experts": 1}  # fmt: skip
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+          "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(
+        **_hybrid("qwen3_5_text"), rope_parameters=_partial(0.5), mtp_num_hidden_layers=1
+    ),
+    "qwen3_5_moe_text": lambda: hf.Qwen3_5MoeTextConfig(
+        **_hybrid("qwen3_5_moe_text"), rope_parameters=_partial(0.5), mtp_num_hidden_layers=1
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**_hybrid("qwen3_next")),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **GROUPED, **SPARSE, first_k_dense_replace=1, rope_parameters=_partial(0.5), num_nextn_predict_layers=1
+    ),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(
+        **{**GROUPED, **SPARSE, **LATENT}, mlp_layer_types=["dense", *["sparse"] * 3], num_nextn_predict_layers=1
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **{**GROUPED, **SPARSE, **LATENT}, first_k_dense_replace=1, num_nextn_predict_layers=1
+    ),
+    "mellum": lambda: hf.MellumConfig(
+        **GROUPED, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, sliding_window=WINDOW,
+        layer_types=[FULL, SLIDING] * 2, mlp_layer_types=["sparse"] * 4, mtp_layer_types=[SLIDING],
+        mtp_mlp_layer_types=["sparse"], num_nextn_predict_layers=1,
+    ),
+    "exaone_moe": lambda: hf.ExaoneMoeConfig(
+        **GROUPED, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, n_group=1,
+        topk_group=1, sliding_window=WINDOW, layer_types=[SLIDING, FULL] * 2,
+        mlp_layer_types=["sparse", "sparse", "sparse", "dense"], num_nextn_predict_layers=1,
+    ),
+}  # fmt: skip
+
+FAMILIES = [name for name in CONFIGS if name in hf.CONFIG_MAPPING]
+"""Those that the installed transformers has."""
+
+QWEN_NAMES = {"fc": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm"}
+DEEPSEEK_NAMES = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}
+BY_LAYER = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+
+
+def _hybrid(family: str) -> dict[str, Any]:
+    """As these targets are published: recurrent layers first, and the last one attends to everything."""
+    return {**RECURRENT_FAMILIES[family], "layer_types": ["linear_attention", FULL] * 2}
+
+
+def _partial(share: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": share, "mrope_section": [2, 1, 1]}
+
+
+def target_with_head(family: str, folder: Path, seed: int = 0, *, alias: str = "", single_experts: bool = False) -> Any:
+    """Write a target of the family with a head into `folder`; the target as transformers reads it from there.
+
+    Args:
+        alias: what stands before the head's stored names.
+        single_experts: experts are stored one by one.
+    """
+    model = random_target(CONFIGS[family](), seed)
+    with seeded(seed + 1), torch.no_grad():
+        final = final_norm(model)
+        final.weight.add_(torch.randn_like(final.weight) * 0.3)  # even norms would hide raw states
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    head = {alias + name: tensor for name, tensor in stored_head(family, model, seed, single_experts).items()}
+    save_file({**stored, **head}, folder / "model.safetensors", metadata={"format": "pt"})
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def final_norm(model: Any) -> Any:
+    return model.get_decoder().norm
+
+
+def stored_head(family: str, model: Any, seed: int, single_experts: bool = False) -> dict[str, Tensor]:
+    """Tensors of a random head under the names that the family's files have."""
+    tensors = random_head(model, seed)
+    names = DEEPSEEK_NAMES if family in BY_LAYER else QWEN_NAMES
+    prefix = f"model.layers.{model.config.num_hidden_layers}." if family in BY_LAYER else "mtp."
+    of_layer = "" if family in BY_LAYER else "layers.0."
+    stored = {}
+    for name, tensor in _single(tensors) if single_experts else tensors.items():
+        part, _, rest = name.partition(".")
+        inner = f"{of_layer}{rest}" if part == "layer" else f"{names[part]}.{rest}"
+        stored[prefix + inner] = tensor.clone()
+    return stored
+
+
+def random_head(model: Any, seed: int) -> dict[str, Tensor]:
+    """`fc`, `enorm`, `hnorm`, `norm` and `layer` of a head beside `model`, shaped as its last layer is."""
+    layer = copy.deepcopy(model.get_decoder().layers[-1])
+    width = model.config.hidden_size
+    norm = final_norm(model)
+    with seeded(seed + 2), torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        tensors = {f"layer.{name}": tensor for name, tensor in layer.state_dict().items()}
+        tensors["fc.weight"] = torch.randn(width, 2 * width) * 0.15
+        for part in ("enorm", "hnorm", "norm"):
+            tensors[f"{part}.weight"] = norm.weight + torch.randn(width) * 0.3
+    return tensors
+
+
+def _single(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        place, _, kind = name.rpartition(".")
+        if not place.endswith(".experts") or tensor.dim() != 3:
+            yield name, tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            if kind == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                yield f"{place}.{number}.gate_proj.weight", gate
+                yield f"{place}.{number}.up_proj.weight", up
+            else:
+                yield f"{place}.{number}.{kind}.weight", matrix
