@@ -26,6 +26,20 @@ def test_number_of_assistant_tokens_is_honoured(loop: str) -> None:
         assert len(stats_of().drafted_at) == depth, "what the call asks for comes first"
 
 
+def test_transformers_default_is_honoured_where_it_is_asked_for() -> None:
+    """20 draft tokens, which `generate` fills in where nothing is set."""
+    drafter = drafter_of("llama")
+    for how in ({"num_assistant_tokens": 20}, {"generation_config": hf.GenerationConfig(num_assistant_tokens=20)}):
+        greedy("llama", one(), assistant_model=drafter, max_new_tokens=40, **how)
+        assert len(stats_of().drafted_at) == 20
+    with configured(drafter, num_assistant_tokens=3):
+        greedy("llama", one(), assistant_model=drafter, max_new_tokens=40)
+        assert len(stats_of().drafted_at) == 3
+        settings = hf.GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
+        drafter.binding.model.generate(**one(), generation_config=settings, assistant_model=drafter)
+        assert len(stats_of().drafted_at) == 3
+
+
 def test_trees_have_the_size_asked_for() -> None:
     with configured(drafter_of("llama"), num_assistant_tokens=3, draft_top_k=3, draft_tree_size=9) as drafter:
         greedy("llama", one(), assistant_model=drafter, max_new_tokens=8)

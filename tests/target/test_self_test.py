@@ -124,3 +124,23 @@ def test_a_forward_that_takes_no_positions_and_gives_all_logits(shape: dict[str,
         ):
             assert torch.equal(target.generate(**settings, assistant_model=eagle), plain)
         assert (eagle.stats.loop, "counts pads" in eagle.stats.reason) == (loop, loop == "plain")
+
+
+@pytest.mark.skipif(not hasattr(hf, "InklingTextConfig"), reason="of newer versions of transformers")
+def test_masks_under_names_of_its_own_are_named_in_the_reason() -> None:
+    """Inkling's layer types are not the names that it looks its masks up by."""
+    config = hf.InklingTextConfig(
+        **{name: value for name, value in GROUPED.items() if name != "sliding_window"}, swa_num_attention_heads=4,
+        swa_num_key_value_heads=2, swa_head_dim=16, sliding_window_size=512, d_rel=4, rel_extent=64,
+        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        layer_types=["hybrid_sliding", "hybrid"] * 2,
+    )  # fmt: skip
+    target = random_target(config)
+    eagle = random_drafter(target, aux_layers=[1, 2, 3])
+    inputs = {"input_ids": torch.tensor(random_prompts(1, seed=3))}
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(target.generate(**inputs, **how), target.generate(**inputs, assistant_model=eagle, **how))
+    assert eagle.stats is not None
+    assert eagle.stats.loop == "plain"
+    assert "looks for 'sliding_attention'" in eagle.stats.reason
+    assert "hybrid_sliding" in eagle.stats.reason

@@ -24,6 +24,7 @@ class StopRules:
         eos_ids: ids after which a row ends; empty if there are none.
         clocks: time limits, asked once per round.
         others: stop strings and custom criteria, asked after every token, as `generate` does.
+        of_the_caller: those of them that transformers does not ship, or not to end texts.
     """
 
     max_length: int
@@ -44,6 +45,10 @@ class StopRules:
             else:
                 rules.others.append(rule)
         return rules
+
+    @property
+    def of_the_caller(self) -> list[stock.StoppingCriteria]:
+        return [rule for rule in self.others if type(rule) is not stock.StopStringCriteria]
 
     def length_limit(self, length: int) -> int:
         """How many more tokens a row of `length` tokens may get."""

@@ -1,7 +1,7 @@
 """How `model.generate(..., assistant_model=eagle)` reaches our loops.
 
 `generate` prepares processors, criteria, streamer and masks, then calls the class's `_assisted_decoding`. We wrap that
-method on `GenerationMixin`, and two it calls on the way: a drafter of ours is served here (`routing` says by which
+method on `GenerationMixin`, and three it calls on the way: a drafter of ours is served here (`routing` says by which
 loop), any other assistant goes on to transformers. An assistant given by name is loaded first (`named_assistants`).
 """
 
@@ -22,6 +22,7 @@ from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
 from .call import Call
 from .changed_target import tell_of_changes
+from .draft_length import remember_draft_tokens
 from .named_assistants import load_named_assistant, teach_pipelines
 from .own_loop import write_own
 from .refusals import check_before_work
@@ -38,6 +39,7 @@ def install() -> None:
     if getattr(GenerationMixin._assisted_decoding, "_eagle31", False):
         return
     GenerationMixin._assisted_decoding = _dispatching(GenerationMixin._assisted_decoding)  # type: ignore[method-assign]
+    GenerationMixin._prepare_generation_config = _preparing(GenerationMixin._prepare_generation_config)  # type: ignore[method-assign]
     GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)  # type: ignore[method-assign]
     GenerationMixin._get_candidate_generator = _generating(GenerationMixin._get_candidate_generator)  # type: ignore[method-assign]
     teach_pipelines()
@@ -54,6 +56,16 @@ def _dispatching(stock: Callable) -> Callable:
 
     assisted_decoding._eagle31 = True  # type: ignore[attr-defined]
     return assisted_decoding
+
+
+def _preparing(stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def prepare_generation_config(self, generation_config, *args, **kwargs):
+        prepared, others = stock(self, generation_config, *args, **kwargs)
+        remember_draft_tokens(prepared, kwargs, generation_config, self.generation_config)
+        return prepared, others
+
+    return prepare_generation_config
 
 
 def _validating(stock: Callable) -> Callable:

@@ -116,6 +116,13 @@ def _rotations_that_change(call: Call) -> str | None:
     )
 
 
+def _more_positions_than_there_are(call: Call) -> str | None:
+    most = call.drafter.binding.most_positions
+    if most is None or call.longest_text <= most:
+        return None
+    return f"the text may come to {call.longest_text} tokens, and the target has {most} positions"
+
+
 def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
     """Rows of a batch are drafted as far as the one that has most to write; graphs look deeper than a text's end."""
     binding, settings = call.drafter.binding, call.drafter.generation_config
@@ -149,11 +156,18 @@ def _chunks_that_begin_anew(call: Call) -> str | None:
     return "the target's states begin anew with every chunk of prefill_chunk_size, and our loop reads its prompts whole"
 
 
-def _processors_of_a_batch(call: Call) -> str | None:
-    names = call.processing.bound_to_the_batch
-    if call.batch_size == 1 or not names:
+def _what_sees_a_batch_as_one(call: Call) -> str | None:
+    """Plain decoding shows all rows at once to processors, criteria and streamers, token by token."""
+    if call.batch_size == 1:
         return None
-    return f"{', '.join(names)} may keep one state for all rows of a batch"
+    if names := call.processing.bound_to_the_batch:
+        return f"{', '.join(names)} may keep one state for all rows of a batch"
+    if criteria := call.rules.of_the_caller:
+        names = [getattr(rule, "__name__", type(rule).__name__) for rule in criteria]
+        return f"{', '.join(names)} may end a row of the batch by what other rows hold"
+    if call.streamer is not None and not getattr(call.streamer, "takes_rows_apart", False):
+        return f"{type(call.streamer).__name__} is shown all rows of the batch at once, token by token"
+    return None
 
 
 AGAINST_OWN: tuple[Objection, ...] = (
@@ -162,13 +176,14 @@ AGAINST_OWN: tuple[Objection, ...] = (
     why_no_draft,
     _attention_of_its_own,
     _rotations_that_change,
+    _more_positions_than_there_are,
     _drafts_beyond_what_rotates_alike,
     _target_without_trees,
     _foreign_cache,
     why_not_our_loop,
     _pads_that_are_counted,
     _chunks_that_begin_anew,
-    _processors_of_a_batch,
+    _what_sees_a_batch_as_one,
     why_not_continued,
 )
 

@@ -27,7 +27,8 @@ def write_plain(call: Call, stats: SpeculationStats) -> Any:
     """What `generate` writes without a drafter; a prompt that is read in pieces would be rotated in several ways."""
     if call.may_rotate_otherwise:
         call.generation_config.prefill_chunk_size = None
-    counting = CountingCriteria(call.stopping_criteria, rows_wait=bool(call.rules.eos_ids))
+    rows_wait = any(hasattr(rule, "eos_token_id") for rule in call.stopping_criteria)  # as `_sample` has it
+    counting = CountingCriteria(call.stopping_criteria, rows_wait=rows_wait)
     output: Any = GenerationMixin._sample(
         call.model,
         call.input_ids,  # type: ignore[arg-type]

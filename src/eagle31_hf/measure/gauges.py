@@ -22,6 +22,8 @@ RAPL = Path("/sys/class/powercap")
 class TokenClock(BaseStreamer):
     """A `generate` streamer that notes when tokens are handed out, and how many at once."""
 
+    takes_rows_apart = True  # of a batch: a row's block of tokens each time, as our loop writes them
+
     def __init__(self) -> None:
         self.arrivals: list[tuple[float, int]] = []
         self._prompt_seen = False

@@ -293,6 +293,11 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
         )
     if binding.batch_unsupported_reason:
         settings = replace(settings, max_rows=1)
+    if binding.most_positions is not None and binding.most_positions < settings.context:
+        logger.warning(
+            "eagle31: texts of up to %d tokens are served: the target's positions end", binding.most_positions
+        )
+        settings = replace(settings, context=binding.most_positions)
     limit = binding.rotates_alike_up_to
     if limit is None:
         return settings

@@ -25,7 +25,7 @@ from .grouped_attention import GROUPED, attending_grouped
 from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
 from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
-from .rotation import rotates_alike_up_to, rotations_left_alone
+from .rotation import most_positions, rotates_alike_up_to, rotations_left_alone
 from .shared_changes import CHANGES, leave_cudnn_out
 from .taps import HiddenStateTaps
 
@@ -78,6 +78,7 @@ class TargetBinding:
         self.compute_dtype: torch.dtype = self.model.dtype
         self.masks_by_type: bool | None = None  # what the cache makes of the config; the self-test may know better
         self.rotates_alike_up_to = rotates_alike_up_to(_decoder_of(self.model))  # tokens; `None`: any text
+        self.most_positions = most_positions(_decoder_of(self.model), self.text_config)  # `None`: no end to them
         self.batch_unsupported_reason = ""  # the same of batches
         self.padding_unsupported_reason = ""  # the same of prompts with pads
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
@@ -187,6 +188,8 @@ class TargetBinding:
             logits_to_keep: as in transformers: 0 all, n the last n, or a 1-D tensor of columns. Tokens all of whose
                 logits are wanted are being verified: each is computed as a forward of its own would.
         """
+        if self.most_positions is not None:  # drafts behind a row's end may lie behind the last one
+            position_ids = position_ids.clamp(max=self.most_positions - 1)
         verifies = isinstance(logits_to_keep, int) and logits_to_keep == 0
         apart = self.one_token_arithmetic.active() if verifies and self.one_token_arithmetic else nullcontext()
         with self.taps.turns(), apart:

@@ -1,39 +1,52 @@
-"""Does what rotates a position depend on the longest position of a forward? Asked of the rotary modules, by trying.
+"""Up to which length a text's positions mean the same: by rope types that go by it, and by tables that end.
 
-So it is with rope types "longrope" (Phi-3 with 128k) and "dynamic": up to some length all positions are rotated one
-way, behind it another. A text is then another one if it is read in other pieces than plain `generate` reads it.
+With rope types "longrope" (Phi-3 with 128k) and "dynamic" all positions of a forward are rotated by its longest one: up
+to some length one way, behind it another. A text is then another one if it is read in other pieces than plain
+`generate` reads it.
 """
 
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import product
+from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-LONGEST_TRIED = 2**24
-"""Tokens. What changes beyond nobody reaches."""
+from torch import nn
 
 ALIKE_AT_ANY_LENGTH = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
-"""Rope types whose frequencies are fixed: asked where a module cannot be tried."""
+"""Rope types whose frequencies are fixed."""
+
+OFFSETS = 8
+"""Most entries of a table that come before position 0 (OPT: 2)."""
 
 
-@torch.no_grad()
 def rotates_alike_up_to(decoder: nn.Module) -> int | None:
     """Tokens of a text up to which its length makes no difference to any position; `None`: however long it is.
 
     Args:
         decoder: the part of a model that reads text.
 
-    0: what rotates could not be found out. The modules are left as they are.
+    0: a rope type that is not known.
     """
-    limits = [_limit(module) for module in _of_each_kind(_rotary_modules(decoder))]
+    limits = [_limit(module, kind, of) for module in _rotary_modules(decoder) for of, kind in _types(module).items()]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def most_positions(decoder: nn.Module, config: Any) -> int | None:
+    """Positions in a decoder's table, learned ones (GPT-2, OPT) or sines (GPT-J); `None`: it has none.
+
+    Args:
+        decoder: the part of a model that reads text.
+        config: of that part.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return None
+    named = chain(decoder.named_parameters(), decoder.named_buffers())
+    tables = [held for name, held in named if held.dim() == 2 and ("wpe" in name or "pos" in name)]
+    return longest if any(longest <= len(table) <= longest + OFFSETS for table in tables) else None
 
 
 @contextmanager
@@ -58,53 +71,22 @@ def _rotary_modules(decoder: nn.Module) -> list[nn.Module]:
     return [module for module in decoder.modules() if any(name.endswith("inv_freq") for name in module._buffers)]
 
 
-def _of_each_kind(modules: list[nn.Module]) -> list[nn.Module]:
-    """Of many that are alike, one."""
-    found: dict[Any, nn.Module] = {}
-    for module in modules:
-        found.setdefault((type(module), id(getattr(module, "config", module)), str(_types(module))), module)
-    return list(found.values())
+def _types(module: nn.Module) -> dict[str | None, str]:
+    """Rope types of a module, by the layer types that it tells apart."""
+    kind = getattr(module, "rope_type", "default")
+    return {of: str(each) for of, each in kind.items()} if isinstance(kind, Mapping) else {None: str(kind)}
 
 
-def _limit(module: nn.Module) -> int | None:
-    """Positions go in along one axis or three; some modules are asked by layer type."""
-    by_type = getattr(module, "rope_type", None)
-    typed = [list(by_type)] if isinstance(by_type, Mapping) and by_type else []
-    for axes, layer_types in product((1, 3), (*typed, [None])):
-        try:
-            limits = [_first_longer(module, layer_type, axes) for layer_type in layer_types]
-        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError):
-            continue  # it wants to be called in another way
-        return min((limit for limit in limits if limit is not None), default=None)
-    return None if set(_types(module)) <= ALIKE_AT_ANY_LENGTH else 0
-
-
-def _first_longer(module: nn.Module, layer_type: str | None, axes: int) -> int | None:
-    """By doubling, then by halving: from which length on position 1 is rotated otherwise, in tokens that may be had."""
-    short = _angles(module, 1, layer_type, axes=axes)
-
-    def differs(longest: int) -> bool:
-        return not _same(short, _angles(module, longest, layer_type, axes=axes))
-
-    longer = 2
-    while not differs(longer):
-        longer *= 2
-        if longer > LONGEST_TRIED:
-            return None
-    return bisect_left(range(longer), True, lo=longer // 2 + 1, key=differs)  # positions 0 to one less
-
-
-def _angles(module: nn.Module, longest: int, layer_type: str | None, *, axes: int) -> list[Tensor]:
-    """What position 1 is rotated by in a forward whose longest position is `longest`."""
-    twin = _twin(module)
-    device = next(buffer.device for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq"))
-    positions = torch.tensor([[1, longest]], device=device)
-    if axes > 1:
-        positions = positions.expand(axes, 1, 2)
-    states = torch.zeros(1, 2, 2, device=device)  # says dtype and device
-    out = twin(states, positions) if layer_type is None else twin(states, positions, layer_type)
-    parts = out if isinstance(out, tuple) else (out,)
-    return [part[..., 0, :] for part in parts]
+def _limit(module: Any, kind: str, layer_type: str | None) -> int | None:
+    if kind in ALIKE_AT_ANY_LENGTH:
+        return None
+    if "dynamic" in kind:
+        return module.original_max_seq_len
+    if kind != "longrope":
+        return 0
+    config = module.config
+    fields = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    return fields.get("original_max_position_embeddings") or config.original_max_position_embeddings
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -113,12 +95,3 @@ def _twin(module: nn.Module) -> nn.Module:
     twin.__dict__ = dict(module.__dict__)
     twin._buffers = {name: None if held is None else held.clone() for name, held in module._buffers.items()}
     return twin
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def _types(module: nn.Module) -> list[str]:
-    told = getattr(module, "rope_type", "default")
-    return [str(each) for each in told.values()] if isinstance(told, Mapping) else [str(told)]

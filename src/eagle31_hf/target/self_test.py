@@ -61,6 +61,9 @@ def _why_wrong(binding: TargetBinding, error_of: Callable[[], float]) -> str:
     """What is wrong with what is tried: it fails, or gives other logits; empty if nothing is."""
     try:
         error = error_of()
+    except KeyError as failure:
+        kinds = sorted(set(getattr(binding.text_config, "layer_types", None) or ()))
+        return f"its forward looks for {failure}, which we do not hand on; its config names layers of types {kinds}"
     except FAILURES as failure:
         return named_line(failure)
     return "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
