@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from chat_rows import CHAT, chat
-from compare_eagle3_and_31 import settings_of_further_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
 from eagle31_hf.training.data.regeneration import RegenerationSettings, _batches, _temperature, regenerate, with_keys
-from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.setup import resolve
 
@@ -119,23 +114,3 @@ def test_contexts_that_are_too_long_are_left_out(tmp_path: Path, target, tokeniz
     told = TrainingSettings(target="t", prompts=("x.jsonl",), out=tmp_path, regenerate="some")
     with pytest.raises(ConfigurationError, match="regenerate is 'some'"):
         told.check()
-
-
-def test_further_runs_read_what_the_first_let_the_target_write(tmp_path: Path, target, tokenizer) -> None:
-    rows, judged = tmp_path / "rows.jsonl", tmp_path / "judged.jsonl"
-    rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(6)))
-    judged.write_text(json.dumps({"id": "j", "conversations": CHAT[:2]}))
-    told = TrainingSettings(
-        target=str(target_path()), prompts=(str(rows),), held_out=(str(judged),), out=tmp_path / "out", max_rows=5,
-        regenerate="last", max_new_tokens=4, max_length=64,
-    )  # fmt: skip
-    preparation = Preparation(resolve(told, target), target, tokenizer, Console(file=io.StringIO()))
-    written = preparation.read_texts().documents.documents
-    further = settings_of_further_runs(preparation.settings)
-    assert further == replace(preparation.settings, prompts=further.prompts, regenerate="none", max_rows=None)
-    again = Preparation(further, target, tokenizer, Console(file=io.StringIO()))
-    read = again.read_texts().documents.documents
-    # In the order of the file, which is that of the batches.
-    assert sorted(document.input_ids for document in read) == sorted(document.input_ids for document in written)
-    assert len(read) == 5
-    assert settings_of_further_runs(further) is further

@@ -18,7 +18,7 @@ from eagle31_hf.training.distillation.evaluation import EvaluationPrompt, Evalua
 from eagle31_hf.training.plan import LEARNED_ACCEPTANCE, StagePlan, TrainingPlan, time_measurement
 from eagle31_hf.training.record import command_line, learning_curve
 from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
-from eagle31_hf.training.stopping import describe_kept, telling_what_is_kept
+from eagle31_hf.training.stopping import StopRequest, describe_kept, telling_what_is_kept
 
 
 def write_checkpoint(folder: Path, step: int, log_history: list[dict[str, float]] | None = None) -> None:
@@ -51,7 +51,8 @@ def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: ty
     interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     before = signal.getsignal(signal.SIGTERM)
     written = io.StringIO()
-    with pytest.raises(raised), telling_what_is_kept(out, Console(file=written)):
+    console = Console(file=written)
+    with pytest.raises(raised), telling_what_is_kept(out, console, StopRequest(console)):
         signal.raise_signal(number)
     signal.signal(signal.SIGINT, interrupted)
     assert written.getvalue().startswith(f"stopped; kept in {out}: 2 self-written prompts")
@@ -61,7 +62,8 @@ def test_a_stopped_run_tells_what_it_has_kept(out: Path, number: int, raised: ty
 
 def test_a_run_that_has_kept_nothing_says_so(tmp_path: Path) -> None:
     written = io.StringIO()
-    with pytest.raises(SystemExit), telling_what_is_kept(tmp_path, Console(file=written)):
+    console = Console(file=written)
+    with pytest.raises(SystemExit), telling_what_is_kept(tmp_path, console, StopRequest(console)):
         signal.raise_signal(signal.SIGTERM)
     assert written.getvalue() == "stopped; nothing was kept yet\n"
 

@@ -6,22 +6,22 @@ import dataclasses
 import io
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from tiny_training import DRAFT_VOCABULARY, ROW, VOCABULARY, make_documents, make_drafter, make_target
-from transformers import TrainingArguments
+from tiny_training import DRAFT_VOCABULARY, ROW, make_documents, make_drafter, make_target
+from transformers import TrainerCallback, TrainingArguments
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.errors import TrainingError
 from eagle31_hf.stats import Acceptance
 from eagle31_hf.training import setup
 from eagle31_hf.training.data.packing import PackedDocuments
 from eagle31_hf.training.data.regeneration import require_disk
-from eagle31_hf.training.data.vocabulary import DraftVocabulary
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt, EvaluationSettings
 from eagle31_hf.training.distillation.known_texts import (
     KnownTexts,
@@ -35,6 +35,7 @@ from eagle31_hf.training.distillation.trainer import DistillationTrainer, last_c
 from eagle31_hf.training.distillation.training_model import DistillationModel
 from eagle31_hf.training.progress import LiveProgress
 from eagle31_hf.training.settings import DistillationSettings, TrainingSettings
+from eagle31_hf.training.stopping import StopRequest, telling_what_is_kept
 from eagle31_hf.training.train import leave_process_group
 from warm_processes import finish, start_group
 
@@ -300,15 +301,44 @@ def test_mixed_precision_is_for_processors_that_are_faster_with_it(
     assert not setup.multiplies_bfloat16(torch.device("mps"))
 
 
-def test_a_fresh_drafter_of_another_shape() -> None:
-    told = TrainingSettings("target", ("rows.jsonl",), Path("out"), layers=3, heads=6, intermediate_size=40)
-    told.check()
-    drafter = setup.fresh_drafter(make_target(), DraftVocabulary(torch.arange(20), VOCABULARY), **told.form)
-    config = drafter.config
-    assert (len(drafter.layers), config.num_attention_heads, config.num_key_value_heads) == (3, 6, 2)
-    assert config.intermediate_size == 40
-    with pytest.raises(ConfigurationError, match="which has its shape already"):
-        dataclasses.replace(told, drafter="one", heads=None, intermediate_size=None).check()
+class Signalled(TrainerCallback):
+    """A signal comes within a step."""
+
+    def __init__(self, number: int, step: int):
+        self.number, self.step = number, step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+    whole = make_trainer(tmp_path / "whole", steps=5)
+    whole.train()
+    trainer, written = make_trainer(tmp_path / "stopped", steps=5), io.StringIO()
+    stop = StopRequest(Console(file=written))
+    for callback in (stop, Signalled(number, step=2)):
+        trainer.add_callback(callback)
+    with telling_what_is_kept(tmp_path, Console(file=written), stop):
+        trainer.train()
+    with pytest.raises(SystemExit if number == signal.SIGTERM else KeyboardInterrupt):
+        stop.leave()
+    assert last_checkpoint(tmp_path / "stopped") == tmp_path / "stopped" / "checkpoint-3", "no multiple of save_steps"
+    assert "stopping behind this step" in written.getvalue()
+    resumed = make_trainer(tmp_path / "stopped", steps=5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
+    assert losses_of(resumed) == losses_of(whole)
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, steps=5)
+    stop = StopRequest(Console(file=io.StringIO()))
+    for callback in (stop, Signalled(signal.SIGTERM, 2), Signalled(signal.SIGTERM, 2)):
+        trainer.add_callback(callback)
+    with pytest.raises(SystemExit), telling_what_is_kept(tmp_path, Console(file=io.StringIO()), stop):
+        trainer.train()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
 
 
 def test_too_little_disk_is_said_before_writing(tmp_path: Path, monkeypatch) -> None:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import PartialState
 from chat_rows import CHAT
 from rich.console import Console
+from tiny_training import make_drafter, make_target
+from transformers import BitsAndBytesConfig
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.demo import target_path
-from eagle31_hf.errors import ConfigurationError, TrainingError
+from eagle31_hf.demo import drafter_path, target_path
+from eagle31_hf.errors import ConfigurationError, Eagle31Error, TrainingError
 from eagle31_hf.target import loading
 from eagle31_hf.training import train
 from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
+from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
+from eagle31_hf.training.stopping import StopRequest
 from eagle31_hf.training.train import train_drafter
 from hub_stand_in import StandInHub
 from warm_processes import finish, start_group
@@ -38,7 +44,6 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
         max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
         stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit",
-        heads=2, intermediate_size=64,
     )  # fmt: skip
     report = train_drafter(told)
     assert [stage.name for stage in report.stages] == ["stage1", "stage2"]
@@ -47,8 +52,6 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert drafter.dtype == torch.bfloat16
     assert drafter.config.is_eagle31
     assert drafter.config.draft_vocab_size == 256
-    assert (drafter.config.num_attention_heads, drafter.config.intermediate_size) == (2, 64)
-    assert 2 % drafter.config.num_key_value_heads == 0
     card = (told.out / "README.md").read_text()
     assert all(
         word in card for word in ("vllm serve", "sglang", "stage1", "stage2", "assistant_model", "without a drafter")
@@ -62,12 +65,23 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     uploaded = hub.repositories["owner/drafter"].files
     assert {name: (told.out / name).read_bytes() for name in uploaded} == uploaded
     assert set(uploaded) == {"README.md", "config.json", "model.safetensors", "training_report.json"}
-    with pytest.raises(TrainingError, match="earlier run"):
+    with pytest.raises(TrainingError, match=r"holds an earlier run .*go on with --resume, begin anew with --fresh"):
         train_drafter(told)
     shutil.rmtree(told.out / "stage2")
     again = train_drafter(replace(told, resume=True))
     assert again.stages[0] == report.stages[0]  # finished before: not trained again
     assert again.stages[1] == report.stages[1]  # trained again from the same drafter, data and seed
+    weights = (told.out / "model.safetensors").read_bytes()
+    fewer = train_drafter(replace(told, resume=True, max_steps=2, push=None))
+    assert fewer.stages == report.stages
+    assert (told.out / "model.safetensors").read_bytes() == weights
+    assert json.loads((told.out / "training_report.json").read_text())["recipe"]["max_steps"] == "4"
+    more = train_drafter(replace(told, resume=True, max_steps=6, push=None))
+    assert [stage.steps for stage in more.stages] == [3, 3]
+    assert (told.out / "model.safetensors").read_bytes() != weights
+    assert json.loads((told.out / "training_report.json").read_text())["recipe"]["max_steps"] == "6"
+    anew = train_drafter(replace(told, fresh=True, push=None))
+    assert anew.stages == report.stages
 
 
 def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
@@ -75,17 +89,49 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_drafter(told)
     senseless = {"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}, {"reward": "chain"}
-    shapes = {"layers": 0}, {"heads": 2, "drafter": "one that has its form"}
+    shapes = {"layers": 0}, {"heads": 2, "drafter": "one that has its form"}, {"resume": True, "fresh": True}
     for wrong in (*senseless, *shapes, {"dtype": "fp64"}, {"device": "gpu"}):
         with pytest.raises(ConfigurationError):
             train_drafter(replace(told, **wrong))
+
+
+def misfitting(folder: Path) -> dict[str, object]:
+    """A drafter of a target of another width."""
+    make_drafter(make_target()).save_pretrained(folder)
+    return {"drafter": str(folder)}
+
+
+def packed(folder: Path) -> dict[str, object]:
+    packing = BitsAndBytesConfig(load_in_8bit=True)
+    Eagle31Drafter.from_pretrained(drafter_path(), quantization_config=packing).save_pretrained(folder)
+    return {"drafter": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (misfitting, "hidden"),
+        (packed, "packed weights cannot be trained: start from the drafter it was packed from"),
+        (lambda folder: {"draft_vocab_size": 99_999}, "draft_vocab_size"),
+    ],
+    ids=["misfitting", "packed", "too many tokens"],
+)
+def test_a_drafter_that_cannot_be_trained_is_refused_before_the_target_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], dict[str, Any]], message: str
+) -> None:
+    monkeypatch.setattr(Preparation, "read_texts", lambda self: pytest.fail("the target writes for hours"))
+    told = TrainingSettings(
+        target=str(target_path()), prompts=("self:9",), out=tmp_path / "out", device="cpu", dtype="float32"
+    )
+    with pytest.raises(Eagle31Error, match=message):
+        train_drafter(replace(told, **make(tmp_path / "start")))
 
 
 def test_where_known_texts_cannot_tell_generate_does(tmp_path: Path, target, tokenizer, drafter, monkeypatch) -> None:
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path, eval_new_tokens=4)
     written = io.StringIO()
     PartialState(cpu=True)
-    run = train._Run(told, target, tokenizer, Console(file=written))
+    run = train._Run(told, target, tokenizer, Console(file=written), StopRequest(Console(file=written)))
     run.bf16, run.known = False, []
     run.prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
     known = run._known_texts(drafter)

@@ -25,15 +25,21 @@ from .data.prompt_sieve import PromptSieve
 from .data.regeneration import disk_bytes, regenerate
 from .data.rendering import Document, Documents, render_documents
 from .data.self_prompts import SOURCE, SelfPromptSettings, self_prompt_count, write_prompts
-from .data.vocabulary import DraftVocabulary, build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
+from .data.vocabulary import (
+    VOCABULARY_FILE,
+    DraftVocabulary,
+    build_vocabulary,
+    check_vocabulary,
+    count_supervised,
+    read_vocabulary,
+)
 from .distillation.evaluation import EvaluationPrompt, evaluation_prompts
 from .distillation.features import StoredFeatures
 from .progress import Counting, say
 from .settings import ResolvedSettings
-from .setup import fresh_drafter
+from .setup import set_vocabulary
 
 HELD_OUT_ROWS = 64
-VOCABULARY_FILE = "draft_vocabulary.json"
 
 
 @dataclass(frozen=True)
@@ -140,11 +146,18 @@ class Preparation:
         by_id = {conversation.id: conversation for conversation in gather_object(written)}
         return [by_id[conversation.id] for conversation in conversations if conversation.id in by_id]
 
-    def make_drafter(self, documents: list[Document]) -> tuple[Eagle31Drafter, float]:
-        """A fresh drafter whose head is the target's rows, or the one named; float32, attached. And its coverage."""
+    def make_drafter(self) -> Eagle31Drafter:
+        """The drafter named, or a fresh one whose draft vocabulary is still to be set; float32, attached.
+
+        It is made before the target writes for hours: what does not fit shall not cost that.
+        """
         settings = self.settings
-        counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
-        if settings.drafter is not None:
+        if settings.drafter is None:
+            drafter = Eagle31Drafter.from_target(
+                self.target, draft_vocab_size=settings.draft_vocab_size, **settings.form
+            )
+            drafter.float()
+        else:
             checkpoint = read_checkpoint(settings.drafter, dtype=torch.float32)
             if checkpoint.scheme is not None:
                 raise TrainingError(
@@ -157,14 +170,19 @@ class Preparation:
             path = settings.out / VOCABULARY_FILE
             if path.exists():
                 check_vocabulary(read_vocabulary(path), drafter.draft_ids, drafter.config.vocab_size, str(path))
-        else:
-            drafter = fresh_drafter(self.target, self._vocabulary(counts), **settings.form)
         drafter.requires_grad_(True)
         if drafter.embed_tokens is not None:  # it stays the target's
             drafter.embed_tokens.requires_grad_(False)
+        return drafter.train()
+
+    def cover(self, drafter: Eagle31Drafter, documents: list[Document]) -> float:
+        """Share of the supervised tokens that can be drafted; a fresh drafter's vocabulary is chosen by them."""
+        counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
+        if self.settings.drafter is None:
+            set_vocabulary(drafter, self.target, self._vocabulary(counts))
         ids = drafter.draft_ids
         covered = counts if ids is None else counts[ids.cpu()]
-        return drafter.train(), int(covered.sum()) / max(1, int(counts.sum()))
+        return int(covered.sum()) / max(1, int(counts.sum()))
 
     def _vocabulary(self, counts: torch.Tensor) -> DraftVocabulary:
         """Built once and kept: the head's rows are tied to it."""

@@ -14,7 +14,7 @@ from .distillation.trainer import last_checkpoint
 from .settings import ResolvedSettings, TrainingSettings
 
 PACKAGES = ("torch", "transformers")
-_OF_ONE_MACHINE = ("resume", "device", "push", "report_to")
+_OF_ONE_MACHINE = ("resume", "fresh", "device", "push", "report_to")
 _TOLD_ELSEWHERE = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
 _GONE = ("reward",)
 

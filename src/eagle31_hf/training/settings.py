@@ -65,6 +65,7 @@ class TrainingSettings:
         "1", STEPS, "1 (distillation), 2 (expected acceptance, on a trained drafter; not shown to pay) or both"
     )
     resume: bool = _option(False, RESULT, "go on with what a run has left in the folder")
+    fresh: bool = _option(False, RESULT, "remove what a run has left in the folder, and begin anew")
     drafter: str | None = _option(None, DRAFTER, "start from this drafter (folder or Hub id) instead of a fresh one")
     held_out: tuple[str, ...] = _option(
         (), MEASURING, "prompts to measure acceptance on, as --prompts names them; default: 64 rows kept from those"
@@ -173,6 +174,8 @@ class TrainingSettings:
                 raise ConfigurationError(f"temperature is {temperature}; wanted 0 (greedy) or more")
         if not self.prompts:
             raise ConfigurationError("no prompts given; name a JSONL file, a folder of them or a Hub data set")
+        if self.resume and self.fresh:
+            raise ConfigurationError("resume and fresh exclude each other; give one")
         if self.push is not None and not self.license:
             raise ConfigurationError(
                 f"push is {self.push!r} without a license; a published card must state one, e.g. license='apache-2.0'"
@@ -199,7 +202,7 @@ class TrainingSettings:
             )
 
     @property
-    def form(self) -> dict[str, int]:
+    def form(self) -> dict[str, Any]:
         """Fields of `Eagle31Config` in which a fresh drafter shall differ from a layer of its target."""
         told = {
             "num_hidden_layers": self.layers,

@@ -94,14 +94,8 @@ def resolve(settings: TrainingSettings, target: PreTrainedModel) -> ResolvedSett
     return ResolvedSettings(**{**told, **left_open})
 
 
-def fresh_drafter(target: PreTrainedModel, vocabulary: DraftVocabulary, **form: Any) -> Eagle31Drafter:
-    """An untrained float32 drafter whose head holds the target's own rows for the draft vocabulary.
-
-    Args:
-        form: fields of `Eagle31Config` that shall differ from the EAGLE 3.1 form.
-    """
-    drafter = Eagle31Drafter.from_target(target, draft_vocab_size=len(vocabulary.ids), **form)
-    drafter.float()
+def set_vocabulary(drafter: Eagle31Drafter, target: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
+    """Give the head of a fresh drafter the target's own rows for the draft vocabulary."""
     if len(vocabulary.ids) < drafter.config.vocab_size:
         drafter.d2t.copy_(vocabulary.d2t)
         drafter._draft_ids = None
@@ -110,4 +104,3 @@ def fresh_drafter(target: PreTrainedModel, vocabulary: DraftVocabulary, **form: 
     if drafter.lm_head is not None and weight.is_floating_point():
         with torch.no_grad():
             drafter.lm_head.weight.copy_(weight[vocabulary.ids.to(weight.device)])
-    return drafter

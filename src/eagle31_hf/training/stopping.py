@@ -1,7 +1,12 @@
-"""A run that is stopped from outside: what it has kept is told, and how to go on. A resumed one says what it found."""
+"""A run that is stopped from outside keeps what it has learnt and says how to go on; a resumed one says what it found.
+
+While steps are done, SIGTERM and Ctrl-C end the run behind the step with a checkpoint; at other times, or sent twice,
+at once.
+"""
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import TrainerCallback
 
+from .data.vocabulary import VOCABULARY_FILE
 from .distillation.trainer import last_checkpoint
 from .progress import say
 
@@ -39,17 +46,64 @@ def _lines(folder: Path, names: str) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob(names))
 
 
+def remove_run(out: Path) -> None:
+    """Remove texts, vocabulary and checkpoints that an earlier run has left in its folder."""
+    for folder in (out / "data", out / "features", *out.glob("stage*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    (out / VOCABULARY_FILE).unlink(missing_ok=True)
+
+
+class StopRequest(TrainerCallback):
+    """SIGTERM or Ctrl-C, which a trainer answers behind its step.
+
+    Args:
+        waits: whether steps are finished; of several processes each hears signals at another step, so none waits.
+    """
+
+    def __init__(self, console: Console, *, waits: bool = True):
+        self._console, self._waits = console, waits
+        self._steps = False  # whether steps are being done
+        self.number: int | None = None  # of the signal that came while they were
+
+    def hear(self, number: int, frame: Any = None) -> None:
+        """Handler of the signals."""
+        if not (self._steps and self._waits and self.number is None):
+            self.number = number
+            self.leave()
+        self.number = number
+        say(self._console, "stopping behind this step, with a checkpoint; once more stops at once")
+
+    def leave(self) -> None:
+        """End the program if a signal came."""
+        if self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.number is not None:
+            raise SystemExit(128 + self.number)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.number is not None:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps = False
+
+
 @contextmanager
-def telling_what_is_kept(out: Path, console: Console) -> Iterator[None]:
-    """Within, SIGTERM and Ctrl-C end the run with a line that says what it has kept.
+def telling_what_is_kept(out: Path, console: Console, stop: StopRequest) -> Iterator[None]:
+    """Within, SIGTERM and Ctrl-C go to `stop`, and a run that they end says what it has kept.
 
     Raises:
         SystemExit: SIGTERM came; its code is 128 and the signal's number, as shells count.
     """
-    before = signal.getsignal(signal.SIGTERM)
     listens = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     if listens:
-        signal.signal(signal.SIGTERM, _leave)
+        for number in before:
+            signal.signal(number, stop.hear)
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -59,8 +113,5 @@ def telling_what_is_kept(out: Path, console: Console) -> Iterator[None]:
         raise
     finally:
         if listens:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
+            for number, handler in before.items():
+                signal.signal(number, handler)

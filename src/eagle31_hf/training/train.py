@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ from .progress import Counting, LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
 from .setup import load_target, multiplies_bfloat16, precision_of_result, resolve
-from .stopping import RESULT_FILE, describe_kept, telling_what_is_kept
+from .stopping import RESULT_FILE, StopRequest, describe_kept, remove_run, telling_what_is_kept
 from .text_model import TextModel, require_written
 
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
@@ -131,18 +132,24 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
     out = settings.out
     if settings.resume and not out.is_dir():
         raise TrainingError(f"nothing to resume: there is no folder {out}; start without resume")
-    if not settings.resume and out.is_dir() and any(out.glob("stage*/checkpoint-*")):
-        raise TrainingError(f"{out} holds the checkpoints of an earlier run; resume it, or name another folder")
+    kept = describe_kept(out)
     if settings.resume:
-        say(console, f"resuming  {describe_kept(out) or 'an empty folder'}")
+        say(console, f"resuming  {kept or 'an empty folder'}")
+    elif kept and not settings.fresh:
+        raise TrainingError(
+            f"{out} holds an earlier run ({kept}); go on with --resume, begin anew with --fresh, or name another folder"
+        )
+    elif is_first_process():
+        remove_run(out)
     if settings.drafter is not None:
-        inspect_checkpoint(settings.drafter)  # what cannot be read should not cost the texts that are written first
+        inspect_checkpoint(settings.drafter)  # before a large target is loaded
     set_seed(settings.seed)
-    with telling_what_is_kept(out, console), warnings.catch_warnings():
+    stop = StopRequest(console, waits=os.environ.get("WORLD_SIZE", "1") == "1")
+    with telling_what_is_kept(out, console, stop), warnings.catch_warnings():
         # Norms of a float32 drafter read bfloat16 under autocast: a slower kernel, but of a small part of the work.
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         target, tokenizer = load_target(settings)
-        report = _Run(settings, target, tokenizer, console).execute()
+        report = _Run(settings, target, tokenizer, console, stop).execute()
     leave_process_group()
     return report
 
@@ -154,7 +161,9 @@ class _Run:
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
+        stop: StopRequest,
     ):
+        self.stop = stop
         self.told, self.settings = told, resolve(told, target)
         self.precision = precision_of_result(told, target)
         self.target, self.tokenizer, self.console = target, tokenizer, console
@@ -167,9 +176,10 @@ class _Run:
         preparation = Preparation(settings, self.target, self.tokenizer, self.console)
         # After the processes have met, which all take the first one's answer.
         self.bf16 = self.target.dtype == torch.bfloat16 and multiplies_bfloat16(self.target.device)
+        drafter = preparation.make_drafter()
         data = preparation.read_texts()
         documents, self.prompts = data.documents.documents, data.prompts
-        drafter, coverage = preparation.make_drafter(documents)
+        coverage = preparation.cover(drafter, documents)
         self.dataset: Any = preparation.make_dataset(drafter, documents)
         if settings.stage != "1":
             require_written(documents, f"stage is {settings.stage!r}")
@@ -179,6 +189,7 @@ class _Run:
         plan = self._plan(drafter, data.documents, coverage)
         say(self.console, str(plan))
         stages: list[StageResult] = []
+        self.trains = False  # whether this run does a step
         for planned in plan.stages:
             model = self._model(planned.name, drafter)
             if settings.stage == "2":  # what it begins with, measured as its result will be
@@ -319,7 +330,7 @@ class _Run:
             prompts=self.prompts,
             evaluation=self.evaluation,
             optimizer_name=self.settings.optimizer,
-            callbacks=[progress, EarlyStoppingCallback(early_stopping_patience=self.settings.patience)],
+            callbacks=[progress, self.stop, EarlyStoppingCallback(early_stopping_patience=self.settings.patience)],
             on_measured=progress.measuring,
             known=self.known,
         )
@@ -327,18 +338,28 @@ class _Run:
         return trainer
 
     def _train(self, stage: str, model: DistillationModel, steps: int) -> StageResult:
-        """One stage, from where it was left; a stage that was finished is not trained again."""
+        """One stage, from where it was left; one that was finished is trained again only for more steps."""
         folder = self.settings.out / stage
-        if self.settings.resume and (folder / RESULT_FILE).exists():
-            copy_weights(folder, model.drafter)
-            return StageResult.from_dict(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
+        if self.settings.resume and self.trains and stage == "stage2":
+            shutil.rmtree(folder, ignore_errors=True)  # it went on from another stage 1
+        stored = folder / RESULT_FILE
+        if self.settings.resume and stored.exists():
+            figures = json.loads(stored.read_text(encoding="utf-8"))
+            planned = figures.get("planned_steps", figures["steps"])
+            if steps <= planned:
+                say(self.console, f"{stage}    was finished by an earlier run of {planned:,} steps; nothing is trained")
+                copy_weights(folder, model.drafter)
+                return StageResult.from_dict(figures)
+            say(self.console, f"{stage}    goes on from the {planned:,} steps of an earlier run to {steps:,}")
+        self.trains = True
         trainer = self._trainer(stage, model, steps)
         checkpoint = last_checkpoint(folder) if self.settings.resume else None
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        self.stop.leave()
         result = StageResult(stage, trainer.state.global_step, outcome.training_loss, trainer.measure_best())
         trainer.save_model(str(folder))
         if trainer.is_world_process_zero():
-            (folder / RESULT_FILE).write_text(json.dumps(result.to_dict()), encoding="utf-8")
+            stored.write_text(json.dumps(result.to_dict() | {"planned_steps": steps}), encoding="utf-8")
         return result
 
     # --- result --------------------------------------------------------------------------------------------------
@@ -353,6 +374,9 @@ class _Run:
         drafter.save_pretrained(settings.out)
         figures = {name: value for name, value in report.to_dict().items() if name != "folder"}
         record = make_record(settings, self.told, prompts=len(self.prompts)) | figures
+        if not self.trains and (settings.out / RECORD_FILE).exists():  # the weights are those of the run told there
+            record = json.loads((settings.out / RECORD_FILE).read_text(encoding="utf-8"))
+            record["license"] = settings.license or record.get("license")
         (settings.out / RECORD_FILE).write_text(json.dumps(record, indent=2), encoding="utf-8")
         repository = settings.push or settings.out.resolve().name
         (settings.out / CARD_FILE).write_text(fill_card(settings.out, repository), encoding="utf-8")

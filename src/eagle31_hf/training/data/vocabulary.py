@@ -13,6 +13,9 @@ from torch import Tensor
 from ...errors import ConfigurationError, TrainingError
 from .rendering import Document
 
+VOCABULARY_FILE = "draft_vocabulary.json"
+"""In a run's folder."""
+
 
 @dataclass(frozen=True)
 class DraftVocabulary:
