@@ -71,14 +71,19 @@ def _partial(share: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": share, "mrope_section": [2, 1, 1]}
 
 
-def target_with_head(family: str, folder: Path, seed: int = 0, *, alias: str = "", single_experts: bool = False) -> Any:
+def target_with_head(
+    family: str, folder: Path, seed: int = 0, *, alias: str = "", single_experts: bool = False, **fields: Any
+) -> Any:
     """Write a target of the family with a head into `folder`; the target as transformers reads it from there.
 
     Args:
         alias: what stands before the head's stored names.
         single_experts: experts are stored one by one.
+        fields: of the target's configuration.
     """
-    model = random_target(CONFIGS[family](), seed)
+    config = CONFIGS[family]()
+    config.update(fields)
+    model = random_target(config, seed)
     with seeded(seed + 1), torch.no_grad():
         final = final_norm(model)
         final.weight.add_(torch.randn_like(final.weight) * 0.3)  # even norms would hide raw states

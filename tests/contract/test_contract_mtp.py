@@ -43,18 +43,22 @@ def written(target: Any, inputs: dict[str, Tensor], seed: int, **kwargs: Any) ->
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("drafts", [1, 3, 6])
-def test_text_is_plain(pair, sampled, rows, drafts):
+@pytest.mark.parametrize("acceleration", ["eager", "compile"])
+def test_text_is_plain(pair, sampled, rows, drafts, acceleration):
     target, drafter = pair
     inputs = prompts([5, 17, 11, 8][:rows], seed=drafts)
     settings: dict[str, Any] = {"do_sample": sampled} | ({"temperature": 0.8, "top_k": 20} if sampled else {})
     plain, state = written(target, inputs, drafts, **settings)
-    loop = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant", "prefill_chunk_size": 8}
+    loop = {"num_assistant_tokens": drafts, "num_assistant_tokens_schedule": "constant", "prefill_chunk_size": 8,
+            "acceleration": acceleration}  # fmt: skip
     with configured(drafter, **loop), oracle_drafts(plain, inputs["input_ids"].shape[1], seed=drafts):
         ours, state_after = written(target, inputs, drafts, assistant_model=drafter, **settings)
     assert torch.equal(ours, plain)
     assert torch.equal(state_after, state)
     assert drafter.stats.loop == "own"
     assert drafter.stats.accepted > 0
+    if acceleration == "compile" and drafter.config.sliding_window is None:
+        assert not drafter.stats.fallbacks, "drafts of a head are graphs like any other's"
 
 
 def test_turns_that_carry_a_cache_are_plain(pair):

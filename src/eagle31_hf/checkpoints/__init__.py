@@ -2,7 +2,7 @@
 
 from .checkpoint import Checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
 from .files import holds_checkpoint
-from .finding import holds_drafter, resolve_checkpoint
+from .finding import holds_drafter, require_head, resolve_checkpoint, target_holds_head
 from .formats import FORMATS
 from .packed import PackingScheme
 from .shapes import expected_shapes, packable_shapes, published_weights
@@ -21,6 +21,8 @@ __all__ = [
     "packable_shapes",
     "published_weights",
     "read_checkpoint",
+    "require_head",
     "resolve_checkpoint",
+    "target_holds_head",
     "write_checkpoint",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import CheckpointFormatError, CheckpointNotFoundError
 from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors
 from .json_files import shown
-from .mtp import head_files
+from .mtp import head_files, holds_head, read_head
 
 GGUF_SUFFIX = ".gguf"
 MOST_NAMED = 5
@@ -184,3 +184,21 @@ def target_class(config: Any) -> Any:
     maps = kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder
     sees = not maps and kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def target_holds_head(path_or_id: str | os.PathLike[str]) -> bool:
+    """Whether a target's folder or Hub id holds an MTP head that can be read; false as well if it cannot be found.
+
+    Of the Hub its config.json, its index and the files that hold the head are fetched.
+    """
+    try:
+        return holds_head(resolve_checkpoint(path_or_id))
+    except (CheckpointFormatError, CheckpointNotFoundError):
+        return False  # what is wrong with a target is said where it is loaded
+
+
+def require_head(path_or_id: str | os.PathLike[str]) -> None:
+    """Raise a `CheckpointFormatError` that says what is wrong if a target holds no MTP head that can be read."""
+    folder = resolve_checkpoint(path_or_id)
+    if not holds_head(folder):
+        read_head(folder)

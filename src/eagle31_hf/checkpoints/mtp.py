@@ -166,7 +166,10 @@ def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
     head = _find(folder, raw_config)
     if head is None:
         refuse_lost_head(folder)
-        raise CheckpointFormatError(f"{folder} holds no MTP head that can be read")
+        raise CheckpointFormatError(
+            f"{folder} holds no MTP head that can be read (those of {', '.join(FAMILIES)} can); name an EAGLE drafter "
+            "that was made for this target"
+        )
     loaded = head.stored.load(list(head.names.values()))
     tensors = {ours: loaded[theirs] for ours, theirs in head.names.items()}
     tensors = _join_experts(_unpack_blocks(tensors))

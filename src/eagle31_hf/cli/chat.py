@@ -61,7 +61,7 @@ def chat(
         max_new_tokens=max_new_tokens,
         context=None if pair.plan is None else pair.plan.settings.context,
     )
-    console.print(f"{pair.name}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
+    console.print(f"{pair.described}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
     Chat(console, session, pair, colour=colour, thoughts=thoughts).run(read)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
+from ..checkpoints import require_head, target_holds_head
 from ..demo import Messages, drafter_path, target_path
 from ..drafter.assistant import Assistant, NoDrafter
-from ..drafter.drafter import Eagle31Drafter
+from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError, first_line
 from ..memory import MemoryPlan, plan_memory
@@ -30,6 +31,8 @@ DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 NONE = "none"
 """What `--drafter` is told where there is none."""
+HEAD = "mtp"
+"""What `--drafter` is told where the target's own multi-token-prediction head drafts."""
 _SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 
 
@@ -49,6 +52,11 @@ class LoadedPair:
     plan: MemoryPlan | None = None
 
     @property
+    def described(self) -> str:
+        """The target's name, and whose head drafts if it is its own."""
+        return f"{self.name}, drafting by its own MTP head" if isinstance(self.drafter, MtpDrafter) else self.name
+
+    @property
     def eagle(self) -> Eagle31Drafter:
         """The drafter, for commands that are about one: `load_pair` refuses them a pair without it."""
         assert isinstance(self.drafter, Eagle31Drafter), "refused before anything was loaded"
@@ -63,7 +71,11 @@ class PairSource:
         default=None, metadata=option("Folder, Hub id or .gguf file; default: the embedded one.")
     )
     drafter: str | None = field(
-        default=None, metadata=option("Folder or Hub id of a drafter for that target; none: drafts are looked up.")
+        default=None,
+        metadata=option(
+            "Folder or Hub id of a drafter for that target; mtp: the head inside the target, which is the default "
+            "where there is one; none: drafts are looked up."
+        ),
     )
     dtype: DTypeName = field(
         default="auto", metadata=option("Precision; auto is as stored, unless this machine has no arithmetic for that.")
@@ -171,6 +183,7 @@ def load_pair(
         IncompatibleTargetError: the target is of a kind that cannot be served, or the drafter is not for it.
         MemoryPlanError: the plan does not fit, or was made for another target or card.
     """
+    source = _with_own_head(source)
     if source.target is not None and source.drafter is None:
         without = ", or pass --drafter none to look drafts up in the text" if may_lack_drafter else ""
         raise ConfigurationError(
@@ -204,6 +217,20 @@ def load_pair(
         uses_embedded_target=source.target is None,
         plan=plan,
     )
+
+
+def _with_own_head(source: PairSource) -> PairSource:
+    """The source with the target as its own drafter where its MTP head is asked for, or is there and none is named."""
+    asked = source.drafter == HEAD and not Path(HEAD).is_dir()
+    if asked and source.target is None:
+        raise ConfigurationError(
+            "got --drafter mtp, but the embedded target holds no MTP head; name a target that does (docs/choosing.md)"
+        )
+    if asked:
+        require_head(source.target_name)
+    if asked or (source.target is not None and source.drafter is None and target_holds_head(source.target)):
+        return replace(source, drafter=source.target)
+    return source
 
 
 def _load_assistant(source: PairSource, target: PreTrainedModel, plan: MemoryPlan | None) -> Assistant:
