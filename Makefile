@@ -45,7 +45,7 @@ figures: $(VENV)/.installed-dev  ## put the records' figures into README and doc
 	$(BIN)/python docs/pictures.py
 
 # A machine that is lent for an hour has no environment and often no network: its own python3 will do.
-gpu:  ## what works on a CUDA card and what it takes, e.g. ARGS="--only pair,serve" OUT=folder
+gpu:  ## what works on a CUDA card and what it takes, e.g. ARGS="--only texts,serve" OUT=folder
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) examples/card_check $(ARGS)
 
 card: $(CARD)/.installed  ## torch's build for CUDA in an environment of its own (5 GB), and rounds counted on a card that is not there

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,9 @@ def results_in(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, with nothing to import and no shortest time."""
+    """The module, without a shortest time."""
     monkeypatch.syspath_prepend(str(CHECK.parent))
     module = importlib.import_module("card_check.driver")
-    monkeypatch.setattr(module, "import_all", lambda machine: True)
     monkeypatch.setattr(module, "SHORTEST_S", 0)
     return module
 
@@ -51,40 +49,57 @@ def test_every_step_runs(driver: Any, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "log.txt", "summary.txt"}
     assert all(f"## {name}: ok" in done.stdout for name in driver.STEPS)
     by_name = {each["step"]: each["found"] for each in results}
-    recorded = [by_name["pair"][f"captured, generation {turn}"]["recorded"] for turn in (1, 2, 3)]
-    assert recorded[0] > 0
-    assert recorded[1:] == [0, 0]
+    assert by_name["texts"]["texts, torch.float32"]["right"] == 8
+    assert by_name["serve"]["2 clients, tok/s"] > 0
+    assert by_name["large"]["chain of 3, eager"]["tokens/round"] > 1.5, "drafts are accepted"
 
 
 def test_a_name_that_is_no_step() -> None:
     done = run("--only", "par")
     assert done.returncode == 2
-    assert done.stderr.startswith("got par; wanted some of env, pair,")
+    assert done.stderr.startswith("got par; wanted some of texts, rounds,")
+
+
+WORKS = """
+import time
+
+def raises(machine, notes):
+    notes.put("first", 1)
+    raise ValueError("two\\nlines")
+
+def hangs(machine, notes):
+    notes.put("before", 1)
+    time.sleep(60)
+
+def part(machine, notes):
+    notes.attempt("wrong", lambda: {}["key"])
+    notes.attempt("right", lambda: 5)
+
+def good(machine, notes):
+    notes.put("x" * 20, 1)
+"""
+RUN_ONE = """
+import sys
+from pathlib import Path
+from card_check import driver
+from card_check.machine import Machine
+sys.modules["card_check.works"] = __import__("works")
+driver.STEPS = {name: driver.Step("works", name, 60) for name in ("raises", "hangs", "part", "good")}
+sys.exit(driver.run_one(sys.argv[2], Machine("cpu", False), Path(sys.argv[4])))
+"""
 
 
 def test_steps_fail_alone_and_leave_what_they_found(
     driver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Fake:
-        def __init__(self, work: Any, limit_s: float = 60):
-            self.run, self.limit_s = work, limit_s
-
-    def raises(machine: Any, notes: Any) -> None:
-        notes.put("first", 1)
-        raise ValueError("two\nlines")
-
-    def hangs(machine: Any, notes: Any) -> None:
-        notes.put("before", 1)
-        time.sleep(60)
-
-    def fails_in_part(machine: Any, notes: Any) -> None:
-        notes.attempt("wrong", lambda: {}["key"])
-        notes.attempt("right", lambda: 5)
-
-    works = {"raises": raises, "hangs": hangs, "part": fails_in_part, "good": lambda m, notes: notes.put("x" * 20, 1)}
-    monkeypatch.setattr(
-        driver, "STEPS", {name: Fake(work, 1 if name == "hangs" else 60) for name, work in works.items()}
-    )
+    (tmp_path / "works.py").write_text(WORKS)
+    (tmp_path / "run_one.py").write_text(RUN_ONE)
+    monkeypatch.setenv("PYTHONPATH", f"{CHECK.parent}:{tmp_path}")
+    steps = {
+        name: driver.Step("works", name, 8 if name == "hangs" else 60) for name in ("raises", "hangs", "part", "good")
+    }
+    monkeypatch.setattr(driver, "STEPS", steps)
+    monkeypatch.setattr(driver.Driver, "_command", lambda self: [sys.executable, str(tmp_path / "run_one.py")])
     machine = importlib.import_module("card_check.machine").Machine("cpu", False)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -92,7 +107,7 @@ def test_steps_fail_alone_and_leave_what_they_found(
     raised, hung, part, good = results_in(tmp_path / "out")
     assert (raised["status"], raised["failed"], raised["found"]["first"]) == (1, ["step"], 1)
     assert raised["found"]["step"]["FAILED"]["error"] == "ValueError: two"
-    assert (hung["status"], hung["why"], hung["found"]) == (124, "stopped after 1 s", {"before": 1})
+    assert (hung["status"], hung["why"], hung["found"]) == (124, "stopped after 15 s", {"before": 1})
     assert (part["status"], part["failed"], part["found"]["right"]) == (0, ["wrong"], 5)
     assert (good["status"], good["failed"]) == (0, [])
     assert "## part: 1 failed" in (tmp_path / "out" / "summary.txt").read_text()
@@ -102,7 +117,7 @@ def test_steps_fail_alone_and_leave_what_they_found(
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_how_close_two_tokens_were(penalty: float, driver: Any) -> None:
     """In the row that parts, of prompts padded to one length, by the scores that the penalty leaves."""
-    worst_tie = importlib.import_module("card_check.embedded").worst_tie
+    worst_tie = importlib.import_module("card_check.texts").worst_tie
     target, prompts = target_of("llama"), left_padded(random_prompts(3))
     plain = target.generate(
         **prompts, max_new_tokens=6, do_sample=False, pad_token_id=0, repetition_penalty=penalty,

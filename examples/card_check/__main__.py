@@ -1,17 +1,17 @@
 """What works on a CUDA card, what it costs, and what it should cost: one command, a process for each step.
 
-    python3 examples/card_check [--out DIR] [--budget SECONDS] [--only pair,linears] [--skip compiled]
+    python3 examples/card_check [--out DIR] [--budget SECONDS] [--only texts,large] [--skip static]
 
 It needs a checkout of the repository, torch, transformers, accelerate and what these need; nothing has to be
 installed, and nothing is fetched. 4-bit steps need bitsandbytes, the repository's tests pytest and hypothesis: a step
-says what it lacks. `make_carry.sh` packs bitsandbytes for a machine that has no network; see docs/benchmarks.md.
+says what it lacks. `make_carry.sh` packs bitsandbytes for a machine that has no network; see docs/benchmarks.md. Steps
+use the package's public interface alone.
 
 Steps run in the order of their worth, each in a process and with a time limit of its own. `DIR` gets `results.jsonl` (a
 line for each step as it ends), `log.txt` and `summary.txt`; a short table is the last thing printed. The exit status is
 1 if any part of any step failed.
 
-`--device cpu --tiny` tries the script itself in half a minute: sizes are tiny, a capture is replaced by running the
-step again, and figures mean nothing.
+`--device cpu --tiny` tries the script itself: sizes are tiny, nothing is captured, and figures mean nothing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ CARRIED = REPOSITORY / ".carry" / "bitsandbytes.zip"
 
 
 def main() -> int:
-    told = parse()
+    options = parse()
     with tempfile.TemporaryDirectory(prefix="card_check_") as scratch:
-        prepare(Path(scratch), is_cuda=told.device == "cuda")
+        prepare(Path(scratch))
         from card_check.driver import Driver, run_one  # it can be imported only now
         from card_check.machine import Machine
 
-        machine = Machine(told.device, told.tiny)
-        if told.step:
-            return run_one(told.step, machine, Path(told.notes))
-        out = Path(told.out or tempfile.mkdtemp(prefix="card_check_results_"))
+        machine = Machine(options.device, options.tiny)
+        if options.step:
+            return run_one(options.step, machine, Path(options.notes))
+        out = Path(options.out or tempfile.mkdtemp(prefix="card_check_results_"))
         print(f"results go to {out}", flush=True)
-        return Driver(machine, out, Path(scratch), budget_s=told.budget).run(told.only, told.skip)
+        return Driver(machine, out, Path(scratch), budget_s=options.budget).run(options.only, options.skip)
 
 
 def parse() -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=names, default=(), help="steps, with commas between them")
     parser.add_argument("--skip", type=names, default=(), help="steps, with commas between them")
     parser.add_argument("--tiny", action="store_true", help="try the script, not the card")
-    for name in ("--step", "--notes"):  # how the script starts itself for one step, where a fork cannot use the card
+    for name in ("--step", "--notes"):  # how the script starts itself for one step
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -60,9 +60,9 @@ def names(listed: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in listed.split(",") if name.strip())
 
 
-def prepare(scratch: Path, *, is_cuda: bool) -> None:
-    """Put the package and the tests on the path, and keep what libraries would leave on disk in `scratch`."""
-    paths = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
+def prepare(scratch: Path) -> None:
+    """Put the package, tests and studies on the path, and keep what libraries would leave on disk in `scratch`."""
+    paths = [str(REPOSITORY / part) for part in ("src", "tests", "examples/studies")]
     if find_spec("bitsandbytes") is None and CARRIED.exists():
         with ZipFile(CARRIED) as packed:
             packed.extractall(scratch / "carried")
@@ -70,13 +70,9 @@ def prepare(scratch: Path, *, is_cuda: bool) -> None:
     sys.path[:1] = paths  # in place of this folder, whose modules have names that others have, too
     sys.path.append(str(REPOSITORY / "examples"))
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a card must not wake it before a fork
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONDONTWRITEBYTECODE="1")
     for name in ("EAGLE31_CACHE", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ[name] = str(scratch / name.lower())
-    if is_cuda:
-        # Plain `generate` must not pay for a cuDNN plan at every length either: the step `cudnn` measures that alone.
-        os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
 
 
 if __name__ == "__main__":

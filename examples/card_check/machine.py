@@ -1,25 +1,31 @@
-"""The device that is checked, and how time on it is measured."""
+"""The device that is checked, how time on it is measured, and what the host sends it."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 Size = TypeVar("Size")
+HOST_CALLS = (
+    "cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset", "cudaStreamSync", "cudaDeviceSync",
+    "cudaMalloc", "cudaFree", "cudaEventSync",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where steps run.
-
-    Args:
-        device: `"cuda"` or `"cpu"`.
-        tiny: whether the script is tried and not the card.
-    """
+    """Where steps run: `"cuda"` or `"cpu"`; `tiny` where the script is tried and not the card."""
 
     device: str
     tiny: bool
@@ -34,22 +40,16 @@ class Machine:
 
     def check(self) -> None:
         """Raise a `RuntimeError` if there is no such device."""
-        import torch
-
         if self.is_cuda and not torch.cuda.is_available():
             raise RuntimeError("no CUDA device here; --device cpu --tiny tries the script")
 
     def sync(self) -> None:
         """Wait until all that was launched is done."""
-        import torch
-
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give back what nobody holds any more."""
-        import torch
-
+        """Give back what is no longer held."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -62,53 +62,89 @@ class Machine:
         self.sync()
         return time.perf_counter() - started
 
-    def median_ms(self, work: Callable[[], Any], count: int = 20) -> float:
-        """Median over `count` calls after three that are not counted."""
-        for _ in range(3):
-            work()
-        return to_ms(statistics.median(self.seconds(work) for _ in range(count)))
-
     def copy_bytes_per_s(self) -> float:
         """Bytes read and written per second by a copy, which is what weights can be read at."""
-        import torch
-
         size = self.size(2**31, 2**16)
         source, place = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-        return 2 * size / (self.median_ms(lambda: place.copy_(source), 10) / 1e3 + 1e-9)
+        place.copy_(source)
+        times = [self.seconds(lambda: place.copy_(source)) for _ in range(10)]
+        return 2 * size / (statistics.median(times) + 1e-9)
 
-    def kernel_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Microseconds of the device for one of these calls, captured into one graph and replayed.
-
-        Give several that read different memory, more than the device's cache holds. On a CPU they run once.
-        """
-        import torch
-
-        from eagle31_hf.compiled.cuda_capture import capture_on_cuda
-
-        if not self.is_cuda:
-            return round(1e6 * self.seconds(lambda: [call() for call in calls]) / len(calls), 2)
-        recording = capture_on_cuda(lambda: [call() for call in calls])
-        recording.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        times = []
-        for _ in range(20):
-            begin.record()
-            recording.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return round(1e3 * statistics.median(times) / len(calls), 2)
+    def about(self) -> dict[str, Any]:
+        """Versions, and the card."""
+        found: dict[str, Any] = {"torch": torch.__version__, "copies, TB/s": round(self.copy_bytes_per_s() / 1e12, 3)}
+        if self.is_cuda:
+            card = torch.cuda.get_device_properties(0)
+            found |= {"card": card.name, "sm": f"{card.major}.{card.minor}", "gib": round(card.total_memory / 2**30, 1)}
+            found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        return found
 
     def peak_gib(self) -> float | None:
-        """Most memory allocated since the last call; `None` where nobody counts."""
-        import torch
-
+        """Most memory allocated since the last call; `None` without a card."""
         if not self.is_cuda:
             return None
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
-        return round(peak, 2)
+        return round(peak, 3)
 
 
 def to_ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
+
+
+class Recordings:
+    """Counts CUDA graphs that are recorded while open, whatever records them."""
+
+    def __enter__(self) -> Recordings:
+        self.count, self._begin = 0, torch.cuda.CUDAGraph.capture_begin
+
+        def counted(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return self._begin(graph, *args, **kwargs)
+
+        torch.cuda.CUDAGraph.capture_begin = counted  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.CUDAGraph.capture_begin = self._begin  # type: ignore[method-assign]
+
+
+def launches(machine: Machine, work: Callable[[], Any]) -> dict[str, Any]:
+    """What the host sent and the device did while `work()` ran, by torch's profiler."""
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * machine.is_cuda
+    with profile(activities=kinds) as profiled:
+        work()
+        machine.sync()
+    calls: dict[str, int] = {}
+    kernels, slowest = 0, Counter[str]()
+    for event in profiled.key_averages():
+        own_us = float(getattr(event, "self_device_time_total", 0) or 0)
+        if event.key.startswith(HOST_CALLS):
+            calls[event.key] = event.count
+        elif own_us > 0 and str(getattr(event, "device_type", "")).endswith("CUDA"):
+            kernels += event.count
+            slowest[event.key[:70]] += own_us
+    top = {name: round(own_us) for name, own_us in slowest.most_common(8)}
+    return {"host": calls, "kernels": kernels, "kernel_ms": round(slowest.total() / 1e3, 3), "slowest_us": top}
+
+
+def waits(work: Callable[[], Any]) -> dict[str, int]:
+    """How often the host waited for the CUDA device while `work()` ran, by the innermost line of ours or of
+    transformers'."""
+    seen = Counter[str]()
+
+    def hear(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchroniz" not in str(message):
+            return
+        frames = [f for f in traceback.extract_stack() if "eagle31_hf" in f.filename or "transformers" in f.filename]
+        seen[f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "elsewhere"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = hear
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return dict(seen.most_common(14))
