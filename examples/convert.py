@@ -11,5 +11,4 @@ with tempfile.TemporaryDirectory() as folder:
     write_checkpoint(read_checkpoint(drafter_path()), speculators, format="speculators")
     for path in (drafter_path(), speculators):
         summary = inspect_checkpoint(path)
-        readers = [verdict.engine for verdict in summary.engines if verdict.reads]
-        print(f"{summary.format}: {summary.method}, {summary.parameters:,} parameters, read by {readers}")
+        print(f"{summary.format}: {summary.method}, {summary.parameters:,} parameters")

@@ -29,7 +29,7 @@ RECIPES = sorted((FOLDER / "recipes").glob("*.sh"))
 INTEGRATIONS = sorted((FOLDER / "integrations").glob("*.py"))
 LONG = ("agent_loop",)  # it starts a server
 HOME_LAB = sorted((FOLDER / "homelab").glob("*.sh"))
-PRINTED = {"convert": "read by ['vLLM'", "agent_loop": "tool: book_table"}
+PRINTED = {"convert": "speculators: EAGLE 3.1", "agent_loop": "tool: book_table"}
 
 
 def arguments_of(example: Path, folder: Path) -> list[str]:

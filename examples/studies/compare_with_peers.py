@@ -29,7 +29,7 @@ from engines.engine_process import EngineFailedError, EngineProcess, engine_pyth
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.checkpoints import inspect_checkpoint
+from eagle31_hf.checkpoints import WRITTEN_FORMATS, inspect_checkpoint
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.errors import ConfigurationError, Eagle31Error
@@ -173,9 +173,9 @@ def saved_drafter(given: argparse.Namespace, target: Any) -> Path:
         torch.manual_seed(0)
         folder = given.out / "random-drafter"
         Eagle31Drafter.from_target(target).save_pretrained(folder)
-    vllm = inspect_checkpoint(folder).engines[0]
-    if "vLLM" in given.peers and not vllm.reads:
-        raise ConfigurationError(f"vLLM cannot read {folder}: {'; '.join(vllm.reasons)}; `eagle31 convert` it first")
+    format = inspect_checkpoint(folder).format
+    if "vLLM" in given.peers and format not in WRITTEN_FORMATS:
+        raise ConfigurationError(f"{folder} has {format}'s layout, which vLLM may not read: `eagle31 convert` it first")
     return folder
 
 

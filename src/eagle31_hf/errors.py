@@ -94,6 +94,11 @@ class TrainingError(Eagle31Error, RuntimeError):
 
 
 REMOVED_IN_0_2 = {
+    "convert --allow-loss": "a layout that cannot express the drafter is refused; write it as plain or speculators",
+    "--format specforge": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
+    "--format torchspec": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
+    "--format modelopt": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
+    "--format nemo": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
 }
 """What version 0.2.0 removed, and what to do instead: a command ("report"), an option ("train --reward"), a value

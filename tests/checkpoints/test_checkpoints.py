@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_checkpoints import (
     GROUPED_FORMATS,
@@ -20,27 +21,26 @@ from tiny_checkpoints import (
     speculators_config,
 )
 
-from eagle31_hf.checkpoints import FORMATS, Checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
-from eagle31_hf.checkpoints.formats import COMPLETED_LAYER, HS_INDEX, SGLANG_RULE, from_hs_indices, to_hs_indices
-from eagle31_hf.errors import ConfigurationError
+from eagle31_hf.checkpoints import FORMATS, WRITTEN_FORMATS, Checkpoint, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints.layouts import COMPLETED_LAYER, HS_INDEX, SGLANG_RULE, sglang_indices, to_hs_indices
+from eagle31_hf.errors import CheckpointError, ConfigurationError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+IDS = "eagle_aux_hidden_state_layer_ids"
+TARGET = {"name_or_path": "somebody/a-target", "architectures": ["LlamaForCausalLM"]}
 
 
 # ---------------------------------------------------------------- round trips
 
 
-def variant(name: str, format: str) -> Checkpoint:
-    changes = dict(VARIANTS[name])
-    if format == "nemo" and "own_lm_head" not in changes:
-        changes["own_embedding"] = True  # this layout always holds one
-    return make(**changes)
+def variant(name: str) -> Checkpoint:
+    return make(**VARIANTS[name])
 
 
 @pytest.mark.parametrize("format", GROUPED_FORMATS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_write_read_write_is_byte_identical(tmp_path, name, format):
-    checkpoint = variant(name, format)
+    checkpoint = variant(name)
     if name in REFUSES[format]:
         with pytest.raises(ConfigurationError, match=f"the {format} format"):
             write_checkpoint(checkpoint, tmp_path / "refused", format=format)
@@ -66,13 +66,16 @@ def test_refused_variants_are_the_listed_ones_and_the_message_names_a_way_out():
     assert set(REFUSES) == set(GROUPED_FORMATS)
     with pytest.raises(ConfigurationError, match="write it as speculators"):
         write_checkpoint(make(qk_norm=True), "never-made")
-    with pytest.raises(ConfigurationError, match="wanted one of"):
+    with pytest.raises(ConfigurationError, match="wanted one of mla, plain, speculators"):
         write_checkpoint(make(), "never-made", format="gguf")
+    for format in set(FORMATS) - set(WRITTEN_FORMATS):
+        with pytest.raises(ConfigurationError, match=f"--format {format} went in 0.2.0: .*plain, mla and speculators"):
+            write_checkpoint(make(), "never-made", format=format)
     assert not Path("never-made").exists()
 
 
 def test_what_is_written_plain_is_what_engines_look_for(tmp_path):
-    write_checkpoint(variant("eagle31", "plain"), tmp_path)
+    write_checkpoint(variant("eagle31"), tmp_path)
     names = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", *(f"fc_norm.{i}.weight" for i in range(3))}
     stored = load_file(tmp_path / "model.safetensors")
     assert stored.keys() == names | {f"midlayer.{name}" for name in LAYER_0}
@@ -101,54 +104,93 @@ def test_what_is_written_plain_is_what_engines_look_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "vllm", "sglang"),
-    [
-        ("eagle3", True, True),
-        ("eagle31", True, True),
-        ("explicit_layers", True, True),
-        ("layers_at_the_ends", True, True),
-        ("layers_from_one", True, False),  # SGLang would shift a list that begins with 1
-        ("norm_before_residual", True, False),
-        ("four_layers", True, False),
-        ("shared_head", True, True),
-        ("shared_head_rows", False, False),
-        ("biases", True, False),
-        ("fc_bias", False, True),
-    ],
+    ("hs", "for_sglang"), [([2, 18, 36], [1, 17, 35]), ([0, 18, 36], [0, 18, 36]), ([1, 18, 36], None)]
 )
-def test_engine_verdicts_on_plain_files(tmp_path, name, vllm, sglang):
-    write_checkpoint(variant(name, "plain"), tmp_path)
-    verdicts = inspect_checkpoint(tmp_path).engines
-    assert [verdict.reads for verdict in verdicts] == [vllm, sglang]
-    assert all(verdict.reads or verdict.reasons for verdict in verdicts)
+def test_layer_ids_are_written_for_both_engines_where_both_have_words_for_them(tmp_path, hs, for_sglang):
+    write_checkpoint(make(aux_layers=hs), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config[IDS] == hs
+    assert config.get("eagle_config", {}).get(IDS) == for_sglang
+    assert read_checkpoint(tmp_path).config.aux_layers == hs
 
 
-def test_conversion_leaves_foreign_markers_behind(tmp_path):
-    tensors = layout("layers.0")
-    read = read_checkpoint(save(tmp_path / "a", speculators_config(training_note="kept"), tensors))
-    write_checkpoint(read, tmp_path / "b")
-    converted = read_checkpoint(tmp_path / "b")
-    assert converted.format == "plain"
-    stored = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert not {"speculators_config", "speculators_model_type", "transformer_layer_config"} & stored.keys()
-    assert stored["training_note"] == "kept"
-    assert converted.config.to_dict() == read.config.to_dict()
-    write_checkpoint(read, tmp_path / "c", format="speculators")
-    assert read_checkpoint(tmp_path / "c").metadata == read.metadata
-
-
-@given(
-    hs=st.lists(st.integers(0, 80), min_size=1, max_size=5),
-    convention=st.sampled_from([HS_INDEX, COMPLETED_LAYER, SGLANG_RULE]),
-)
-def test_layer_ids_that_can_be_written_read_back(hs, convention):
-    stored = from_hs_indices(hs, convention)
+@given(hs=st.lists(st.integers(0, 80), min_size=1, max_size=5))
+def test_layer_ids_that_can_be_written_for_sglang_read_back(hs):
+    stored = sglang_indices(hs)
     if stored is None:
-        assert convention != HS_INDEX
-        assert 0 in hs or (convention == SGLANG_RULE and hs[0] == 1)
+        assert hs[0] == 1
     else:
-        assert to_hs_indices(stored, convention) == hs
+        assert to_hs_indices(stored, SGLANG_RULE) == hs
         assert min(stored) >= 0
+
+
+@pytest.mark.parametrize(("first", "second"), [("plain", "speculators"), ("speculators", "plain")])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in REFUSES["plain"] | REFUSES["speculators"]])
+def test_there_and_back_is_byte_identical(tmp_path, first, second, name):
+    checkpoint = variant(name)
+    checkpoint.metadata["target_model"] = TARGET
+    here, there, back = (tmp_path / place for place in ("here", "there", "back"))
+    write_checkpoint(checkpoint, here, format=first)
+    write_checkpoint(read_checkpoint(here), there, format=second)
+    converted = read_checkpoint(there)
+    assert (converted.format, converted.metadata) == (second, {"target_model": TARGET})
+    assert converted.config.to_dict() == read_checkpoint(here).config.to_dict()
+    write_checkpoint(converted, back, format=first)
+    for file in ("model.safetensors", "config.json"):
+        assert (here / file).read_bytes() == (back / file).read_bytes()
+
+
+def test_a_target_is_named_where_each_loader_looks(tmp_path):
+    checkpoint = make()
+    checkpoint.metadata["target_model"] = TARGET
+    for format in GROUPED_FORMATS:
+        write_checkpoint(checkpoint, tmp_path / format, format=format)
+    configs = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in GROUPED_FORMATS}
+    assert configs["plain"]["target_model"] == TARGET
+    assert configs["speculators"]["speculators_config"]["verifier"] == TARGET
+    assert "target_model" not in configs["speculators"]
+
+
+def test_what_a_config_says_beside_the_network_and_its_target_is_not_written_again(tmp_path):
+    config = speculators_config(training_note="9")
+    read = read_checkpoint(save(tmp_path / "a", config, layout("layers.0")))
+    write_checkpoint(read, tmp_path / "b")
+    stored = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert not {"speculators_config", "speculators_model_type", "transformer_layer_config", "auto_map",
+                "training_note"} & stored.keys()  # fmt: skip
+    assert read_checkpoint(tmp_path / "b").config.to_dict() == read.config.to_dict()
+
+
+def contents(folder) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("config.json", "model.safetensors")]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_full_disk_is_told_in_a_line_and_leaves_things_as_they_were(tmp_path, monkeypatch, is_there):
+    """What safetensors raises there is no OSError."""
+    folder = tmp_path / "new" / "drafter"
+    if is_there:
+        write_checkpoint(make(), folder)
+        before = contents(folder)
+
+    def full(_tensors, path, **_how):
+        path.write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(CheckpointError, match=r"could not be written to .*No space left.*another\s+folder"):
+        write_checkpoint(make(), folder)
+    if is_there:
+        assert contents(folder) == before
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    else:
+        assert not folder.parent.exists()
+
+
+def test_a_place_that_cannot_be_made_is_told_in_a_line(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write_checkpoint(make(), tmp_path / "file" / "drafter")
 
 
 # ---------------------------------------------------------------- documentation

@@ -10,10 +10,9 @@ import pytest
 import torch
 from tiny_checkpoints import PLAIN, layout, save, speculators_config
 
-from eagle31_hf.checkpoints import inspect_checkpoint, read_checkpoint, write_checkpoint
-from eagle31_hf.checkpoints.config_fields import read_places
-from eagle31_hf.checkpoints.formats import FORMATS, find_format
-from eagle31_hf.checkpoints.unread_fields import CHANGES_THE_DRAFTER, WITHOUT_EFFECT
+from eagle31_hf.checkpoints import FORMATS, read_checkpoint, write_checkpoint
+from eagle31_hf.checkpoints.config_json import CHANGES_THE_DRAFTER
+from eagle31_hf.checkpoints.layouts import OTHER_LAYER_IDS, Layout, detect_layout
 from eagle31_hf.errors import CheckpointFormatError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -144,11 +143,26 @@ def config_of(format: str) -> dict[str, Any]:
     return config | marks[format]
 
 
+OF_ROTATIONS_AND_WINDOWS = (
+    "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor",
+    "sliding_window", "layer_types", "use_sliding_window", "max_window_layers",
+)  # fmt: skip
+
+
+def read_places(table: Layout) -> list[str]:
+    """Dotted paths of all that a layout reads, apart from what it needs to be recognised."""
+    places = [path for row in table.fields for path in row.paths]
+    places += [path for path, _ in (*table.layer_ids, *OTHER_LAYER_IDS)]
+    return [*places, *(table.layer_config + key for key in OF_ROTATIONS_AND_WINDOWS), *table.demands]
+
+
 # Its sizes: tests/drafter/test_latent.py. The rest of its table is the others'.
 @pytest.mark.parametrize("format", [format for format in FORMATS if format != "mla"])
 def test_what_a_format_reads_is_read(format: str, tmp_path) -> None:
     """Another value anywhere is another drafter or a refusal, never the same one."""
-    table, config = find_format(format), config_of(format)
+    config = config_of(format)
+    table = detect_layout(config, {})
+    assert table.name == format
     names = ("layers.0", "model.") if format == "nemo" else ("layers.0", "")
     base = read(tmp_path / "base", config, *names)
     passed_over = []
@@ -168,35 +182,18 @@ def test_what_a_format_reads_is_read(format: str, tmp_path) -> None:
     assert not passed_over
 
 
-@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
-def test_what_is_said_to_have_no_effect_has_none(name: str, tmp_path) -> None:
-    marks = {"architectures", "auto_map", "model_type", "quantization_config", "speculators_config", "torch_dtype",
-             "speculators_model_type", "_torchspec_version", "tie_word_embeddings", "dtype", "kept_for_formats",
+PASSED_OVER = set(PUBLISHED) - {*read_places(detect_layout(PLAIN, {})), *CHANGES_THE_DRAFTER}
+
+
+@pytest.mark.parametrize("name", sorted(PASSED_OVER))
+def test_what_trainers_write_beside_the_network_has_no_effect(name: str, tmp_path) -> None:
+    marks = {"architectures", "auto_map", "model_type", "torch_dtype", "tie_word_embeddings", "dtype",
              "eagle_config.use_aux_hidden_state", "eagle_config.next_layer_regular"}  # fmt: skip
-    if name in marks:  # what tells formats and methods apart has tests of its own
+    if name in marks:  # what tells layouts and methods apart has tests of its own
         return
     base = read(tmp_path / "base", PLAIN | {"eagle_config": {}})
-    fields = {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "max_window_layers"}
-    for value in (1, 0.5) if name not in fields else (1,):
-        got = read(tmp_path / "other", with_field(PLAIN | {"eagle_config": {}}, name, value))
-        assert {key: got[key] for key in got if key not in fields} == {
-            key: base[key] for key in got if key not in fields
-        }
-
-
-def test_every_published_field_is_known(tmp_path) -> None:
-    plain = find_format("plain")
-    known = {*read_places(plain), *CHANGES_THE_DRAFTER, *WITHOUT_EFFECT}
-    latent = {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
-    assert set(PUBLISHED) - known == latent, "beside latent attention, which has a format of its own"
-    assert latent <= set(read_places(find_format("mla")))
-
-
-def test_inspect_names_what_nobody_knows(tmp_path) -> None:
-    folder = save(tmp_path, PLAIN | {"warp_factor": 9, "eagle_config": {"tilt": 1}}, layout("midlayer"))
-    (note,) = inspect_checkpoint(folder).notes
-    assert "'eagle_config.tilt', 'warp_factor'" in note
-    assert not inspect_checkpoint(save(tmp_path / "b", PLAIN, layout("midlayer"))).notes
+    for value in (1, 0.5, "text"):
+        assert read(tmp_path / "other", with_field(PLAIN | {"eagle_config": {}}, name, value)) == base
 
 
 @pytest.mark.parametrize(
@@ -238,11 +235,10 @@ def test_what_a_target_left_in_a_config_is_not_written_again(tmp_path) -> None:
         "sliding_window": 5,
         "final_logit_softcapping": 30.0,
     }
-    config = PLAIN | {"architectures": ["LlamaEagle3DraftModel"], "run": "kept"} | left
+    config = PLAIN | {"architectures": ["LlamaEagle3DraftModel"]} | left
     tensors = layout("layers.0", "model.") | {"model.embed_tokens.weight": torch.randn(20, 8)}
     once = read_checkpoint(save(tmp_path / "a", config, tensors))
     write_checkpoint(once, tmp_path / "b")
     stored = json.loads((tmp_path / "b" / "config.json").read_text())
     assert not left.keys() & stored.keys()
-    assert stored["run"] == "kept"
     assert read_checkpoint(tmp_path / "b").config.to_dict() == once.config.to_dict()

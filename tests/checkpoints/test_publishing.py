@@ -147,29 +147,9 @@ def test_what_a_card_says_of_transformers_runs_as_it_stands(folder, capsys):
     assert "acceptance length" in capsys.readouterr().out
 
 
-def test_a_profile_beside_it_is_shown_and_published(folder):
-    method = {"method": "chain", "temperature": 0.0, "batch_size": 1, "acceptance_at_position": [0.9, 0.5],
-              "acceptance_length": 2.4, "speedup": 1.7, "speedup_interval": [1.6, 1.8], "refusal": None}  # fmt: skip
-    refused = method | {"method": "tree", "speedup": None, "speedup_interval": None, "refusal": "texts differ"}
-    machine = {"device": "cpu", "processor": "a processor", "threads": 2}
-    profile = {"machine": machine, "command": "eagle31 bench run --out run.jsonl", "methods": [method, refused]}
-    (folder / "README.md").unlink()
-    (folder / "speculation_profile.json").write_text(json.dumps(profile))
-    prepared = prepare_upload(folder, "owner/drafter")
-    assert "speculation_profile.json" in prepared.files
-    assert "| chain, temperature 0.0, batch 1 | 2.400 | 0.90 0.50 | 1.70 (1.60 to 1.80) |" in prepared.card
-    assert "| not told: texts differ |" in prepared.card
-    (folder / "speculation_profile.json").write_text("{}")
-    with pytest.raises(PublishingError, match="is no profile"):
-        prepare_upload(folder, "owner/drafter")
-
-
-def test_engines_that_do_not_read_it_are_not_advertised(folder):
-    checkpoint = Eagle31Drafter.from_pretrained(folder).to_checkpoint()
-    checkpoint.config.norm_before_residual = True
-    write_checkpoint(checkpoint, folder)
+def test_sglang_is_not_advertised_for_a_layout_that_it_does_not_read(folder):
+    write_checkpoint(Eagle31Drafter.from_pretrained(folder).to_checkpoint(), folder, format="speculators")
     card = fill_card(folder, "owner/drafter")
-    assert "SGLang does not read it: it has no norm_before_residual." in card
     assert "sglang.launch_server" not in card
     assert "vllm serve" in card
 

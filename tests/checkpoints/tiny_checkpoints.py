@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from eagle31_hf.checkpoints import FORMATS, Checkpoint, expected_shapes
+from eagle31_hf.checkpoints import WRITTEN_FORMATS, Checkpoint, expected_shapes
 from eagle31_hf.configuration_eagle31 import Eagle31Config
 
 # One tiny drafter, spelled out: H = Ht = 8, 2 query heads and 1 key head of width 6, MLP 12, V = 20, Vd = 5, A = 3.
@@ -122,20 +122,11 @@ VARIANTS = {
         }
     },
 }
-PLAIN_SAYS_ALL_BUT = {"qk_norm"}
-GROUPED_FORMATS = [name for name in FORMATS if name != "mla"]  # that one has a network of its own: test_latent.py
+GROUPED_FORMATS = [name for name in WRITTEN_FORMATS if name != "mla"]  # another network: test_latent.py
 REFUSES = {
-    "plain": PLAIN_SAYS_ALL_BUT,
+    "plain": {"qk_norm"},
     "speculators": {"wider_target", "shared_head", "shared_head_rows", "fc_bias"},
-    "specforge": {"concatenated", "norm_before_residual", "four_layers", "qk_norm", "shared_head", "shared_head_rows",
-                  "layers_from_one", "biases", "fc_bias"},
-    "torchspec": {"concatenated", "norm_before_residual", "four_layers", "qk_norm", "shared_head", "shared_head_rows",
-                  "layers_at_the_ends", "biases", "fc_bias"},
-    "modelopt": {"eagle31", "concatenated", "norm_before_residual", "wider_target", "qk_norm", "shared_head_rows",
-                 "layers_from_one", "fc_bias"},
-    "nemo": {"concatenated", "norm_before_residual", "four_layers", "qk_norm", "shared_head", "shared_head_rows",
-             "layers_at_the_ends", "fc_bias"},
-}  # fmt: skip
+}
 
 
 def make(**changes) -> Checkpoint:

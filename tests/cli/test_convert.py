@@ -1,4 +1,4 @@
-"""`eagle31 inspect` and `eagle31 convert`: every layout, what it would lose, and lines to paste."""
+"""`eagle31 inspect` and `eagle31 convert`: every layout that is written, and lines to paste."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ from command_line import DRAFTER, TARGET, error_of, run
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from eagle31_hf.checkpoints import read_checkpoint
+from eagle31_hf.checkpoints import read_checkpoint, write_checkpoint
 from eagle31_hf.cli import app
 
 
@@ -21,7 +21,7 @@ def test_inspect_tells_what_a_checkpoint_is(tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text())["draft_vocab_size"] == 4096
 
 
-@pytest.mark.parametrize("layout", ["plain", "specforge", "speculators", "torchspec"])
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
 def test_convert_and_inspect_every_layout_that_can_hold_the_drafter(tmp_path, layout):
     converted = tmp_path / "converted"
     run("convert", DRAFTER, converted, "--format", layout)
@@ -32,30 +32,27 @@ def test_convert_and_inspect_every_layout_that_can_hold_the_drafter(tmp_path, la
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
 
 
-def test_convert_says_what_a_layout_would_lose_and_goes_on_only_when_told(tmp_path):
-    arguments = ("convert", DRAFTER, tmp_path / "out", "--format", "modelopt")
-    message = error_of(*arguments)
-    assert all(words in message for words in ("speculators", "--allow-loss", "aux_norm", "norm_output"))
+def test_what_went_is_answered_with_what_to_do(tmp_path):
+    assert "went in 0.2.0: all layouts are read" in error_of("convert", DRAFTER, tmp_path / "out", "--format", "nemo")
+    gone = run("convert", DRAFTER, tmp_path / "out", "--allow-loss", code=2)
+    assert "convert --allow-loss went in 0.2.0" in gone.output
     assert not (tmp_path / "out").exists()
-    shown = run(*arguments, "--allow-loss").stdout
-    assert "left out, so train it again" in shown
-    assert not read_checkpoint(tmp_path / "out").config.is_eagle31
 
 
 def test_convert_overwrites_only_when_told(tmp_path):
     run("convert", DRAFTER, tmp_path)
     before = (tmp_path / "config.json").read_text()
-    assert "--force" in error_of("convert", DRAFTER, tmp_path, "--format", "specforge")
+    assert "--force" in error_of("convert", DRAFTER, tmp_path, "--format", "speculators")
     assert (tmp_path / "config.json").read_text() == before
-    run("convert", DRAFTER, tmp_path, "--format", "specforge", "--force")
-    assert read_checkpoint(tmp_path).format == "specforge"
+    run("convert", DRAFTER, tmp_path, "--format", "speculators", "--force")
+    assert read_checkpoint(tmp_path).format == "speculators"
 
 
-@pytest.mark.parametrize(("answer", "code", "layout"), [("n\n", 1, "plain"), ("y\n", 0, "specforge")])
+@pytest.mark.parametrize(("answer", "code", "layout"), [("n\n", 1, "plain"), ("y\n", 0, "speculators")])
 def test_convert_asks_on_a_terminal(tmp_path, monkeypatch, answer, code, layout):
     run("convert", DRAFTER, tmp_path)
     monkeypatch.setattr("eagle31_hf.cli.convert._can_ask", lambda: True)
-    command = ["convert", DRAFTER, str(tmp_path), "--format", "specforge"]
+    command = ["convert", DRAFTER, str(tmp_path), "--format", "speculators"]
     assert CliRunner().invoke(app, command, input=answer).exit_code == code
     assert read_checkpoint(tmp_path).format == layout
 
@@ -78,18 +75,23 @@ def test_convert_says_that_a_loader_will_ask_for_the_target(tmp_path):
     shown = run("convert", DRAFTER, tmp_path / "out", "--format", "speculators").stdout
     assert "convert it with --target" in shown
     assert "vllm serve TARGET" in shown
-    assert "SGLang does not read it" in shown
+    assert "SGLang" not in shown
     assert "no target at" in error_of("convert", DRAFTER, tmp_path / "other", "--target", "nobody/nothing")
 
 
 def test_convert_copies_from_the_target_what_a_layout_cannot_share(tmp_path):
-    message = error_of("convert", DRAFTER, tmp_path / "out", "--format", "nemo")
-    assert "--target" in message
-    assert "--allow-loss" not in message
-    run("convert", DRAFTER, tmp_path / "out", "--format", "nemo", "--target", TARGET)
+    run("convert", DRAFTER, tmp_path / "out", "--format", "speculators", "--target", TARGET)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16)
     written = read_checkpoint(tmp_path / "out")
     assert torch.equal(written.tensors["embed_tokens.weight"], target.get_input_embeddings().weight)
+    shared = read_checkpoint(DRAFTER)
+    shared.config.own_lm_head = False
+    rows = shared.tensors.pop("lm_head.weight").shape[0]
+    write_checkpoint(shared, tmp_path / "shared")
+    command = ("convert", tmp_path / "shared", tmp_path / "whole", "--format", "speculators")
+    assert "--target" in error_of(*command)
+    run(*command, "--target", TARGET)
+    assert read_checkpoint(tmp_path / "whole").tensors["lm_head.weight"].shape[0] == rows
 
 
 def test_an_unknown_layout_is_named_before_anything_is_read(tmp_path):

@@ -72,19 +72,3 @@ def test_a_file_is_not_told_of_a_short_wait() -> None:
     assert subprocess.run(command, capture_output=True, check=True).stderr in (b"", b"starting ...\n"), (
         "if it takes long"
     )
-
-
-MODELS = ("torch", "transformers", "huggingface_hub", "fastapi", "matplotlib")
-
-
-def test_inspect_reads_a_folder_by_its_headers() -> None:
-    modules = imported_by_command("inspect", drafter_path())
-    assert "eagle31_hf.checkpoints.checkpoint" in modules, "or nothing was tried"
-    assert not modules.intersection(MODELS)
-
-
-@pytest.mark.parametrize("drafter", [[], ["--drafter", drafter_path()]])
-def test_plan_reads_a_folder_by_its_headers(drafter: list[object]) -> None:
-    modules = imported_by_command("plan", target_path(), "--card", "RTX 4090", *drafter)
-    assert "eagle31_hf.memory.planner" in modules, "or nothing was tried"
-    assert not modules.intersection(MODELS)

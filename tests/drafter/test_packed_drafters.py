@@ -166,9 +166,6 @@ def test_what_is_packed_is_told_by_inspect(drafters: Path, tmp_path: Path) -> No
     packed, plain = inspect_checkpoint(tmp_path), inspect_checkpoint(folder)
     assert packed.parameters == plain.parameters
     assert packed.stored_bytes < plain.stored_bytes / 2
-    for verdict in packed.engines:
-        assert not verdict.reads
-        assert any("packed" in reason for reason in verdict.reasons)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert PackingScheme.of(config) == PackingScheme("nf4")
 

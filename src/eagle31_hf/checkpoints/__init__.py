@@ -1,20 +1,24 @@
 """Drafter checkpoints of every published layout: find, recognise, inspect, read and write them."""
 
 from .checkpoint import Checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
+from .config_json import TARGET_MODEL
 from .files import holds_checkpoint
 from .finding import holds_drafter, require_head, resolve_checkpoint, target_holds_head
-from .formats import FORMATS
+from .layouts import FORMATS, WRITTEN_FORMATS, default_format, filled
 from .packed import PackingScheme
 from .shapes import expected_shapes, packable_shapes, published_weights
-from .summary import CheckpointSummary, EngineVerdict
+from .summary import CheckpointSummary
 
 __all__ = [
     "FORMATS",
+    "TARGET_MODEL",
+    "WRITTEN_FORMATS",
     "Checkpoint",
     "CheckpointSummary",
-    "EngineVerdict",
     "PackingScheme",
+    "default_format",
     "expected_shapes",
+    "filled",
     "holds_checkpoint",
     "holds_drafter",
     "inspect_checkpoint",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,13 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..errors import PublishingError
 from .checkpoint import inspect_checkpoint
-from .json_files import read_json, shown
-from .serving import sglang_command, vllm_command
-from .summary import CheckpointSummary, EngineVerdict
+from .files import read_json, shown
+from .summary import CheckpointSummary
 
 CARD_FILE = "README.md"
 RECORD_FILE = "training_report.json"
-PROFILE_FILE = "speculation_profile.json"  # of eagle31 bench run --profile
 LIBRARY = "eagle31_hf"
+DRAFT_TOKENS = 3  # what both engines' own examples draft for several users at once
 UNKNOWN_LICENSE = "unknown"
 _TEMPLATE = Path(__file__).with_name("card_template.md")
 _TAGS = ["eagle3", "speculative-decoding", "drafter"]
@@ -48,7 +49,6 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         CheckpointError: the folder holds no drafter.
     """
     summary, record = inspect_checkpoint(folder), _read_record(folder, license)
-    vllm, sglang = summary.engines
     data = ModelCardData(
         base_model=record["target"],
         base_model_relation="adapter",
@@ -66,16 +66,12 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         summary=summary,
         config=summary.config,
         record=record,
-        vllm=vllm,
-        sglang=sglang,
         vllm_line=vllm_command(record["target"], repository),
-        sglang_line=sglang_command(record["target"], repository),
-        needs=_needs,
+        sglang_line="" if summary.format == "speculators" else sglang_command(record["target"], repository),
         size=_size(summary.parameters),
         aux=_aux(summary),
         evidence=_evidence_rows(record["stages"]),
         curve=[point for stage in record["stages"] for point in _curve_of(stage)],
-        served=_served(folder / PROFILE_FILE),
     )
     return str(card)
 
@@ -155,41 +151,6 @@ def _figures(counts: Mapping[str, Any]) -> dict[str, str]:
     return {"length": f"{length:.3f}", "positions": positions}
 
 
-def _served(path: Path) -> dict[str, Any] | None:
-    """What `eagle31 bench run` measured, as the card shows it; `None` where it has not been run."""
-    if not path.is_file():
-        return None
-    profile = read_json(path)
-    try:
-        machine = profile["machine"]
-        return {
-            "command": str(profile["command"]),
-            "place": f"{machine['device']}, {machine['processor']}, {machine['threads']} threads",
-            "methods": [_served_row(method) for method in profile["methods"]],
-        }
-    except (KeyError, TypeError) as error:
-        raise PublishingError(
-            f"{path} is no profile ({type(error).__name__}: {error}); write it with eagle31 bench run --profile, or "
-            "remove it"
-        ) from error
-
-
-def _served_row(method: Mapping[str, Any]) -> dict[str, str]:
-    positions = " ".join(f"{share:.2f}" for share in method["acceptance_at_position"])
-    low_high = method["speedup_interval"]
-    speedup = "not told: " + str(method["refusal"]) if method["speedup"] is None else f"{method['speedup']:.2f}"
-    return {
-        "method": f"{method['method']}, temperature {method['temperature']}, batch {method['batch_size']}",
-        "length": f"{method['acceptance_length']:.3f}",
-        "positions": positions,
-        "speedup": speedup + (f" ({low_high[0]:.2f} to {low_high[1]:.2f})" if low_high else ""),
-    }
-
-
-def _needs(engine: EngineVerdict) -> str:
-    return f" ({'; '.join(engine.needs)})" if engine.needs else ""
-
-
 def _size(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M parameters"
 
@@ -199,3 +160,18 @@ def _aux(summary: CheckpointSummary) -> str:
     layers = "2, L/2 and L-3 of the target's L layers" if config.aux_layers is None else f"hs {config.aux_layers}"
     norms = {"per_slot": "each normed (`fc_norm`)", "concatenated": "normed as one", "none": "not normed"}
     return f"{layers}, {norms[config.aux_norm]}"
+
+
+def vllm_command(target: str, drafter: str) -> str:
+    """`vllm serve` with a drafter; both are folders or Hub ids. This line has been run (docs/engines.md)."""
+    speculative = {"method": "eagle3", "model": drafter, "num_speculative_tokens": DRAFT_TOKENS}
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
+
+
+def sglang_command(target: str, drafter: str) -> str:
+    """SGLang's server with a drafter that drafts chains. As its documentation says; it has not been run."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-steps {DRAFT_TOKENS} "
+        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
+    )

@@ -2,7 +2,7 @@
 
 A checkpoint is checked from its headers before any tensor is loaded, and either read whole or refused. Nothing in a
 file is ever executed: safetensors first, `.bin` only through weights-only unpickling, `auto_map` ignored.
-The layouts are described in `docs/formats.md`; their tables live in `checkpoints.formats`.
+The layouts are described in `docs/formats.md`; their tables live in `checkpoints.layouts`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,24 @@ from .checks import (
     check_vocabulary_infos,
     check_vocabulary_map,
 )
-from .config_fields import StoredConfig, read_config_fields, read_places, write_config_fields
-from .files import CONFIG_FILE, StoredTensors, TensorInfo, open_tensors, replace_checkpoint
+from .config_json import StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
+from .files import CONFIG_FILE, StoredTensors, TensorInfo, open_tensors, read_json, replace_checkpoint
 from .finding import refuse_other_contents, resolve_checkpoint
-from .formats import (
+from .layouts import (
     LATENT_SIZES,
-    Format,
+    Layout,
     canonical_name,
+    check_expressible,
     default_format,
-    detect_format,
-    find_format,
+    detect_layout,
     has_reduced_vocabulary,
     stored_name,
+    written_layout,
 )
-from .json_files import read_json
-from .losses import check_expressible, reduce_to
 from .mtp import holds_head, read_head, refuse_lost_head
 from .other_methods import refuse_other_methods
 from .packed import LAYOUT, PackingScheme, packed_infos
-from .plain_config import plain_config
-from .shapes import expected_shapes
-from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters, engine_verdicts
-from .unread_fields import refuse_unread_fields, unknown_fields
+from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +57,7 @@ class Checkpoint:
         config: what the weights are.
         tensors: canonical name to tensor, see `expected_shapes`; `d2t` is int64 `[Vd]` offsets, present iff `Vd < V`.
         format: name of the layout it was read from, one of `FORMATS`.
-        metadata: entries of its `config.json` that say nothing about the network (training run, verifier, …);
-            written again to the same format, while another format's markers are left out.
+        metadata: `{"target_model": {"name_or_path", "architectures"}}` where its `config.json` names its target.
         scheme: how some of its matrices are packed; `None`: none is.
         packed: the tensors of those matrices, `"layers.0.mlp.down_proj.absmax"` and the like; the weights they stand
             for are not among `tensors`.
@@ -80,7 +75,7 @@ class Checkpoint:
 class _Headers:
     """A checkpoint understood and checked, with no tensor loaded."""
 
-    table: Format
+    layout: Layout
     config: Eagle31Config
     stored_config: StoredConfig
     raw_config: dict[str, Any]
@@ -135,51 +130,36 @@ def read_checkpoint(
     }
     headers.config.dtype = tensors["fc.weight"].dtype
     metadata = headers.stored_config.metadata
-    return Checkpoint(headers.config, tensors, headers.table.name, metadata, headers.scheme, packed)
+    return Checkpoint(headers.config, tensors, headers.layout.name, metadata, headers.scheme, packed)
 
 
-def write_checkpoint(
-    checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain", allow_loss: bool = False
-) -> tuple[str, ...]:
-    """Writes `config.json` and `model.safetensors` of a drafter in one of `FORMATS`.
+def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain") -> None:
+    """Writes `config.json` and `model.safetensors` of a drafter in one of `WRITTEN_FORMATS`.
 
     `"plain"` is the layout that vLLM and both SGLang generations read wherever they can run the drafter at all.
     `folder` at every moment holds its old checkpoint, none that can be read, or the new one. Packed matrices are
     written as they are, so that they are read back bit for bit; only `"plain"` holds them, and no engine reads them.
-
-    Args:
-        allow_loss: leave out what the format cannot express. The drafter that is written then computes something else
-            and has to be trained again before it is of use.
-
-    Returns:
-        In words what was left out; empty unless `allow_loss` had to be used.
 
     Raises:
         ConfigurationError: no such format, or it cannot express this drafter; the message says which can.
         CheckpointFormatError: the tensors do not fit the config.
         CheckpointError: it cannot be written there; what was there stays.
     """
-    table = find_format(format)
+    layout = written_layout(format)
     packed = _packed_to_write(checkpoint, format)
-    left_out: tuple[str, ...] = ()
     config, tensors, scheme = checkpoint.config, checkpoint.tensors, checkpoint.scheme
-    if allow_loss and not packed:
-        config, left_out = reduce_to(table, config)
-        wanted = expected_shapes(config)
-        tensors = {name: tensor for name, tensor in tensors.items() if name in wanted}
-    check_expressible(table, config)
-    written = write_config_fields(table, config, checkpoint.metadata, checkpoint.format)
+    check_expressible(layout, config)
     check_tensor_infos(config, {name: _info(tensor) for name, tensor in tensors.items()}, packed)
     _check_loaded(config, tensors | checkpoint.packed)
+    written = write_config_fields(layout, config, checkpoint.metadata)
     written["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     if scheme is not None:
         written["quantization_config"] = scheme.to_dict()
-    stored = {stored_name(table, name): tensor for name, tensor in (tensors | checkpoint.packed).items()}
+    stored = {stored_name(layout, name): tensor for name, tensor in (tensors | checkpoint.packed).items()}
     if "d2t" in stored:
         stored["d2t"] = stored["d2t"].cpu().long()
         stored["t2d"] = _draft_vocabulary_mask(stored["d2t"], config.vocab_size)
     replace_checkpoint(Path(folder), written, stored)
-    return left_out
 
 
 def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> CheckpointSummary:
@@ -187,12 +167,12 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
 
     Values (NaN, the vocabulary map) are not looked at.
     """
-    headers = _read_headers(resolve_checkpoint(path_or_id, revision=revision), to_load=False)
+    headers = _read_headers(resolve_checkpoint(path_or_id, revision=revision))
     infos, config, raw = headers.tensors.infos, headers.config, headers.raw_config
     return CheckpointSummary(
         source=str(path_or_id),
-        format=headers.table.name,
-        format_title=headers.table.title,
+        format=headers.layout.name,
+        format_title=headers.layout.title,
         method="EAGLE 3.1" if config.is_eagle31 else "EAGLE-3",
         config=config,
         dtype=infos[headers.stored_names["fc.weight"]].dtype,
@@ -200,12 +180,10 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
         stored_bytes=count_bytes(infos),
         tensors={name: info.shape for name, info in infos.items()},
         aux_layers_as_stored=headers.stored_config.layer_ids,
-        engines=engine_verdicts(raw, infos, config, headers.table.name),
         notes=caution_notes(
-            headers.table.name,
+            headers.layout.name,
             config,
             headers.stored_config.layer_ids,
-            unknown_fields(headers.table, raw, read_places(headers.table)),
             bool(raw.get("quantization_config")) and headers.scheme is None,
         ),
     )
@@ -214,20 +192,20 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
 # ---------------------------------------------------------------- reading, step by step
 
 
-def _read_headers(folder: Path, *, to_load: bool = True) -> _Headers:
+def _read_headers(folder: Path) -> _Headers:
     refuse_other_contents(folder)
     raw_config = read_json(folder / CONFIG_FILE)
     _check_sections(raw_config)
     stored = open_tensors(folder)
     refuse_other_methods(raw_config, stored.infos)
-    table = detect_format(raw_config, stored.infos)
-    names = _canonical_names(table, stored.infos)
+    layout = detect_layout(raw_config, stored.infos)
+    names = _canonical_names(layout, stored.infos)
     check_vocabulary_infos({name: stored.infos[names[name]] for name in ("d2t", "t2d") if name in names})
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items()}
-    stored_config = read_config_fields(table, raw_config, _count_layers(infos))
+    stored_config = read_config_fields(layout, raw_config, _count_layers(infos))
     fields = _completed_fields(stored_config, raw_config, infos)
-    config = (None if to_load else plain_config(fields)) or _build_config(fields)
-    refuse_unread_fields(table, raw_config, config)
+    config = _build_config(fields)
+    refuse_unread_fields(layout, raw_config, config)
     if not has_reduced_vocabulary(config):
         # A full vocabulary needs no map. Some writers keep an identity map: checked, then dropped.
         _check_identity_map(stored, names)
@@ -239,7 +217,7 @@ def _read_headers(folder: Path, *, to_load: bool = True) -> _Headers:
     apart = _packed_names(packed)
     check_tensor_infos(config, {name: info for name, info in infos.items() if name not in apart}, packed)
     check_rope(config)  # after the shapes: now its sizes are those of tensors that exist
-    return _Headers(table, config, stored_config, raw_config, stored, names, scheme, packed)
+    return _Headers(layout, config, stored_config, raw_config, stored, names, scheme, packed)
 
 
 def _stored_scheme(raw_config: Mapping[str, Any]) -> PackingScheme | None:
@@ -282,10 +260,10 @@ def _check_sections(raw_config: Mapping[str, Any]) -> None:
         )
 
 
-def _canonical_names(table: Format, infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _canonical_names(layout: Layout, infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     names: dict[str, str] = {}
     for theirs in infos:
-        ours = canonical_name(table, theirs)
+        ours = canonical_name(layout, theirs)
         if ours in names:
             raise CheckpointFormatError(f"{names[ours]} and {theirs} are both {ours}; remove the wrong one")
         if ours is not None:

@@ -7,9 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
-from .files import TensorInfo
-from .json_files import shown
-from .plain_config import PlainConfig
+from .files import TensorInfo, shown
 from .shapes import expected_shapes, published_weights
 
 if TYPE_CHECKING:
@@ -21,6 +19,7 @@ Tensors = Mapping[str, TensorInfo]
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_LARGEST_THETA = 1e12  # up to which all of Llama's own frequencies are numbers
 _LISTED = 12  # names in one message
 
 
@@ -78,8 +77,9 @@ def check_rope(config: Eagle31Config) -> None:
             f"config.json: partial_rotary_factor is {shown(turned)}; only drafters whose heads are turned whole can be "
             "read"
         )
-    if isinstance(config, PlainConfig):
-        return  # Llama's own tables, of a finite base
+    is_plain = rope.get("rope_type") == "default" and 1 <= rope.get("rope_theta", 0) <= _LARGEST_THETA
+    if is_plain and (config.head_dim or 1) % 2 == 0:
+        return  # what makes tables takes a second to import
     import torch
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -1,4 +1,7 @@
-"""Drafter checkpoints as files: find the folder, read headers and tensors, replace a folder's checkpoint at once."""
+"""Files of a drafter checkpoint: its JSON, its tensors by their headers, and how a folder's checkpoint is replaced.
+
+Nothing in a file is ever executed: safetensors first, `.bin` only through weights-only unpickling.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import reprlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,13 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import (
-    CheckpointError,
-    CheckpointFormatError,
-    IncompatibleTargetError,
-    UnsafeCheckpointError,
-)
-from .json_files import read_json, shown
+from ..errors import CheckpointError, CheckpointFormatError, IncompatibleTargetError, UnsafeCheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,11 +27,75 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_FILE = "pytorch_model.bin"
-_LONGEST_NAME = 255  # bytes, on every common file system
+MOST_BYTES = 32 << 20
+"""Of a JSON file: the index of a model of 700 billion parameters has 9 MB."""
+_MOST_DIGITS = 20
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
            "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"}  # fmt: skip
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of at most 32 MB.
+
+    Raises:
+        CheckpointFormatError: no such file, not a file, or it holds no such object.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would keep us waiting for ever
+            raise CheckpointFormatError(f"{path} is a folder or a device; wanted a JSON file")
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise CheckpointFormatError(f"{path} has {size} bytes; wanted a JSON file of at most {MOST_BYTES}")
+        content = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_int)
+    except CheckpointFormatError:  # a `ValueError`, too: what is wrong has been said
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointFormatError(f"{path.parent} has no {path.name}; a drafter checkpoint needs it") from error
+    except OSError as error:
+        raise CheckpointFormatError(
+            f"{path} cannot be read ({error.strerror or error}); fetch it again or correct its permissions"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise CheckpointFormatError(f"{path} is not valid JSON ({error}); fetch or write it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointFormatError(f"{path} holds a {type(content).__name__}; wanted a JSON object")
+    return content
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def shown(value: Any) -> str:
+    """A value from a file as an error may quote it: escaped, and short however long it is."""
+    return _SHORT.repr(value)
+
+
+def get_path(config: Mapping[str, Any], path: str) -> Any:
+    """The entry at a dotted path, `None` if any part of it is missing."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def set_path(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the entry at a dotted path, making the objects on the way."""
+    *parents, last = path.split(".")
+    for key in parents:
+        config = config.setdefault(key, {})
+    config[last] = value
+
+
+# ---------------------------------------------------------------- tensors
 
 
 @dataclass(frozen=True)
@@ -62,9 +124,6 @@ class StoredTensors:
             with _open_safetensors(path) as shard:
                 loaded.update({name: shard.get_tensor(name) for name in names if self._shard_of[name] == path})
         return loaded
-
-
-# ---------------------------------------------------------------- reading
 
 
 def open_tensors(folder: Path) -> StoredTensors:
@@ -113,11 +172,8 @@ def _open_index(folder: Path) -> StoredTensors:
 
 def is_shard_name(name: Any) -> bool:
     """A plain file name that every file system can hold."""
-    return (
-        isinstance(name, str)
-        and re.fullmatch(r"[^/\\\0]+\.safetensors", name) is not None
-        and len(name.encode()) <= _LONGEST_NAME
-    )
+    is_name = isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name) is not None
+    return is_name and len(name.encode()) <= 255
 
 
 def open_shards(paths: list[Path]) -> StoredTensors:
@@ -153,31 +209,24 @@ def _open_pickle(path: Path) -> StoredTensors:
         raise CheckpointFormatError(f"{path} holds more than named tensors; wanted a plain state dict")
     for name, value in content.items():
         _require_printable(name, path)
-        _require_stored(name, value, path)
+        if not _is_plain(value):
+            raise CheckpointFormatError(
+                f"{path}: {shown(name)} is not stored as it is used (sparse, nested, on another device, or one value "
+                "said many times); wanted plain tensors: save a state dict of dense tensors on CPU"
+            )
     infos = {
         name: TensorInfo(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in content.items()
     }
     return StoredTensors(infos, (path,), {}, content)
 
 
-def _require_stored(name: str, tensor: Tensor, path: Path) -> None:
-    """A pickle may describe tensors that are not there, or a million rows that are one row said a million times."""
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, on CPU, and no larger than what is stored of it."""
     import torch
     from torch import Tensor, nn
 
-    kind = ""
-    if type(tensor) not in (Tensor, nn.Parameter):
-        kind = type(tensor).__name__
-    elif tensor.is_nested or tensor.layout != torch.strided:
-        kind = "nested or sparse tensor"
-    elif tensor.device.type != "cpu":
-        kind = f"tensor on {tensor.device.type}, without content"
-    elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        kind = "tensor that repeats fewer stored values"
-    if kind:
-        raise CheckpointFormatError(
-            f"{path}: {shown(name)} is a {kind}; wanted plain tensors. Save a state dict of dense tensors on CPU"
-        )
+    dense = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested and tensor.layout == torch.strided
+    return dense and tensor.device.type == "cpu" and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _require_printable(name: str, path: Path) -> None:
@@ -205,9 +254,6 @@ def _unpickle(path: Path) -> Any:
         ) from error
 
 
-# ---------------------------------------------------------------- writing
-
-
 def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collection[str] | None = ()) -> None:
     """Say so where a drafter is named as a target; of a Hub id, by the `architectures` that its config states.
 
@@ -223,6 +269,9 @@ def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collec
             f"the target {os.fspath(name)!r} is a drafter; name the model it was made for as the target, and this as "
             "the drafter (were the two swapped?)"
         )
+
+
+# ---------------------------------------------------------------- writing
 
 
 def holds_checkpoint(folder: Path) -> bool:
@@ -257,7 +306,7 @@ def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
 
     new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
-        new_config.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(_unshared(tensors), new_weights, metadata={"format": "pt"})
         new_weights.chmod(new_config.stat().st_mode)  # safetensors lets nobody but the owner read what it writes
         # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointFormatError, CheckpointNotFoundError
-from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors
-from .json_files import shown
+from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors, shown
 from .mtp import head_files, holds_head, read_head
 
 GGUF_SUFFIX = ".gguf"

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, StoredTensors, is_shard_name, open_shards
-from .json_files import read_json, shown
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, StoredTensors, is_shard_name, open_shards, read_json, shown
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..errors import CheckpointFormatError
-from .files import TensorInfo
-from .json_files import get_path
+from .files import TensorInfo, get_path
 from .packed import LAYOUT
 
 Tensors = Mapping[str, TensorInfo]

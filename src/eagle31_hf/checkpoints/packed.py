@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError, ConfigurationError
-from .files import TensorInfo
-from .json_files import shown
+from .files import TensorInfo, shown
 from .shapes import packable_shapes
 
 if TYPE_CHECKING:

@@ -12,14 +12,13 @@ import huggingface_hub
 from huggingface_hub import errors as hub
 
 from ..errors import PublishingError, first_line
-from .card import CARD_FILE, PROFILE_FILE, RECORD_FILE, check_card, fill_card
+from .card import CARD_FILE, RECORD_FILE, check_card, fill_card
 from .checkpoint import Checkpoint, write_checkpoint
-from .config_fields import TARGET_MODEL
-from .files import CONFIG_FILE, WEIGHTS_FILE
-from .formats import default_format
-from .json_files import get_path, read_json
+from .config_json import TARGET_MODEL
+from .files import CONFIG_FILE, WEIGHTS_FILE, get_path, read_json
+from .layouts import default_format
 
-PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE, PROFILE_FILE)
+PUBLISHED_FILES = (CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE)
 """What is uploaded of a folder, and nothing beside it: checkpoints and texts of a run stay at home."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .formats import filled, has_reduced_vocabulary
+from .layouts import filled, has_reduced_vocabulary
 
 if TYPE_CHECKING:
     from ..configuration_eagle31 import Eagle31Config

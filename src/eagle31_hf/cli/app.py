@@ -31,7 +31,7 @@ COMMANDS = {
     "push": "Publish a drafter with its card and records; shows what would be uploaded unless told to upload.",
     "train": "Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first.",
     "doctor": "Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?",
-    "inspect": "Tell what a drafter checkpoint is, from its headers alone, and which engines read it.",
+    "inspect": "Tell what a drafter checkpoint is, from its headers alone.",
     "bench": "Measure what the loops are worth, and what they cost.",
 }
 """Each command and the first line of its help, which `eagle31 --help` shows without importing it."""
@@ -85,7 +85,7 @@ def _explain_removal(error: Exception, name: str) -> Exception:
     line = removal(name)
     if line is not None and hasattr(error, "message"):
         error.message = line
-        vars(error).pop("possibilities", None)
+        vars(error).update(possibilities=())
     return error
 
 

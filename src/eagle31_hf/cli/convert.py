@@ -10,13 +10,11 @@ import typer
 from rich.console import Console
 from transformers import AutoConfig
 
-from ..checkpoints import FORMATS, Checkpoint, holds_checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
-from ..checkpoints.config_fields import TARGET_MODEL
+from ..checkpoints import TARGET_MODEL, WRITTEN_FORMATS, Checkpoint, holds_checkpoint, read_checkpoint, write_checkpoint
+from ..checkpoints.card import sglang_command, vllm_command
 from ..checkpoints.finding import target_class
-from ..checkpoints.formats import Format, find_format
-from ..checkpoints.losses import find_losses
-from ..checkpoints.serving import sglang_command, vllm_command
-from ..drafter.target_weights import EMBEDDING, copy_from_target
+from ..checkpoints.layouts import parts_to_copy, written_layout
+from ..drafter.target_weights import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError
 from .options import TracebackOption, make_console, readable_errors
 
@@ -28,37 +26,34 @@ def convert(
     *,
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
     destination: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False, show_default=False)],
-    format: Annotated[str, typer.Option(help=f"Layout to write: {', '.join(FORMATS)}.")] = "plain",
+    format: Annotated[str, typer.Option(help=f"Layout to write: {', '.join(WRITTEN_FORMATS)}.")] = "plain",
     target: Annotated[
         str | None,
         typer.Option(help="Folder or Hub id of the target, written down for the loaders that ask for it."),
     ] = None,
-    allow_loss: Annotated[
-        bool, typer.Option("--allow-loss", help="Leave out what the layout cannot say; needs training afterwards.")
-    ] = False,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite a checkpoint without asking.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     traceback: TracebackOption = False,
 ) -> None:
     """Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read."""
-    table = find_format(format)  # a misspelt name should not cost a download
+    layout = written_layout(format)  # a misspelt name should not cost a download
     checkpoint = read_checkpoint(source, revision=revision)
     if target is not None:
         checkpoint.metadata[TARGET_MODEL] = describe_target(target)
-        checkpoint = _with_copies(checkpoint, table, target)
+        if parts := parts_to_copy(layout, checkpoint.config):
+            model = target_class(AutoConfig.from_pretrained(target)).from_pretrained(target, dtype="auto")
+            checkpoint = copy_from_target(checkpoint, model, parts)
     _ask_before_overwriting(destination, force)
-    left_out = write_checkpoint(checkpoint, destination, format=format, allow_loss=allow_loss)
+    write_checkpoint(checkpoint, destination, format=format)
     console = make_console()
     console.print(f"{source} ({checkpoint.format}) → {destination} ({format})", soft_wrap=True)
-    if left_out:
-        console.print(f"left out, so train it again before use: {', '.join(left_out)}", soft_wrap=True)
     name = _target_name(checkpoint)
-    if table.needs_target and (name is None or not checkpoint.config.own_embedding):
+    if layout.needs_target and (name is None or not checkpoint.config.own_embedding):
         console.print(
             "its own loader asks for the target's name and embedding: convert it with --target",
             soft_wrap=True,
         )
-    _show_serving(console, destination, name or UNKNOWN_TARGET)
+    _show_serving(console, destination, format, name or UNKNOWN_TARGET)
 
 
 def describe_target(name: str) -> dict[str, Any]:
@@ -75,17 +70,6 @@ def describe_target(name: str) -> dict[str, Any]:
             "drafter was trained for"
         ) from error
     return {"name_or_path": name, "architectures": list(config.architectures or [])}
-
-
-def _with_copies(checkpoint: Checkpoint, table: Format, target: str) -> Checkpoint:
-    """The checkpoint with its own copy of what it shares with the target and the layout or its loader cannot share."""
-    parts: set[str] = {loss.in_target for loss in find_losses(table, checkpoint.config) if loss.in_target}
-    if table.needs_target and not checkpoint.config.own_embedding:
-        parts.add(EMBEDDING)
-    if not parts:
-        return checkpoint
-    loader = target_class(AutoConfig.from_pretrained(target))
-    return copy_from_target(checkpoint, loader.from_pretrained(target, dtype="auto"), parts)
 
 
 def _ask_before_overwriting(destination: Path, force: bool) -> None:
@@ -107,14 +91,11 @@ def _target_name(checkpoint: Checkpoint) -> str | None:
     return name if isinstance(name, str) and name.isprintable() else None
 
 
-def _show_serving(console: Console, folder: Path, target: str) -> None:
-    """One line per engine to paste into a shell; or why it cannot read the folder."""
-    commands = {"vLLM": (vllm_command, ""), "SGLang": (sglang_command, " (as its documentation says; not run by us)")}
-    for verdict in inspect_checkpoint(folder).engines:
-        command, remark = commands[verdict.engine]
-        if not verdict.reads:
-            console.print(f"\n{verdict.engine} does not read it: {'; '.join(verdict.reasons)}", soft_wrap=True)
-            continue
-        needs = f", needs {'; '.join(verdict.needs)}" if verdict.needs else ""
-        console.print(f"\n{verdict.engine}{remark}{needs}:", soft_wrap=True, markup=False)
-        console.print(f"  {command(target, str(folder))}", soft_wrap=True, markup=False)
+def _show_serving(console: Console, folder: Path, format: str, target: str) -> None:
+    """One line per engine to paste into a shell."""
+    lines = {"vLLM": vllm_command(target, str(folder))}
+    if format != "speculators":  # which SGLang does not read
+        lines["SGLang (as its documentation says; not run by us)"] = sglang_command(target, str(folder))
+    for engine, line in lines.items():
+        console.print(f"\n{engine}:", markup=False)
+        console.print(f"  {line}", soft_wrap=True, markup=False)

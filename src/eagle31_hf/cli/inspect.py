@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoints import CheckpointSummary, EngineVerdict, inspect_checkpoint
+from ..checkpoints import CheckpointSummary, inspect_checkpoint
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 
 
@@ -19,7 +19,7 @@ def inspect(
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Tell what a drafter checkpoint is, from its headers alone, and which engines read it."""
+    """Tell what a drafter checkpoint is, from its headers alone."""
     summary = inspect_checkpoint(path_or_id, revision=revision)
     console = make_console()
     console.print(summary_table(summary))
@@ -65,15 +65,8 @@ def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
         ("feedback", "post-norm (norm_output)" if c.norm_output else "pre-norm"),
         ("embedding", "its own" if c.own_embedding else "the target's"),
         ("LM head", "its own" if c.own_lm_head else "the target's"),
-        *((verdict.engine, _engine(verdict)) for verdict in summary.engines),
         *(("note", Text(note, style="yellow")) for note in summary.notes),
     ]  # fmt: skip
-
-
-def _engine(verdict: EngineVerdict) -> Text:
-    told = Text("reads it", style="green") if verdict.reads else Text("does not read it", style="yellow")
-    details = [*verdict.reasons, *(f"needs {need}" for need in verdict.needs)]
-    return told.append(": " + "; ".join(details), style="default") if details else told
 
 
 def tensor_table(summary: CheckpointSummary) -> Table:

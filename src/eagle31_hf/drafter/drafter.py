@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
 
-from ..checkpoints import Checkpoint, PackingScheme, read_checkpoint, write_checkpoint
-from ..checkpoints.config_fields import TARGET_MODEL
-from ..checkpoints.formats import default_format
+from ..checkpoints import (
+    TARGET_MODEL,
+    Checkpoint,
+    PackingScheme,
+    default_format,
+    read_checkpoint,
+    write_checkpoint,
+)
 from ..checkpoints.publish import publish_checkpoint, publish_folder
 from ..configuration_eagle31 import Eagle31Config, MtpConfig
 from ..errors import ConfigurationError
@@ -160,12 +165,12 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | Path, *, format: str | None = None, **kwargs: Any
     ) -> None:
-        """Write the layout that vLLM and SGLang both load, or another one of `docs/formats.md`.
+        """Write the layout that vLLM and SGLang both load, or `"speculators"` (`docs/formats.md`).
 
         A packed drafter is written packed, to be read back bit for bit; that no engine but ours reads.
 
         Args:
-            format: name of the layout; default: `"plain"`, or `"mla"` for latent attention.
+            format: `"plain"`, `"mla"` or `"speculators"`; default: `"plain"`, or `"mla"` for latent attention.
             kwargs: `push_to_hub=True` with `repo_id` (default: the folder's name) and what `push_to_hub` takes.
 
         Raises:
@@ -197,7 +202,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What its `config.json` says beside the network: training run, target it was made for, …"""
+        """`{"target_model": {"name_or_path", "architectures"}}` where its `config.json` names the target it is for."""
         return self._checkpoint_origin.get("metadata", {})
 
     def name_target(self, name_or_path: str) -> None:

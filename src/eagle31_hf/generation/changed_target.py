@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..checkpoints.config_fields import TARGET_MODEL
+from ..checkpoints import TARGET_MODEL
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..target.binding import TargetBinding

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoints import expected_shapes, inspect_checkpoint, packable_shapes, published_weights
-from ..checkpoints.formats import filled
-from ..checkpoints.plain_config import PlainConfig
+from ..checkpoints import expected_shapes, filled, inspect_checkpoint, packable_shapes, published_weights
 from ..errors import MemoryPlanError
 from .activation_bytes import DecoderShape, DrafterShape
 from .quantization_schemes import Quantization
@@ -92,8 +90,10 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
 
 
 def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
+    from ..configuration_eagle31 import Eagle31Config
+
     shape = target.shape
-    config = PlainConfig(
+    return Eagle31Config(
         hidden_size=shape.hidden_size,
         target_hidden_size=shape.hidden_size,
         intermediate_size=target.intermediate_size,
@@ -105,7 +105,6 @@ def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
         aux_norm="per_slot",
         norm_output=True,
     )
-    return cast("Eagle31Config", config)
 
 
 def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:

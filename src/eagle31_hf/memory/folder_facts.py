@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..checkpoints.files import INDEX_FILE, WEIGHTS_FILE, open_tensors
-from ..checkpoints.json_files import read_json
+from ..checkpoints.files import INDEX_FILE, WEIGHTS_FILE, open_tensors, read_json
 from ..errors import CheckpointFormatError
 from .weight_bytes import WeightInventory, WeightTensor
 

@@ -1,7 +1,8 @@
-"""What each published drafter layout calls its tensors and config fields: one table per format, used both ways.
+"""What each published drafter layout calls its tensors and config fields: one table per layout.
 
-Canonical names are the parameter names of our drafter (`layers.0.…` also for the first layer) and the fields of
-`Eagle31Config`. Layer ids become `hs` indices here (`hs[k]` = residual stream entering target layer `k`).
+All seven are read; `plain`, `mla` and `speculators` are written, too, by the same tables. Canonical names are the
+parameter names of our drafter (`layers.0.…` also for the first layer) and the fields of `Eagle31Config`. Layer ids
+become `hs` indices here (`hs[k]` = residual stream entering target layer `k`).
 Sources: the writers and loaders of SafeAILab/EAGLE, SpecForge, speculators, ModelOpt, TorchSpec, NeMo Automodel,
 vLLM and SGLang; `docs/formats.md` holds the same tables in prose.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, removal
 
 if TYPE_CHECKING:
     from ..configuration_eagle31 import Eagle31Config
@@ -37,6 +38,9 @@ LAYER_ID_PLACES = (LAYER_IDS, NESTED_LAYER_IDS, *(path for path, _ in OTHER_LAYE
 """Dotted paths of `config.json` that any format or engine reads layer ids from."""
 
 
+_MIDLAYER = (("layers.0.", "midlayer."),)  # a first layer that is called `layers.0` already keeps its name
+
+
 @dataclass(frozen=True)
 class Field:
     """One config fact: its name here, its dotted path in `config.json`, and what a missing or null entry means."""
@@ -45,7 +49,6 @@ class Field:
     stored: str
     default: Any = None
     also: tuple[str, ...] = ()  # other spellings, read but never written
-    written: bool = True
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -53,24 +56,36 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Format:
-    """One published layout. `prefixes` pairs canonical with stored name prefixes; everything else keeps its name."""
+class Layout:
+    """One published layout.
+
+    Attributes:
+        recognises: whether a `config.json` and stored tensor names are of this layout.
+        layer_ids: `(dotted path, convention)` of the places where it names target layers.
+        prefixes: pairs of canonical and stored name prefixes; everything else keeps its name.
+        lacks: names of the facts (`_FACTS`) that it cannot express; `None`: it is read and not written.
+        architecture, first_layer, constants: what is written: class, prefix of the first layer, entries without news.
+        demands: a file stating another value is another network.
+        layer_config: dotted prefix of the Llama fields. target_model: dotted path of the target's name.
+        needs_target: whether its loaders ask for the target's name, and read the embedding from the file alone.
+        ignores_the_rest: its classes read these fields and no others: the rest of a config is the target's.
+    """
 
     name: str
     title: str
-    architectures: tuple[str, ...]  # the first is written
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool]
     fields: tuple[Field, ...]
-    layer_ids: tuple[tuple[str, str], ...]  # (dotted path, convention) in the order engines look
-    prefixes: tuple[tuple[str, str], ...] = (("layers.0.", "midlayer."),)
-    also_prefixes: tuple[tuple[str, str], ...] = (("layers.0.", "layers.0."),)
-    expresses: frozenset[str] = frozenset()  # facts of a drafter, named in `losses`
-    constants: Mapping[str, Any] = field(default_factory=dict)  # written unless the metadata says otherwise
-    demands: Mapping[str, Any] = field(default_factory=dict)  # a file stating another value is another network
-    layer_config: str = ""  # dotted prefix of the Llama fields
-    target_model: str = "target_model"  # dotted path of the target's name and architectures
-    needs_target: bool = False  # whether its loaders ask for them, and read the embedding from the file alone
-    ignores_the_rest: bool = False  # its classes read these fields and no others: the rest of a config is the target's
+    layer_ids: tuple[tuple[str, str], ...]
+    prefixes: tuple[tuple[str, str], ...] = _MIDLAYER
+    lacks: frozenset[str] | None = None
+    architecture: str = ""
+    first_layer: str = "midlayer."
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    demands: Mapping[str, Any] = field(default_factory=dict)
+    layer_config: str = ""
+    target_model: str = "target_model"
+    needs_target: bool = False
+    ignores_the_rest: bool = False
 
 
 def filled(value: int | None) -> int:
@@ -128,7 +143,7 @@ def _drafter_fields(norm_before_residual: bool = False, num_aux: bool = True) ->
 
 
 _SGLANG_NAMES = (
-    ("layers.0.", "layers.0."),
+    *_MIDLAYER,
     ("fc_norm.0.", "aux_norm_low."),
     ("fc_norm.1.", "aux_norm_mid."),
     ("fc_norm.2.", "aux_norm_high."),
@@ -139,15 +154,7 @@ _MODELOPT_MARKS = (
     "use_mtp_layernorm",
     "next_layer_regular",
 )
-_UNTIED = {"model_type": "llama", "tie_word_embeddings": False}
-# No query/key norms: the class both engines load the plain layout with has none.
-_SAID_PLAINLY = frozenset({
-    "grouped", "per_slot", "concatenated", "norm_output", "norm_before_residual", "fc_bias", "biases", "layers",
-    "widths", "shared_embedding", "shared_head", "shared_head_rows", "aux_count",
-})  # fmt: skip
 
-
-LATENT_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
 _LATENT_FIELDS = (
     *(row for row in _layer_fields() if row.name != "head_dim"),  # there it is the rotated width
@@ -160,67 +167,38 @@ def _has_architecture(config: Mapping[str, Any], prefix: str) -> bool:
 
 
 _TABLE = (
-    Format(
+    Layout(
         name="nemo",
         title="NVIDIA NeMo Automodel",
-        architectures=("LlamaEagle3DraftModel",),
         recognises=lambda config, names: _has_architecture(config, "LlamaEagle3") or "model.fc.weight" in names,
-        fields=(*_layer_fields(), *_drafter_fields(), *(Field(n, n, written=False) for n in LATENT_SIZES)),
+        fields=(*_layer_fields(), *_drafter_fields(), *(Field(name, name) for name in LATENT_SIZES)),
         ignores_the_rest=True,
         layer_ids=((LAYER_IDS, COMPLETED_LAYER),),
         prefixes=tuple((part, f"model.{part}") for part in ("layers.", "fc.", "fc_norm.", "norm.", "embed_tokens.")),
-        also_prefixes=(),
-        # Its class always holds an embedding; a file without one would be filled with random rows.
-        expresses=frozenset({"grouped", "per_slot", "norm_output", "biases", "widths", "aux_count"}),
-        constants=_UNTIED,
     ),
-    Format(
+    Layout(
         name="mla",
         title="MLA (lightseek, TorchSpec; vLLM's and SGLang's Eagle3DeepseekV2ForCausalLM)",
-        architectures=LATENT_ARCHITECTURES,
         recognises=lambda config, names: (
             _has_architecture(config, "Eagle3Deepseek") or any("kv_a_proj_with_mqa" in name for name in names)
         ),
         fields=(*_LATENT_FIELDS, *_drafter_fields()),
         layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
-        also_prefixes=_SGLANG_NAMES,
-        expresses=frozenset(
-            {
-                "latent",
-                "per_slot",
-                "norm_output",
-                "norm_before_residual",
-                "widths",
-                "layers",
-                "shared_embedding",
-                "shared_head",
-                "aux_count",
-            }
-        ),
+        prefixes=_SGLANG_NAMES,
+        lacks=frozenset({"grouped", "concatenated", "fc_bias", "biases", "shared_head_rows"}),
+        architecture="Eagle3DeepseekV2ForCausalLM",
         constants={"model_type": "deepseek_v3", "tie_word_embeddings": False},
     ),
-    Format(
+    Layout(
         name="speculators",
         title="Red Hat / speculators",
-        architectures=("Eagle3DraftModel", "Eagle3Speculator"),
         recognises=lambda config, names: "speculators_model_type" in config or "speculators_config" in config,
         fields=(*_layer_fields("transformer_layer_config."), *_drafter_fields(norm_before_residual=True)),
         layer_ids=((LAYER_IDS, HS_INDEX),),
         prefixes=(),
-        expresses=frozenset(
-            {
-                "grouped",
-                "per_slot",
-                "concatenated",
-                "norm_output",
-                "norm_before_residual",
-                "qk_norm",
-                "biases",
-                "layers",
-                "shared_embedding",
-                "aux_count",
-            }
-        ),
+        lacks=frozenset({"latent", "fc_bias", "widths", "shared_head", "shared_head_rows"}),
+        architecture="Eagle3DraftModel",
+        first_layer="layers.0.",
         constants={
             "speculators_model_type": "eagle3",
             "speculators_config.algorithm": "eagle3",
@@ -235,87 +213,130 @@ _TABLE = (
         # Of the embedding: speculators 0.9.0 with transformers 5.19 leaves a missing one at zeros, unsaid.
         needs_target=True,
     ),
-    Format(
+    Layout(
         name="torchspec",
         title="TorchSpec / lightseek",
-        architectures=("LlamaForCausalLMEagle3",),
         recognises=lambda config, names: "_torchspec_version" in config,
         fields=(*_layer_fields(), *_drafter_fields()),
         layer_ids=((LAYER_IDS, COMPLETED_LAYER), (NESTED_LAYER_IDS, COMPLETED_LAYER)),
-        expresses=frozenset({"grouped", "per_slot", "norm_output", "widths", "shared_embedding", "aux_count"}),
-        constants={**_UNTIED, "_torchspec_version": "unknown"},
     ),
-    Format(
+    Layout(
         name="modelopt",
         title="NVIDIA ModelOpt",
-        architectures=("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
         recognises=lambda config, names: any(mark in (config.get("eagle_config") or {}) for mark in _MODELOPT_MARKS),
         fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
         layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
-        also_prefixes=(
-            ("layers.0.", "layers.0."),
+        prefixes=(
+            *_MIDLAYER,
             ("layers.0.hidden_norm.", "hidden_norm."),
             ("layers.0.input_layernorm.", "input_embeds_norm."),
             ("lm_head.", "eagle_lm_head."),
         ),
-        expresses=frozenset({"grouped", "biases", "layers", "shared_embedding", "shared_head"}),
-        constants={**_UNTIED, "eagle_config.use_aux_hidden_state": True},
         demands={
             "eagle_config.use_input_layernorm_in_first_layer": True,
             "eagle_config.use_last_layernorm": True,
             "eagle_config.use_mtp_layernorm": False,
         },
     ),
-    Format(
+    Layout(
         name="specforge",
         title="SpecForge / SGLang (also AQ-MedAI, AngelSlim, SpecDrift)",
-        architectures=("LlamaForCausalLMEagle3",),
         recognises=lambda config, names: (
             _has_architecture(config, "LlamaForCausalLMEagle3") and "num_aux_hidden_states" not in config
         ),
         fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
         layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
-        also_prefixes=_SGLANG_NAMES,
-        expresses=frozenset({"grouped", "per_slot", "norm_output", "widths", "shared_embedding"}),
-        constants=_UNTIED,
+        prefixes=_SGLANG_NAMES,
     ),
-    Format(
+    Layout(
         name="plain",
         title="plain (SafeAILab, nebius, and what this package writes)",
-        architectures=("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
         recognises=lambda config, names: True,
         fields=(*_layer_fields(), *_drafter_fields(), Field("fc_bias", "bias", False)),
         layer_ids=((LAYER_IDS, HS_INDEX), (NESTED_LAYER_IDS, SGLANG_RULE)),
-        also_prefixes=_SGLANG_NAMES,
-        expresses=_SAID_PLAINLY,
-        constants=_UNTIED,
+        prefixes=_SGLANG_NAMES,
+        lacks=frozenset({"latent", "qk_norm"}),  # the class both engines load it with has no query/key norms
+        architecture="LlamaForCausalLMEagle3",
+        constants={"model_type": "llama", "tie_word_embeddings": False},
     ),
 )
-_BY_NAME = {table.name: table for table in _TABLE}
 
-FORMATS: tuple[str, ...] = tuple(sorted(_BY_NAME))
-"""Names accepted by `write_checkpoint(format=…)` and reported by `read_checkpoint`."""
+FORMATS: tuple[str, ...] = tuple(sorted(layout.name for layout in _TABLE))
+"""Names of the layouts that `read_checkpoint` reads and reports."""
+_WRITTEN = {layout.name: layout for layout in _TABLE if layout.lacks is not None}
+WRITTEN_FORMATS: tuple[str, ...] = tuple(sorted(_WRITTEN))
+"""Those of them that `write_checkpoint(format=…)` writes."""
 
 
 def default_format(config: Eagle31Config) -> str:
-    """The layout for a drafter that nobody has asked for another one of: what vLLM and SGLang both read."""
+    """The layout that is written where none is named: the one that vLLM and SGLang both read."""
     return "mla" if config.is_latent else "plain"
 
 
-def find_format(name: str) -> Format:
-    """The table called `name`.
+def detect_layout(config: Mapping[str, Any], names: Collection[str]) -> Layout:
+    """The layout of a checkpoint, from its `config.json` and stored tensor names."""
+    return next(layout for layout in _TABLE if layout.recognises(config, names))
+
+
+def written_layout(name: str) -> Layout:
+    """The layout called `name`, to be written.
 
     Raises:
-        ConfigurationError: there is no such format.
+        ConfigurationError: there is none, or it is only read.
     """
-    if name not in _BY_NAME:
-        raise ConfigurationError(f"unknown checkpoint format {name!r}; wanted one of {', '.join(FORMATS)}")
-    return _BY_NAME[name]
+    if name not in _WRITTEN:
+        raise ConfigurationError(
+            removal(f"--format {name}")
+            or f"unknown checkpoint format {name!r}; wanted one of {', '.join(WRITTEN_FORMATS)}"
+        )
+    return _WRITTEN[name]
 
 
-def detect_format(config: Mapping[str, Any], names: Collection[str]) -> Format:
-    """The layout of a checkpoint, from its `config.json` and stored tensor names."""
-    return next(table for table in _TABLE if table.recognises(config, names))
+# ---------------------------------------------------------------- what a layout cannot express
+
+_FACTS: dict[str, tuple[str, Callable[[Eagle31Config], bool]]] = {
+    "latent": ("latent attention (kv_lora_rank)", lambda c: c.is_latent),
+    "grouped": ("attention with keys and values of its own (kv_lora_rank=None)", lambda c: not c.is_latent),
+    "concatenated": ("one norm over all aux states (aux_norm='concatenated')", lambda c: c.aux_norm == "concatenated"),
+    "qk_norm": ("query and key norms (qk_norm)", lambda c: c.qk_norm),
+    "fc_bias": ("a bias on fc (fc_bias)", lambda c: c.fc_bias),
+    "biases": ("attention or MLP biases", lambda c: c.attention_bias or c.mlp_bias),
+    "widths": ("a target of another width (target_hidden_size)", lambda c: c.target_hidden_size != c.hidden_size),
+    "shared_head": (
+        "the target's whole LM head (own_lm_head=False)",
+        lambda c: not c.own_lm_head and not has_reduced_vocabulary(c),
+    ),
+    "shared_head_rows": (
+        "draft rows of the target's LM head (own_lm_head=False with a reduced draft vocabulary)",
+        lambda c: not c.own_lm_head and has_reduced_vocabulary(c),
+    ),
+}
+_SHARED_HEADS = {"shared_head", "shared_head_rows"}
+
+
+def _unsaid(layout: Layout, config: Eagle31Config) -> list[str]:
+    """Facts of this drafter that `layout` cannot express."""
+    return [name for name, (_, holds) in _FACTS.items() if name in (layout.lacks or ()) and holds(config)]
+
+
+def parts_to_copy(layout: Layout, config: Eagle31Config) -> set[str]:
+    """`"embedding"` and `"head"`: what this drafter shares with its target and `layout` or its loader cannot share."""
+    parts = {"head"} if _SHARED_HEADS.intersection(_unsaid(layout, config)) else set()
+    return parts | ({"embedding"} if layout.needs_target and not config.own_embedding else set())
+
+
+def check_expressible(layout: Layout, config: Eagle31Config) -> None:
+    """Raise a `ConfigurationError` if `layout` cannot express something of this drafter: what, and what to do."""
+    unsaid = _unsaid(layout, config)
+    if not unsaid:
+        return
+    ways = [f"write it as {other.name}" for other in _WRITTEN.values() if not _unsaid(other, config)]
+    if _SHARED_HEADS.issuperset(unsaid):
+        ways.append("name the target (--target), whose head is then copied into the drafter")
+    raise ConfigurationError(
+        f"the {layout.name} format cannot express {', '.join(_FACTS[name][0] for name in unsaid)}; "
+        + ("; or ".join(ways) or "no format can: change the drafter")
+    )
 
 
 # ---------------------------------------------------------------- tensor names
@@ -325,12 +346,11 @@ _RENAMED = {"draft_id_to_target_id": "d2t"}  # as vLLM calls it in memory, and w
 _SGLANG_EXTRA_LAYER = re.compile(r"^layers\.([1-9]\d*)\.hidden_norm\.")
 
 
-def canonical_name(table: Format, stored: str) -> str | None:
+def canonical_name(layout: Layout, stored: str) -> str | None:
     """Our name for a stored tensor; `None` for one that takes no part in drafting (teacher copies, rope buffers)."""
     if _UNUSED.search(stored):
         return None
-    by_length = sorted((*table.prefixes, *table.also_prefixes), key=lambda pair: -len(pair[1]))
-    for ours, theirs in by_length:
+    for ours, theirs in sorted(layout.prefixes, key=lambda pair: -len(pair[1])):
         if stored.startswith(theirs):
             stored = ours + stored.removeprefix(theirs)
             break
@@ -339,12 +359,10 @@ def canonical_name(table: Format, stored: str) -> str | None:
     return _SGLANG_EXTRA_LAYER.sub(r"layers.\1.input_layernorm.", stored)
 
 
-def stored_name(table: Format, canonical: str) -> str:
-    """The name under which `table`'s format stores one of our tensors."""
-    for ours, theirs in table.prefixes:
-        if canonical.startswith(ours):
-            return theirs + canonical.removeprefix(ours)
-    return canonical
+def stored_name(layout: Layout, canonical: str) -> str:
+    """The name under which `layout` stores one of our tensors."""
+    first = canonical.startswith("layers.0.")
+    return layout.first_layer + canonical.removeprefix("layers.0.") if first else canonical
 
 
 # ---------------------------------------------------------------- layer ids
@@ -356,8 +374,9 @@ def to_hs_indices(ids: Sequence[int], convention: str) -> list[int]:
     return [i + 1 for i in ids] if shift else list(ids)
 
 
-def from_hs_indices(hs: Sequence[int], convention: str) -> list[int] | None:
-    """`hs` indices as stored layer ids; `None` where the convention has no words for them."""
+def sglang_indices(hs: Sequence[int]) -> list[int] | None:
+    """`hs` indices as SGLang's rule reads them; `None` where it has no words for them."""
     lowered = [k - 1 for k in hs]
-    candidates = [lowered, list(hs)]  # the lowered list first: both SGLang generations agree on a first id of 1
-    return next((ids for ids in candidates if min(ids) >= 0 and to_hs_indices(ids, convention) == list(hs)), None)
+    if lowered[0] == 1 and min(lowered) >= 0:
+        return lowered  # both SGLang generations agree on a first id of 1
+    return list(hs) if hs[0] != 1 else None
