@@ -176,15 +176,19 @@ def test_drafts_by_the_targets_noise_are_accepted(setting: str) -> None:
     assert lengths["tree"] > lengths["chain"] > 1.05 * lengths["arg-max"], lengths
 
 
-def test_random_numbers_that_somebody_else_takes_are_told() -> None:
-    class Rolling(hf.LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def test_random_numbers_that_a_streamer_takes_are_told() -> None:
+    """What processors and criteria take is followed (tests/generation/test_callers_code.py)."""
+
+    class Rolling(hf.generation.streamers.BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
             torch.rand(1)
-            return scores
+
+        def end(self) -> None:
+            pass
 
     inputs = left_padded(prompts_for("llama", 1))
     with configured(drafter_of("llama"), num_assistant_tokens=4, speculation_loop="own") as drafter:
-        greedy("llama", inputs, **SAMPLED["bare"], assistant_model=drafter, logits_processor=[Rolling()])
+        greedy("llama", inputs, **SAMPLED["bare"], assistant_model=drafter, streamer=Rolling())
     assert "random numbers" in stats_of("llama").fallbacks[-1]
 
 

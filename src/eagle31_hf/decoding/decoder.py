@@ -346,6 +346,11 @@ class SpeculativeDecoder:
                 start, self._streamed[row] = self._streamed[row], len(new)
                 self.request.on_tokens(row, new[start:])
 
+    @property
+    def shown(self) -> int:
+        """New tokens of the first row that were shown."""
+        return self._streamed[0]
+
     # --- after a round -------------------------------------------------------------------------------------------
 
     @property

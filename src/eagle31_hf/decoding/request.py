@@ -75,6 +75,8 @@ class DecodingRequest:
         if self.do_sample and self.noise is None:
             device = self.sequences.prompts.device
             self.noise = PositionNoise(self.sequences.batch_size, vocabulary, device)
+        if self.asked.code is not None:
+            self.asked.code.noise = self.noise
 
     @property
     def wants_scores(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.generation import stopping_criteria as stock
 
 from ..errors import blame_caller
+from ..sampling.callers_code import Answer, CallersCode, NotFollowedError, draws
 
 
 @dataclass
@@ -50,6 +51,11 @@ class StopRules:
     def of_the_caller(self) -> list[stock.StoppingCriteria]:
         return [rule for rule in self.others if type(rule) is not stock.StopStringCriteria]
 
+    @property
+    def names(self) -> list[str]:
+        """What those are called."""
+        return [getattr(rule, "__name__", type(rule).__name__) for rule in self.of_the_caller]
+
     def length_limit(self, length: int) -> int:
         """How many more tokens a row of `length` tokens may get."""
         return self.max_length - length
@@ -74,9 +80,21 @@ class Sequences:
         padding: pads in front of each row.
         rules: when to stop.
         pad_id: what finished rows are filled with.
+        code: asks criteria of the caller's; `None`: they are asked as they are.
+
+    Attributes:
+        drew: what criteria answered that could not be followed.
     """
 
-    def __init__(self, prompts: Tensor, padding: Sequence[int], rules: StopRules, pad_id: int | None):
+    def __init__(
+        self,
+        prompts: Tensor,
+        padding: Sequence[int],
+        rules: StopRules,
+        pad_id: int | None,
+        code: CallersCode | None = None,
+    ):
+        self._code, self.drew = code, None
         self.prompts = prompts
         self.padding = list(padding)
         self.rules = rules
@@ -85,6 +103,8 @@ class Sequences:
         self.stopped_at: list[int | None] = [None] * prompts.shape[0]
         self.scores: list[list[Tensor]] = [[] for _ in range(prompts.shape[0])]
         self.logits: list[list[Tensor]] = [[] for _ in range(prompts.shape[0])]
+
+    drew: Answer[bool] | None
 
     @property
     def batch_size(self) -> int:
@@ -158,18 +178,26 @@ class Sequences:
         return added
 
     def _must_stop(self, row: int, token: int) -> bool:
-        if token in self.rules.eos_ids or self.remaining_tokens(row) <= 0:
-            return True
-        if not self.rules.others:
-            return False
+        asked = bool(self.rules.others) and self._others_say(row)  # also where it ends anyhow: some keep count
+        return asked or token in self.rules.eos_ids or self.remaining_tokens(row) <= 0
+
+    def _others_say(self, row: int) -> bool:
         prefix = self.prefix(row)
         scores = tuple(step[None] for step in self.scores[row][: len(self.new[row])]) or None
-        try:
-            # Every rule is asked, as `generate` does: some keep count. A plain bool is an answer, too.
+
+        def ask() -> bool:
+            # Every rule is asked, as `generate` does. A plain bool is an answer, too.
             return any([bool(torch.as_tensor(rule(prefix, scores)).any()) for rule in self.rules.others])  # type: ignore[arg-type]
+
+        try:
+            answer = Answer(ask(), None) if self._code is None else self._code.ask(prefix.shape[1], ask)
         except Exception as error:
             blame_caller(error)
             raise
+        if answer.after is not None:
+            self.drew = answer
+            raise NotFollowedError(draws(", ".join(self.rules.names)))
+        return answer.value
 
     @property
     def _ends_alone(self) -> bool:

@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerationMixin
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
+from ..errors import UnsupportedGenerationError
 from ..memory.allocator import advise_once
 from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
@@ -24,9 +25,9 @@ from .call import Call
 from .changed_target import tell_of_changes
 from .draft_length import remember_draft_tokens
 from .named_assistants import load_named_assistant, teach_pipelines
-from .own_loop import write_own
+from .own_loop import LeftToPlain, write_own
 from .refusals import check_before_work
-from .routing import ASKED_FOR, Route, choose_route
+from .routing import ASKED_FOR, Route, choose_route, not_served
 from .stock_loop import Eagle31CandidateGenerator
 from .transformers_loops import write_plain, write_stock
 
@@ -113,8 +114,24 @@ def _serve(call: Call, stock: Callable) -> Any:
     _compare_with_plan(call, stats)
     _log_once(route)
     if route.loop == "own":
-        return write_own(call, stats)
+        try:
+            return write_own(call, stats)
+        except LeftToPlain as left:
+            call, stats = left.call, _plain_from_here(call, str(left), stats)
     return write_stock(call, stats, stock) if route.loop == "stock" else write_plain(call, stats)
+
+
+def _plain_from_here(call: Call, reason: str, begun: SpeculationStats) -> SpeculationStats:
+    """Figures of a text that is written anew.
+
+    Raises:
+        UnsupportedGenerationError: our loop was asked for by name.
+    """
+    if call.drafter.generation_config.speculation_loop == "own":
+        raise UnsupportedGenerationError(not_served("own", reason))
+    _log_once(Route("plain", reason))
+    stats = call.drafter.stats = SpeculationStats(loop="plain", reason=reason, fallbacks=begun.fallbacks)
+    return stats
 
 
 def _log_once(route: Route) -> None:

@@ -19,8 +19,12 @@ from ..decoding.request import DecodingRequest
 from ..decoding.text import Sequences
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
+from ..sampling.asked_once import AskedOnce
+from ..sampling.callers_code import CallersCode, NotFollowedError
+from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
+from .begun_again import asked_ahead, begun_again
 from .call import Call
 from .draft_length import draft_length
 from .model_inputs import left_padding, prompt_forward
@@ -28,10 +32,19 @@ from .output import SpeculativeOutput
 from .warm_up import warm_up_for
 
 
+class LeftToPlain(Exception):
+    """Our loop has met what it cannot follow: `call` is to be written by plain decoding."""
+
+    def __init__(self, reason: str, call: Call):
+        super().__init__(reason)
+        self.call = call
+
+
 def write_own(call: Call, stats: SpeculationStats) -> Any:
     """Ids or an output, as `generate` returns them.
 
     Raises:
+        LeftToPlain: the caller's processors or criteria do what only plain decoding can follow.
         UnsupportedGenerationError: prompts are not padded on the left, their mask is too short, or a carried cache
             does not fit them.
         OutOfMemoryError: memory ran out, and nothing is left to give up.
@@ -54,8 +67,16 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         why = why_given_up(call.drafter)
         if not any(why in told for told in stats.fallbacks):  # compiling just now may have said so
             stats.fall_back(why)
+    decoder = SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)
     with torch.no_grad(), call.drafter.binding.masked_attention():
-        ids = RecoveringDecoder(SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)).run()
+        try:
+            ids = RecoveringDecoder(decoder).run()
+        except NotFollowedError as noticed:
+            if asked_ahead(request):
+                stats.fall_back(NOT_PLAIN)
+            raise LeftToPlain(str(noticed), begun_again(call, request, decoder.shown)) from noticed
+        if request.asked.code is not None and request.asked.code.has_drawn:
+            stats.fall_back(NOT_PLAIN)
         cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
     if call.streamer is not None:
         call.streamer.end()
@@ -80,10 +101,12 @@ def _request(
     call: Call, requested: RequestedDraft, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
 ) -> DecodingRequest:
     config, start = call.generation_config, CacheResume() if carried is None else carried.start
-    pad = getattr(config, "_pad_token_tensor", None)
+    pad, prompts = getattr(config, "_pad_token_tensor", None), call.input_ids
+    asks_caller = call.processing.in_order or call.rules.of_the_caller
+    code = CallersCode(call.batch_size, prompts.shape[1], prompts.device) if asks_caller else None
     stats.prefilled_tokens = sum(call.input_ids.shape[1] - pads - start.skip for pads in padding)
     return DecodingRequest(
-        sequences=Sequences(call.input_ids, padding, call.rules, None if pad is None else int(pad)),
+        sequences=Sequences(prompts, padding, call.rules, None if pad is None else int(pad), code),
         processing=call.processing,
         shape=requested.shape,
         policy=choose_policy(call.drafter, requested, stats),
@@ -96,6 +119,7 @@ def _request(
         start=start,
         end=None if carried is None else carried.end,
         stats=stats,
+        asked=AskedOnce(code),
     )
 
 

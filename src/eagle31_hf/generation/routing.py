@@ -54,10 +54,7 @@ def choose_route(call: Call) -> Route:
     if requested in ("own", "stock"):
         objection = _first(AGAINST_OWN if requested == "own" else AGAINST_STOCK, call)
         if objection is not None:
-            raise UnsupportedGenerationError(
-                f"speculation_loop={requested!r} cannot serve this request: {objection}; set speculation_loop='auto' "
-                "or change the request"
-            )
+            raise UnsupportedGenerationError(not_served(requested, objection))
         return Route("own") if requested == "own" else Route("stock", ASKED_FOR)
     not_own = _first(AGAINST_OWN, call)
     if not_own is None:
@@ -65,6 +62,13 @@ def choose_route(call: Call) -> Route:
     if call.drafter.generation_config.stored_cache_type != "full":
         not_own += "; cache_type is not used there"
     return Route("stock" if _first(AGAINST_STOCK, call) is None else "plain", not_own)
+
+
+def not_served(loop: str, why: str) -> str:
+    """What is said of a loop that was asked for by name and cannot write a text."""
+    return (
+        f"speculation_loop={loop!r} cannot serve this request: {why}; set speculation_loop='auto' or change the request"
+    )
 
 
 def _first(objections: Iterable[Objection], call: Call) -> str | None:
@@ -162,8 +166,7 @@ def _what_sees_a_batch_as_one(call: Call) -> str | None:
         return None
     if names := call.processing.bound_to_the_batch:
         return f"{', '.join(names)} may keep one state for all rows of a batch"
-    if criteria := call.rules.of_the_caller:
-        names = [getattr(rule, "__name__", type(rule).__name__) for rule in criteria]
+    if names := call.rules.names:
         return f"{', '.join(names)} may end a row of the batch by what other rows hold"
     if call.streamer is not None and not getattr(call.streamer, "takes_rows_apart", False):
         return f"{type(call.streamer).__name__} is shown all rows of the batch at once, token by token"

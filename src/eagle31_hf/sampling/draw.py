@@ -11,7 +11,8 @@ rule allows (Gumbel coupling, arXiv 2408.07978).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -123,6 +124,15 @@ class PositionNoise:
             self._take(torch.empty(self.rows, self.vocabulary, device=self.device))
         return True
 
+    @contextmanager
+    def rewound(self, position: int) -> Iterator[None]:
+        """The generator as plain decoding has it where the noise of so many positions is taken, and as it is behind."""
+        here = self._state()
+        if position < self._taken:
+            self._set_state(self._states[position])
+        yield
+        self._set_state(here)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the noise that is held."""
@@ -183,7 +193,7 @@ class PositionNoise:
 
     def _set_state(self, state: Tensor) -> None:
         if self._generator is None:
-            _set_state(self.device, state)
+            set_random_state(self.device, state)
         else:
             self._generator.set_state(state)
 
@@ -196,7 +206,8 @@ def random_state(device: torch.device) -> Tensor:
     return module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
 
 
-def _set_state(device: torch.device, state: Tensor) -> None:
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Put torch's own generator of a device into a state."""
     if device.type == "cpu":
         torch.set_rng_state(state)
         return
@@ -215,11 +226,11 @@ def why_noise_is_unknown(device: torch.device) -> str | None:
         weights = torch.arange(1.0, 65.0, device=device).repeat(8, 1)  # (8, 64)
         drawn = torch.multinomial(weights, 1).squeeze(1)
         after = random_state(device)
-        _set_state(device, state)
+        set_random_state(device, state)
         expected = argmax(weights / torch.empty_like(weights).exponential_())
         is_same = torch.equal(drawn, expected) and torch.equal(after, random_state(device))
     except (RuntimeError, NotImplementedError) as error:
         return f"random numbers of {device} cannot be followed: {str(error).splitlines()[0]}"
     finally:
-        _set_state(device, state)
+        set_random_state(device, state)
     return None if is_same else f"torch.multinomial draws in another way than known on {device}"

@@ -156,6 +156,10 @@ class ScoreProcessing:
         """Processors that must be shown the prefixes of the text alone, each once and in order."""
         return [p for p in self.processors if isinstance(p, (*STATEFUL, *CALLS_THE_USERS_CODE)) or not _is_stock(p)]
 
+    def moves(self, place: int) -> bool:
+        """Whether the processor at this place is one of those."""
+        return any(self.processors[place] is each for each in self._moving)
+
     @property
     def in_order(self) -> list[str]:
         """Class names of processors that must be shown the prefixes of the text alone, each once and in order."""
@@ -235,14 +239,16 @@ class ScoreProcessing:
         return self.node_scores(scores[:, None], lambda b, _node: prefix(b), rows, asked)[:, 0]
 
     def _row_views(self, row: int) -> list[Any]:
-        return [_view_of_row(processor, row) for processor in self.processors]
+        return [view_of_row(processor, row) for processor in self.processors]
 
     def _run_once(self, row: int, views: Sequence[Any], input_ids: Tensor, scores: Tensor, asked: AskedOnce) -> Tensor:
         """`_run`, and those that are `in_order` are asked nothing they have answered before."""
         for place, view in enumerate(views):
             ask = partial(self._run, [view], input_ids)
-            is_moving = any(self.processors[place] is each for each in self._moving)
-            scores = asked.answer((row, input_ids.shape[1], place), ask, scores) if is_moving else ask(scores)
+            name = type(self.processors[place]).__name__
+            scores = (
+                asked.answer((row, input_ids.shape[1], place), ask, scores, name) if self.moves(place) else ask(scores)
+            )
         return scores
 
     @staticmethod
@@ -262,7 +268,7 @@ def _is_stock(processor: Any) -> bool:
     return type(processor).__module__ == stock.__name__
 
 
-def _view_of_row(processor: Any, row: int) -> Any:
+def view_of_row(processor: Any, row: int) -> Any:
     """A processor that treats a one-row batch as row `row` of the whole one."""
     if isinstance(processor, stock.RepetitionPenaltyLogitsProcessor):
         ignored = getattr(processor, "prompt_ignore_length", None)
