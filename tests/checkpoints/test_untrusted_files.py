@@ -66,7 +66,6 @@ def reads_or_refuses():
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1e18}}, "partial_rotary"),
         ({"rope_theta": float("inf")}, "rope_theta is inf; wanted a number above 0"),
         ({"rope_theta": -5}, "rope_theta is -5; wanted a number above 0"),
-        ({"quantization_config": {"layout": "eagle31_hf", "load_in_8bit": True, "llm_int8_skip_modules": 3}}, "skip"),
         ({"note": "x" * 40_000_000}, "wanted a JSON file of at most"),
     ],
 )

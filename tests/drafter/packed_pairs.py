@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.checkpoints import PackingScheme
-from eagle31_hf.drafter.packed_linear import PackedLinear
+from eagle31_hf.drafter.packed_linear import PackedLinear, PackingScheme
 from helpers import (
     GROUPED,
     SIZES,

@@ -16,10 +16,9 @@ from accelerate import PartialState
 from chat_rows import CHAT
 from rich.console import Console
 from tiny_training import make_drafter, make_target
-from transformers import BitsAndBytesConfig
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.demo import drafter_path, target_path
+from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, Eagle31Error, TrainingError
 from eagle31_hf.target import loading
 from eagle31_hf.training import train
@@ -101,20 +100,13 @@ def misfitting(folder: Path) -> dict[str, object]:
     return {"drafter": str(folder)}
 
 
-def packed(folder: Path) -> dict[str, object]:
-    packing = BitsAndBytesConfig(load_in_8bit=True)
-    Eagle31Drafter.from_pretrained(drafter_path(), quantization_config=packing).save_pretrained(folder)
-    return {"drafter": str(folder)}
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (misfitting, "hidden"),
-        (packed, "packed weights cannot be trained: start from the drafter it was packed from"),
         (lambda folder: {"draft_vocab_size": 99_999}, "draft_vocab_size"),
     ],
-    ids=["misfitting", "packed", "too many tokens"],
+    ids=["misfitting", "too many tokens"],
 )
 def test_a_drafter_that_cannot_be_trained_is_refused_before_the_target_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], dict[str, Any]], message: str

@@ -5,7 +5,6 @@ from .config_json import TARGET_MODEL
 from .files import holds_checkpoint
 from .finding import holds_drafter, require_head, resolve_checkpoint, target_holds_head
 from .layouts import FORMATS, WRITTEN_FORMATS, default_format, filled
-from .packed import PackingScheme
 from .shapes import expected_shapes, packable_shapes, published_weights
 from .summary import CheckpointSummary
 
@@ -15,7 +14,6 @@ __all__ = [
     "WRITTEN_FORMATS",
     "Checkpoint",
     "CheckpointSummary",
-    "PackingScheme",
     "default_format",
     "expected_shapes",
     "filled",

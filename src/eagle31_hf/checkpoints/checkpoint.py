@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointFormatError, ConfigurationError
+from ..errors import CheckpointFormatError
 from .checks import (
     check_rope,
     check_tensor_infos,
@@ -31,7 +31,6 @@ from .layouts import (
     Layout,
     canonical_name,
     check_expressible,
-    default_format,
     detect_layout,
     has_reduced_vocabulary,
     stored_name,
@@ -39,7 +38,6 @@ from .layouts import (
 )
 from .mtp import holds_head, read_head, refuse_lost_head
 from .other_methods import refuse_other_methods
-from .packed import LAYOUT, PackingScheme, packed_infos
 from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters
 
 if TYPE_CHECKING:
@@ -58,17 +56,12 @@ class Checkpoint:
         tensors: canonical name to tensor, see `expected_shapes`; `d2t` is int64 `[Vd]` offsets, present iff `Vd < V`.
         format: name of the layout it was read from, one of `FORMATS`.
         metadata: `{"target_model": {"name_or_path", "architectures"}}` where its `config.json` names its target.
-        scheme: how some of its matrices are packed; `None`: none is.
-        packed: the tensors of those matrices, `"layers.0.mlp.down_proj.absmax"` and the like; the weights they stand
-            for are not among `tensors`.
     """
 
     config: Eagle31Config
     tensors: dict[str, Tensor]
     format: str = "plain"
     metadata: dict[str, Any] = field(default_factory=dict)
-    scheme: PackingScheme | None = None
-    packed: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,8 +74,6 @@ class _Headers:
     raw_config: dict[str, Any]
     tensors: StoredTensors
     stored_names: dict[str, str]  # canonical -> stored, `t2d` included
-    scheme: PackingScheme | None
-    packed: dict[str, dict[str, TensorInfo]]  # matrix -> its tensors
 
 
 def read_checkpoint(
@@ -98,7 +89,7 @@ def read_checkpoint(
 
     Args:
         path_or_id: local folder or Hub id. revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
-        dtype: float dtype of the weights that are not packed; `None` keeps the stored one.
+        dtype: float dtype of the weights; `None` keeps the stored one.
 
     Raises:
         CheckpointNotFoundError: no such folder or id, no access, or no network.
@@ -122,7 +113,6 @@ def read_checkpoint(
     tensors = {ours: by_stored_name[theirs] for ours, theirs in headers.stored_names.items()}
     del by_stored_name
     _check_loaded(headers.config, tensors)
-    packed = {name: tensors.pop(name) for name in _packed_names(headers.packed)}
     tensors = {  # nebius stores d2t as int32
         name: tensor.long() if name == "d2t" else tensor.to(dtype or tensor.dtype)
         for name, tensor in tensors.items()
@@ -130,15 +120,14 @@ def read_checkpoint(
     }
     headers.config.dtype = tensors["fc.weight"].dtype
     metadata = headers.stored_config.metadata
-    return Checkpoint(headers.config, tensors, headers.layout.name, metadata, headers.scheme, packed)
+    return Checkpoint(headers.config, tensors, headers.layout.name, metadata)
 
 
 def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, format: str = "plain") -> None:
     """Writes `config.json` and `model.safetensors` of a drafter in one of `WRITTEN_FORMATS`.
 
     `"plain"` is the layout that vLLM and both SGLang generations read wherever they can run the drafter at all.
-    `folder` at every moment holds its old checkpoint, none that can be read, or the new one. Packed matrices are
-    written as they are, so that they are read back bit for bit; only `"plain"` holds them, and no engine reads them.
+    `folder` at every moment holds its old checkpoint, none that can be read, or the new one.
 
     Raises:
         ConfigurationError: no such format, or it cannot express this drafter; the message says which can.
@@ -146,16 +135,13 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         CheckpointError: it cannot be written there; what was there stays.
     """
     layout = written_layout(format)
-    packed = _packed_to_write(checkpoint, format)
-    config, tensors, scheme = checkpoint.config, checkpoint.tensors, checkpoint.scheme
+    config, tensors = checkpoint.config, checkpoint.tensors
     check_expressible(layout, config)
-    check_tensor_infos(config, {name: _info(tensor) for name, tensor in tensors.items()}, packed)
-    _check_loaded(config, tensors | checkpoint.packed)
+    check_tensor_infos(config, {name: _info(tensor) for name, tensor in tensors.items()})
+    _check_loaded(config, tensors)
     written = write_config_fields(layout, config, checkpoint.metadata)
     written["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    if scheme is not None:
-        written["quantization_config"] = scheme.to_dict()
-    stored = {stored_name(layout, name): tensor for name, tensor in (tensors | checkpoint.packed).items()}
+    stored = {stored_name(layout, name): tensor for name, tensor in tensors.items()}
     if "d2t" in stored:
         stored["d2t"] = stored["d2t"].cpu().long()
         stored["t2d"] = _draft_vocabulary_mask(stored["d2t"], config.vocab_size)
@@ -176,7 +162,7 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
         method="EAGLE 3.1" if config.is_eagle31 else "EAGLE-3",
         config=config,
         dtype=infos[headers.stored_names["fc.weight"]].dtype,
-        parameters=count_parameters(infos, config, headers.packed),
+        parameters=count_parameters(infos),
         stored_bytes=count_bytes(infos),
         tensors={name: info.shape for name, info in infos.items()},
         aux_layers_as_stored=headers.stored_config.layer_ids,
@@ -184,7 +170,7 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
             headers.layout.name,
             config,
             headers.stored_config.layer_ids,
-            bool(raw.get("quantization_config")) and headers.scheme is None,
+            bool(raw.get("quantization_config")),
         ),
     )
 
@@ -212,39 +198,9 @@ def _read_headers(folder: Path) -> _Headers:
         names.pop("d2t", None)
         names.pop("t2d", None)
     infos = {ours: stored.infos[theirs] for ours, theirs in names.items() if ours != "t2d"}
-    scheme = _stored_scheme(raw_config)
-    packed = packed_infos(config, scheme, infos) if scheme else {}
-    apart = _packed_names(packed)
-    check_tensor_infos(config, {name: info for name, info in infos.items() if name not in apart}, packed)
+    check_tensor_infos(config, infos)
     check_rope(config)  # after the shapes: now its sizes are those of tensors that exist
-    return _Headers(layout, config, stored_config, raw_config, stored, names, scheme, packed)
-
-
-def _stored_scheme(raw_config: Mapping[str, Any]) -> PackingScheme | None:
-    fields = raw_config.get("quantization_config") or {}
-    if fields.get("layout") != LAYOUT:
-        return None  # beside float weights it was copied from the target's config
-    try:
-        return PackingScheme.of(fields)
-    except ConfigurationError as error:
-        raise CheckpointFormatError(f"config.json: {error}") from error
-
-
-def _packed_names(packed: Mapping[str, Mapping[str, TensorInfo]]) -> set[str]:
-    return {f"{module}.{part}" for module, parts in packed.items() for part in parts}
-
-
-def _packed_to_write(checkpoint: Checkpoint, format: str) -> Mapping[str, Mapping[str, TensorInfo]]:
-    """The packed matrices of a checkpoint, checked as they will be when it is read."""
-    if checkpoint.scheme is None:
-        return {}
-    if format != default_format(checkpoint.config):
-        raise ConfigurationError(
-            f"the {format} format has no words for weights packed by bitsandbytes ({checkpoint.scheme.method}); write "
-            f"it as {default_format(checkpoint.config)}, or load the drafter without quantization_config"
-        )
-    infos = {name: _info(tensor) for name, tensor in (checkpoint.tensors | checkpoint.packed).items()}
-    return packed_infos(checkpoint.config, checkpoint.scheme, infos)
+    return _Headers(layout, config, stored_config, raw_config, stored, names)
 
 
 def _check_sections(raw_config: Mapping[str, Any]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
 from .files import TensorInfo, shown
-from .shapes import expected_shapes, published_weights
+from .shapes import expected_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,14 +23,13 @@ _LARGEST_THETA = 1e12  # up to which all of Llama's own frequencies are numbers
 _LISTED = 12  # names in one message
 
 
-def check_tensor_infos(config: Eagle31Config, tensors: Tensors, packed: Collection[str]) -> None:
-    """`tensors` by canonical name against what `config` asks for, but for the weights of the matrices `packed`.
+def check_tensor_infos(config: Eagle31Config, tensors: Tensors) -> None:
+    """`tensors` by canonical name against what `config` asks for.
 
     Raises:
         CheckpointFormatError: tensors missing, spare, of another shape or not of a float dtype; all are listed.
     """
-    elsewhere = {name for module in packed for name in published_weights(module)}
-    wanted = {name: shape for name, shape in expected_shapes(config).items() if name not in elsewhere}
+    wanted = expected_shapes(config)
     problems = []
     if missing := sorted(wanted.keys() - tensors.keys()):
         problems.append(f"missing: {_shortened(missing)}")

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import CheckpointFormatError
 from .files import TensorInfo, get_path
-from .packed import LAYOUT
 
 Tensors = Mapping[str, TensorInfo]
 _WANTED = "wanted an EAGLE-3 or EAGLE 3.1 drafter"
@@ -33,8 +32,7 @@ def refuse_other_methods(config: Mapping[str, Any], tensors: Tensors) -> None:
             f"this checkpoint holds no drafter that is known here (its tensors: {', '.join(names) or 'none'}; its "
             f"architecture: {_architectures(config) or 'not stated'}); {_WANTED}"
         )
-    ours = get_path(config, "quantization_config.layout") == LAYOUT
-    if config.get("quantization_config") and not ours and _are_packed(tensors):
+    if config.get("quantization_config") and _are_packed(tensors):
         raise CheckpointFormatError(
             "this drafter's weights are quantised (config.json has quantization_config); wanted float weights. Take "
             "the unquantised release and pass quantization_config= to pack it while it is loaded"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .checks import FLOAT_DTYPES, Tensors
 from .layouts import NESTED_LAYER_IDS, SGLANG_RULE
-from .shapes import packable_shapes
 
 if TYPE_CHECKING:
     from ..configuration_eagle31 import Eagle31Config
@@ -51,12 +50,9 @@ class CheckpointSummary:
         }
 
 
-def count_parameters(tensors: Tensors, config: Eagle31Config, packed: Mapping[str, Tensors]) -> int:
-    """Elements of all float tensors, and of the matrices `packed` as they were before."""
-    scales = sum(math.prod(i.shape) for parts in packed.values() for i in parts.values() if i.dtype in FLOAT_DTYPES)
-    shapes = packable_shapes(config)
-    whole = sum(math.prod(shapes[module]) for module in packed)
-    return sum(math.prod(info.shape) for info in tensors.values() if info.dtype in FLOAT_DTYPES) - scales + whole
+def count_parameters(tensors: Tensors) -> int:
+    """Elements of all float tensors."""
+    return sum(math.prod(info.shape) for info in tensors.values() if info.dtype in FLOAT_DTYPES)
 
 
 def count_bytes(tensors: Tensors) -> int:

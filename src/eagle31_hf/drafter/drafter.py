@@ -14,7 +14,6 @@ from transformers import AutoModel, PreTrainedModel
 from ..checkpoints import (
     TARGET_MODEL,
     Checkpoint,
-    PackingScheme,
     default_format,
     read_checkpoint,
     write_checkpoint,
@@ -33,7 +32,7 @@ from .default_config import default_config, with_distinct_states
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network
 from .modeling_mtp import MtpNetwork
-from .packed_linear import bitsandbytes, pack_linears, pack_matrix, packed_tensors, put_packed
+from .packed_linear import PackingScheme, bitsandbytes, pack_linears, pack_matrix
 
 
 class Eagle31Drafter(Assistant, Eagle31Network):
@@ -79,7 +78,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
                 checkpoint's.
             device: default: where the target's LM head is, else CPU.
             quantization_config: `BitsAndBytesConfig` (int8, nf4, fp4) to pack attention, MLP and draft head with, also
-                head rows gathered from the target (docs/quantization.md). A checkpoint saved packed needs none.
+                head rows gathered from the target (docs/quantization.md).
             memory: a plan to keep to (`plan_memory`), or `"auto"` to make one for the device `target` sits on: checked
                 before weights are read, it sets precision, draft length or tree, prefill chunk and cache type
                 (docs/memory.md). Needs `target`.
@@ -110,13 +109,14 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         drafter = cls.from_checkpoint(checkpoint)
         drafter.name_or_path = str(pretrained_model_name_or_path)
         if scheme is not None:
-            drafter._choose_packing(scheme)
+            bitsandbytes()  # before anything is attached
+            drafter.packing = scheme
         binding = None
         if target is not None:
             binding = TargetBinding(target, drafter.config)
             dtype = dtype or binding.compute_dtype
             device = device or binding.head_device
-        if scheme is not None and checkpoint.scheme is None:
+        if scheme is not None:
             pack_linears(drafter, scheme, device, dtype)
         if dtype is not None or device is not None:
             drafter.to(device=device, dtype=dtype)  # type: ignore[call-arg]
@@ -134,32 +134,26 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         with torch.device("meta"):
             drafter = kind(checkpoint.config)
         drafter.rotary_emb = drafter.make_rotary(checkpoint.config)
-        if checkpoint.scheme is not None:
-            drafter._choose_packing(checkpoint.scheme)
-            put_packed(drafter, checkpoint)
         drafter.load_canonical(checkpoint.tensors)
         drafter._checkpoint_origin = {"format": checkpoint.format, "metadata": checkpoint.metadata}
         return drafter
 
-    def _choose_packing(self, scheme: PackingScheme) -> None:
-        """From now on packed matrices are of this scheme. A drafter packed already can only be asked for what it is."""
-        bitsandbytes()
-        if self.packing not in (None, scheme):
-            raise ConfigurationError(
-                f"this checkpoint is packed already ({self.packing}), quantization_config asks for {scheme}; leave "
-                "quantization_config out, or pack anew from the unpacked drafter"
-            )
-        self.packing = scheme
-
     def to_checkpoint(self) -> Checkpoint:
-        """The drafter as a checkpoint: published tensor names, nothing of the target's."""
+        """The drafter as a checkpoint: published tensor names, nothing of the target's.
+
+        Raises:
+            ConfigurationError: it is packed.
+        """
+        if self.packing is not None:
+            raise ConfigurationError(
+                f"got a drafter packed in {self.packing.method} to save; only unpacked weights are written: save the "
+                "drafter as loaded without quantization_config, and pack it whenever it is loaded"
+            )
         return Checkpoint(
             config=self.config,
             tensors=self.canonical_tensors(),
             format=self._checkpoint_origin.get("format", "plain"),
             metadata=dict(self.metadata),
-            scheme=self.packing,
-            packed=packed_tensors(self),
         )
 
     def save_pretrained(  # type: ignore[override]
@@ -167,14 +161,12 @@ class Eagle31Drafter(Assistant, Eagle31Network):
     ) -> None:
         """Write the layout that vLLM and SGLang both load, or `"speculators"` (`docs/formats.md`).
 
-        A packed drafter is written packed, to be read back bit for bit; that no engine but ours reads.
-
         Args:
             format: `"plain"`, `"mla"` or `"speculators"`; default: `"plain"`, or `"mla"` for latent attention.
             kwargs: `push_to_hub=True` with `repo_id` (default: the folder's name) and what `push_to_hub` takes.
 
         Raises:
-            ConfigurationError: the layout cannot express this drafter.
+            ConfigurationError: the layout cannot express this drafter, or it is packed.
             PublishingError: see `push_to_hub`; the folder is written all the same.
         """
         folder, push_to_hub = Path(save_directory), kwargs.pop("push_to_hub", False)

@@ -27,7 +27,7 @@ from ..checkpoints.shapes import FUSED_PROJECTIONS
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .attention import AttendingCache, GroupedQueryAttention, LatentAttention
-from .packed_linear import KeepsBufferDtypes, packed_tensors
+from .packed_linear import KeepsBufferDtypes
 
 
 @dataclass(frozen=True)
@@ -177,15 +177,13 @@ class Eagle31Network(PreTrainedModel):
     def canonical_tensors(self) -> dict[str, Tensor]:
         """Parameters and `d2t` under their published names, fused matrices split into views (no copy).
 
-        Packed matrices are not among them; they have no published names (`packed_linear.packed_tensors`).
+        Of a network that is not packed: packed matrices have no published names.
         """
-        packed = packed_tensors(self)
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.state_dict().items():
-            if name not in packed:
-                parts = self.published_names(name)
-                rows = [tensor] if len(parts) == 1 else tensor.split(self._fused_rows(name), dim=0)
-                tensors |= zip(parts, rows, strict=True)
+            parts = self.published_names(name)
+            rows = [tensor] if len(parts) == 1 else tensor.split(self._fused_rows(name), dim=0)
+            tensors |= zip(parts, rows, strict=True)
         return tensors
 
     def load_canonical(self, tensors: dict[str, Tensor]) -> None:
@@ -202,8 +200,8 @@ class Eagle31Network(PreTrainedModel):
                 f"{sorted(got.keys() - wanted.keys())}, of another shape "
                 f"{[f'{n}: got {got[n]}, wanted {wanted[n]}' for n in wanted if n in got and wanted[n] != got[n]]}"
             )
-        state = packed_tensors(self)
-        for name in self.state_dict().keys() - state.keys():
+        state: dict[str, Tensor] = {}
+        for name in self.state_dict():
             parts = [tensors[part] for part in self.published_names(name)]
             state[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=0)
         self.load_state_dict(state, strict=True, assign=True)

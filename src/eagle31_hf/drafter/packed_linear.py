@@ -5,24 +5,99 @@ the head in bf16 costs more than the drafter's layer. `fc`, norms and embedding 
 
 The layers are our own, around bitsandbytes' operators. Its modules were made for training, and three habits of theirs
 do harm here: `Linear4bit` repacks its weights for AVX512-BF16 when it first runs on such a CPU, rounding the scales to
-bf16, so that what was loaded is not what is saved; it keeps the dtype it first computed in; `Linear8bitLt` treats an
+bf16; it keeps the dtype it first computed in; `Linear8bitLt` treats an
 input column in full precision as soon as one row of the batch has an outlier there, and waits for the device to know.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import Checkpoint, PackingScheme, packable_shapes
+from ..checkpoints import packable_shapes
+from ..checkpoints.files import shown
 from ..errors import ConfigurationError
+from ..memory.quantization_schemes import BLOCK, packed_matrix_bytes
 
 OLDEST_BITSANDBYTES = (0, 50)
 """From here on products of 4-bit weights with a few tokens are fused, whatever the device."""
+
+
+METHODS = ("int8", "nf4", "fp4")
+
+
+@dataclass(frozen=True)
+class PackingScheme:
+    """How a drafter's matrices are packed."""
+
+    method: str  # `"int8"` (one scale per row), `"nf4"` or `"fp4"` (one scale per 64 weights)
+    double_quant: bool = False  # of the 4-bit methods: the scales are packed to 8 bits, too
+    skip: tuple[str, ...] = ()  # names of matrices left as they are, e.g. `("lm_head",)`; a name's last parts suffice.
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigurationError(f"got packing method {shown(self.method)}; wanted one of {', '.join(METHODS)}")
+
+    @classmethod
+    def of(cls, quantization_config: Any) -> PackingScheme:
+        """A scheme from transformers' `BitsAndBytesConfig`, or from its dict.
+
+        `bnb_4bit_compute_dtype` is not looked at, a drafter computes in its own dtype; nor is `llm_int8_threshold`,
+        a drafter's inputs are all packed.
+
+        Raises:
+            ConfigurationError: another method, or a setting that cannot be followed.
+        """
+        if isinstance(quantization_config, cls):
+            return quantization_config
+        fields = quantization_config
+        if not isinstance(fields, Mapping):
+            fields = quantization_config.to_dict() if hasattr(quantization_config, "to_dict") else {}
+        kind, in_4bit = fields.get("quant_method", "bitsandbytes"), bool(fields.get("load_in_4bit"))
+        if getattr(kind, "value", kind) != "bitsandbytes" or not (fields.get("load_in_8bit") or in_4bit):
+            raise ConfigurationError(
+                f"got quantization_config={shown(quantization_config)}; drafters are packed by bitsandbytes: pass "
+                "BitsAndBytesConfig(load_in_8bit=True) or BitsAndBytesConfig(load_in_4bit=True, "
+                "bnb_4bit_quant_type='nf4')"
+            )
+        storage = str(fields.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
+        wrong: dict[str, Any] = {} if storage == "uint8" else {"bnb_4bit_quant_storage": storage}
+        if fields.get("llm_int8_has_fp16_weight"):
+            wrong["llm_int8_has_fp16_weight"] = True
+        if wrong:
+            raise ConfigurationError(
+                f"got {wrong} in quantization_config; a packed drafter is held as uint8 and cannot be trained: leave "
+                "these out"
+            )
+        skip = fields.get("llm_int8_skip_modules") or ()
+        if not isinstance(skip, list | tuple) or not all(isinstance(name, str) for name in skip):
+            raise ConfigurationError(
+                f"got llm_int8_skip_modules={shown(skip)} in quantization_config; wanted a list of names"
+            )
+        if not in_4bit:
+            return cls("int8", skip=tuple(skip))
+        kind, nested = fields.get("bnb_4bit_quant_type", "fp4"), fields.get("bnb_4bit_use_double_quant")
+        return cls(str(kind), bool(nested), tuple(skip))
+
+    def packs(self, name: str, shape: tuple[int, int], element_bytes: int) -> bool:
+        """Whether the matrix `name` is worth it: it is not to be skipped, and packing makes it smaller.
+
+        In 4 bits a row must be whole blocks. Where a block reaches into the next row, bitsandbytes has no fused kernel,
+        and its kernel for CPUs takes the wrong scales without a word (0.50.2, rows of 16, 32, 48, 96, ... weights).
+
+        Args:
+            element_bytes: of one weight that is not packed.
+        """
+        skipped = any(name == key or name.endswith(f".{key}") for key in self.skip)
+        aligned = self.method == "int8" or shape[1] % BLOCK == 0
+        packed = packed_matrix_bytes(self.method, self.double_quant, *shape)
+        return not skipped and aligned and packed < math.prod(shape) * element_bytes
 
 
 class KeepsBufferDtypes(nn.Module):
@@ -44,7 +119,8 @@ class PackedLinear(KeepsBufferDtypes):
     Args:
         scheme: how.
         shape: `(N, K)` of the matrix.
-        tensors: what stands for it, by name, as `PackingScheme.tensor_infos` lists them.
+        tensors: what stands for it, by bitsandbytes' names: `absmax` and `scale` are a block's or a row's largest
+            weight, the codes are the tables that packed numbers are looked up in.
         bias: `(N,)`, not packed.
     """
 
@@ -54,8 +130,8 @@ class PackedLinear(KeepsBufferDtypes):
         super().__init__()
         self.scheme = scheme
         self.out_features, self.in_features = shape
-        for name in scheme.tensor_infos(*shape):
-            self.register_buffer(name, tensors[name])
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         bitsandbytes()  # its operators are known to torch from here on
 
@@ -126,20 +202,13 @@ def bitsandbytes() -> Any:
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def packed_linear(
-    scheme: PackingScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], bias: Tensor | None = None
-) -> PackedLinear:
-    """The layer around tensors packed before."""
-    kind = Int8Linear if scheme.method == "int8" else FourBitLinear
-    return kind(scheme, shape, tensors, bias)
-
-
 @torch.no_grad()
 def pack_matrix(weight: Tensor, scheme: PackingScheme, bias: Tensor | None = None) -> PackedLinear:
     """Pack a matrix `(N, K)` where it lies."""
     shape = (weight.shape[0], weight.shape[1])
-    tensors = _int8_tensors(weight) if scheme.method == "int8" else _four_bit_tensors(weight, scheme)
-    return packed_linear(scheme, shape, tensors, bias)
+    if scheme.method == "int8":
+        return Int8Linear(scheme, shape, _int8_tensors(weight), bias)
+    return FourBitLinear(scheme, shape, _four_bit_tensors(weight, scheme), bias)
 
 
 def _int8_tensors(weight: Tensor) -> dict[str, Tensor]:
@@ -173,17 +242,6 @@ def pack_linears(
         bias = None if linear.bias is None else linear.bias.detach().to(device or linear.bias.device)
         packed = pack_matrix(linear.weight.detach().to(device or linear.weight.device), scheme, bias)
         network.set_submodule(name, packed)
-
-
-def put_packed(network: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put layers around the matrices that `checkpoint` holds packed; `network` may be on meta."""
-    assert checkpoint.scheme is not None
-    for name, shape in packable_shapes(checkpoint.config).items():
-        names = {part: f"{name}.{part}" for part in checkpoint.scheme.tensor_infos(*shape)}
-        tensors = {part: checkpoint.packed[full] for part, full in names.items() if full in checkpoint.packed}
-        if tensors:
-            bias = getattr(network.get_submodule(name), "bias", None)  # on meta: it comes with the rest
-            network.set_submodule(name, packed_linear(checkpoint.scheme, shape, tensors, bias))
 
 
 def packed_tensors(network: nn.Module) -> dict[str, Tensor]:

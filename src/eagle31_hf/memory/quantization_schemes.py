@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoints.packed import PackingScheme
 from ..errors import MemoryPlanError
 
+BLOCK = 64
+"""Weights with a scale of their own, where bitsandbytes packs in 4 bits."""
+_NESTED_BLOCK = 256  # scales with a scale of their own, under double quantisation
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -77,8 +79,19 @@ class Method:
     packs_experts: bool = False
 
 
+def packed_matrix_bytes(method: str, double_quant: bool, rows: int, columns: int) -> int:
+    """Bytes of a matrix packed by bitsandbytes (`"int8"`, `"nf4"` or `"fp4"`), scales and tables included."""
+    if method == "int8":
+        return rows * columns + 4 * rows
+    blocks = math.ceil(rows * columns / BLOCK)
+    packed = math.ceil(rows * columns / 2) + 4 * 16
+    if not double_quant:
+        return packed + 4 * blocks
+    return packed + blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) + 4 * 256 + 4
+
+
 def _bitsandbytes(q: Quantization, rows: int, columns: int) -> int:
-    return PackingScheme(q.method.removeprefix("bnb-"), q.double_quant).packed_bytes(rows, columns)
+    return packed_matrix_bytes(q.method.removeprefix("bnb-"), q.double_quant, rows, columns)
 
 
 def _groups(q: Quantization, columns: int) -> int:

@@ -159,11 +159,6 @@ class Preparation:
             drafter.float()
         else:
             checkpoint = read_checkpoint(settings.drafter, dtype=torch.float32)
-            if checkpoint.scheme is not None:
-                raise TrainingError(
-                    f"{settings.drafter} is packed in {checkpoint.scheme.method}; packed weights cannot be trained: "
-                    "start from the drafter it was packed from"
-                )
             drafter = Eagle31Drafter.from_checkpoint(checkpoint)
             drafter.to(device=self.target.get_output_embeddings().weight.device)  # type: ignore[call-arg, union-attr]
             drafter.attach(self.target)
