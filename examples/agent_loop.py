@@ -1,6 +1,6 @@
 """An agent against `eagle31 serve`: the model asks for a tool, the loop runs it and hands the result back.
 
-    pip install ".[serve]"
+    pip install ".[serve]" openai
 
 The embedded model was never taught tools, so a call is required (a grammar sees to its form) and what it books makes
 little sense. With a model that knows tools leave `tool_choice` out.

@@ -100,6 +100,7 @@ REMOVED_IN_0_2 = {
     "--format modelopt": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
     "--format nemo": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
+    "guided_grammar in GBNF": "write the grammar in Lark's notation: start: ...",
 }
 """What version 0.2.0 removed, and what to do instead: a command ("report"), an option ("train --reward"), a value
 ("--format nemo") or a field ("draft_length_bounds")."""

@@ -14,7 +14,7 @@ from eagle31_hf.compiled import captured
 from eagle31_hf.sampling.draw import PositionNoise
 from eagle31_hf.serving import shared_noise
 from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.choosing import TokenChooser
+from eagle31_hf.serving.choosing import choose_as_generate
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.written_text import WrittenText
 
@@ -63,7 +63,7 @@ def serve(
 def read(batch: TextBatch, prompt: list[int], sampling: Sampling) -> None:
     request = TextRequest(tuple(prompt), 100, sampling, ignore_eos=True)
     writer: Any = Writer()
-    chooser = TokenChooser(request.sampling, len(prompt))
+    chooser = choose_as_generate(batch.binding.model, request, device=torch.device("cpu"))
     chooser._noise = PositionNoise(1, batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
     left = batch.begin(WrittenText(request, writer, chooser))
     while left > 0:

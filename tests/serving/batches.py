@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import Tensor
 
 from eagle31_hf.serving.batch import TextBatch, WrittenText
-from eagle31_hf.serving.choosing import TokenChooser
+from eagle31_hf.serving.choosing import TokenChooser, choose_as_generate
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
 from helpers import demo_tokenizer
@@ -17,10 +19,23 @@ from helpers import demo_tokenizer
 PIECE = 8
 
 
+def chosen(request: TextRequest, target: Any = None) -> TokenChooser:
+    """As `target` would choose, or any whose generation config says nothing."""
+    return choose_as_generate(target or _says_nothing(), request, device=torch.device("cpu"))
+
+
+@cache
+def _says_nothing() -> Any:
+    with torch.device("meta"):
+        return hf.LlamaForCausalLM(
+            hf.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+        )
+
+
 def text_of(prompt: list[int], new_tokens: int, sampling: Sampling | None = None) -> WrittenText:
     request = TextRequest(tuple(prompt), new_tokens, sampling or Sampling(temperature=0), ignore_eos=True)
     writer = TextWriter(demo_tokenizer(), request, frozenset())
-    return WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
+    return WrittenText(request, writer, chosen(request))
 
 
 def plain(target: Any, prompt: list[int], new_tokens: int) -> list[int]:

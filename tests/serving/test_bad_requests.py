@@ -12,7 +12,7 @@ from loopback import MODEL, chat, error_of, serving
     ("settings", "status", "says"),
     [
         ({"model": "other"}, 404, "'demo' is"),
-        ({"messages": []}, 400, "at least one"),
+        ({"messages": []}, 400, "at least 1"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "text"),
@@ -21,7 +21,7 @@ from loopback import MODEL, chat, error_of, serving
         ({"n": 1000}, 400, "n:"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"top_logprobs": 2}, 400, "logprobs"),
-        ({"stop": ["a"] * 99}, 400, "99"),
+        ({"stop": ["a"] * 99}, 400, "stop"),
         ({"tool_choice": "required"}, 400, "without tools"),
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, 400, "response_format"),

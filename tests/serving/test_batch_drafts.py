@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from batches import chosen
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.decoding.adaptive.guard import SHORTEST_REST
@@ -17,7 +18,6 @@ from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.drafter.hindsight import Hindsight
 from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.batch_drafts import BatchDrafts
-from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
@@ -41,7 +41,7 @@ def ids_of(pair, number: int) -> list[int]:
 def start(pair, batch: TextBatch, prompt: list[int], new_tokens: int, sampling: Sampling) -> WrittenText:
     request = TextRequest(tuple(prompt), new_tokens, sampling, ignore_eos=True)
     writer = TextWriter(pair.tokenizer, request, frozenset())
-    text = WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
+    text = WrittenText(request, writer, chosen(request))
     batch.read(batch.begin(text))
     batch.join()
     return text

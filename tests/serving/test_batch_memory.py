@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from batches import chosen
 from memory_peaks import StorageMeter
 from storages import StorageCounter
 
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
 from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
 from eagle31_hf.serving.written_text import WrittenText
@@ -20,7 +20,7 @@ def start_text(pair, batch, prompt, new_tokens):
     """Read a prompt, and let its text join."""
     request = TextRequest(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
     writer = TextWriter(pair.tokenizer, request, frozenset())
-    text = WrittenText(request, writer, TokenChooser(request.sampling, len(prompt)))
+    text = WrittenText(request, writer, chosen(request))
     batch.read(batch.begin(text))
     batch.join()
 

@@ -1,4 +1,4 @@
-"""Every field that OpenAI's, vLLM's and llama.cpp's servers take is read, changes no text, or is refused by name."""
+"""Fields of requests: what is read reaches the text, what is not is named, what would change the text is refused."""
 
 from __future__ import annotations
 
@@ -7,90 +7,22 @@ import json
 import httpx2
 import openai
 import pytest
-from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
-from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from eagle31_hf.serving.api_errors import ApiError
 from eagle31_hf.serving.calls import CallTranslator
-from eagle31_hf.serving.fields import CHANGE_NO_TEXT, OF_CHATS, OF_COMPLETIONS, UNSERVED, check_fields
-from eagle31_hf.serving.wire import parse_chat, parse_completion, parse_json
+from eagle31_hf.serving.refusals import REFUSED
+from eagle31_hf.serving.wire import ChatBody, CompletionBody, parse_chat, parse_completion, parse_json
 from loopback import MESSAGES, MODEL, QUESTION, TOOL_TEMPLATE, chat, error_of
-
-VLLM = [
-    "use_beam_search", "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words", "echo", "add_generation_prompt",
-    "continue_final_message", "add_special_tokens", "documents", "chat_template", "chat_template_kwargs",
-    "media_io_kwargs", "mm_processor_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "priority",
-    "request_id", "return_tokens_as_token_ids", "return_token_ids", "return_prompt_text", "include_spec_decode_stats",
-    "cache_salt", "kv_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget",
-    "include_reasoning", "logits_processors", "prompt_embeds",
-]  # fmt: skip
-
-LLAMA_CPP = [
-    "n_predict", "n_indent", "n_keep", "n_discard", "n_cmpl", "n_cache_reuse", "cache_prompt", "return_tokens",
-    "return_progress", "t_max_predict_ms", "t_max_prompt_ms", "response_fields", "top_n_sigma", "xtc_probability",
-    "xtc_threshold", "typical_p", "dynatemp_range", "dynatemp_exponent", "repeat_last_n", "repeat_penalty",
-    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat",
-    "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay", "n_probs", "min_keep", "backend_sampling",
-    "post_sampling_probs", "speculative.n_min", "speculative.n_max", "speculative.p_min", "lora", "json_schema",
-    "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens", "samplers", "timings_per_token", "id_slot",
-    "reasoning_format", "thinking_forced_open", "parse_tool_calls",
-]  # fmt: skip
-
-FIELDS = {
-    "chat completions": (OF_CHATS, sorted({*ChatParams.__annotations__, *VLLM, *LLAMA_CPP})),
-    "completions": (OF_COMPLETIONS, sorted({*CompletionParams.__annotations__, *VLLM, *LLAMA_CPP})),
-}
-
-
-def refusal_of(told, served, path):
-    try:
-        check_fields(told, served, path)
-    except ApiError as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize("path", list(FIELDS))
-def test_no_field_of_other_servers_is_passed_over(path):
-    served, names = FIELDS[path]
-    passed, refused = set(), set()
-    for name in names:
-        if (error := refusal_of({name: ["asks for something"]}, served, path)) is None:
-            passed.add(name)
-        else:
-            assert (error.status, error.param) == (400, name)
-            assert name in str(error)
-            refused.add(name)
-    assert passed <= set(served) | CHANGE_NO_TEXT
-    assert len(refused) > 50
-
-
-def test_no_field_is_in_two_lists():
-    assert not (OF_CHATS & CHANGE_NO_TEXT)
-    assert not (set(UNSERVED) & CHANGE_NO_TEXT)
-    assert set(UNSERVED) & (OF_CHATS | OF_COMPLETIONS) == {"add_special_tokens"}, "of completions alone"
-
-
-def test_what_asks_for_nothing_is_let_through():
-    """Clients send all that they know, most of it as it is by itself."""
-    idle = {name: unserved.neutral[0] for name, unserved in UNSERVED.items() if unserved.neutral}
-    check_fields({**idle, "suffix": "", "lora": [], "tools": None, "echo": None}, OF_CHATS, "chat completions")
-
-
-# --- what is said to be served is read --------------------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 READ = {
     "messages": [{"role": "user", "content": "Hm?"}], "n": 2, "stop": ["x"], "seed": 3, "max_tokens": 7,
     "max_completion_tokens": 8, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "presence_penalty": 1,
-    "frequency_penalty": 1, "repetition_penalty": 1.5, "logit_bias": {"5": 0.5}, "logprobs": True, "ignore_eos": True,
-    "min_tokens": 4, "stop_token_ids": [9], "bad_words": ["rain"], "allowed_token_ids": [5, 6],
+    "typical_p": 0.4, "frequency_penalty": 1, "repetition_penalty": 1.5, "logit_bias": {"5": 0.5}, "logprobs": True,
+    "ignore_eos": True, "min_tokens": 4, "stop_token_ids": [9], "bad_words": ["rain"], "allowed_token_ids": [5, 6],
     "include_stop_str_in_output": True, "skip_special_tokens": False, "structured_outputs": {"regex": "a+"},
     "guided_json": {"type": "object"}, "guided_regex": "b+", "guided_choice": ["yes", "no"],
-    "guided_grammar": 'root ::= "a" | "b"', "tools": [TOOL],
+    "guided_grammar": 'start: "a" | "b"', "tools": [TOOL],
     "response_format": {"type": "json_object"}, "chat_template_kwargs": {"shouts": True}, "reasoning_effort": "low",
 }  # fmt: skip
 OF_THE_CALL = {"model", "stream", "stream_options", "tool_choice", "top_logprobs", "parallel_tool_calls"}
@@ -105,12 +37,12 @@ def texts_of(served, monkeypatch):
     return lambda **more: translator.of_chat(parse_chat({"model": MODEL, "messages": MESSAGES, **more}))
 
 
-def test_all_that_is_said_to_be_read_is_tried():
-    assert set(READ) | OF_THE_CALL == OF_CHATS
+def test_all_that_is_read_is_tried():
+    assert set(READ) | OF_THE_CALL == set(ChatBody.model_fields)
 
 
 @pytest.mark.parametrize("name", list(READ))
-def test_a_field_that_is_served_reaches_the_text(texts_of, name):
+def test_a_field_that_is_read_reaches_the_text(texts_of, name):
     if name.startswith(("guided", "structured", "response")):
         pytest.importorskip("llguidance")
     assert texts_of(**{name: READ[name]}) != texts_of()
@@ -123,7 +55,7 @@ def test_of_completions_they_reach_the_text_too(served):
         return translator.of_completion(parse_completion({"model": MODEL, "prompt": "A shop", **more}))
 
     values = {**READ, "prompt": "The weather", "logprobs": 2}
-    for name in OF_COMPLETIONS - OF_THE_CALL - {"add_special_tokens"}:
+    for name in set(CompletionBody.model_fields) - OF_THE_CALL - {"add_special_tokens"}:
         assert texts_of(**{name: values[name]}) != texts_of(), name
     asked = []
 
@@ -137,22 +69,97 @@ def test_of_completions_they_reach_the_text_too(served):
     assert asked == [False, True]
 
 
+WRONG = {
+    "messages": "hi", "n": 1.5, "stop": [5], "seed": "one", "max_tokens": [], "max_completion_tokens": "many",
+    "temperature": "hot", "top_p": {}, "top_k": 2.5, "min_p": "none", "presence_penalty": [], "typical_p": 7,
+    "frequency_penalty": "x", "repetition_penalty": "x", "logit_bias": {"x": 1}, "logprobs": "maybe",
+    "ignore_eos": "no", "min_tokens": 1.5, "stop_token_ids": ["x"], "bad_words": [5], "allowed_token_ids": 5,
+    "include_stop_str_in_output": 3, "skip_special_tokens": "x", "structured_outputs": [1], "guided_json": 5,
+    "guided_regex": 5, "guided_choice": "yes", "guided_grammar": 5, "tools": [{"type": "function"}],
+    "response_format": "json", "chat_template_kwargs": [], "reasoning_effort": 5, "model": 5, "stream": "yes",
+    "stream_options": 5, "tool_choice": "perhaps", "top_logprobs": "x", "parallel_tool_calls": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_wrong_type_is_named(served, name):
+    assert set(WRONG) == set(ChatBody.model_fields)
+    body = {"model": MODEL, "messages": MESSAGES, name: WRONG[name]}
+    told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+    assert told.status_code == 400, told.text
+    assert told.json()["error"]["param"].startswith(name)
+    assert name in told.json()["error"]["message"]
+
+
+# --- what is not read -------------------------------------------------------------------------------------------------
+
+HABITS = {
+    "user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "x",
+    "prompt_cache_retention": "24h", "prediction": {"type": "content", "content": "x"}, "store": True,
+    "reasoning_effort": "medium", "reasoning": {"effort": "low"}, "thinking": {"type": "enabled", "budget_tokens": 9},
+    "enable_thinking": True, "verbosity": "low", "web_search_options": {}, "moderation": "x", "request_id": "x",
+    "cache_prompt": True, "id_slot": -1, "n_cache_reuse": 0, "n_keep": 0, "n_discard": 0, "min_keep": 0,
+    "speculative.n_max": 5, "speculative.n_min": 1, "speculative.p_min": 0.5, "dynatemp_exponent": 1.0,
+    "xtc_threshold": 0.1, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1, "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1, "guided_decoding_backend": "auto", "priority": 0, "cache_salt": "x",
+    "add_special_tokens": False, "spaces_between_special_tokens": True, "return_token_ids": False,
+    "return_tokens_as_token_ids": False, "include_reasoning": True, "separate_reasoning": True,
+    "reasoning_format": "auto", "thinking_token_budget": 100, "timings_per_token": True, "return_progress": False,
+    "post_sampling_probs": False, "response_fields": [], "n_probs": 0, "prompt_logprobs": 1, "vllm_xargs": {"a": 1},
+    "kv_transfer_params": {"a": 1}, "mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": 1}, "return_tokens": True,
+    "include_spec_decode_stats": True, "parse_tool_calls": True, "thinking_forced_open": False, "custom_id": "x",
+    "extra_headers": {"a": "b"}, "truncation_side": "left", "ключ": 1,
+}  # fmt: skip
+IDLE = {
+    name: neutral[0] if neutral else None for name, (_advice, *neutral) in REFUSED.items() if name != "functions"
+}  # fmt: skip
+
+
+def test_what_clients_send_by_habit_is_answered_and_named(served, pair, caplog):
+    body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, **HABITS}
+    assert len(HABITS) >= 60
+    for _ in range(2):
+        with caplog.at_level("INFO", "eagle31_hf.requests"):
+            told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+        assert told.json()["choices"][0]["message"]["content"] == pair.answer(QUESTION)
+    one = httpx2.post(f"{served.url}/v1/chat/completions", json={**body, **dict.fromkeys(HABITS), "store": True})
+    assert one.headers["x-ignored-fields"] == "store"
+    assert caplog.text.count("store") == 1, "each is named once"
+    assert "reasoning_effort" in told.headers["x-ignored-fields"] + caplog.text
+
+
+def test_every_ignored_field_is_in_the_header(served):
+    for name, value in HABITS.items():
+        body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "stream": name == "user", name: value}
+        told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+        assert told.status_code == 200, told.text
+        assert told.headers["x-ignored-fields"] == name.replace("ключ", "????")
+
+
+def test_what_asks_for_nothing_is_let_through(served):
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, **IDLE, "suffix": "", "tools": None}
+    assert httpx2.post(f"{served.url}/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "guided_structural_tag"])
+def test_what_would_change_the_text_is_refused_by_name(served, name):
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, name: "asks for something"}
+    told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == name
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"no_such_field": 1}, "no_such_field is no field of chat completions"),
-        ({"max_token": 5}, "did you mean max_tokens?"),
-        ({"prompt": "x"}, "only of the other call"),
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens is 9, and 5"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids: a token id is 1000000"),
         ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "guided_json and guided_regex"),
         ({"guided_json": "{"}, "guided_json is no JSON"),
-        ({"guided_choice": "yes"}, "wanted a list of texts"),
         ({"guided_regex": "("}, "guided_regex: this regular expression cannot be followed"),
-        ({"guided_grammar": "root ::= missing"}, "guided_grammar: this grammar cannot be followed"),
-        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn is not served"),
-        ({"structured_outputs": [1]}, "structured_outputs is a list"),
-        ({"stream": True, "stream_options": {"includ_usage": True}}, "stream_options.includ_usage"),
+        ({"guided_grammar": "start: missing"}, "guided_grammar: this grammar cannot be followed"),
+        ({"guided_grammar": 'root ::= "a"'}, "in GBNF went in 0.2.0: write the grammar in Lark's notation"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
         ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "leave one of them out"),
     ],
 )
@@ -160,31 +167,74 @@ def test_what_is_asked_wrongly_is_named(client, settings, says):
     assert says in error_of(client, 400, extra_body=settings)["message"]
 
 
+# --- messages and tools -----------------------------------------------------------------------------------------------
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tool_calls": None},
+        {"function_call": None, "refusal": None, "audio": None, "annotations": []},
+        {"content": None, "tool_calls": [CALLED]},
+        {"content": None, "tool_calls": [{**CALLED, "function": {"name": "f", "arguments": {"x": 1}}}]},
+        {"content": None, "tool_calls": [{**CALLED, "id": None, "function": {"name": "f", "arguments": None}}]},
+        {"content": [{"type": "text", "text": "x"}], "reasoning": "Hm."},
+    ],
+)
+def test_answers_come_back_as_clients_write_them(texts_of, changes):
+    answer = {"role": "assistant", "content": "x", **changes}
+    assert texts_of(messages=[*MESSAGES, answer, {"role": "tool", "tool_call_id": "1", "content": "y"}])
+
+
+def test_nulls_of_tools_are_left_out(served, monkeypatch):
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
+    function = {"name": "f", "description": None, "parameters": None, "strict": None}
+    body = parse_chat({"model": MODEL, "messages": MESSAGES, "tools": [{"type": "function", "function": function}]})
+    assert body.offered == [{"type": "function", "function": {"name": "f"}}]
+    assert CallTranslator(served.engine).of_chat(body)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_no_other_is_offered(mode):
+    other = {"type": "function", "function": {"name": "g"}}
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "g"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = parse_chat({"model": MODEL, "messages": MESSAGES, "tools": [TOOL, other], "tool_choice": choice})
+    assert body.offered == [other]
+    assert body.forced == ([other] if mode == "required" else [])
+    allowed["tools"][0]["function"]["name"] = "h"
+    with pytest.raises(ApiError, match="names 'h'; the tools are f, g"):
+        parse_chat({"model": MODEL, "messages": MESSAGES, "tools": [TOOL, other], "tool_choice": choice})
+
+
 # --- nobody brings a template along -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "options",
     [
-        ({"chat_template": "{{ 6 * 7 }}"}, "'chat_template' is the server's own to set"),
-        ({"tools": []}, "'tools' is the server's own"),
-        ({"messages": []}, "'messages' is the server's own"),
-        ({"tokenize": False}, "'tokenize' is the server's own"),
-        ({"padding": "max_length", "max_length": 10**6}, "'padding' is the server's own"),
-        ({"tokenizer_kwargs": {"truncation": True}}, "'tokenizer_kwargs' is the server's own"),
-        ({"return_tensors": "pt"}, "'return_tensors' is the server's own"),
-        ({"enable_thinkin": False}, "does not read 'enable_thinkin'"),
+        {"chat_template": "{{ 6 * 7 }}"},
+        {"tools": []},
+        {"messages": []},
+        {"tokenize": False},
+        {"padding": "max_length", "max_length": 10**6},
+        {"tokenizer_kwargs": {"truncation": True}},
+        {"return_tensors": "pt"},
     ],
 )
-def test_a_clients_template_options_are_variables_that_the_template_reads(texts_of, options, says):
-    with pytest.raises(ApiError, match=says) as refused:
+def test_a_clients_template_options_are_variables(texts_of, options):
+    with pytest.raises(ApiError, match=f"{next(iter(options))!r} is the server's own to set") as refused:
         texts_of(chat_template_kwargs=options)
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
 
 
-def test_an_effort_that_the_template_does_not_read_is_refused(client):
-    assert "does not read 'reasoning_effort'" in error_of(client, 400, reasoning_effort="low")["message"]
-    assert "chat_template is not served" in error_of(client, 400, extra_body={"chat_template": "x"})["message"]
+def test_variables_that_the_template_does_not_read_are_named(served):
+    kwargs = {"enable_thinkin": False}
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": kwargs}
+    told = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+    assert told.headers["x-ignored-fields"] == "chat_template_kwargs.enable_thinkin"
 
 
 # --- extremes ---------------------------------------------------------------------------------------------------------
@@ -210,7 +260,7 @@ def test_extremes_are_refused_at_the_door(setting):
 
 @pytest.mark.parametrize("top", [-1, 21, 10**6])
 def test_more_alternatives_than_are_told_are_refused(client, top):
-    with pytest.raises(openai.BadRequestError, match="0 to 20"):
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
         client.completions.create(model=MODEL, prompt="A shop", logprobs=top)
 
 
@@ -255,7 +305,7 @@ def test_words_and_tokens_that_are_not_wanted_are_not_written(client, pair):
         ({"guided_json": '{"enum": ["one"]}'}, lambda text: json.loads(text) == "one"),
         ({"guided_regex": "[ab]{3}"}, lambda text: len(text) == 3 and set(text) <= {"a", "b"}),
         ({"guided_choice": ["sunny", "ra\"in\n"]}, lambda text: text in ("sunny", "ra\"in\n")),
-        ({"guided_grammar": 'root ::= "ab" | "cd"'}, lambda text: text in ("ab", "cd")),
+        ({"guided_grammar": 'start: "ab" | "cd"'}, lambda text: text in ("ab", "cd")),
         ({"structured_outputs": {"grammar": 'start: "ab" | "cd"'}}, lambda text: text in ("ab", "cd")),
         ({"response_format": {"type": "json_object", "schema": {"enum": [{"a": 1}]}}},
          lambda text: json.loads(text) == {"a": 1}),
@@ -296,12 +346,3 @@ def test_one_call_where_one_was_asked_for(client, served, monkeypatch):
     assert len(chat(client, **settings, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
     streamed = chat(client, **settings, parallel_tool_calls=False, stream=True)
     assert sum(len(piece.choices[0].delta.tool_calls or []) for piece in streamed) == 1
-
-
-def test_what_changes_no_text_is_taken(client, served, pair):
-    body = {"user": "x", "cache_prompt": True, "speculative.n_max": 5, "store": False, "typical_p": 1.0, "mirostat": 0}
-    assert chat(client, extra_body=body).choices[0].message.content == pair.answer(QUESTION)
-    told = httpx2.post(
-        f"{served.url}/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES, "temperature": 0, **body}
-    )
-    assert told.json()["choices"][0]["message"]["content"] == pair.answer(QUESTION)

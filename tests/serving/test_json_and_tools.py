@@ -104,6 +104,33 @@ def test_a_function_that_has_to_be_called_is(with_tools, choice):
     assert chat(with_tools, answered, tools=[WEATHER], tool_choice="none", max_tokens=8).choices[0].message.content
 
 
+def test_parameters_may_refer_to_their_own_definitions(with_tools):
+    """As pydantic writes them for an enum or a model within a model."""
+    pytest.importorskip("llguidance")
+    parameters = {
+        "type": "object",
+        "$defs": {"Unit": {"enum": ["c", "f"]}, "Place": {"$ref": "#/$defs/Unit"}},
+        "properties": {"unit": {"$ref": "#/$defs/Place"}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "measure", "parameters": parameters}}
+    for tools in ([tool], [WEATHER, tool]):
+        named = {"type": "function", "function": {"name": "measure"}}
+        (call,) = chat(with_tools, tools=tools, tool_choice=named).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["unit"] in ("c", "f")
+    assert chat(with_tools, tools=[WEATHER, tool], tool_choice="required").choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("before", ["I use <tool_call> now. ", "<tool_call>\n"])
+def test_a_mark_that_is_only_mentioned_takes_no_call_along(with_tools, before):
+    pytest.importorskip("llguidance")
+    text = before + '<tool_call>\n{"name": "get_weather", "arguments": {"day": "Sunday"}}\n</tool_call>'
+    told = chat(with_tools, tools=[WEATHER], extra_body={"guided_choice": [text]}).choices[0].message
+    assert [call.function.name for call in told.tool_calls] == ["get_weather"]
+    assert told.content.strip() == before.strip()
+
+
 def test_a_streamed_call_is_a_call(with_tools):
     pytest.importorskip("llguidance")
     chunks = list(chat(with_tools, tools=[WEATHER], tool_choice="required", stream=True))

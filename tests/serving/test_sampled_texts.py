@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from batches import chosen
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.choosing import TokenChooser
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
@@ -35,7 +35,7 @@ def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[WrittenTe
         prompt = prompt_of(pair, number)
         request = TextRequest(tuple(prompt), NEW_TOKENS, sampling, ignore_eos=True)
         writer = TextWriter(pair.tokenizer, request, frozenset())
-        texts.append(WrittenText(request, writer, TokenChooser(sampling, len(prompt))))
+        texts.append(WrittenText(request, writer, chosen(request, pair.target)))
         batch.read(batch.begin(texts[-1]))
         batch.join()
         batch.round()
@@ -47,11 +47,10 @@ def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[WrittenTe
 def generated(pair, number: int, sampling: Sampling, **kwargs: Any) -> list[int]:
     """The new tokens by `generate`, without a drafter unless there is one among `kwargs`."""
     ids = torch.tensor([prompt_of(pair, number)])
-    how: dict[str, Any] = {"do_sample": sampling.draws, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    if sampling.draws:
-        names = ("temperature", "top_k", "top_p", "min_p")
-        how |= {name: getattr(sampling, name) for name in names}
-    how["repetition_penalty"] = sampling.repetition_penalty
+    how: dict[str, Any] = {"do_sample": sampling.temperature != 0, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    names = ("temperature", "top_k", "top_p", "min_p") if sampling.temperature else ()
+    told = {name: getattr(sampling, name) for name in (*names, "repetition_penalty")}
+    how |= {name: value for name, value in told.items() if value is not None}
     with seeded(sampling.seed or 0):
         out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **how, **kwargs)
     return out[0, ids.shape[1] :].tolist()

@@ -34,11 +34,12 @@ def prompts_of(pair: LoadedPair) -> list[list[int]]:
 
 def generated(pair: LoadedPair, prompt: list[int], sampling: Sampling) -> list[int]:
     ids = torch.tensor([prompt])
-    how = {"temperature": sampling.temperature, "top_k": sampling.top_k} if sampling.draws else {}
+    how = {"temperature": sampling.temperature} if sampling.temperature else {}
+    how |= {} if sampling.top_k is None else {"top_k": sampling.top_k}
     with seeded(sampling.seed or 0):
         out = pair.target.generate(
             ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, max_new_tokens=NEW_TOKENS,
-            do_sample=sampling.draws, **how,
+            do_sample=bool(sampling.temperature), **how,
         )  # fmt: skip
     return out[0, len(prompt) :].tolist()
 

@@ -94,6 +94,11 @@ def serve(
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
+    if engine.unfollowed:
+        console.print(
+            f"Not followed, of {name}'s generation config: {', '.join(engine.unfollowed)}; texts are chosen without",
+            style="yellow",
+        )
     if not quiet:
         _print_requests()
     HttpServer(app, engine, grace_s=grace).run(sockets=[listening])
@@ -102,12 +107,11 @@ def serve(
 def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
-        import openai  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            f"the server needs the package {error.name}: pip install fastapi uvicorn openai prometheus-client, or "
+            f"the server needs the package {error.name}: pip install fastapi uvicorn prometheus-client, or "
             "install this package with its extra 'serve'"
         ) from error
 

@@ -107,8 +107,8 @@ class AnswerParser:
                 return parts + self._say(len(before.rstrip()))
             inside, _, after = rest.partition(CLOSE_CALL)
             calls = self._calls_in(inside)
-            if not calls:
-                parts += self._say(len(self._held) - len(after))
+            if not calls:  # the mark is mentioned only; a sound call may follow
+                parts += self._say(len(before) + len(OPEN_CALL))
                 continue
             parts += _only(AnswerPart(content=before.rstrip()))
             parts += [AnswerPart(call=call) for call in calls]
@@ -156,18 +156,17 @@ def _only(part: AnswerPart) -> list[AnswerPart]:
 
 
 def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
-    """A Lark grammar of texts that call one of the tools, written as the chat template writes calls."""
+    """A Lark grammar of texts that call one of the tools, written as the chat template writes calls.
+
+    The parameters of each are a schema of their own, so that its references point into it.
+    """
     arguments = "parameters" if OPEN_CALL not in template and '"parameters":' in template else "arguments"
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool["name"]}, arguments: tool.get("parameters") or {"type": "object"}},
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for tool in (each["function"] for each in tools)
-    ]
-    schema = json.dumps(with_white_space(calls[0] if len(calls) == 1 else {"anyOf": calls}))
-    if OPEN_CALL in template:
-        return f'start: "{OPEN_CALL}\\n" call "\\n{CLOSE_CALL}"\ncall: %json {schema}'
-    return f"start: %json {schema}"
+    rules, names = [], []
+    for number, tool in enumerate(each["function"] for each in tools):
+        begin = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{arguments}": ')
+        schema = json.dumps(with_white_space(tool.get("parameters") or {"type": "object"}))
+        rules.append(f'call{number}: {begin} arguments{number} "}}"\narguments{number}: %json {schema}')
+        names.append(f"call{number}")
+    call = " | ".join(names)
+    marked = f'"{OPEN_CALL}\\n" call "\\n{CLOSE_CALL}"' if OPEN_CALL in template else "call"
+    return "\n".join([f"start: {marked}", f"call: {call}", *rules])

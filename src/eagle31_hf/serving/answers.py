@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from .answer_parts import AnswerParser, AnswerPart, ends_in_thought
 from .requests import TextEvent, TextRequest, TextUsage, TokenLogprob
 from .text import TokenTexts
-from .wire import ChatCall
+from .wire import ChatBody
 
 Fields = dict[str, Any]
 
@@ -45,7 +45,7 @@ def _sum_of(usages: Sequence[TextUsage]) -> Fields:
 class ChatWriter:
     """Of a chat completion."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, call: ChatCall, texts: Sequence[TextRequest]):
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, call: ChatBody, texts: Sequence[TextRequest]):
         self._shared = _shared_fields(model, "chatcmpl")
         self._choices = [_ChatChoice(index, tokenizer, call, text) for index, text in enumerate(texts)]
 
@@ -73,9 +73,10 @@ class ChatWriter:
 class _ChatChoice:
     """One choice, put together from its parts."""
 
-    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, call: ChatCall, text: TextRequest):
-        self._index, self._one_call, self._tells_logprobs = index, call.one_call, call.top_logprobs is not None
-        names = [tool["function"]["name"] for tool in call.tools]
+    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, call: ChatBody, text: TextRequest):
+        self._index, self._one_call = index, not call.parallel_tool_calls
+        self._tells_logprobs = call.logprobs
+        names = [tool["function"]["name"] for tool in call.offered]
         self._parser = AnswerParser(thinks=ends_in_thought(tokenizer, text.prompt), tools=names)
         self._tokens = TokenTexts(tokenizer, text.prompt)
         self._content = self._reasoning = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,32 +40,32 @@ class ApiError(Eagle31Error):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-_TYPE_NAMES = {"str", "int", "float", "bool", "dict", "list"}
+_TAGS = {"str", "int", "float", "bool", "dict", "list"}
+"""What pydantic adds to a place to say which type of several it has tried."""
 
 
-def from_validation(error: ValidationError, *, within: str = "", role: str | None = None) -> ApiError:
-    """What a body's first wrong field is told.
-
-    Args:
-        within: name of the field that was looked at; empty for the whole body.
-        role: of the message at fault: of all kinds of messages only that kind's complaints mean anything.
-    """
+def from_validation(error: ValidationError) -> ApiError:
+    """What a body's first wrong field is told: of several types that were tried the one that got farthest."""
     found = error.errors(include_url=False, include_context=False)
-    if role is not None:
-        own = [each for each in found if any(role in str(part).lower() for part in each["loc"])]
-        found = own or found
-    first = max(_of_the_type_meant(found), key=lambda each: len(each["loc"]))
-    names = [str(part) for part in first["loc"] if str(part) not in _TYPE_NAMES]
-    path = ".".join([*([within] if within else []), *(name for name in names if name[:1].islower() or name.isdigit())])
+    first = max(found, key=lambda each: len(_path(each["loc"])))
+    path = _path(first["loc"])
     if first["type"] == "missing":
         hint = "; GET /v1/models names what is served here" if path == "model" else ""
-        return ApiError(f"{path or 'body'} is missing{hint}", param=path or None, code="invalid_type")
+        return ApiError(f"{path} is missing{hint}", param=path, code="invalid_type")
     got = repr(first.get("input"))
     shown = got if len(got) <= 80 else f"{got[:77]}..."
-    return ApiError(f"{path or 'body'}: {first['msg']}, got {shown}", param=path or None, code="invalid_type")
+    code = "invalid_value" if first["type"] == "literal_error" else "invalid_type"
+    return ApiError(f"{path}: {first['msg']}, got {shown}", param=path, code=code)
 
 
-def _of_the_type_meant(found: list[Any]) -> list[Any]:
-    """Of several kinds told apart by a field `type`, only the complaints of the kind whose type was given."""
-    others = {each["loc"][:-1] for each in found if each["type"] == "literal_error" and each["loc"][-1] == "type"}
-    return [each for each in found if not any(each["loc"][: len(other)] == other for other in others)] or found
+def _path(place: Sequence[str | int]) -> str:
+    """`messages[0].content` of `("messages", 0, "content", "str")`."""
+    path = ""
+    for index, part in enumerate(place):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif index == 0:
+            path = part
+        elif part not in _TAGS and (part[:1].islower() or part.isdigit()) and "[" not in part:
+            path += f".{part}"
+    return path

@@ -26,9 +26,9 @@ from .calls import CallTranslator
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
 from .front_page import ELSEWHERE, front_page
 from .metrics import ServerMetrics
-from .request_log import log_answer, log_error
+from .request_log import MOST_NAMED, IgnoredFields, log_answer, log_error, printable
 from .requests import TextEvent, TextRequest, TextUsage
-from .wire import parse_chat, parse_completion, parse_json
+from .wire import Body, parse_chat, parse_completion, parse_json
 
 AnswerWriter = ChatWriter | CompletionWriter
 
@@ -94,7 +94,7 @@ class _Server:
         self.engine, self.settings = engine, settings
         self.translator = CallTranslator(engine)
         self.figures = ServerMetrics(engine)
-        self.started = int(time.time())
+        self.started, self.ignored = int(time.time()), IgnoredFields()
 
     # --- small ones ----------------------------------------------------------------------------------------------
 
@@ -157,35 +157,43 @@ class _Server:
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         self._check_key(request)
-        call = parse_chat(parse_json(await self._body(request)))
-        self._check_model(call.options.model)
+        body = parse_chat(parse_json(await self._body(request)))
+        self._check_model(body.model)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
-        texts = await asyncio.to_thread(self.translator.of_chat, call)
-        writer = ChatWriter(self.settings.model, self.engine.tokenizer, call, texts)
-        return await self._answer(request, texts, writer, call.options.stream, call.options.include_usage)
+        texts = await asyncio.to_thread(self.translator.of_chat, body)
+        writer = ChatWriter(self.settings.model, self.engine.tokenizer, body, texts)
+        return await self._answer(request, body, texts, writer)
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         self._check_key(request)
-        call = parse_completion(parse_json(await self._body(request)))
-        self._check_model(call.options.model)
-        requests = await asyncio.to_thread(self.translator.of_completion, call)
-        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, requests)
-        return await self._answer(request, requests, writer, call.options.stream, call.options.include_usage)
+        body = parse_completion(parse_json(await self._body(request)))
+        self._check_model(body.model)
+        texts = await asyncio.to_thread(self.translator.of_completion, body)
+        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, texts)
+        return await self._answer(request, body, texts, writer)
 
     async def _answer(
-        self, request: Request, texts: Sequence[TextRequest], writer: AnswerWriter, stream: bool, include_usage: bool
+        self, request: Request, body: Body, texts: Sequence[TextRequest], writer: AnswerWriter
     ) -> Response:
+        headers = self._headers(body)
         run = _Run(self, texts)
         await run.start()
-        if stream:
-            pieces = self._stream(request, run, writer, include_usage)
-            return StreamingResponse(pieces, media_type="text/event-stream")
+        if body.stream:
+            pieces = self._stream(request, run, writer, body.include_usage)
+            return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
         try:
             await _while_connected(request, self._collect(run, writer))
         finally:
             run.end(request)
-        return Response(_json(writer.whole(run.usages)), media_type="application/json")
+        return Response(_json(writer.whole(run.usages)), media_type="application/json", headers=headers)
+
+    def _headers(self, body: Body) -> dict[str, str]:
+        """Names of what did not change the answer: fields of the request, settings of the target."""
+        ignored, unfollowed = self.translator.ignored(body), self.engine.unfollowed
+        self.ignored.log(ignored)
+        named = {"X-Ignored-Fields": ignored, "X-Unfollowed-Settings": unfollowed}
+        return {header: ", ".join(map(printable, names[:MOST_NAMED])) for header, names in named.items() if names}
 
     async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
         async for index, event in run.events():

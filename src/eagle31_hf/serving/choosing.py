@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
-from .requests import Sampling
+from .grammar import GrammarProcessor
+from .requests import Sampling, TextRequest
 
 logger = logging.getLogger(__name__)
 
@@ -59,23 +60,17 @@ class TokenChooser:
     """How one text chooses its tokens.
 
     Args:
-        sampling: as asked for.
-        prompt_length: tokens of its prompt.
-        constraint: further processors that look at the prefix, such as a grammar's.
+        processors: of its scores.
+        draws: whether tokens are drawn, by noise, instead of taking the likeliest.
+        seed: of the noise; `None`: any noise will do (`shared_noise`).
 
     Attributes:
         kind: equal for texts that choose alike; `None` where each prefix has to be looked at.
-        draws: whether tokens are drawn, by noise.
-        seed: of that; `None`: any noise will do (`shared_noise`).
     """
 
-    def __init__(
-        self, sampling: Sampling, prompt_length: int, constraint: Sequence[stock.LogitsProcessor] = ()
-    ):  # fmt: skip
-        processing = FailsAlone(_processors(sampling, prompt_length, constraint))
-        self.processing, self.draws = processing, sampling.draws
-        self.kind: Hashable = (self.draws, processing.draft_warping.key) if processing.warps_drafts else None
-        self.seed = sampling.seed
+    def __init__(self, processors: LogitsProcessorList, *, draws: bool, seed: int | None = None):
+        self.processing, self.draws, self.seed = FailsAlone(processors), draws, seed
+        self.kind: Hashable = (draws, self.processing.draft_warping.key) if self.processing.warps_drafts else None
         self._noise: PositionNoise | None = None
 
     @property
@@ -98,27 +93,77 @@ class TokenChooser:
         return self._noise.window([0], [position], count)[0]
 
 
-def _processors(
-    sampling: Sampling, prompt_length: int, constraint: Sequence[stock.LogitsProcessor]
-) -> LogitsProcessorList:  # fmt: skip
-    found: list[stock.LogitsProcessor] = []
-    if sampling.repetition_penalty != 1.0:
-        found.append(stock.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+def choose_as_generate(
+    model: Any, request: TextRequest, *, device: torch.device, eos_ids: frozenset[int] = frozenset()
+) -> TokenChooser:
+    """How `generate` of this target chooses, called with what the request sets and nothing else.
+
+    Args:
+        model: the target: its generation config has the rest, and transformers builds the processors of both.
+        device: of the scores.
+        eos_ids: tokens that end the target's texts.
+    """
+    config = _prepared(model, request.sampling)
+    ends = sorted(request.end_ids(eos_ids))
+    config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
+    config.max_length = request.longest
+    if request.min_new_tokens:
+        config.min_new_tokens = request.min_new_tokens
+    if request.bad_words:
+        config.bad_words_ids = [*(config.bad_words_ids or ()), *map(list, request.bad_words)]
+    prompt = torch.tensor([request.prompt], device=device)
+    processors = model._get_logits_processor(
+        config,
+        input_ids_seq_length=len(request.prompt),
+        encoder_input_ids=prompt,
+        logits_processor=LogitsProcessorList(_own_processors(request, eos_ids)),
+        device=device,
+        model_kwargs={},
+    )
+    return TokenChooser(processors, draws=bool(config.do_sample), seed=request.sampling.seed)
+
+
+def _prepared(model: Any, sampling: Sampling) -> GenerationConfig:
+    """As `generate` prepares it; what cannot be followed (`unfollowed`) is left out."""
+    kwargs: dict[str, Any] = {name: getattr(sampling, name) for name in _OF_GENERATE}
+    if sampling.temperature is not None:
+        kwargs["do_sample"] = sampling.temperature > 0
+    set_ones = {name: value for name, value in kwargs.items() if value is not None}
+    config = model._prepare_generation_config(None, **set_ones)[0]
+    if config.min_p == 0.0:
+        config.min_p = None  # removes nothing, and takes a pass over the scores
+    for name, neutral in _UNFOLLOWED.items():
+        setattr(config, name, next(iter(neutral), None))
+    return config
+
+
+_OF_GENERATE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+_UNFOLLOWED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "guidance_scale": (1,), "penalty_alpha": (0,), "max_time": (), "stop_strings": (),
+    "token_healing": (False,), "dola_layers": (), "constraints": (), "force_words_ids": (),
+}  # fmt: skip
+"""Settings of generation configs that are no matter of a text's scores, and the values that ask for nothing."""
+
+
+def unfollowed(config: GenerationConfig) -> list[str]:
+    """Settings of a target's generation config that texts which are served side by side do not follow."""
+    values = {name: getattr(config, name, None) for name in _UNFOLLOWED}
+    return [name for name, value in values.items() if value is not None and value not in _UNFOLLOWED[name]]
+
+
+def _own_processors(request: TextRequest, eos_ids: frozenset[int]) -> list[stock.LogitsProcessor]:
+    """What requests ask for and `generate` has no argument for."""
+    sampling, found = request.sampling, list[stock.LogitsProcessor]()
     if sampling.presence_penalty or sampling.frequency_penalty:
-        found.append(OccurrencePenalty(sampling.presence_penalty, sampling.frequency_penalty, prompt_length))
+        penalties = sampling.presence_penalty, sampling.frequency_penalty
+        found.append(OccurrencePenalty(*penalties, len(request.prompt)))
     if sampling.logit_bias:
         found.append(TokenBias(sampling.logit_bias))
-    found += constraint
-    if sampling.draws:
-        if sampling.temperature != 1.0:
-            found.append(stock.TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k:
-            found.append(stock.TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1.0:
-            found.append(stock.TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p > 0.0:
-            found.append(stock.MinPLogitsWarper(sampling.min_p))
-    return LogitsProcessorList(found)
+    if request.grammar is not None:
+        found.append(GrammarProcessor(request.grammar, len(request.prompt), eos_ids))
+    if request.allowed_tokens:
+        found.append(OnlyTokens(request.allowed_tokens))
+    return found
 
 
 class OccurrencePenalty(stock.LogitsProcessor):
@@ -150,4 +195,20 @@ class TokenBias(stock.LogitsProcessor):
         return changed
 
     def fork_for_drafts(self) -> TokenBias:
+        return self  # keeps no state
+
+
+class OnlyTokens(stock.LogitsProcessor):
+    """Forbids all tokens but these."""
+
+    def __init__(self, ids: Sequence[int]):
+        self.ids = list(ids)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Processed scores `(B, V)`."""
+        kept = torch.full_like(scores, float("-inf"))
+        kept[:, self.ids] = scores[:, self.ids]
+        return kept
+
+    def fork_for_drafts(self) -> OnlyTokens:
         return self  # keeps no state

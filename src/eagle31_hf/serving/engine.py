@@ -20,8 +20,7 @@ from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..target.attention_functions import why_attention_is_unknown
 from .batch import TextBatch
 from .batch_drafts import longest_draft
-from .choosing import TokenChooser
-from .constraints import constraints_of
+from .choosing import choose_as_generate, unfollowed
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
 from .text import TextWriter
@@ -143,6 +142,16 @@ class Engine:
             self._work.notify()
 
     @property
+    def unfollowed(self) -> list[str]:
+        """Settings of the target's generation config that served texts do not follow."""
+        return unfollowed(self.drafter.binding.model.generation_config)
+
+    @property
+    def default_new_tokens(self) -> int | None:
+        """Tokens of an answer to a request that sets no limit, where the target's generation config does."""
+        return self.drafter.binding.model.generation_config.max_new_tokens
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a row."""
         return len(self.scheduler.waiting)
@@ -239,10 +248,9 @@ class Engine:
             self.batch.join()
 
     def _new_text(self, request: TextRequest) -> WrittenText:
-        end_ids = request.stop_token_ids | (frozenset() if request.ignore_eos else self.eos_ids)
-        constraints = constraints_of(request, end_ids, self.eos_ids)
-        chooser = TokenChooser(request.sampling, len(request.prompt), constraints)
-        return WrittenText(request, TextWriter(self.tokenizer, request, end_ids), chooser)
+        binding = self.drafter.binding
+        chooser = choose_as_generate(binding.model, request, device=binding.head_device, eos_ids=self.eos_ids)
+        return WrittenText(request, TextWriter(self.tokenizer, request, request.end_ids(self.eos_ids)), chooser)
 
     def _round(self) -> None:
         self._let_cancelled_go()

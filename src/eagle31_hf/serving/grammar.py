@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process as stock
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, removal
 
 WHITE_SPACE = {"whitespace_pattern": r"[ \n]{0,12}"}
 """Between the parts of JSON: enough for any indentation, and not so much that a text is nothing else."""
@@ -50,8 +50,8 @@ class GrammarCompiler:
 
     def compile(self, kind: str, value: Any) -> Grammar:
         """Texts that are JSON by a schema (`"json"`), that a regular expression matches from end to end (`"regex"`),
-        that are one of several (`"choice"`), by a grammar in Lark's notation (`"lark"`; `%json {...}` stands for a JSON
-        schema), or in Lark's or llama.cpp's (`"grammar"`).
+        that are one of several (`"choice"`), or by a grammar in Lark's notation (`"grammar"`, in which `%json {...}`
+        stands for a JSON schema).
 
         Raises:
             ConfigurationError: it cannot be followed, or llguidance is not installed.
@@ -66,10 +66,12 @@ class GrammarCompiler:
                 choices = " | ".join(json.dumps(text) for text in value)
                 description = matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
             else:
-                description = matcher.grammar_from_lark(value if kind == "lark" else _as_lark(value))
+                description = matcher.grammar_from_lark(value)
             problem = matcher.validate_grammar(description, tokenizer)
         except Exception as error:  # whatever a client's text leads a parser to
             problem = str(error) or type(error).__name__
+        if problem and kind == "grammar" and "::=" in value:
+            problem = removal("guided_grammar in GBNF")
         if problem:
             what = {"json": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
             raise ConfigurationError(f"this {what} cannot be followed: {' '.join(problem.split())}")
@@ -81,12 +83,6 @@ class GrammarCompiler:
 
             self._compiled = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._eos_ids or None)
         return self._compiled
-
-
-def _as_lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    return any_to_lark(text)
 
 
 @lru_cache

@@ -30,7 +30,7 @@ def encode_chat(
     Args:
         tools: JSON schemas of functions the model may call.
         template_options: what the template is told beside these, e.g. `enable_thinking=False`; a template or an
-            argument of the tokenizer is refused (`why_not_told`).
+            argument of the tokenizer is refused (`why_not_set`).
 
     Raises:
         ConfigurationError: the template cannot be made to hold these messages or tools, or there is no template and
@@ -38,8 +38,10 @@ def encode_chat(
     """
     _refuse_half_characters(messages)
     for name in template_options:
-        if why := why_not_told(tokenizer, name):
+        if why := why_not_set(tokenizer, name):
             raise ConfigurationError(why)
+        if not is_read(tokenizer, name):
+            raise ConfigurationError(f"this model's chat template does not read {name!r}; leave it out")
     if not tokenizer.chat_template:
         return _without_template(tokenizer, messages, tools)
     if tools and not template_takes_tools(tokenizer):
@@ -84,17 +86,19 @@ def _without_template(
     return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
 
 
-def why_not_told(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
-    """Why the chat template is not told a value of this name; empty if it is.
+def why_not_set(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """Why a client may not set a variable of this name; empty if it may.
 
-    Names of `apply_chat_template`'s own arguments are not, so that nobody who sends a chat brings a template along; nor
-    is what the template does not read: it would change nothing.
+    Names of `apply_chat_template`'s own arguments may not be set, so that no chat brings a template along.
     """
     if name == "messages" or name in inspect.signature(tokenizer.apply_chat_template).parameters:
         return f"{name!r} is the server's own to set; only variables that the chat template reads can be given"
-    if name not in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or "")):
-        return f"this model's chat template does not read {name!r}; leave it out"
     return ""
+
+
+def is_read(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the chat template reads a variable of this name."""
+    return name in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or ""))
 
 
 def template_takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -11,6 +11,9 @@ from fastapi import Request
 from .api_errors import ApiError
 from .requests import TextUsage
 
+MOST_NAMED, MOST_REMEMBERED = 64, 1000
+"""Fields that a header or a line names, and that a server remembers having named."""
+
 logger = logging.getLogger("eagle31_hf.requests")
 
 
@@ -41,6 +44,25 @@ def log_error(request: Request, error: ApiError) -> None:
         return
     at = f" at {ascii(error.param)[:60]}" if error.param else ""
     logger.info("%s %d %s%s", _who(request), error.status, error.code or "error", at)
+
+
+class IgnoredFields:
+    """Fields of requests that are not read: each is named once."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def log(self, names: Sequence[str]) -> None:
+        """Name those that have not been."""
+        new = [name for name in map(printable, names) if name not in self._named]
+        if new and len(self._named) < MOST_REMEMBERED:
+            self._named.update(new)
+            logger.info("not read, and so ignored, in requests: %s", ", ".join(new[:MOST_NAMED]))
+
+
+def printable(name: str) -> str:
+    """A client's name for a field, as a header or a line can hold it."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:64])
 
 
 def _who(request: Request) -> str:

@@ -12,31 +12,27 @@ FinishReason = str
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. `temperature` 0 takes the likeliest one, whatever the rest says.
+    """What a request says of how tokens are chosen; `None`: as the target's generation config has it.
 
     Attributes:
-        seed: of this text's random numbers: the same seed writes the same text, in half precision to the last bit where
-            nobody else is written for, beside others up to rounding. `None`: any.
+        temperature: 0 takes the likeliest token, any other draws.
+        seed: of this text's random numbers: the same seed writes the same text, up to rounding. `None`: any.
         top_k: 0 for all.
         logit_bias: added to the scores of these ids.
         presence_penalty, frequency_penalty: taken off the scores of tokens written so far, once or per occurrence.
         repetition_penalty: divides (multiplies, if negative) the scores of all tokens seen, prompt included.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def draws(self) -> bool:
-        """Whether tokens are drawn instead of taking the likeliest."""
-        return self.temperature > 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,10 @@ class TextRequest:
     def longest(self) -> int:
         """Tokens the text may grow to, prompt included."""
         return len(self.prompt) + self.max_new_tokens
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end the text, of a target whose own are `eos_ids`."""
+        return self.stop_token_ids | (frozenset() if self.ignore_eos else eos_ids)
 
     @property
     def is_repeatable(self) -> bool:

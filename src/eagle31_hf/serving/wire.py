@@ -1,50 +1,428 @@
-"""Request bodies as OpenAI's API defines them, checked by the types of the `openai` package, as what we work with."""
+"""Request bodies: the fields of OpenAI's API, and of servers like it, that are read here.
+
+A field that is not read is ignored and named (`Body.ignored`), unless it would change the text (`refusals.REFUSED`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from .api_errors import ApiError, from_validation
-from .call_options import MAX_CHOICES, MAX_TOP_LOGPROBS, CallOptions, Constraint, constraint_of
-from .fields import OF_CHATS, OF_COMPLETIONS, check_fields, check_stream_options
 from .prompts import Message
+from .refusals import refuse_unserved
 
-MAX_STOPS = 16
+MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS = 16, 16, 20
+MAX_TOKEN_LIST = 4096
+"""Most entries of a list of tokens or words."""
+
+LOWEST_TEMPERATURE = 1e-5
+"""Scores are divided by it: a smaller one would take them out of what float32 can hold."""
+
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's completions write if nothing is said; chats go on until they end."""
 
+LARGEST_SEED = 2**63 - 1
+
+
+def _no_extreme(temperature: float) -> float:
+    if 0.0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"wanted 0 (greedy) or at least {LOWEST_TEMPERATURE:f}")
+    return temperature
+
+
+TokenId = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Schema = dict[str, Any]
+
 
 @dataclass(frozen=True)
-class ChatCall:
-    """A body of `/v1/chat/completions`.
+class Constraint:
+    """What a text has to follow.
 
     Attributes:
-        messages: as chat templates take them.
-        tools: functions the model may call; empty where `tool_choice` is `"none"`.
-        one_call: no more than one function may be called.
-        top_logprobs: `None` for no log-probabilities.
+        kind: `"json"` (a schema), `"regex"`, `"choice"` (one of several texts), `"grammar"` (Lark) or `"call"` (of one
+            of several functions).
+        value: the schema, the expression, the texts, the grammar, the tools.
+        field: the request's field that says so.
     """
 
-    options: CallOptions
-    messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    one_call: bool = False
-    top_logprobs: int | None = None
+    kind: str
+    value: Any
+    field: str
 
 
-@dataclass(frozen=True)
-class CompletionCall:
-    """A body of `/v1/completions`: texts or token ids to go on with."""
+# --- parts of bodies --------------------------------------------------------------------------------------------------
 
-    options: CallOptions
-    prompts: list[str | list[int]]
-    top_logprobs: int | None = None
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class CalledFunction(_Part):
+    name: str
+    arguments: Schema | str | None = None
+
+
+class Call(_Part):
+    """A call that an earlier answer made."""
+
+    type: Literal["function"] = "function"
+    id: str | None = None
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it: arguments as an object."""
+        arguments: Any = self.function.arguments
+        if not isinstance(arguments, dict):
+            arguments = json.loads(arguments or "{}")
+        shown = self.model_dump(exclude_none=True)
+        return shown | {"function": shown["function"] | {"arguments": arguments}}
+
+
+class ContentPart(_Part):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(_Part):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    def for_template(self, index: int) -> Message:
+        """As chat templates take it: text as one string.
+
+        Raises:
+            ApiError: a part is no text, or arguments are no JSON.
+        """
+        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self._text(index)}
+        try:
+            calls = [call.for_template() for call in self.tool_calls or ()]
+        except ValueError as error:
+            param = f"messages[{index}].tool_calls"
+            raise ApiError(f"{param}: the arguments of a call are no JSON: {error}", param=param) from error
+        thought = self.reasoning_content or self.reasoning
+        fields = {"tool_calls": calls, "name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: value for name, value in fields.items() if value} | (
+            {"reasoning_content": thought} if thought else {}
+        )  # fmt: skip
+
+    def _text(self, index: int) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        kinds = {part.type for part in self.content} - {"text"}
+        if kinds:
+            param = f"messages[{index}].content"
+            raise ApiError(f"{param} has parts of type {', '.join(sorted(kinds))}; only text is served", param=param)
+        return "".join(part.text or "" for part in self.content)
+
+
+class ToolFunction(_Part):
+    name: Text
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class Tool(_Part):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class AllowedTools(BaseModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedChoice(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class JsonSchema(_Part):
+    schema_: Schema = Field(alias="schema")
+
+
+class ResponseFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        field = "response_format"
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Constraint("json", self.schema_ or {"type": "object"}, field)
+        if self.json_schema is None:
+            raise ApiError(f"{field}.json_schema has no schema", param=field)
+        return Constraint("json", self.json_schema.schema_, field)
+
+
+class Structured(BaseModel):
+    """`structured_outputs`, and the `guided_` fields of older clients."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Schema | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[Text] | None = None
+    grammar: str | None = None
+    json_object: StrictBool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, fields: Any) -> Any:
+        """vLLM's client sends what it does not ask for as null or false."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value not in (None, False, "", [])}
+
+    def constraints(self, named: str) -> list[Constraint]:
+        """What it holds; `named` is how a kind's field is called, as in `guided_{kind}`."""
+        values = {"json": self._schema(named), "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        found = [
+            Constraint(kind, value, named.format(kind=kind))
+            for kind, value in values.items()
+            if value or value == {}  # a schema that says nothing asks for any JSON
+        ]
+        if self.json_object:
+            found.append(Constraint("json", {"type": "object"}, named.format(kind="json_object")))
+        return found
+
+    def _schema(self, named: str) -> Schema | None:
+        if not isinstance(self.json_, str):
+            return self.json_
+        try:
+            schema = json.loads(self.json_ or "null")
+        except ValueError as error:
+            field = named.format(kind="json")
+            raise ApiError(f"{field} is no JSON: {error}", param=field) from error
+        return schema
+
+
+class StreamOptions(BaseModel):
+    include_usage: StrictBool | None = None
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+class Body(BaseModel):
+    """What chats and completions have in common. What is `None` is as the target's generation config has it."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: str
+    stream: StrictBool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+
+    temperature: Annotated[float, AfterValidator(_no_extreme)] | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    typical_p: float | None = Field(None, gt=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
+
+    ignore_eos: StrictBool = False
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
+    allowed_token_ids: list[TokenId] = Field(default_factory=list)
+    bad_words: list[Text] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
+    include_stop_str_in_output: StrictBool = False
+    skip_special_tokens: StrictBool = True
+
+    structured_outputs: Structured = Field(default_factory=lambda: Structured.model_validate({}))
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that are not read."""
+        return sorted(self.model_extra or {})
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options.include_usage)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        return self.n
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many to tell beside each token's log-probability; `None`: no log-probabilities."""
+        raise NotImplementedError
+
+    def _constraints(self) -> list[Constraint]:
+        kinds = ("json", "regex", "choice", "grammar")
+        guided = Structured.model_validate({kind: getattr(self, f"guided_{kind}") for kind in kinds})
+        return guided.constraints("guided_{kind}") + self.structured_outputs.constraints("structured_outputs.{kind}")
+
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """What the text has to follow, whichever field says so.
+
+        Raises:
+            ApiError: several say so, or one says it wrongly.
+        """
+        found = self._constraints()
+        if len(found) > 1:
+            fields = " and ".join(each.field for each in found)
+            raise ApiError(f"got {fields}; a text can follow one of them: leave the others out", param=found[1].field)
+        return found[0] if found else None
+
+    def check(self) -> None:
+        """Of fields together, beyond the types of each.
+
+        Raises:
+            ApiError: they contradict each other.
+        """
+        _ = self.constraint
+
+
+class ChatBody(Body):
+    """Of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice = "auto"
+    parallel_tool_calls: StrictBool = True
+    response_format: ResponseFormat | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: StrictBool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @cached_property
+    def for_template(self) -> list[Message]:
+        """The messages as chat templates take them.
+
+        Raises:
+            ApiError: one holds what is no text.
+        """
+        return [message.for_template(index) for index, message in enumerate(self.messages)]
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the model is shown and may call."""
+        if self.tool_choice == "none":
+            return []
+        names = self._allowed if isinstance(self.tool_choice, AllowedChoice) else None
+        tools = [tool for tool in self.tools if names is None or tool.function.name in names]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    @property
+    def forced(self) -> list[dict[str, Any]]:
+        """Tools of which the model has to call one."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.offered if tool["function"]["name"] == choice.function.name]
+        requires = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
+        return self.offered if choice == "required" or requires else []
+
+    @property
+    def _allowed(self) -> list[str]:
+        assert isinstance(self.tool_choice, AllowedChoice)
+        return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+
+    def _constraints(self) -> list[Constraint]:
+        asked = self.response_format.constraint if self.response_format else None
+        found = ([asked] if asked else []) + super()._constraints()
+        if not self.forced:
+            return found
+        if found:
+            raise ApiError(
+                f"tool_choice forces a call, which has a grammar of its own, and {found[0].field} asks for another; "
+                "leave one of them out",
+                param="tool_choice",
+            )
+        return [Constraint("call", self.forced, "tool_choice")]
+
+    def check(self) -> None:
+        self._check_tool_choice()
+        super().check()
+        _ = self.for_template
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
+
+    def _check_tool_choice(self) -> None:
+        choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
+        if not names and choice not in ("none", "auto"):
+            raise ApiError("tool_choice is given without tools", param="tool_choice")
+        named = [choice.function.name] if isinstance(choice, NamedTool) else []
+        for name in self._allowed if isinstance(choice, AllowedChoice) else named:
+            if name not in names:
+                raise ApiError(f"tool_choice names {name!r}; the tools are {', '.join(names)}", param="tool_choice")
+
+
+class CompletionBody(Body):
+    """Of `/v1/completions`."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: StrictBool = True
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts or token ids to go on with."""
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return self.prompt if several else [self.prompt]  # type: ignore[return-value, list-item]
+
+    def check(self) -> None:
+        super().check()
+        if not all(self.prompts):
+            raise ApiError("prompt is empty; wanted a text, token ids, or several of either", param="prompt")
+        if len(self.prompts) * self.n > MAX_CHOICES:
+            raise ApiError(f"{len(self.prompts)} prompts of n={self.n}; wanted {MAX_CHOICES} texts at most", param="n")
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -63,6 +441,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return told
 
 
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _refuse_surrogates(told: dict[str, Any]) -> None:
     """A half of a pair of UTF-16 (a text that was cut inside an emoji) is no character: no tokenizer takes it."""
     for name, value in told.items():
@@ -77,224 +459,33 @@ def _refuse_surrogates(told: dict[str, Any]) -> None:
             ) from error
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def parse_chat(told: dict[str, Any]) -> ChatCall:
+def parse_chat(told: dict[str, Any]) -> ChatBody:
     """A chat's body.
 
     Raises:
-        ApiError: a field is missing, of the wrong type or out of range, or asks for what is not served.
+        ApiError: a field is missing, of the wrong type or out of range, or would change the text and is not served.
     """
-    check_fields(told, OF_CHATS, "chat completions")
-    constraint = constraint_of(told, _response_format(told))
-    options = _call_options(told, _types("chat"), constraint)
-    messages = [_message(message, i) for i, message in enumerate(told["messages"])]
-    if not messages:
-        raise ApiError("messages is empty; wanted at least one", param="messages")
-    tools, forced = _tools(told)
-    if forced:
-        if constraint is not None:
-            raise ApiError(
-                f"tool_choice forces a call, which has a grammar of its own, and {constraint.field} asks for another; "
-                "leave one of them out",
-                param="tool_choice",
-            )
-        options = options.model_copy(update={"constraint": Constraint("call", forced, "tool_choice")})
-    asks = bool(told.get("logprobs"))
-    if told.get("top_logprobs") is not None and not asks:
-        raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
-    return ChatCall(
-        options,
-        messages,
-        tools,
-        one_call=told.get("parallel_tool_calls") is False,
-        top_logprobs=(options.top_logprobs or 0) if asks else None,
-    )
+    return _parsed(ChatBody, told)
 
 
-def parse_completion(told: dict[str, Any]) -> CompletionCall:
+def parse_completion(told: dict[str, Any]) -> CompletionBody:
     """A completion's body.
 
     Raises:
         ApiError: as `parse_chat`.
     """
-    check_fields(told, OF_COMPLETIONS, "completions")
-    prompts = _prompts(told.get("prompt"))
-    options = _call_options(told, _types("completion"), constraint_of(told, None))
-    if len(prompts) * options.choices > MAX_CHOICES:
-        raise ApiError(f"{len(prompts)} prompts of n={options.choices}; wanted {MAX_CHOICES} texts at most", param="n")
-    top = told.get("logprobs")
-    if top is not None and not 0 <= int(top) <= MAX_TOP_LOGPROBS:
-        raise ApiError(
-            f"logprobs is {top}; wanted 0 to {MAX_TOP_LOGPROBS} alternatives of each token", param="logprobs"
-        )
-    return CompletionCall(options, prompts, None if top is None else int(top))
+    return _parsed(CompletionBody, told)
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
-    prompts = prompt if several else [prompt]
-    if not all(isinstance(each, str) or _are_ids(each) for each in prompts):
-        raise ApiError(f"prompt is {str(prompt)[:80]}; wanted a text, token ids, or several of either", param="prompt")
-    return prompts
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def _are_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _types(of: str) -> TypeAdapter:
-    """Of a `"chat"`, a `"completion"` or a `"message"`, as the `openai` package has them."""
-    from openai.types import completion_create_params as completions
-    from openai.types.chat import ChatCompletionMessageParam
-    from openai.types.chat import completion_create_params as chats
-
-    bodies = {"chat": chats, "completion": completions}
-    wanted: Any = bodies[of].CompletionCreateParamsNonStreaming if of in bodies else ChatCompletionMessageParam
-    return TypeAdapter(wanted)
-
-
-def _call_options(told: dict[str, Any], types: TypeAdapter, constraint: Constraint | None) -> CallOptions:
-    stream = told.get("stream") or False
-    if not isinstance(stream, bool):
-        raise ApiError(f"stream is {stream!r}; wanted true or false", param="stream", code="invalid_type")
-    body = {name: value for name, value in told.items() if value is not None and name != "stream"}
-    _check_messages(body)
+def _parsed(kind: type[AnyBody], told: dict[str, Any]) -> AnyBody:
+    fields = {name: value for name, value in told.items() if value is not None}
+    refuse_unserved({name: value for name, value in fields.items() if name not in kind.model_fields})
     try:
-        # `CallOptions` has the biases: they need not be whole, as vLLM has it.
-        read = types.validate_python({name: value for name, value in body.items() if name != "logit_bias"})
-        for name in read:
-            _check_all(read[name], name)
-        stream_options = told.get("stream_options") or {}
-        check_stream_options(stream_options)
-        return CallOptions.model_validate(body | {
-            "stream": stream,
-            "include_usage": bool(stream_options.get("include_usage")),
-            "stop": _stop(told.get("stop")),
-            "constraint": constraint,
-        })  # fmt: skip
+        body = kind.model_validate(fields)
+        body.check()
     except ValidationError as error:
         raise from_validation(error) from error
-
-
-def _check_messages(body: dict[str, Any]) -> None:
-    """Messages one by one, so that a complaint is about the right one."""
-    messages = body.get("messages")
-    if messages is None:
-        return
-    if not isinstance(messages, list):
-        raise ApiError(f"messages is a {type(messages).__name__}; wanted a list", param="messages", code="invalid_type")
-    for i, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise ApiError(
-                f"messages[{i}]: got role {role!r}; wanted one of {', '.join(ROLES)}",
-                param=f"messages[{i}].role",
-                code="invalid_value",
-            )
-        try:
-            read = _types("message").validate_python(message)
-        except ValidationError as error:
-            raise from_validation(error, within=f"messages[{i}]", role=role) from error
-        _check_all(read, f"messages[{i}]")
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def _check_all(value: Any, name: str) -> None:
-    """Read all of it: iterables are only checked as they are read."""
-    try:
-        _exhaust(value)
-    except ValidationError as error:
-        raise from_validation(error, within=name) from error
-
-
-def _exhaust(value: Any) -> None:
-    if isinstance(value, Mapping):
-        for each in value.values():
-            _exhaust(each)
-    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        for each in value:
-            _exhaust(each)
-
-
-def _stop(told: Any) -> tuple[str, ...]:
-    stops = (told,) if isinstance(told, str) else tuple(told or ())
-    if len(stops) > MAX_STOPS or any(not stop for stop in stops):
-        raise ApiError(f"stop has {len(stops)} strings or an empty one; wanted up to {MAX_STOPS}", param="stop")
-    return stops
-
-
-def _message(told: dict[str, Any], index: int) -> Message:
-    """As chat templates take it: text as one string, arguments of calls as objects."""
-    role = "system" if told["role"] == "developer" else told["role"]
-    message: Message = {"role": role, "content": _content(told.get("content"), index)}
-    if told.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, index) for call in told["tool_calls"]]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if told.get(name):
-            message[name] = told[name]
-    return message
-
-
-def _content(content: Any, index: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if any(part.get("type") != "text" for part in content):
-        kinds = ", ".join(sorted({part.get("type", "?") for part in content} - {"text"}))
-        raise ApiError(
-            f"messages[{index}] has parts of type {kinds}; only text is served", param=f"messages[{index}].content"
-        )
-    return "".join(part["text"] for part in content)
-
-
-def _tool_call(call: dict[str, Any], index: int) -> dict[str, Any]:
-    function = call.get("function") or {}
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except ValueError as error:
-        raise ApiError(
-            f"messages[{index}] has a call whose arguments are no JSON: {error}", param=f"messages[{index}].tool_calls"
-        ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _tools(told: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Tools the model sees, and those of which it has to call one."""
-    tools, choice = told.get("tools") or [], told.get("tool_choice")
-    wrong = [tool.get("type") for tool in tools if tool.get("type") != "function"]
-    if wrong:
-        raise ApiError(f"got tools of type {wrong}; only functions are served", param="tools")
-    names = [tool["function"]["name"] for tool in tools]
-    if not tools and choice not in (None, "none", "auto"):
-        raise ApiError("tool_choice is given without tools", param="tool_choice")
-    if choice in (None, "auto"):
-        return tools, []
-    if choice == "none":
-        return [], []
-    if choice == "required":
-        return tools, tools
-    wanted = str((choice.get("function") or {}).get("name"))
-    if wanted not in names:
-        raise ApiError(f"tool_choice names {wanted!r}; the tools are {', '.join(names)}", param="tool_choice")
-    return tools, [tool for tool in tools if tool["function"]["name"] == wanted]
-
-
-def _response_format(told: dict[str, Any]) -> Constraint | None:
-    """What `response_format` asks for; its types are checked with the rest of the body."""
-    wanted, field = told.get("response_format"), "response_format"
-    if not isinstance(wanted, dict) or wanted.get("type") not in ("json_object", "json_schema"):
-        return None
-    if wanted["type"] == "json_object":
-        return Constraint("json", wanted.get("schema") or {"type": "object"}, field)
-    schema = (wanted.get("json_schema") or {}).get("schema")
-    if not isinstance(schema, dict):
-        raise ApiError("response_format.json_schema has no schema", param=field)
-    return Constraint("json", schema, field)
+    return body
