@@ -32,11 +32,9 @@ SURENESS = 120.0
 """Attention scores of the drafter's last token with itself; those with others are several times smaller."""
 
 
-def random_target(
-    sizes: dict[str, int], *, dtype: torch.dtype, device: torch.device | str, four_bit: bool = False
-) -> PreTrainedModel:
-    """A Llama that counts. With `four_bit` its linear layers but the head are packed to nf4 by bitsandbytes."""
-    config = LlamaConfig(
+def llama_config(sizes: dict[str, int]) -> LlamaConfig:
+    """Of these sizes."""
+    return LlamaConfig(
         hidden_size=sizes["hidden"],
         num_hidden_layers=sizes["layers"],
         num_attention_heads=sizes["heads"],
@@ -47,8 +45,14 @@ def random_target(
         bos_token_id=None,
         eos_token_id=None,
         tie_word_embeddings=False,
-        dtype=dtype,
     )
+
+
+def random_target(
+    sizes: dict[str, int], *, dtype: torch.dtype, device: torch.device | str, four_bit: bool = False
+) -> PreTrainedModel:
+    """A Llama that counts. With `four_bit` its linear layers but the head are packed to nf4 by bitsandbytes."""
+    config = llama_config(sizes)
     with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
         torch.manual_seed(0)
         with torch.device(device):

@@ -1,7 +1,6 @@
 """Is sampled text plain `generate`'s, and how few passes does it take? Counted; nothing is timed.
 
-    python examples/studies/same_draw.py --dtype fp32 --prompts sgd=chats.jsonl gsm8k=questions.jsonl \\
-        --temperatures 0.7 1 --limit 12 --new-tokens 48 --json docs/records/same-draw.json
+    python examples/studies/same_draw.py sgd=chats.jsonl gsm8k=questions.jsonl --temperatures 0.7 1 --json record.json
 
 Each prompt is written by plain `generate` and with the drafter after the same `torch.manual_seed`, eagerly, by chains
 and by trees of a fixed size. A text is the same if every token is, and if the generator is left where plain leaves it.
@@ -9,13 +8,17 @@ and by trees of a fixed size. A text is the same if every token is, and if the g
 
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_drafts_pay import parser_of, prompts_and_pair, write_record
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle31_hf.cli.pairs import LoadedPair, encode
-from eagle31_hf.texts.prompts import Prompt
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import drafter_path, target_path
+from eagle31_hf.texts.prompts import read_prompts
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain of 5": {"num_assistant_tokens": 5, "draft_top_k": 1, "draft_tree_size": None},
@@ -24,44 +27,60 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def written(pair: LoadedPair, prompt: Prompt, seed: int, **how: Any) -> tuple[list[int], list[int]]:
+def written(target: Any, inputs: dict[str, Any], seed: int, **how: Any) -> tuple[list[int], list[int]]:
     """Tokens, and the generator's state behind them."""
     torch.manual_seed(seed)
-    out = pair.target.generate(**encode(pair, prompt.opening), **how)
+    out = target.generate(**inputs, **how)
     return out[0].tolist(), torch.get_rng_state().tolist()
 
 
-def study(pair: LoadedPair, prompts: list[Prompt], temperature: float, new_tokens: int) -> list[dict[str, Any]]:
-    """A record for each kind of text and shape."""
+def study(eagle: Eagle31Drafter, prompts: list[dict[str, Any]], temperature: float, new_tokens: int) -> list[dict]:
+    """A record for each shape, over prompts of one kind."""
     how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
     how |= {"temperature": temperature, "top_k": 0} if temperature else {}
+    target: Any = eagle.binding.model
+    plain = [written(target, inputs, seed, **how) for seed, inputs in enumerate(prompts)]
     record = []
-    for kind in dict.fromkeys(prompt.suite for prompt in prompts):
-        own = [prompt for prompt in prompts if prompt.suite == kind]
-        plain = [written(pair, prompt, seed, **how) for seed, prompt in enumerate(own)]
-        for shape, fields in SHAPES.items():
-            for name, value in fields.items():
-                setattr(pair.drafter.generation_config, name, value)
-            same = rounds = tokens = 0
-            for seed, prompt in enumerate(own):
-                same += written(pair, prompt, seed, **how, assistant_model=pair.drafter) == plain[seed]
-                stats = pair.drafter.stats
-                assert stats is not None
-                rounds, tokens = rounds + stats.rounds, tokens + stats.new_tokens
-            found = {"kind": kind, "temperature": temperature, "shape": shape, "texts": len(own), "same": same}
-            record.append(found | {"tokens_per_round": tokens / rounds})
-            print(f"{kind}, temperature {temperature:g}, {shape}: {same} of {len(own)} the same, {tokens / rounds:.2f}")
+    for shape, fields in SHAPES.items():
+        for name, value in fields.items():
+            setattr(eagle.generation_config, name, value)
+        same = rounds = tokens = 0
+        for seed, inputs in enumerate(prompts):
+            same += written(target, inputs, seed, **how, assistant_model=eagle) == plain[seed]
+            assert eagle.stats is not None
+            rounds, tokens = rounds + eagle.stats.rounds, tokens + eagle.stats.new_tokens
+        found = {"temperature": temperature, "shape": shape, "texts": len(prompts), "same": same}
+        record.append(found | {"tokens_per_round": tokens / rounds})
     return record
 
 
 def main() -> None:
-    parser = parser_of(__doc__, limit=12)
-    given = parser.parse_args()
-    prompts, pair = prompts_and_pair(parser, given)
-    settings = pair.drafter.generation_config
-    settings.acceleration, settings.num_assistant_tokens_schedule = "eager", "constant"
-    record = [each for t in given.temperatures for each in study(pair, prompts, t, given.new_tokens)]
-    write_record(given, pair, prompts, record)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", nargs="+", metavar="KIND=FILE", help="as `eagle31 bench` takes them")
+    parser.add_argument("--target", default=str(target_path()), help="folder or Hub id; default: the embedded pair")
+    parser.add_argument("--drafter", default=str(drafter_path()))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--limit", type=int, default=12, help="prompts of each kind")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype)
+    eagle = Eagle31Drafter.from_pretrained(options.drafter, target=target)
+    eagle.generation_config.acceleration, eagle.generation_config.num_assistant_tokens_schedule = "eager", "constant"
+    by_kind: dict[str, list] = {}
+    for prompt in read_prompts(options.prompts, options.limit):
+        chat = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        by_kind.setdefault(prompt.suite, []).append(tokenizer.apply_chat_template(prompt.opening, **chat))
+    record = []
+    for kind, prompts in by_kind.items():
+        for temperature in options.temperatures:
+            for row in study(eagle, prompts, temperature, options.new_tokens):
+                record.append({"kind": kind, **row})
+                print(json.dumps(record[-1]), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"kinds": record}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from storages import StorageCounter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from eagle31_hf.compiled.cuda_capture import Recording
+from eagle31_hf.memory.storage_counter import StorageCounter
 
 CARD = torch.device("cuda", 0)
 MULTIPROCESSORS = 128

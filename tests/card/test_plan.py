@@ -18,7 +18,6 @@ if torch.cuda.is_available():
 
 from fake_card import Counting
 from fake_rounds import CHAIN, Text, fake_pair, write
-from storages import StorageCounter
 from test_counts import TARGETS, config_of_states
 
 from eagle31_hf import Eagle31Drafter
@@ -27,6 +26,7 @@ from eagle31_hf.memory.activation_bytes import recorded_lengths, workspace_bytes
 from eagle31_hf.memory.cards import find_card
 from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.ledger import BETWEEN, LedgerTerm, MemorySettings, build_ledger
+from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weight_bytes import storage_bytes
 from eagle31_hf.trees.shape import DraftShape

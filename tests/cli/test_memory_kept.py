@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from memory_peaks import StorageMeter
 from typer.testing import CliRunner
 
 from eagle31_hf.cli import app, generate
@@ -13,6 +12,7 @@ from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair, make_plan
 from eagle31_hf.generation_config import Eagle31GenerationConfig
 from eagle31_hf.memory.apply_plan import apply_plan
 from eagle31_hf.target import loading
+from peak_runs import StorageMeter
 
 REPEATED = "What is the weather going to be like in Portland this weekend? " * 150
 

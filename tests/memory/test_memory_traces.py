@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from storages import StorageCounter
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -40,6 +39,7 @@ from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.ledger import DRAFTER_PREFILL, PREFILL, VERIFY, MemorySettings, build_ledger
 from eagle31_hf.memory.quantization_schemes import SCHEMES
+from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import decoder_shape, read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.target.grouped_attention import attending_grouped

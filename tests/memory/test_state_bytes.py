@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from storages import StorageCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
@@ -24,6 +23,7 @@ from eagle31_hf.memory.cards import Card
 from eagle31_hf.memory.drafter_facts import read_drafter
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import BETWEEN, PREFILL, VERIFY, LedgerTerm, MemorySettings, build_ledger, captures_steps
+from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.target.grouped_attention import attending_grouped

@@ -3,15 +3,15 @@
 import pytest
 import torch
 from batches import chosen
-from memory_peaks import StorageMeter
-from storages import StorageCounter
 
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
+from eagle31_hf.memory.storage_counter import StorageCounter
 from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.requests import Sampling, TextRequest
 from eagle31_hf.serving.text import TextWriter
 from eagle31_hf.serving.written_text import WrittenText
+from peak_runs import StorageMeter
 
 ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
 

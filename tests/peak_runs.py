@@ -1,0 +1,203 @@
+"""Runs beside their memory plans: what a plan says of one, and what it takes.
+
+Targets are planned from their configuration alone; then target and drafter are made with random weights, the drafter is
+loaded under that very plan, a prompt is read and 32 tokens are written. On CUDA the allocator is asked; elsewhere
+storages are counted as they come and go, which does not see workspaces inside kernels.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from random_pair import SIZES, counted_on, counting_drafter, llama_config, random_target
+from torch import Tensor, nn
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory.cards import Card
+from eagle31_hf.memory.ledger import RUNNING
+from eagle31_hf.memory.quantization_schemes import SCHEMES
+from eagle31_hf.memory.storage_counter import StorageCounter
+from eagle31_hf.memory.weight_bytes import storage_bytes
+from helpers import left_padded
+
+NEW_TOKENS = 32
+DRAFT_VOCABULARY = 32_000  # of a drafter that nobody has named, as plans assume it
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class PeakRun:
+    """One combination to plan and to run: a size of `random_pair`, what is stored how, and what is drafted."""
+
+    size: str = "8b"
+    four_bit: bool = False
+    context: int = 8192
+    batch: int = 1
+    draft_tokens: int = 6
+    tree_size: int | None = None
+    prefill_chunk: int | None = 1024  # `None`: the prompt at once
+    cache_type: str = "full"
+    drafter_precision: str = "full"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.context - NEW_TOKENS
+
+    def to_plan(self, dtype: torch.dtype, card: Card) -> MemoryPlan:
+        """The plan of this run, and of no other: nothing is left for the planner to choose."""
+        plain = DTYPE_NAMES[dtype]
+        return plan_memory(
+            llama_config(SIZES[self.size]),
+            quantization=replace(SCHEMES["bnb-nf4-dq"], dtype=plain) if self.four_bit else plain,
+            card=card,
+            context=self.context,
+            batch=self.batch,
+            draft_tokens=self.draft_tokens,
+            tree_size=self.tree_size,
+            prefill_chunk=self.prefill_chunk or self.prompt_tokens,
+            cache_type=self.cache_type,
+            drafter_precision=self.drafter_precision,
+        )
+
+
+RUNS = (
+    PeakRun(four_bit=True),
+    PeakRun(four_bit=True, context=32768, cache_type="int8"),
+    PeakRun(four_bit=True, tree_size=60, prefill_chunk=None),
+    PeakRun(four_bit=True, context=4096, batch=4, draft_tokens=3, drafter_precision="nf4"),
+    PeakRun(context=4096, prefill_chunk=None),
+    PeakRun(context=32768, drafter_precision="int8"),
+    PeakRun(context=4096, batch=4, tree_size=24, prefill_chunk=512, cache_type="int8"),
+    PeakRun(four_bit=True, tree_size=60, cache_type="int8", drafter_precision="nf4"),
+)
+"""Chains and trees, prompts in chunks and at once, one row and four, both caches, every drafter precision."""
+
+
+def runs_on(size: str, context: int) -> tuple[PeakRun, ...]:
+    """`RUNS` at another size, at one context and with two chunks to a prompt: every distinct combination."""
+    chunk = max(1, (context - NEW_TOKENS) // 2)
+    runs = (replace(run, size=size, context=context, prefill_chunk=run.prefill_chunk and chunk) for run in RUNS)
+    return tuple(dict.fromkeys(runs))
+
+
+@dataclass(frozen=True)
+class PeakRecord:
+    """Planned and measured bytes of one run, the runtime's own left out: of the peak once weights are loaded, and of
+    target and drafter alone."""
+
+    planned_bytes: int
+    measured_bytes: int
+    planned_weights: int
+    measured_weights: int
+
+    @property
+    def ratio(self) -> float:
+        """Planned over measured peak."""
+        return self.planned_bytes / self.measured_bytes
+
+
+def measure_peak(run: PeakRun, plan: MemoryPlan, *, dtype: torch.dtype, device: torch.device) -> PeakRecord:
+    """Run one combination under its plan."""
+    meter: Meter = AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
+    target: Any = random_target(SIZES[run.size], dtype=dtype, device=device, four_bit=run.four_bit)
+    meter.loaded(target)
+    drafter = planned_drafter(target, plan)
+    meter.loaded(drafter)
+    prompts = ragged_prompts(run, device)
+    out: list[Tensor] = []
+    peak = meter.peak(lambda: out.append(write(target, drafter, prompts)))
+    assert counted_on(out[0], run.prompt_tokens, SIZES[run.size]["vocab"])
+    drafter.detach()
+    return PeakRecord(
+        planned_bytes=max(plan.bytes_by_moment[moment] for moment in RUNNING) - plan.card.context_bytes,
+        measured_bytes=peak,
+        planned_weights=planned_weights(plan),
+        measured_weights=meter.weights,
+    )
+
+
+def write(target: Any, assistant: Any, prompts: dict[str, Tensor]) -> Tensor:
+    """The text of a run, by our own loop as the plan has set it."""
+    out = target.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=assistant)
+    assert assistant.stats is not None
+    assert (assistant.stats.loop, assistant.stats.memory_steps) == ("own", {})
+    return out
+
+
+def planned_weights(plan: MemoryPlan) -> int:
+    """Bytes of target and drafter: what is alive from loading to the end."""
+    packing_up = ("runtime", "one tensor before packing")
+    terms = (term for term in plan.ledger if "load" in term.moments)
+    return sum(term.num_bytes for term in terms if term.name not in packing_up)
+
+
+def planned_drafter(target: Any, plan: MemoryPlan) -> Eagle31Drafter:
+    """A drafter of the planned shape, loaded from a folder as a user's would be, under the plan."""
+    vocabulary = min(target.config.vocab_size, DRAFT_VOCABULARY)
+    drafter = counting_drafter(target, draft_vocabulary=vocabulary, right=0.8, memory=plan)
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    return drafter
+
+
+def ragged_prompts(run: PeakRun, device: torch.device) -> dict[str, Tensor]:
+    """Random ids. All rows but the first are half as long: rows of unlike length need a mask each, as is planned."""
+    below = min(SIZES[run.size]["vocab"], DRAFT_VOCABULARY) // 2
+    ids = torch.randint(1, below, (run.prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [ids, *[ids[len(ids) // 2 :]] * (run.batch - 1)]
+    return {name: tensor.to(device) for name, tensor in left_padded(rows).items()}
+
+
+# --- meters -----------------------------------------------------------------------------------------------------------
+
+
+class Meter(Protocol):
+    """Bytes taken since it was made: `weights` of what has been loaded, and the peak of a call above that."""
+
+    weights: int
+
+    def loaded(self, model: nn.Module) -> None:
+        """Count a model that is there now, before anything runs on it: bitsandbytes may repack it for a CPU then."""
+
+    def peak(self, call: Callable[[], object]) -> int:
+        """Most bytes alive during `call`, weights included."""
+
+
+class AllocatorMeter:
+    """Asks the CUDA allocator, which tells what it handed out, workspaces inside kernels included."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.weights = device, 0
+        gc.collect()  # what the last run left behind must not be given back during this one
+        self._before = torch.cuda.memory_allocated(device)
+
+    def loaded(self, model: nn.Module) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        self.weights = torch.cuda.memory_allocated(self.device) - self._before
+
+    def peak(self, call: Callable[[], object]) -> int:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - self._before
+
+
+class StorageMeter:
+    """Walks the models' storages and counts those that a computation makes."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+
+    def loaded(self, model: nn.Module) -> None:
+        self.weights += storage_bytes(model)
+
+    def peak(self, call: Callable[[], object]) -> int:
+        with StorageCounter() as counter:
+            call()
+        return self.weights + counter.peak_bytes
