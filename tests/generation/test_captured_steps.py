@@ -18,6 +18,7 @@ import pytest
 import torch
 from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, write
 from torch import Tensor
+from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from eagle31_hf.compiled import captured, graphs
@@ -359,6 +360,35 @@ def test_caches_in_8_bits_are_eager(pair: Eagle31Drafter, recorder: Recorder) ->
     with configured(pair, cache_type="int8"):
         write(pair, **GREEDY)
     assert not recorder.recorded
+
+
+# --- processors that look at prefixes -----------------------------------------------------------------------------
+
+
+class EveryOtherToken(LogitsProcessor):
+    """As grammars do: what may follow depends on the token before, and each row has a state of its own."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        odd = torch.arange(scores.shape[-1]) % 2
+        return scores.masked_fill(odd == input_ids[:, -1:] % 2, -torch.inf)
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [{}, {"draft_top_k": 2, "draft_tree_size": 6}], ids=["chain", "tree"])
+@pytest.mark.parametrize("asks", ["grammar", "ngrams"])
+def test_under_a_grammar_verification_is_captured(
+    asks: str, tree: dict[str, int], how: dict[str, Any], pair: Eagle31Drafter, recorder: Recorder
+) -> None:
+    """It asks no processor; what does is eager code."""
+    asked = {"logits_processor": [EveryOtherToken()]} if asks == "grammar" else {"no_repeat_ngram_size": 2}
+    with configured(pair, **tree):
+        for seed in range(2):
+            assert torch.equal(write(pair, seed, **how, **asked), write(None, seed, **how, **asked))
+            assert pair.stats is not None
+            assert (pair.stats.loop, pair.stats.fallbacks) == ("own", [])
+    assert "verify" in kinds(pair)
+    assert "advance" not in kinds(pair)
+    assert recorder.replayed > 10
 
 
 # --- ways to choose tokens ----------------------------------------------------------------------------------------

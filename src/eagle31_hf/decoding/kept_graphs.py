@@ -211,16 +211,20 @@ def why_given_up(drafter: Assistant) -> str:
 
 
 def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> str:
-    """Why graphs do not serve a generation; empty where rounds always draft one shape, by scores that nobody else asks
-    for. Arguments are `graph_maker`'s."""
+    """Why graphs do not serve a generation; empty where rounds always draft one shape.
+
+    A processor that looks at prefixes is asked by eager code. Compiled graphs then do not pay; captured ones do, of
+    verification and draft steps. Arguments are `graph_maker`'s.
+    """
     schedule, binding = drafter.generation_config.num_assistant_tokens_schedule, drafter.binding
-    if why := why_states_are_eager(binding, capturing=binding.head_device.type in CAPTURES):
+    captures = binding.head_device.type in CAPTURES
+    if why := why_states_are_eager(binding, capturing=captures):
         return why
     if not isinstance(drafter, Eagle31Drafter):  # verification alone
         return ""
     if not RoundGraph.serves(requested.shape):
         return "graphs draft chains of one length and dynamic trees, and doubt may end these drafts earlier"
-    if not processing.warps_drafts:
+    if not (captures or processing.warps_drafts):
         return "a logits processor of this call asks for the tokens before each position, which graphs do not tell"
     if schedule in ("pid", "heuristic"):
         return f"graphs draft one length, and num_assistant_tokens_schedule={schedule!r} steers it"
