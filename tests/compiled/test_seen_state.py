@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama import modeling_llama
 
 from adapter_changes import CHANGES, adapted, peft
 from eagle31_hf.compiled.seen_state import ModelState
+from eagle31_hf.decoding.kept_graphs import code_of_others
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from families import RECURRENT_FAMILIES, TEXT_FAMILIES, recurrent_target
 from helpers import CONFIGS, random_target
 
 
@@ -185,3 +195,88 @@ def test_where_a_model_comes_from_and_what_is_generated_are_no_difference() -> N
     assert ModelState(model) == before
     other = copy.deepcopy(model)
     assert ModelState(other).told == before.told, "another process would find the same folder"
+
+
+# --- what holds for the whole process ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(owner: Any, name: str) -> Iterator[None]:
+    """As a kernel package does it, by a function of its own."""
+    own = getattr(owner, name)
+    with mock.patch.object(owner, name, lambda *args, **kwargs: own(*args, **kwargs)):
+        yield
+
+
+@contextmanager
+def hooked(register: Callable[[Any], Any]) -> Iterator[None]:
+    handle = register(lambda *_: None)
+    yield
+    handle.remove()
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def coarse_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+FOR_THE_PROCESS: dict[str, Callable[[], Any]] = {
+    "a hook": lambda: hooked(modules.register_module_forward_hook),
+    "a pre-hook": lambda: hooked(modules.register_module_forward_pre_hook),
+    "a function of the modeling file": lambda: replaced(modeling_llama, "apply_rotary_pos_emb"),
+    "one that such a function calls": lambda: replaced(modeling_llama, "rotate_half"),
+    "a function of torch.nn.functional": lambda: replaced(functional, "silu"),
+    "attention": lambda: replaced(functional, "scaled_dot_product_attention"),
+    "a function of torch": lambda: replaced(torch, "rsqrt"),
+    "the call of all modules": lambda: replaced(nn.Module, "__call__"),
+    "functions of this thread": Functions,
+    "operations of this thread": Operations,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "the precision of products": coarse_products,
+    "a kernel of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+PRECISION = ("the precision of products", "a kernel of attention")
+
+
+@pytest.mark.parametrize("change", FOR_THE_PROCESS)
+def test_what_holds_for_the_whole_process_is_seen(change: str) -> None:
+    model = random_target(CONFIGS["llama"]())
+    before = ModelState(model)
+    with FOR_THE_PROCESS[change]():
+        after = ModelState(model)
+        assert after != before
+        assert after.told != before.told, "or graphs on disk would be taken for its own"
+        assert ModelState(model) == after or after.hooks
+    assert ModelState(model) == before
+
+
+@pytest.mark.parametrize("change", [name for name in FOR_THE_PROCESS if name not in PRECISION])
+def test_code_of_others_for_the_whole_process_is_told_from_that_of_libraries(change: str) -> None:
+    model = random_target(CONFIGS["llama"]())
+    with FOR_THE_PROCESS[change]():
+        after = ModelState(model)
+        assert code_of_others(after)
+        assert bool(after.hooks or after.autocast) == bool(code_of_others(after, recorded=True))
+
+
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *RECURRENT_FAMILIES])
+@pytest.mark.thorough(every=4)
+def test_nothing_of_a_stock_model_is_code_of_others(family: str) -> None:
+    make = TEXT_FAMILIES.get(family)
+    state = ModelState(recurrent_target(family) if make is None else random_target(make()))
+    assert (state.replaced, state.hooks, state.autocast) == ([], [], "")

@@ -11,15 +11,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from kept_pairs import GREEDY, SAMPLING, failing, kinds, make_pair, settle, write
+from kept_pairs import GREEDY, SAMPLING, failing, kept_target, kinds, make_pair, settle, write
 from torch import Tensor
+from torch.nn.modules import module as modules
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.llama import modeling_llama
 
 from eagle31_hf.compiled import captured, graphs
 from eagle31_hf.compiled.ahead import packages
@@ -503,3 +507,54 @@ def test_memory_that_runs_out_takes_the_graphs_of_all_states(pair: Eagle31Drafte
     assert len(made._of_states) == 2
     made.drop("memory is wanted elsewhere")
     assert not any(each.steps for each in made._of_states)
+
+
+@contextmanager
+def other_rotations() -> Iterator[None]:
+    own = modeling_llama.apply_rotary_pos_emb
+    with mock.patch.object(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, *told, **more: own(1.4 * q, *told, **more)
+    ):
+        yield
+
+
+@contextmanager
+def other_norms() -> Iterator[None]:
+    own = torch.rsqrt
+    with mock.patch.object(torch, "rsqrt", lambda variance: 1.4 * own(variance)):
+        yield
+
+
+@contextmanager
+def a_hook_on_all_modules() -> Iterator[None]:
+    layer = kept_target().model.layers[0]
+    handle = modules.register_module_forward_hook(lambda module, _, out: 1.5 * out if module is layer else None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [other_rotations, other_norms, a_hook_on_all_modules, autocast])
+def test_what_holds_for_the_whole_process_is_not_left_out(
+    change: Callable[[], Any], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be recorded is written by eager code, which says so."""
+    monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
+    pair, is_recorded = make_pair(), change in (other_rotations, other_norms)
+    pair.generation_config.num_assistant_tokens = 1
+    texts = set()
+    for open_change in (nullcontext, change, nullcontext):
+        with open_change():
+            text = write(pair, max_new_tokens=14)
+            assert torch.equal(text, write(None, max_new_tokens=14))
+            assert pair.stats is not None
+            by_graphs = open_change is nullcontext or is_recorded
+            assert [("not captured" in why) for why in pair.stats.fallbacks] == ([] if by_graphs else [True])
+        texts.add(str(text))
+    assert "advance" in kinds(pair)
+    assert len(texts) == 2 or change is autocast, "or a stale graph would not be noticed"

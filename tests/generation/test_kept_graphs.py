@@ -35,6 +35,9 @@ from kept_pairs import (
     write_exported,
 )
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules import module as modules
+from transformers.models.llama import modeling_llama
 
 from eagle31_hf.cli.generate import was_written_by_kept_graphs
 from eagle31_hf.compiled import graphs
@@ -358,17 +361,66 @@ def disable_adapters(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kept_target().model.layers[0].self_attn.q_proj, "_disable_adapters", True, raising=False)
 
 
+def replace_a_function(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernel packages do, in the file of the model's code."""
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, *told, **more: own(1.4 * q, *told, **more))
+
+
+def replace_a_function_of_torch(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = functional.silu
+    monkeypatch.setattr(functional, "silu", lambda states, inplace=False: 1.4 * own(states))
+
+
+def hang_a_hook_on_all_modules(drafter: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kept_target().model.layers[0]
+    monkeypatch.setitem(
+        modules._global_forward_hooks, "ours", lambda module, _, out: 1.5 * out if module is layer else None
+    )
+
+
 @pytest.mark.parametrize(
     "differs",
-    [change_a_weight, come_from_another_machine, change_a_scalar_of_the_target, replace_a_forward, disable_adapters],
+    [
+        change_a_weight,
+        come_from_another_machine,
+        change_a_scalar_of_the_target,
+        replace_a_forward,
+        disable_adapters,
+        replace_a_function,
+        replace_a_function_of_torch,
+        hang_a_hook_on_all_modules,
+    ],
 )
 def test_graphs_of_others_are_not_touched(
     warmed: Eagle31Drafter, differs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     differs(warmed, monkeypatch)
-    monkeypatch.setattr(packages.GraphPackages, "load", failing(AssertionError("looked at")))
+    load, loaded = packages.GraphPackages.load, []
+
+    def note(self: packages.GraphPackages, key: Any, step: Any) -> Any:
+        loaded.append(key)
+        return load(self, key, step)
+
+    monkeypatch.setattr(packages.GraphPackages, "load", note)
     assert torch.equal(write(warmed), write(None))
-    assert not kinds(warmed)
+    assert loaded == []
+
+
+def test_graphs_stand_aside_while_operations_are_cast(warmed: Eagle31Drafter) -> None:
+    write(warmed)
+    assert "advance" in kinds(warmed)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            with configured(warmed, acceleration="eager"):
+                by_eager_code = write(warmed)  # in so few bits plain's scores are others
+            assert torch.equal(write(warmed), by_eager_code)
+            with configured(warmed, acceleration="compile"):
+                assert torch.equal(write(warmed), by_eager_code)
+                assert warmed.stats is not None
+                assert any("autocast" in why for why in warmed.stats.fallbacks)
+        assert torch.equal(write(warmed), write(None))
+        assert "advance" in kinds(warmed)
 
 
 def test_a_target_that_changes_after_its_graphs_were_loaded(warmed: Eagle31Drafter) -> None:

@@ -5,12 +5,14 @@ Graphs for a CPU need more (`compiled/ahead/torch_internals`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.modules import module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = ["TorchDispatchMode"]
 
@@ -35,3 +37,13 @@ def attention_and_sums(
     """CUDA's memory-efficient attention, which SDPA runs where there is a mask, and its log-sum-exp `(B, H, >= T)`."""
     out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scale)
     return out, sums
+
+
+def hooks_on_all_modules() -> list[Callable[..., Any]]:
+    """Those that run before and after the forward of every module of the process."""
+    return [*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values()]
+
+
+def open_modes() -> list[Any]:
+    """Modes of this thread, which see every function or operation that is called."""
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]

@@ -1,4 +1,5 @@
-"""What graphs have built in of a target beside its weights: adapters at work, scalars its code reads, that code itself.
+"""What graphs have built in of a target beside its weights: adapters at work, scalars its code reads, that code itself,
+and what holds for the whole process (`seen_process`).
 
 A recording or a package does what the target did when it was made and asks nothing. So before every generation the
 target is looked at as a whole, and graphs of another state are let go.
@@ -16,13 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from .seen_process import LIBRARIES, autocast_of, functions_of, hooks_and_modes, precision_of_products
 from .seen_weights import modules_of, version_of
 
 PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 """Types whose values say all there is to say, in every process."""
-
-LIBRARIES = frozenset({__name__.partition(".")[0], "torch", "transformers", "accelerate", "peft"})
-"""Whose code may hang on a target: what it does is known by its name and version."""
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
 _WHERE_FROM = frozenset({"name_or_path", "_name_or_path", "_commit_hash", "transformers_version"})
@@ -38,6 +37,7 @@ class ModelState:
         told: types, scalars and names of code, the same in every process.
         hooks: of somebody else's code, which may do something else each time.
         replaced: forwards and functions of somebody else's code in the place of the model's own.
+        autocast: the dtype that operations are cast to; empty while they are not.
     """
 
     def __init__(self, model: nn.Module):
@@ -47,10 +47,13 @@ class ModelState:
         self._here: list[Any] = []  # means something in this process alone
         self._held: list[object] = []  # compared by identity, and kept so that no other gets the same one
         self._configs: dict[int, PreTrainedConfig] = {}
-        for module in modules_of(model):
+        modules = modules_of(model)
+        for module in modules:
             self._look_at(module)
         for config in [*self._configs.values()]:
             self._look_at_config(config)
+        self.autocast = autocast_of(next(model.parameters(), None))
+        self._look_at_process({type(module) for module in modules})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ModelState):
@@ -79,6 +82,16 @@ class ModelState:
                 self.told.append(value)
             else:
                 self._tell(value, kind)
+
+    def _look_at_process(self, kinds: set[type]) -> None:
+        self._tell_of_object(nn.Module.__call__, nn.Module)
+        for each in hooks_and_modes():
+            self._look_at_hook(each)
+        for functions in functions_of(kinds):
+            self._held.append(functions)
+            self.told += functions.replaced
+            self.replaced += functions.replaced
+        self.told += [self.autocast, *precision_of_products()]
 
     def _look_at_hook(self, hook: Callable) -> None:
         package = _package_of(hook)

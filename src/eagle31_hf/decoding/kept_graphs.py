@@ -204,10 +204,13 @@ def captured_graphs(drafter: Assistant) -> Graphs | None:
 
 
 def why_given_up(drafter: Assistant) -> str:
-    """What kept the graphs of an earlier text of this pair from being made or used; empty if nothing did."""
+    """What keeps the graphs of this pair from being made or used, though they could be had; empty if nothing does."""
     graphs = Pair.of(drafter).graphs
-    is_eager = drafter.generation_config.acceleration == "eager"
-    return "" if graphs is None or is_eager else graphs.disabled_reason
+    if graphs is None or drafter.generation_config.acceleration == "eager":
+        return ""
+    captures = drafter.binding.head_device.type in CAPTURES
+    why = code_of_others(graphs.state, recorded=True) if captures else ""
+    return graphs.disabled_reason or (why and f"steps are not captured: {why}")
 
 
 def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: ScoreProcessing) -> str:
@@ -314,10 +317,12 @@ def code_of_others(state: ModelState, *, recorded: bool = False) -> str:
     """Why a graph could not stand for what this target does; empty if it can.
 
     Args:
-        recorded: by this process, which would notice if a forward were exchanged; a hook it would not run again.
+        recorded: by this process, which would notice if a function were exchanged; a hook it would not run again.
     """
+    if state.autocast:  # a recording would read weights that were cast for it and are gone
+        return f"autocast is on ({state.autocast}), and graphs compute in the dtype of the weights"
     if state.hooks:
-        return f"a hook of somebody else's code hangs on the target ({state.hooks[0]}), and graphs would not run it"
+        return f"a hook of somebody else's code sees the target ({state.hooks[0]}), and graphs would not run it"
     if state.replaced and not recorded:
         return f"the target computes by somebody else's code ({state.replaced[0]}), which graphs on disk cannot know"
     return ""
