@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from command_line import DRAFTER, PROMPT, TARGET, error_of, run
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mtp_targets import target_with_head
 
@@ -41,3 +41,23 @@ def test_a_head_of_another_target_does_not_fit(target):
         "generate", "--target", DRAFTER.replace("drafter", "target"), "--drafter", target, "--prompt", "x"
     )
     assert "hidden size" in message
+
+
+def test_a_head_is_taken_out_and_put_back(target, tmp_path):
+    output = run("mtp", target, "--out", tmp_path / "head").stdout
+    assert "pass this folder as the drafter" in output
+    run("generate", "--target", target, "--drafter", tmp_path / "head", "--prompt", PROMPT, "--max-new-tokens", 4)
+    assert "holds a checkpoint already" in error_of("mtp", target, "--out", tmp_path / "head")
+    tuned = tmp_path / "tuned"
+    AutoModelForCausalLM.from_pretrained(target).save_pretrained(tuned)
+    AutoTokenizer.from_pretrained(target).save_pretrained(tuned)
+    assert "transformers drops them" in error_of("generate", "--target", tuned, "--drafter", "mtp", "--prompt", "x")
+    assert "15 tensors" in run("mtp", target, "--into", tuned).stdout
+    run("generate", "--target", tuned, "--drafter", "mtp", "--prompt", PROMPT, "--max-new-tokens", 4)
+    assert "holds an MTP head already" in error_of("mtp", target, "--into", tuned)
+
+
+def test_mtp_needs_one_place_to_write_to(target, tmp_path):
+    assert "neither --out nor --into" in error_of("mtp", target)
+    assert "got both" in error_of("mtp", target, "--out", tmp_path / "x", "--into", target)
+    assert "holds no MTP head" in error_of("mtp", TARGET, "--out", tmp_path / "x")

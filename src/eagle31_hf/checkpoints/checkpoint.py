@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
     check_rope,
     check_tensor_infos,
@@ -36,7 +36,7 @@ from .layouts import (
     stored_name,
     written_layout,
 )
-from .mtp import holds_head, read_head, refuse_lost_head
+from .mtp import SAVED, holds_head, is_saved_head, read_head, refuse_lost_head, write_head
 from .other_methods import refuse_other_methods
 from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters
 
@@ -99,7 +99,7 @@ def read_checkpoint(
     folder = resolve_checkpoint(
         path_or_id, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    if holds_head(folder):
+    if holds_head(folder) or is_saved_head(folder):
         config, tensors = read_head(folder)
         tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
         check_values(tensors)
@@ -134,6 +134,8 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         CheckpointFormatError: the tensors do not fit the config.
         CheckpointError: it cannot be written there; what was there stays.
     """
+    if checkpoint.config.model_type == SAVED:
+        return _write_head(checkpoint, Path(folder), format)
     layout = written_layout(format)
     config, tensors = checkpoint.config, checkpoint.tensors
     check_expressible(layout, config)
@@ -146,6 +148,13 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
         stored["d2t"] = stored["d2t"].cpu().long()
         stored["t2d"] = _draft_vocabulary_mask(stored["d2t"], config.vocab_size)
     replace_checkpoint(Path(folder), written, stored)
+
+
+def _write_head(checkpoint: Checkpoint, folder: Path, format: str) -> None:
+    if format != "mtp":
+        raise ConfigurationError(f"an MTP head cannot be written as {format}; its layout is mtp")
+    check_values(checkpoint.tensors)
+    write_head(folder, checkpoint.config, checkpoint.tensors)  # type: ignore[arg-type]
 
 
 def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | None = None) -> CheckpointSummary:

@@ -270,6 +270,8 @@ WRITTEN_FORMATS: tuple[str, ...] = tuple(sorted(_WRITTEN))
 
 def default_format(config: Eagle31Config) -> str:
     """The layout that is written where none is named: the one that vLLM and SGLang both read."""
+    if config.model_type == "eagle31_mtp":
+        return "mtp"
     return "mla" if config.is_latent else "plain"
 
 

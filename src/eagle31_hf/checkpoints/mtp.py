@@ -4,6 +4,8 @@ it is read as a drafter.
 transformers drops these tensors when it loads the target, so they are read from the files: only theirs, decided tensor
 by tensor. `FAMILIES` says what is known of each family; conventions were checked against transformers' `MtpModel` and
 are tried in `tests/drafter/test_mtp.py`. A head is read whole or refused by name.
+
+A head may also lie in a folder of its own, in the layout `mtp`: config.json is an `MtpConfig`, tensors have our names.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, StoredTensors, is_shard_name, open_shards, read_json, shown
+from .files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    StoredTensors,
+    is_shard_name,
+    open_shards,
+    read_json,
+    replace_checkpoint,
+    shown,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +37,9 @@ if TYPE_CHECKING:
 
 HEAD_FILE = "mtp.safetensors"
 """Where some publishers keep the head, beside an index that does not name it."""
+
+SAVED = "eagle31_mtp"
+"""`model_type` of a head in a folder of its own."""
 
 _OWN_PREFIX = re.compile(r"(?:model\.|language_model\.|model\.language_model\.)*mtp\.(.+)")
 _LAYER_PREFIX = r"(?:model\.|language_model\.|model\.language_model\.)*layers\.{}\.(.+)"
@@ -131,6 +146,12 @@ def promises_head(raw_config: Mapping[str, Any]) -> bool:
     return family is not None and bool(text.get(family.count) or text.get("num_mtp_layers"))
 
 
+def is_saved_head(folder: Path) -> bool:
+    """Whether a head lies in `folder` by itself, in the layout `mtp`."""
+    path = folder / CONFIG_FILE
+    return path.is_file() and read_json(path).get("model_type") == SAVED
+
+
 def holds_head(folder: Path) -> bool:
     """Whether a target lies in `folder` whose files hold a head of a family that can be read. Reads headers only."""
     path = folder / CONFIG_FILE
@@ -154,7 +175,7 @@ def head_files(folder: Path) -> list[str]:
 
 
 def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """The head of the target in `folder`: what it is, and its tensors by our names, in the dtype they are stored in.
+    """The head in `folder`, a target's or by itself: what it is, and its tensors by our names, as they are stored.
 
     Weights stored as FP8 blocks with scales are unpacked to bfloat16.
 
@@ -162,6 +183,8 @@ def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
         CheckpointFormatError: there is none, or it is packed in integers, incomplete or of a form that cannot be read.
     """
     raw_config = read_json(folder / CONFIG_FILE)
+    if raw_config.get("model_type") == SAVED:
+        return _read_saved(folder, raw_config)
     head = _find(folder, raw_config)
     if head is None:
         refuse_lost_head(folder)
@@ -175,15 +198,62 @@ def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
     return _config_of(head, folder, tensors), tensors
 
 
+def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write a head into `folder` by itself, to be read by `read_head`; tensors by our names.
+
+    Raises:
+        CheckpointError: it cannot be written there; what was there stays.
+    """
+    fields = config.to_dict() | {"model_type": SAVED, "architectures": ["MtpDrafter"]}
+    fields["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    replace_checkpoint(folder, fields, tensors)
+
+
+def _read_saved(folder: Path, raw_config: Mapping[str, Any]) -> tuple[MtpConfig, dict[str, Tensor]]:
+    from huggingface_hub.errors import StrictDataclassError
+
+    from ..configuration_eagle31 import MtpConfig
+
+    stored = open_shards([folder / WEIGHTS_FILE])
+    try:
+        config = MtpConfig(**{name: value for name, value in raw_config.items() if name not in _OF_FILES})
+        kind = (config.block or {}).get("model_type")
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointFormatError(f"{folder / CONFIG_FILE} describes no possible MTP head: {error}") from error
+    if kind not in FAMILIES:
+        raise CheckpointFormatError(
+            f"{folder / CONFIG_FILE}: block, the text configuration of the head's layers, is of model_type "
+            f"{shown(kind)}; wanted one of {', '.join(FAMILIES)}"
+        )
+    return config, stored.load(list(stored.infos))
+
+
+_NOT_OF_LAYERS = ("id2label", "label2id", "architectures", "dtype", "quantization_config", "transformers_version")
+_OF_FILES = ("model_type", "architectures", "transformers_version")
+
+
 def refuse_lost_head(folder: Path) -> None:
     """Raise a `CheckpointFormatError` if the target in `folder` is said to have a head, and its files hold none."""
     path = folder / CONFIG_FILE
     if path.is_file() and promises_head(raw_config := read_json(path)) and _find(folder, raw_config) is None:
         raise CheckpointFormatError(
             f"{folder}: config.json says that there is an MTP head, but the files hold none of its tensors; "
-            "transformers drops them when it saves a model. Take the head from the model this one was made from: pass "
-            "that folder or Hub id as the drafter"
+            "transformers drops them when it saves a model. Pass the folder or Hub id of the model this one was made "
+            "from as the drafter, or put its head back: eagle31 mtp BASE --into FOLDER"
         )
+
+
+def stored_head(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the head of the target in `folder`, as its files have and name them.
+
+    Raises:
+        CheckpointFormatError: as `read_head`.
+    """
+    read_head(folder)  # refused here if it is not whole
+    head = _find(folder, read_json(folder / CONFIG_FILE))
+    if head is None:
+        raise CheckpointFormatError(f"{folder} holds a head by itself, without its target's names; pass the target")
+    return head.stored.load(list(head.names.values()))
 
 
 def _find(folder: Path, raw_config: Mapping[str, Any]) -> _Head | None:
@@ -303,7 +373,8 @@ def _config_of(head: _Head, folder: Path, tensors: Mapping[str, Tensor]) -> MtpC
         raise CheckpointFormatError(f"{folder / CONFIG_FILE} cannot be read by transformers: {error}") from error
     family = head.family
     layer_types = getattr(text, family.layer_types) if isinstance(family.layer_types, str) else family.layer_types
-    block = text.to_dict() | dict(family.fields) | {"num_hidden_layers": len(layer_types)}
+    of_layers = {name: value for name, value in text.to_dict().items() if name not in _NOT_OF_LAYERS}
+    block = of_layers | dict(family.fields) | {"num_hidden_layers": len(layer_types)}
     if getattr(text, "layer_types", None) is not None:
         block["layer_types"] = list(layer_types)
     slides = "sliding_attention" in layer_types

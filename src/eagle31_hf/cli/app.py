@@ -31,6 +31,7 @@ COMMANDS = {
     "push": "Publish a drafter with its card and records; shows what would be uploaded unless told to upload.",
     "train": "Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first.",
     "doctor": "Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?",
+    "mtp": "Take the MTP head out of a target, or put it back into a fine-tune that was saved without it.",
     "inspect": "Tell what a drafter checkpoint is, from its headers alone.",
     "bench": "Measure what the loops are worth, and what they cost.",
 }

@@ -1,0 +1,132 @@
+"""A head that a fine-tune has lost, put back into its folder from the model it was made from.
+
+The head's tensors are copied as they are, into a shard of their own that the folder's index names, so that every engine
+that reads the folder finds them. The last step of writing is one rename: before it the folder is what it was, after it
+the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError, CheckpointFormatError
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_shards, read_json
+from .mtp import family_of, holds_head, stored_head, text_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD_SHARD = "model-mtp.safetensors"
+"""The head's shard beside others. llama.cpp's converter reads files that begin like this."""
+ONLY_SHARD, SECOND_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+SAME = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads")
+"""Fields of the text configuration that base and fine-tune must agree in."""
+
+
+def graft_head(base: Path, folder: Path) -> list[str]:
+    """Put the MTP head of the target in `base` into the target in `folder`, byte for byte; the names of its tensors.
+
+    Raises:
+        CheckpointFormatError: `base` holds no head, `folder` holds one already, or they are not of one model.
+        CheckpointError: it cannot be written there; the folder is what it was.
+    """
+    tensors = stored_head(base)
+    _require_room_for_it(base, folder)
+    try:
+        if (folder / WEIGHTS_FILE).is_file():
+            _beside_single_file(folder, tensors)
+        else:
+            _beside_shards(folder, tensors)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the head could not be written to {folder} ({error}); the folder is what it was: make room there"
+        ) from error
+    return sorted(tensors)
+
+
+def _require_room_for_it(base: Path, folder: Path) -> None:
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointFormatError(f"{folder} has no {CONFIG_FILE}; pass the folder of a model")
+    if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+        raise CheckpointFormatError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as these")
+    ours, theirs = read_json(folder / CONFIG_FILE), read_json(base / CONFIG_FILE)
+    if holds_head(folder):
+        raise CheckpointFormatError(f"{folder} holds an MTP head already; nothing was changed")
+    for field in SAME:
+        got, wanted = text_fields(ours).get(field), text_fields(theirs).get(field)
+        if got != wanted:
+            raise CheckpointFormatError(
+                f"{folder} has {field} {got}, and {base} {wanted}; a head fits the model it was trained with and its "
+                "fine-tunes: pass the model that this one was made from"
+            )
+    family = family_of(theirs)
+    assert family is not None, "its head was read"
+    if not text_fields(ours).get(family.count) and text_fields(theirs).get(family.count):
+        raise CheckpointFormatError(
+            f"{folder / CONFIG_FILE} lacks {family.count}, by which engines know of the head; write "
+            f"{text_fields(theirs)[family.count]} there as {base / CONFIG_FILE} has it"
+        )
+
+
+def _beside_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    index = read_json(folder / INDEX_FILE)
+    if (folder / HEAD_SHARD).exists():
+        raise FileExistsError(f"{folder / HEAD_SHARD} is there, and no index names it; remove it")
+    with _written(folder / HEAD_SHARD, tensors):
+        _replace_json(folder / INDEX_FILE, _with_head(index, tensors, HEAD_SHARD))
+
+
+def _beside_single_file(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The one file becomes the first of two. Readers prefer it to an index, until it is renamed."""
+    for name in (ONLY_SHARD, SECOND_SHARD, INDEX_FILE):
+        if (folder / name).exists():
+            raise FileExistsError(f"{folder / name} is there beside {WEIGHTS_FILE}; remove the one that is not used")
+    whole = open_shards([folder / WEIGHTS_FILE])
+    size = (folder / WEIGHTS_FILE).stat().st_size
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(whole.infos, ONLY_SHARD)}
+    with _written(folder / SECOND_SHARD, tensors):
+        try:
+            _replace_json(folder / INDEX_FILE, _with_head(index, tensors, SECOND_SHARD))
+            os.replace(folder / WEIGHTS_FILE, folder / ONLY_SHARD)
+        except BaseException:
+            (folder / INDEX_FILE).unlink(missing_ok=True)
+            raise
+
+
+def _with_head(index: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str) -> dict[str, Any]:
+    """The index with the head's tensors in `file`."""
+    metadata = dict(index.get("metadata") or {})
+    if isinstance(metadata.get("total_size"), int):
+        metadata["total_size"] += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return {**index, "metadata": metadata, "weight_map": {**index["weight_map"], **dict.fromkeys(tensors, file)}}
+
+
+@contextmanager
+def _written(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """`path` holds the tensors; it is gone again if what is done with it fails."""
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+        path.chmod((path.parent / CONFIG_FILE).stat().st_mode)
+        yield
+    except BaseException:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
