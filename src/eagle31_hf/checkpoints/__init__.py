@@ -1,12 +1,18 @@
 """Drafter checkpoints of every published layout: find, recognise, inspect, read and write them."""
 
-from .checkpoint import Checkpoint, inspect_checkpoint, read_checkpoint, write_checkpoint
+from .checkpoint import Checkpoint, CheckpointSummary, inspect_checkpoint, read_checkpoint, write_checkpoint
 from .config_json import TARGET_MODEL
 from .files import holds_checkpoint
-from .finding import holds_drafter, require_head, resolve_checkpoint, target_holds_head
-from .layouts import FORMATS, WRITTEN_FORMATS, default_format, filled
-from .shapes import expected_shapes, packable_shapes, published_weights
-from .summary import CheckpointSummary
+from .hub import holds_drafter, require_head, resolve_checkpoint, target_holds_head
+from .layouts import (
+    FORMATS,
+    WRITTEN_FORMATS,
+    default_format,
+    expected_shapes,
+    filled,
+    packable_shapes,
+    published_weights,
+)
 
 __all__ = [
     "FORMATS",

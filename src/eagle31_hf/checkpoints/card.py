@@ -12,9 +12,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..errors import PublishingError
-from .checkpoint import inspect_checkpoint
+from .checkpoint import CheckpointSummary, inspect_checkpoint
 from .files import read_json, shown
-from .summary import CheckpointSummary
 
 CARD_FILE = "README.md"
 RECORD_FILE = "training_report.json"

@@ -7,6 +7,7 @@ The layouts are described in `docs/formats.md`; their tables live in `checkpoint
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import textwrap
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
+    FLOAT_DTYPES,
     check_rope,
     check_tensor_infos,
     check_values,
@@ -25,9 +27,11 @@ from .checks import (
 )
 from .config_json import StoredConfig, read_config_fields, refuse_unread_fields, write_config_fields
 from .files import CONFIG_FILE, StoredTensors, TensorInfo, open_tensors, read_json, replace_checkpoint
-from .finding import refuse_other_contents, resolve_checkpoint
+from .hub import refuse_other_contents, resolve_checkpoint
 from .layouts import (
     LATENT_SIZES,
+    NESTED_LAYER_IDS,
+    SGLANG_RULE,
     Layout,
     canonical_name,
     check_expressible,
@@ -38,7 +42,8 @@ from .layouts import (
 )
 from .mtp import SAVED, holds_head, is_saved_head, read_head, refuse_lost_head, write_head
 from .other_methods import refuse_other_methods
-from .summary import CheckpointSummary, caution_notes, count_bytes, count_parameters
+
+_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +67,40 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     format: str = "plain"
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """Facts of a checkpoint from its headers and config alone.
+
+    `tensors` maps stored names to shapes; `parameters` counts float tensors; `stored_bytes` all tensors.
+    `aux_layers_as_stored` holds the layer ids as written, by place; `config.aux_layers` the same as `hs` indices.
+    """
+
+    source: str
+    format: str
+    format_title: str
+    method: str
+    config: Eagle31Config
+    dtype: str
+    parameters: int
+    stored_bytes: int
+    tensors: dict[str, tuple[int, ...]]
+    aux_layers_as_stored: dict[str, list[int]]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as JSON-ready values, the network's facts flattened beside the file's."""
+        facts = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states",
+                 "aux_norm", "norm_output", "norm_before_residual", "qk_norm", "fc_bias", "own_embedding",
+                 "own_lm_head", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "aux_layers")  # fmt: skip
+        return {
+            **{name: value for name, value in vars(self).items() if name != "config"},
+            **{fact: getattr(self.config, fact) for fact in facts},
+            "tensors": {name: list(shape) for name, shape in self.tensors.items()},
+            "notes": list(self.notes),
+        }
 
 
 @dataclass(frozen=True)
@@ -163,7 +202,7 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
     Values (NaN, the vocabulary map) are not looked at.
     """
     headers = _read_headers(resolve_checkpoint(path_or_id, revision=revision))
-    infos, config, raw = headers.tensors.infos, headers.config, headers.raw_config
+    infos, config = headers.tensors.infos, headers.config
     return CheckpointSummary(
         source=str(path_or_id),
         format=headers.layout.name,
@@ -171,17 +210,32 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
         method="EAGLE 3.1" if config.is_eagle31 else "EAGLE-3",
         config=config,
         dtype=infos[headers.stored_names["fc.weight"]].dtype,
-        parameters=count_parameters(infos),
-        stored_bytes=count_bytes(infos),
+        parameters=sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES),
+        stored_bytes=sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values()),
         tensors={name: info.shape for name, info in infos.items()},
         aux_layers_as_stored=headers.stored_config.layer_ids,
-        notes=caution_notes(
-            headers.layout.name,
-            config,
-            headers.stored_config.layer_ids,
-            bool(raw.get("quantization_config")),
-        ),
+        notes=_caution_notes(headers),
     )
+
+
+def _caution_notes(headers: _Headers) -> tuple[str, ...]:
+    """What a file cannot tell for sure and only acceptance would show."""
+    config, format, notes = headers.config, headers.layout.name, []
+    if format == "specforge" and config.norm_output and config.aux_norm == "none":
+        notes.append(
+            "SpecForge before its fix #879 (2026-09) wrote norm_output=true for drafters trained with pre-norm "
+            "feedback: if acceptance falls sharply after the first token, set norm_output to false"
+        )
+    if NESTED_LAYER_IDS in headers.stored_config.layer_ids and format in ("specforge", "modelopt"):
+        notes.append(
+            f"stored layer ids are read as SGLang does ({SGLANG_RULE}): hidden states {config.aux_layers}; if "
+            "acceptance is near chance, try their neighbours"
+        )
+    if config.sliding_window is not None:
+        notes.append(f"sliding window: the drafter sees {config.sliding_window} tokens back, as config.json says")
+    if headers.raw_config.get("quantization_config"):
+        notes.append("config.json has a quantization_config, the weights are floats: it is the target's, and not read")
+    return tuple(notes)
 
 
 # ---------------------------------------------------------------- reading, step by step

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
 from .files import TensorInfo, shown
-from .shapes import expected_shapes
+from .layouts import expected_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ..checkpoints import TARGET_MODEL, WRITTEN_FORMATS, Checkpoint, holds_checkpoint, read_checkpoint, write_checkpoint
 from ..checkpoints.card import sglang_command, vllm_command
-from ..checkpoints.finding import target_class
+from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
 from ..drafter.target_weights import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError

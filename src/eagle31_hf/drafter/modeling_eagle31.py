@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..checkpoints.shapes import FUSED_PROJECTIONS
+from ..checkpoints.layouts import FUSED_PROJECTIONS
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .attention import AttendingCache, GroupedQueryAttention, LatentAttention

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.finding import can_be_hub_id
 from ..checkpoints.gguf_header import read_gguf_metadata
+from ..checkpoints.hub import can_be_hub_id
 from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError, first_line
 from .activation_bytes import DecoderShape
 from .folder_facts import PlainDecoder, read_plain_decoder

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.finding import target_class
+from ..checkpoints.hub import target_class
 from ..errors import MemoryPlanError, first_line
 from .quantization_schemes import Quantization
 

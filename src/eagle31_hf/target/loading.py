@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.finding import GGUF_SUFFIX, can_be_hub_id, folder_meant, target_class
 from ..checkpoints.gguf_header import read_gguf_metadata
+from ..checkpoints.hub import GGUF_SUFFIX, can_be_hub_id, folder_meant, target_class
 from ..errors import CheckpointNotFoundError, ConfigurationError, IncompatibleTargetError, first_line
 from .precision import SHORT_NAMES, quick_dtype
 

@@ -58,16 +58,14 @@ def resolve_checkpoint(
 
 def _local_folder(path_or_id: str | os.PathLike[str]) -> Path | None:
     """The folder of that name, if there is one."""
+    folder = Path(path_or_id)
     try:
-        folder = Path(path_or_id).expanduser()
-        if folder.is_dir():
-            return folder
-        is_there = folder.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, no such user, a NUL
-        raise CheckpointNotFoundError(
-            f"{shown(str(path_or_id))} cannot be a folder or a Hub id ({getattr(error, 'strerror', None) or error}); "
-            "check the path"
-        ) from error
+        folder = folder.expanduser()
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError, ValueError):  # too long, a loop of links, no such user, a NUL
+        return None
+    if is_folder:
+        return folder
     if is_there and folder.suffix.lower() == GGUF_SUFFIX:
         raise CheckpointFormatError(f"{folder} {_GGUF_ADVICE}")
     if is_there:
@@ -135,23 +133,19 @@ def _download(repo_id: str, inner: str, patterns: list[str], options: dict[str, 
 def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub import errors as hub
 
-    local = "or pass a local folder that holds config.json and the weights"
+    local = f"or pass a local folder that holds config.json and the weights{folder_meant(name)}"
     if isinstance(error, hub.GatedRepoError):
-        return f"{name!r} is gated: accept its terms on its Hub page and pass token=…, {local}"
-    if isinstance(error, hub.RevisionNotFoundError):
-        return f"{name!r} has no revision {revision!r}; check its branches and tags, {local}"
-    if isinstance(error, hub.RepositoryNotFoundError):
+        return f"{shown(name)} is gated: accept its terms on its Hub page and pass token=…, {local}"
+    if isinstance(error, hub.RepositoryNotFoundError | hub.RevisionNotFoundError | hub.HFValidationError):
+        at = f" (revision {revision!r})" if revision else ""
         return (
-            f"{name!r} is neither a local folder nor a Hub id this account can see; check the spelling, {local}"
-            f"{folder_meant(name)}"
+            f"{shown(name)} is neither a local folder nor a Hub id ('owner/name') that this account can see{at}; check "
+            f"the spelling, {local}"
         )
-    if isinstance(error, hub.HFValidationError):
-        meant = folder_meant(name) or "; check the path"
-        return f"{name!r} is no existing folder and cannot be a Hub id ('owner/name'){meant}"
     return (
-        f"{name!r} is no local folder, is not (completely) in the local cache, and the Hub could not be asked "
+        f"{shown(name)} is no local folder, is not (completely) in the local cache, and the Hub could not be asked "
         f"(offline, HF_HUB_OFFLINE, local_files_only or no network: {type(error).__name__}); connect once to download "
-        f"it, {local}{folder_meant(name)}"
+        f"it, {local}"
     )
 
 
