@@ -390,3 +390,18 @@ def test_home_lab_table_has_a_cell_per_card_and_scheme() -> None:
     assert len(small) == 6
     assert 16_000 < small["RTX 4090", "bf16"] < small["RTX 4090", "bnb-int8"] < small["RTX 4090", "bnb-nf4-dq"]
     assert longest["70B"]["RTX 4090", "bnb-nf4-dq"] == 0
+
+
+@pytest.mark.parametrize("precision", ["full", "int8", "nf4"])
+def test_drafters_of_every_precision_are_captured(precision: str) -> None:
+    plan = plan_memory(LLAMA_8B, quantization="bf16", card="RTX A6000", drafter_precision=precision)
+    assert "recordings" in {term.name.split(",")[0] for term in plan.ledger}
+
+
+def test_the_formula_shown_for_acceptance_is_the_one_counted() -> None:
+    plan = plan_memory(
+        LLAMA_8B, quantization="bf16", card="Apple M3 Max 64GB", draft_tokens=5, drafter_precision="full"
+    )
+    (term,) = [term for term in plan.ledger if term.name == "acceptance"]
+    a_logit = int(term.formula.split("*")[3].split("+")[0])
+    assert 0 <= term.num_bytes - 6 * LLAMA_8B.vocab_size * a_logit <= 6 * 3 * 4096 * 2

@@ -167,15 +167,18 @@ def unpacked_layer_bytes(shape: DecoderShape, capacity: int, block: int) -> int:
     return max(heads * width * slots for heads, width, slots in shape.layers(capacity, block)) * shape.element_bytes
 
 
+ACCEPT_BYTES = 4 + 4 + 4 + 8 + 4 + 2
+"""For each logit: fp32 scores before and after, a sorted copy and its ids, their sums, and which of them go, twice."""
+
+
 def logits_bytes(shape: DecoderShape, rows: int) -> int:
     """Logits `(rows, V)` as the model returns them."""
     return rows * shape.vocab_size * (shape.logit_bytes or shape.element_bytes)
 
 
 def accept_bytes(shape: DecoderShape, rows: int) -> int:
-    """Processing and acceptance of `(rows, V)` logits by temperature and top-p, which take most: fp32 scores before and
-    after, a sorted copy and its ids, their sums, and which of them go, twice."""
-    return rows * shape.vocab_size * (4 + 4 + 4 + 8 + 4 + 2)
+    """Processing and acceptance of `(rows, V)` logits by temperature and top-p, which take most."""
+    return rows * shape.vocab_size * ACCEPT_BYTES
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..cache.graph_sizes import cache_size
 from ..sampling.noise_size import noise_bytes
 from ..trees.shape import RESIDENT_QUERIES, DraftShape, default_tree_size
 from .activation_bytes import (
+    ACCEPT_BYTES,
     RECORDINGS_FORMULA,
     Block,
     DecoderShape,
@@ -150,7 +151,7 @@ def build_ledger(
 def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) -> bool:
     """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device,
     and layers that keep recurrent states after every draft are read eagerly."""
-    waits = target.quantization.method == "bnb-int8" or settings.drafter_precision == "int8"
+    waits = target.quantization.method == "bnb-int8"
     states = target.shape.states
     steps = states is not None and states.stepped_recurrent > 0
     is_captured = settings.cache_type == "full" and not waits and not steps
@@ -223,7 +224,7 @@ def _target_terms(target: TargetFacts, settings: MemorySettings, *, taps: int, c
         LedgerTerm("prefill logits", logits_bytes(shape, batch * batch), "B*B*V * b", (PREFILL, DRAFTER_PREFILL)),
         LedgerTerm("verify activations", max(layers, after_layers), _LAYER_FORMULA, (VERIFY,)),
         LedgerTerm("verify logits", logits, "B*N*V * b", (ACCEPT, UPDATE)),
-        LedgerTerm("acceptance", accept, "B*N*V * 20 + hidden states", (ACCEPT,)),
+        LedgerTerm("acceptance", accept, f"B*N*V * {ACCEPT_BYTES} + hidden states", (ACCEPT,)),
         LedgerTerm("sampling noise", noise, "(16 + K + 1, by graphs 2K + 1) * B*V * 4, of one row twice", ROUND),
         LedgerTerm("kept scores", verify.rows * shape.vocab_size * 4, "B*N*V * 4", (UPDATE,)),
         _workspace_term(target, prefill, PREFILL),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import MemoryPlanError
+from ..errors import MemoryPlanError, first_line
 
 BLOCK = 64
 """Weights with a scale of their own, where bitsandbytes packs in 4 bits."""
@@ -188,7 +188,18 @@ def scheme(quantization: str | dict[str, Any] | Quantization | Any, dtype: str =
             raise MemoryPlanError(f"got quantization {quantization!r}; known: {', '.join(SCHEMES)}")
         found = SCHEMES[name]
         return found if found.method == "none" or found.dtype == "fp16" else replace(found, dtype=dtype)
-    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    try:
+        return _from_fields(quantization if isinstance(quantization, dict) else quantization.to_dict(), dtype)
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, MemoryPlanError):
+            raise
+        raise MemoryPlanError(
+            f"got quantization_config {str(quantization)[:160]!r}, which cannot be read ({first_line(error)}); name "
+            f"one of {', '.join(SCHEMES)} instead"
+        ) from error
+
+
+def _from_fields(fields: dict[str, Any], dtype: str) -> Quantization:
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     if method not in _FROM_CONFIG:
         raise MemoryPlanError(

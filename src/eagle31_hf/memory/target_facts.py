@@ -104,7 +104,7 @@ def _why_no_config(target: str, error: Exception) -> str:
     from .known_targets import close_names, known_targets
 
     is_nowhere = not Path(target).exists() and not can_be_hub_id(target)
-    why = "no such folder, and no possible Hub id" if is_nowhere else first_line(error)[:160]
+    why = "no such folder, and no possible Hub id" if is_nowhere else " ".join(str(error).split())[:160]
     close = close_names(target)
     hint = f"; did you mean {' or '.join(close)}?" if close else ";"
     return (
@@ -128,7 +128,7 @@ def _load_config(target: Any) -> PreTrainedConfig:
     refuse_drafter_as_target(target)
     try:
         config = AutoConfig.from_pretrained(target, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a file may be wrong in any way
         raise MemoryPlanError(_why_no_config(str(target), error)) from error
     refuse_drafter_as_target(target, config.architectures)
     return config
@@ -172,6 +172,9 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
     widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
     kinds = set(getattr(text, "layer_types", None) or ())
     rope = getattr(text, "rope_parameters", None) or {}
+    sharing = getattr(text, "num_kv_shared_layers", None) or 0  # the last attend to others' keys
+    keeping = len(layers) - sharing
+    width = max(layer.intermediate_size for layer in layers) * (2 if sharing and _is_doubled(text) else 1)
     states, of_logits = None, 0
     if any(num_states) and not isinstance(config, PlainDecoder):  # which keeps none
         states, of_logits = state_shape(config, packing.dtype_bytes), logit_bytes(config)
@@ -181,7 +184,7 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
         kv_heads=widest.kv_heads,
         key_dim=widest.key_dim,
         value_dim=widest.value_dim,
-        mlp_units=_mlp_units(text, max(layer.intermediate_size for layer in layers)),
+        mlp_units=_mlp_units(text, width),
         vocab_size=text.vocab_size,
         windows=windows,
         rotary_tables=max(1, len(kinds & set(rope))),
@@ -190,12 +193,17 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
             text.model_type, attention, getattr(text, "_attn_implementation", None), packing.dtype_bytes
         ),
         kv_by_layer=tuple(
-            (layer.cached_heads, layer.cached_elements) if is_attention else (0, 0)
-            for layer, is_attention in zip(layers, attends, strict=True)
+            (layer.cached_heads, layer.cached_elements) if is_attention and index < keeping else (0, 0)
+            for index, (layer, is_attention) in enumerate(zip(layers, attends, strict=True))
         ),
         states=states,
         logit_bytes=of_logits,
     )
+
+
+def _is_doubled(text: Config) -> bool:
+    """Whether MLPs are twice as wide in layers that share keys and values (Gemma 4)."""
+    return bool(getattr(text, "use_double_wide_mlp", False))
 
 
 def _kept_by_layer(text: Config) -> tuple[tuple[int | None, ...], Sequence[bool], Sequence[int]]:

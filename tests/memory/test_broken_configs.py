@@ -1,0 +1,51 @@
+"""`eagle31 plan` on folders whose config.json is wrong: one line that says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eagle31_hf.cli import app
+
+SOUND = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 160,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+}  # fmt: skip
+BROKEN = {
+    "no heads": {"model_type": "llama", "num_attention_heads": 0},
+    "a size of 1e30": {"model_type": "llama", "hidden_size": -5, "vocab_size": 1e30},
+    "no key and value heads": SOUND | {"num_key_value_heads": 0},
+    "heads of no width": SOUND | {"head_dim": 0},
+    "heads in words": SOUND | {"num_attention_heads": "four"},
+    "infinite": SOUND | {"hidden_size": float("inf")},
+    "rope that is a number": SOUND | {"rope_scaling": 5},
+    "unknown layer types": SOUND | {"layer_types": ["x", "y"]},
+    "bits in words": SOUND | {"quantization_config": {"quant_method": "gptq", "bits": "four"}},
+    "packed by a number": SOUND | {"quantization_config": 5},
+    "unknown precision": SOUND | {"dtype": "float33"},
+}
+
+
+def planned(folder: Path) -> str:
+    result = CliRunner().invoke(app, ["plan", str(folder), "--card", "RTX 4090"], env={"COLUMNS": "400"})
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    return result.output
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_config_that_makes_no_model_is_one_line(what: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BROKEN[what]))
+    out = planned(tmp_path)
+    assert len(out.strip().splitlines()) == 1, out
+    assert out.startswith("error: ")
+
+
+def test_a_config_that_is_nested_too_deep_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    out = planned(tmp_path)
+    assert len(out.strip().splitlines()) == 1, out
+    assert "cannot be read" in out

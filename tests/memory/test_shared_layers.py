@@ -1,0 +1,54 @@
+"""Layers that attend to another layer's keys and values keep none: Gemma 4 E2B and E4B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.memory import plan_memory
+from eagle31_hf.memory.activation_bytes import full_cache_bytes
+from eagle31_hf.memory.quantization_schemes import SCHEMES
+from eagle31_hf.memory.target_facts import decoder_shape
+from families import GEMMA_4
+
+KINDS = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+E2B = Gemma4TextConfig(
+    hidden_size=1536, intermediate_size=6144, num_hidden_layers=35, num_attention_heads=8, num_key_value_heads=1,
+    head_dim=256, global_head_dim=512, num_kv_shared_layers=20, layer_types=KINDS, sliding_window=512,
+    use_double_wide_mlp=True, vocab_size=262144, hidden_size_per_layer_input=256, max_position_embeddings=131072,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_the_cache_of_a_run_is_planned_to_the_byte(shared: int) -> None:
+    config = Gemma4TextConfig(**GEMMA_4 | {"num_kv_shared_layers": shared, "hidden_size_per_layer_input": 8})
+    target = AutoModelForCausalLM.from_config(config).eval()
+    drafter = Eagle31Drafter.from_target(target, aux_layers=[0, 1, 2]).eval()
+    made: list[SpeculativeCache] = []
+    from_config = SpeculativeCache.from_config
+
+    def make(*args: Any, **kwargs: Any) -> SpeculativeCache:
+        made.append(from_config(*args, **kwargs))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeCache, "from_config", make)
+        ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+        target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter)
+    assert drafter.stats.loop == "own"
+    cache = max(made, key=lambda each: each.num_bytes)
+    taken = sum(layer.num_bytes for layer in cache.layers)
+    assert taken == full_cache_bytes(decoder_shape(config, SCHEMES["fp32"]), cache.capacity, cache.block)
+
+
+def test_a_plan_holds_what_fifteen_of_thirty_five_layers_keep() -> None:
+    """Full: layers 4, 9 and 14, of one head of 512; the other twelve keep a window."""
+    plan = plan_memory(E2B, card="RTX 4090", context=32768, draft_tokens=0)
+    (cache,) = (term.num_bytes for term in plan.ledger if term.name.startswith("target cache"))
+    full, sliding = 3 * 2 * 512 * 2 * plan.settings.cache_capacity, 12 * 2 * 256 * 2 * (511 + 2048)
+    assert cache == pytest.approx(full + sliding, rel=0.01)
