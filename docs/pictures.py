@@ -26,8 +26,6 @@ INK, RULE, PAPER = "#111111", "#555555", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY, PALE = (
     "#8fb8ea", "#f5b95c", "#8fd08a", "#c5a7e8", "#ee9c9c", "#b9b9b9", "#e6e6e6",
 )  # fmt: skip
-STRONG = ("#1f5fae", "#b35900", "#2c7a2c")
-"""Of lines and their letters, on white."""
 
 
 TIP = (
@@ -87,9 +85,6 @@ class Drawing:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         width = 1 if ink == RULE else 2
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="{width}"{dashes}/>')
-
-    def dot(self, x: float, y: float, ink: str) -> None:
-        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{ink}"/>')
 
     def legend(self, y: float, entries: Iterable[tuple[str, str]]) -> None:
         """A box of each colour with its name, side by side."""
@@ -214,58 +209,6 @@ def kinds() -> str:
     return drawing.svg()
 
 
-# --- how far drafts are accepted --------------------------------------------------------------------------------------
-
-SETS = {"GSM8K": "smollm2-gsm8k.json", "HumanEval": "smollm2-HumanEval.json", "MT-bench": "smollm2-mt-bench.json"}
-DRAFTER = "third"
-TALL, STEP, LEFT = 290.0, 48.0, 62.0
-"""Pixels of an acceptance of 100 %, from one position to the next, and left of a panel's first position."""
-
-
-def positions() -> str:
-    """A line of each set of prompts over draft positions, its first and last share written beside it."""
-    drawing, floor = Drawing("Share of drafts that are right up to each position, of three sets of prompts", 304), 248.0
-    for panel, (name, temperature) in enumerate((("greedy", 0.0), ("temperature 1", 1.0))):
-        left = LEFT + panel * WIDTH / 2
-        drawing.text(left - 46, 26, name, bold=True)
-        drawing.line([(left - 46, floor), (left + 4.2 * STEP, floor)])
-        for place in range(5):
-            drawing.text(left + place * STEP, floor + 20, str(place + 1), anchor="middle")
-        drawing.text(left - 46, floor + 42, "position in the draft")
-        found = [accepted_at(file, temperature) for file in SETS.values()]
-        ends = apart([floor - shares[-1] * TALL + 5 for shares in found], least=16)
-        for prompts, shares, end, ink in zip(SETS, found, ends, STRONG, strict=True):
-            points = [(left + place * STEP, floor - share * TALL) for place, share in enumerate(shares)]
-            drawing.line(points, ink)
-            for x, y in points:
-                drawing.dot(x, y, ink)
-            drawing.text(left - 10, points[0][1] + 5, percent(shares[0]), anchor="end", ink=ink)
-            drawing.text(points[-1][0] + 10, end, f"{prompts} {percent(shares[-1])}", ink=ink)
-    return drawing.svg()
-
-
-def apart(lines: Sequence[float], *, least: float) -> list[float]:
-    """The same lines from the top down, moved up where they would lie on one another."""
-    moved: list[float] = []
-    for line in reversed(lines):
-        moved.append(min(line, moved[-1] - least) if moved else line)
-    return moved[::-1]
-
-
-def percent(share: float) -> str:
-    return f"{share * 100:.0f} %"
-
-
-def accepted_at(file: str, temperature: float) -> list[float]:
-    """Of the third drafter, by position."""
-    (found,) = [
-        each
-        for each in record(file)["drafters"]
-        if Path(each["name"]).name == DRAFTER and each["temperature"] == temperature
-    ]
-    return list(found["accepted_at"])
-
-
 # --- how it works -----------------------------------------------------------------------------------------------------
 
 TARGET, DRAFT, RIGHT, WRONG, HIDDEN = "#cfe0f7", "#fde3b8", "#cdeccb", "#f6c9c9", "#f4f4f4"
@@ -358,7 +301,6 @@ PICTURES = {
     "tree.svg": tree,
     "memory-cards.svg": cards,
     "speedup-by-kind.svg": kinds,
-    "acceptance-by-position.svg": positions,
 }
 
 

@@ -139,7 +139,6 @@ ROUND_STEPS = {
 NOT_ROUNDS = {
     "generation.stock_loop": "drafts for transformers' own assisted loop, which verifies and accepts",
     "generation.continuation": "compares one tree behind a prompt with the model going on by itself",
-    "measure.bare_meter": "times the forwards that rounds are made of, and accepts nothing",
 }
 
 

@@ -55,8 +55,8 @@ def test_commands_take_the_options_they_are_shown_with(page: Path) -> None:
     [
         ("eagle31 doctor --target T --drift  # --words", []),
         ("eagle31 doctor --targt T", ["--targt"]),
-        ("eagle31 bench run --out=x.jsonl", []),
-        ("eagle31 bench runs --out x", ["runs"]),
+        ("eagle31 bench T D --json=x.json", []),
+        ("eagle31 benches --json x", ["benches"]),
     ],
 )
 def test_what_is_looked_for(line: str, unknown: list[str]) -> None:

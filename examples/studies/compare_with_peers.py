@@ -33,7 +33,7 @@ from eagle31_hf.checkpoints import WRITTEN_FORMATS, inspect_checkpoint
 from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.errors import ConfigurationError, Eagle31Error
-from eagle31_hf.measure.provenance import origin
+from eagle31_hf.measure.origin import origin
 from eagle31_hf.texts.prompts import read_prompts
 
 TOLERANCE = 0.02

@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import CONVERSATIONS, target_path
-from eagle31_hf.measure.provenance import origin
+from eagle31_hf.measure.origin import origin
 
 NEW_TOKENS, LONG_TURNS, CANCELLED, MALFORMED = 96, 6, 7, 13  # the last two: which of twenty requests
 SERVE = [sys.executable, "-c", "from eagle31_hf.cli import main; main()", "serve", "--dtype", "float32", "--port", "0"]

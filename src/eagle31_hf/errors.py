@@ -93,12 +93,32 @@ class TrainingError(Eagle31Error, RuntimeError):
     """Training data, stored features or the training run itself are unusable."""
 
 
+_ONE_BENCH = "`eagle31 bench --target TARGET --drafter DRAFTER` measures all methods in turns, as tables and --json"
 REMOVED_IN_0_2 = {
     "convert --allow-loss": "a layout that cannot express the drafter is refused; write it as plain or speculators",
     "--format specforge": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
     "--format torchspec": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
     "--format modelopt": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
     "--format nemo": "all layouts are read, plain, mla and speculators are written; leave the option out (plain)",
+    "report": "`eagle31 bench --plot speed.png --json figures.json` draws and writes what it measures",
+    "bench run": _ONE_BENCH,
+    "bench loop": _ONE_BENCH,
+    "bench acceptance": "`eagle31 bench` once for each drafter: texts are the same, and --json has what was accepted",
+    "bench --out": "pass --json FILE for the figures",
+    "bench --resume": "measure fewer prompts with --limit; a run that was stopped begins anew",
+    "bench --compare": "`examples/studies/two_commits.py` says whether a change costs speed",
+    "bench --allow": "it belonged to --compare; leave it out",
+    "bench --csv": "--json has acceptance by position",
+    "bench --profile": "--json has every figure",
+    "bench --all-turns": "each prompt is asked up to its first unanswered turn; leave it out",
+    "bench --ignore-eos": "answers end where the target ends; leave it out",
+    "bench --methods": "all methods are measured, graphs among them where there are any; leave it out",
+    "bench --compile": "pass --acceleration compile",
+    "bench --ceilings": "figures are of whole texts; leave it out",
+    "bench --synthetic": "pass a target and a drafter, or leave both out for the embedded pair",
+    "bench --acceptance": "acceptance is the drafter's own; leave it out",
+    "doctor --beside": "--drift shows the same weights read in the other form",
+    "bench --four-bit": "pass --quantization 4bit",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
     "guided_grammar in GBNF": "write the grammar in Lark's notation: start: ...",
 }

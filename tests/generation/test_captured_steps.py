@@ -33,8 +33,6 @@ from eagle31_hf.decoding.calibration import store, unasked
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
-from eagle31_hf.measure.synthetic import SyntheticRequest, write_synthetic
-from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, random_drafter, random_prompts, random_target
 from recorder import Recorder, record_operations, record_steps
 
@@ -87,15 +85,6 @@ def test_what_is_to_be_compiled_is_captured_too(pair: Eagle31Drafter, recorder: 
     """Where launches can be recorded there is no other way to a graph, however short the text."""
     with configured(pair, acceleration="compile"):
         assert torch.equal(write(pair, max_new_tokens=9), write(None, max_new_tokens=9))
-    assert recorder.replayed
-
-
-def test_benchmarks_run_by_what_texts_run_by(pair: Eagle31Drafter, recorder: Recorder) -> None:
-    """Drafts that are accepted by lot write through no `generate` call."""
-    ids = torch.tensor(random_prompts(1))
-    prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with configured(pair, acceleration="compile"):
-        write_synthetic(pair, prompts, SyntheticRequest(12, DraftShape(3), (0.8, 0.7, 0.6), seed=0))
     assert recorder.replayed
 
 

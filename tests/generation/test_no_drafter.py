@@ -21,9 +21,8 @@ from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.text import Sequences
 from eagle31_hf.errors import ConfigurationError, IncompatibleTargetError, UnsupportedGenerationError
 from eagle31_hf.generation.warm_up import warm_up
-from eagle31_hf.measure.calls import LOOKUP, PLAIN, PLAIN_COMPILED, SAME
-from eagle31_hf.measure.run_settings import RunSettings
-from eagle31_hf.measure.suite import BenchmarkRun, Task
+from eagle31_hf.measure.bench import PLAIN, PLAIN_BY_GRAPHS, Bench, BenchSettings, Method, Task, Writer
+from eagle31_hf.measure.exactness import Kind
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.texts.prompts import Prompt
 from families import recurrent_target
@@ -318,20 +317,18 @@ def test_drafts_are_looked_up_where_they_pay_by_what_was_timed(monkeypatch: pyte
 
 
 def test_a_benchmark_writes_it_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Though a hook of the benchmark's own counts passes on the target, which graphs kept on disk do not know."""
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
     leave_the_compiler_out(monkeypatch)
     tasks = [Task(Prompt("one", "random", "random", ()), torch.tensor(random_prompts(1)[0]))]
-    wanted = RunSettings(new_tokens=12, repeats=1, compiled=True, methods=(PLAIN, PLAIN_COMPILED, f"{LOOKUP} compiled"))
-    run, notes = BenchmarkRun(make_pair(), tasks, wanted), list[dict[str, Any]]()
-    run.note = notes.append
-    calls = [call for turn in run.measure() for call in turn]
-    assert {call.method for call in calls} == set(wanted.methods)
-    assert {verdict.kind for call in calls[1:] for verdict in call.verdicts} == {SAME}
-    assert kinds(run._alone) == {"verify"}
-    assert run._alone.stats is not None
-    assert run._alone.stats.fallbacks == []
-    assert sum(note["graphs"] for note in notes if note["kind"] == "compiled") >= 2
+    methods = (PLAIN, PLAIN_BY_GRAPHS, Method(Writer.LOOKUP, by_graphs=True))
+    bench = Bench(make_pair(), tasks, BenchSettings(methods, new_tokens=12, repeats=1))
+    measured = bench.run()
+    assert {call.method for call in measured.calls} == set(methods)
+    assert {verdict.kind for call in measured.calls[1:] for verdict in call.verdicts} == {Kind.SAME}
+    assert kinds(bench.alone) == {"verify"}
+    assert bench.alone.stats is not None
+    assert bench.alone.stats.fallbacks == []
+    assert measured.graphs >= 2
 
 
 def test_states_are_not_stepped_by_graphs() -> None:

@@ -9,20 +9,20 @@ import torch
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.measure import bench
+from eagle31_hf.measure import gauges
 from eagle31_hf.measure.bench import (
     PLAIN,
     PLAIN_BY_GRAPHS,
     Bench,
     BenchSettings,
     Method,
-    PeakGauge,
     Task,
     Writer,
     all_methods,
     pair_methods,
 )
 from eagle31_hf.measure.exactness import Kind, Verdict
+from eagle31_hf.measure.gauges import PeakGauge
 from eagle31_hf.measure.results import summarise
 from eagle31_hf.measure.tables import bench_parts
 from eagle31_hf.texts.prompts import Prompt
@@ -242,6 +242,6 @@ def test_the_peak_is_that_of_the_call(monkeypatch, tmp_path):
     held = torch.ones(32 * 2**20)  # 128 MiB
     assert 100 * 2**20 < gauge.read() - low < 250 * 2**20
     del held
-    monkeypatch.setattr(bench, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    monkeypatch.setattr(gauges, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
     gauge.reset()
     assert gauge.read() is None

@@ -15,15 +15,28 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter.replay import TargetText, read_text
-from eagle31_hf.measure.calls import DIFFERENT, TIE, Verdict
-from eagle31_hf.measure.doctor import drift, examination, losslessness
-from eagle31_hf.measure.doctor.drift import CONDITIONS, DriftCurve, drift_finding, plot_drift, summarise
-from eagle31_hf.measure.doctor.examination import DEPTH, examine, preflight
-from eagle31_hf.measure.doctor.findings import Patient
-from eagle31_hf.measure.doctor.losslessness import Difference, compare_texts
-from eagle31_hf.measure.doctor.prompts import CONVERSATIONS as OF_MANY_KINDS
-from eagle31_hf.measure.doctor.replay import SINK_TOKENS, replay
-from eagle31_hf.measure.doctor.variants import mean_over_tokens, other_readings, score_readings, score_vocabulary
+from eagle31_hf.measure import drift
+from eagle31_hf.measure.doctor import CONVERSATIONS as OF_MANY_KINDS
+from eagle31_hf.measure.doctor import (
+    DEPTH,
+    Written,
+    drift_finding,
+    examine,
+    preflight,
+    reading_findings,
+    write_both,
+)
+from eagle31_hf.measure.drift import CONDITIONS, SINK_TOKENS, DriftCurve, ObservedCache, curve_of
+from eagle31_hf.measure.exactness import Kind, Verdict
+from eagle31_hf.measure.plots import plot_drift
+from eagle31_hf.measure.readings import (
+    Subject,
+    mean_over_tokens,
+    other_readings,
+    replay,
+    score_readings,
+    score_vocabulary,
+)
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 40
@@ -62,8 +75,12 @@ def many(target: Any, tokenizer: Any) -> list[TargetText]:
     prompts = [encode(tokenizer, conversation) for conversation in [*CONVERSATIONS, *OF_MANY_KINDS]]
     drafter = attached(target)
     written = [target.generate(**p, do_sample=False, max_new_tokens=48, assistant_model=drafter)[0] for p in prompts]
-    written += compare_texts(drafter, prompts, new_tokens=48, temperature=1.0).texts
+    written += both(drafter, prompts, new_tokens=48, temperature=1.0).texts
     return [text for text in texts_for(drafter, written, prompts * 2) if len(text.starts(DEPTH)) > 0]
+
+
+def both(drafter: Eagle31Drafter, prompts: list[dict[str, Tensor]], **kwargs: Any) -> Written:
+    return write_both(drafter, [prompt["input_ids"][0] for prompt in prompts], **kwargs)
 
 
 def attached(target: Any, **fields: Any) -> Eagle31Drafter:
@@ -115,16 +132,17 @@ def test_drift_is_counted_as_by_hand() -> None:
     with seeded(3):
         ids = torch.randint(3, target.config.vocab_size, (14,))
     text = read_text(drafter.binding, ids, 6, drafter.binding.aux_layers)
-    seen = replay(drafter, text, depth=3)
+    cache = ObservedCache(text.starts(3))
+    seen = replay(drafter, text, depth=3, cache=cache)
     assert seen.accepted.shape == (len(text.starts(3)),)
     start = int(text.starts(3)[1])
     shares, norms, log_probs = _by_hand(drafter, text, start, depth=3)
-    torch.testing.assert_close(seen.attention[1], shares, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(cache.shares()[1], shares[:, [0, 2]], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(seen.log_probs[1], log_probs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(seen.feedback_norm[1], norms, atol=1e-4, rtol=1e-4)
-    curve = summarise([seen], form="EAGLE-3", condition="toy")
+    curve = curve_of([seen], [cache.shares()], form="EAGLE-3", condition="toy")
     assert curve.starts == len(seen.accepted)
-    assert [sum(parts) for parts in zip(curve.sink, curve.context, curve.own, strict=True)] == pytest.approx([1.0] * 3)
+    assert all(0 < sink + own < 1 for sink, own in zip(curve.sink, curve.own, strict=True))
     assert curve.own[0] == 0.0
     assert curve.feedback_norm[0] == 1.0
 
@@ -246,7 +264,7 @@ def test_a_wrong_draft_vocabulary_is_named(
         drafter.d2t.copy_((drafter.draft_ids + drafter.d2t).clamp(max=8191) - torch.arange(len(drafter.d2t)))
     drafter._draft_ids = None
     texts = texts_for(drafter, written, prompts)
-    scores, (vocabulary, layers) = examination.reading_findings(drafter, texts)
+    scores, (vocabulary, layers) = reading_findings(drafter, texts)
     assert (vocabulary.check, vocabulary.level) == ("draft vocabulary", "problem")
     assert not scores
     assert layers.level == "note", "nothing else is blamed for it"
@@ -264,54 +282,54 @@ def test_a_fine_tuned_target_is_named(
         for layer in tuned.model.layers:
             layer.mlp.down_proj.weight.mul_(1 + 0.35 * torch.randn_like(layer.mlp.down_proj.weight))
     for model, level in ((target, "ok"), (tuned, "problem")):
-        patient = Patient(attached(model), tokenizer, CONVERSATIONS[:3], lambda c: encode(tokenizer, c), tmp_path)
-        seen = examine(patient, new_tokens=24)
+        subject = Subject(attached(model), tokenizer, CONVERSATIONS[:3], lambda c: encode(tokenizer, c), tmp_path)
+        seen = examine(subject, new_tokens=24)
         assert {finding.check: finding.level for finding in seen.findings}["acceptance"] == level
-        assert seen.greedy is not None
         assert seen.greedy.is_exact
 
 
-# --- losslessness -----------------------------------------------------------------------------------------------------
+# --- the same text ----------------------------------------------------------------------------------------------------
 
 
-def test_a_text_that_is_not_the_targets_is_a_problem(
-    target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = attached(target)
-    assert compare_texts(drafter, prompts[:1], new_tokens=12).is_exact
+def parting(monkeypatch: pytest.MonkeyPatch, target: Any) -> None:
+    """With a drafter the last token is another one."""
     generate = target.generate
 
-    def lying(**arguments: Any) -> Tensor:
+    def other_token(**arguments: Any) -> Tensor:
         out = generate(**arguments)
         if "assistant_model" in arguments:
             out[0, -1] = (out[0, -1] + 1) % target.config.vocab_size
         return out
 
-    monkeypatch.setattr(target, "generate", lying)
-    wrong = compare_texts(drafter, prompts[:1], new_tokens=12)
-    assert not wrong.is_exact
-    assert wrong.differences[0].at == 11
+    monkeypatch.setattr(target, "generate", other_token)
+
+
+def test_a_text_that_is_not_the_targets_is_a_problem(
+    target: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parting(monkeypatch, target)
+    subject = Subject(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+    seen = examine(subject, new_tokens=12)
+    levels = {finding.check: (finding.level, finding.text) for finding in seen.findings}
+    level, text = levels["same text, greedy"]
+    assert level == "problem"
+    assert "1 of 1 texts differ: prompt 0 after 11 tokens" in text
+    assert seen.verdict.startswith("do without until this is understood")
+    assert "times plain decoding" not in seen.verdict, "a wrong answer forbids the speedup"
+    assert json.loads(json.dumps(seen.to_dict()))["greedy"]["speedup"] is None
 
 
 def test_doctor_and_benchmark_have_one_rule_for_ties(
     target: Any, prompts: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, generate = attached(target), target.generate
-
-    def parting(**arguments: Any) -> Tensor:
-        out = generate(**arguments)
-        if "assistant_model" in arguments:
-            out[0, -1] = (out[0, -1] + 1) % target.config.vocab_size
-        return out
-
-    monkeypatch.setattr(target, "generate", parting)
-    for kind, is_exact in ((TIE, True), (DIFFERENT, False)):
+    drafter = attached(target)
+    parting(monkeypatch, target)
+    for kind, is_exact in ((Kind.TIE, True), (Kind.DIFFERENT, False)):
         judged = Verdict(kind, position=11, logit_gap=0.2, rounding=0.125)
-        monkeypatch.setattr(losslessness, "judge", lambda *_, judged=judged, **__: judged)
-        compared = compare_texts(drafter, prompts[:1], new_tokens=12)
-        assert compared.is_exact is is_exact
-        assert compared.differences == [Difference(0, 11, 0.2, 0.25, is_exact)]
-        assert compared.to_dict()["differences"][0]["is_tie"] is is_exact
+        monkeypatch.setattr("eagle31_hf.measure.bench.judge", lambda *_, judged=judged, **__: judged)
+        written = both(drafter, prompts[:1], new_tokens=12)
+        assert written.is_exact is is_exact
+        assert written.result.differences == {"0": judged}
 
 
 def test_sampled_texts_are_compared_under_one_seed(
@@ -319,11 +337,13 @@ def test_sampled_texts_are_compared_under_one_seed(
 ) -> None:
     drafter, generate = attached(target), target.generate
     before = torch.get_rng_state()
-    honest = compare_texts(drafter, prompts[:3], new_tokens=20, temperature=1.0)
+    honest = both(drafter, prompts[:3], new_tokens=20, temperature=1.0)
     assert honest.is_exact
-    assert honest.differences == []
-    assert honest.acceptance_length > 1.3
-    assert not torch.equal(honest.texts[0], compare_texts(drafter, prompts[:1], new_tokens=20).texts[0])
+    assert honest.result.differences == {}
+    assert honest.tokens_per_pass > 1.3
+    greedy = both(drafter, prompts[:1], new_tokens=20)
+    assert not torch.equal(honest.texts[0], greedy.texts[0])
+    assert torch.equal(greedy.texts[0][: prompts[0]["input_ids"].shape[1]], prompts[0]["input_ids"][0])
     assert torch.equal(torch.get_rng_state(), before)
 
     def another_draw(**arguments: Any) -> Tensor:
@@ -332,7 +352,7 @@ def test_sampled_texts_are_compared_under_one_seed(
         return generate(**arguments)
 
     monkeypatch.setattr(target, "generate", another_draw)
-    wrong = compare_texts(drafter, prompts[:1], new_tokens=20, temperature=1.0)
+    wrong = both(drafter, prompts[:1], new_tokens=20, temperature=1.0)
     assert not wrong.is_exact, "of the same distribution, but not the text of that seed"
 
 
@@ -350,39 +370,26 @@ def test_conditions_change_the_prompt_as_they_say() -> None:
 
 
 @pytest.fixture(scope="module")
-def patient(target: Any, tokenizer: Any) -> Patient:
-    return Patient(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
+def subject(target: Any, tokenizer: Any) -> Subject:
+    return Subject(attached(target), tokenizer, CONVERSATIONS[:1], lambda c: encode(tokenizer, c))
 
 
-def test_drift_shows_both_forms_side_by_side(patient: Patient, target: Any, tmp_path: Path) -> None:
-    """Another drafter beside it, under every condition, in a table's figures and in a plot."""
-    other = attached(target, norm_output=False)  # the weights of one form in the other: it must drift
-    curves = drift.probe_drift(patient, new_tokens=12, depth=4, other=other)
-    assert [curve.form for curve in curves] == ["EAGLE 3.1", "EAGLE-3"] * (len(curves) // 2)
+def test_drift_shows_the_same_weights_in_both_forms_under_every_condition(subject: Subject, tmp_path: Path) -> None:
+    curves = drift.probe_drift(subject, new_tokens=12, depth=4)
+    assert [curve.form for curve in curves] == ["EAGLE 3.1", "EAGLE-3 by the same weights"] * (len(curves) // 2)
     assert {curve.condition for curve in curves} == {
         "as it is", "system prompt added", "long context", "another template",
     }  # fmt: skip
     grown = {curve.form: curve.feedback_norm[-1] for curve in curves if curve.condition == "as it is"}
-    assert grown["EAGLE-3"] > 1.1 > grown["EAGLE 3.1"]
+    assert grown["EAGLE-3 by the same weights"] > 1.1 > grown["EAGLE 3.1"], "weights of one form in the other drift"
+    assert drift_finding(curves[:1]).level == "ok"
     plot_drift(curves, tmp_path / "drift.png")
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_another_drafter_the_same_weights_are_read_in_the_other_form(
-    patient: Patient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drift, "CONDITIONS", {"as it is": CONDITIONS["as it is"]})
-    curves = drift.probe_both_forms(patient, new_tokens=12, beside=None)
-    assert [(curve.form, curve.condition) for curve in curves] == [
-        ("EAGLE 3.1", "as it is"), ("EAGLE-3 by the same weights", "as it is"),
-        ("EAGLE 3.1", "another template"), ("EAGLE-3 by the same weights", "another template"),
-    ]  # fmt: skip
-    assert drift_finding(curves[:1]).level == "ok"
-
-
 def test_what_counts_as_drift() -> None:
     def curve(sink: list[float], norm: list[float]) -> DriftCurve:
-        return DriftCurve("form", "condition", sink, [0.0] * 2, [0.0] * 2, norm, [1.0] * 2, starts=1)
+        return DriftCurve("form", "condition", sink, [0.0] * 2, norm, [1.0] * 2, starts=1)
 
     assert curve([0.4, 0.4], [1.0, 1.6]).drifts, "the state grows"
     assert curve([0.4, 0.1], [1.0, 1.0]).drifts, "the sink is left"
@@ -392,6 +399,6 @@ def test_what_counts_as_drift() -> None:
 
 def test_preflight_reads_configurations_alone(target: Any) -> None:
     tokenizer = demo_tokenizer()
-    checks = preflight(Patient(attached(target), tokenizer, (), lambda c: {}))
+    checks = preflight(Subject(attached(target), tokenizer, (), lambda c: {}))
     assert {check.check for check in checks} >= {"shapes", "vocabulary", "length", "chat template", "precision"}
     assert all(check.level == "ok" for check in checks)

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
-from eagle31_hf.measure.doctor.examination import preflight
-from eagle31_hf.measure.doctor.findings import Patient
+from eagle31_hf.measure.doctor import preflight
+from eagle31_hf.measure.readings import Subject
 from eagle31_hf.serving.engine import EngineSettings, within_what_the_target_can
 from families import TEXT_FAMILIES
 from helpers import (
@@ -53,7 +53,7 @@ def test_a_target_that_cannot_verify_chains_is_decoded_plainly(kind: str) -> Non
     assert (eagle.stats.loop, "tree self-test" in eagle.stats.reason) == ("plain", True)
     with configured(eagle, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="of chains"):
         target.generate(**settings, assistant_model=eagle)
-    found = {finding.check: finding for finding in preflight(Patient(eagle, demo_tokenizer(), (), lambda _: {}))}
+    found = {finding.check: finding for finding in preflight(Subject(eagle, demo_tokenizer(), (), lambda _: {}))}
     assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
 
 

@@ -22,7 +22,6 @@ COMMANDS = {
     "network.",
     "generate": "Answer a prompt with any pair, accepted drafts coloured, and measure plain generate against EAGLE.",
     "plan": "Plan a run's memory from configurations alone. Exit code 1 if it does not fit.",
-    "report": "Make one page with tables and plots out of benchmark records; it needs no model and nothing beside it.",
     "convert": 'Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read.',
     "chat": "Chat with a pair: answers stream, history is not read twice, /help lists the commands.",
     "serve": "Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running "
@@ -33,7 +32,7 @@ COMMANDS = {
     "doctor": "Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?",
     "mtp": "Take the MTP head out of a target, or put it back into a fine-tune that was saved without it.",
     "inspect": "Tell what a drafter checkpoint is, from its headers alone.",
-    "bench": "Measure what the loops are worth, and what they cost.",
+    "bench": "Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns.",
 }
 """Each command and the first line of its help, which `eagle31 --help` shows without importing it."""
 
@@ -49,7 +48,7 @@ class LazyCommand(TyperCommand):
             raise _explain_removal(error, f"{self.name} {option}") from None
 
     def load(self) -> Any:
-        """The command itself, or the group of them."""
+        """The command itself."""
         from .progress import waiting_for
 
         name = self.name
@@ -60,8 +59,6 @@ class LazyCommand(TyperCommand):
 
             avoid_unusable_tiles()
         _quiet_transformers()  # it may just have been imported
-        if name == "bench":
-            return get_command(module.app)
         alone = typer.Typer(add_completion=False)
         alone.command(name)(getattr(module, str(name)))
         return get_command(alone)

@@ -1,172 +1,134 @@
-"""`eagle31 bench`: what the loops are worth, and what they cost."""
+"""`eagle31 bench`: what a pair is worth on this machine, every text compared with plain `generate`'s."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import torch
 import typer
-from rich.text import Text
-from torch import Tensor
 
-from ..demo import CONVERSATIONS
-from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError
-from ..generation_config import USUAL_TREE
-from ..measure.loop_report import loop_parts
-from ..measure.pair import measure_loops
-from ..measure.provenance import describe_device
-from ..measure.run_settings import RunSettings
-from ..measure.synthetic import random_target, target_config
-from ..target.precision import quick_dtype
-from ..texts.prompts import read_prompts
-from .bench_acceptance import acceptance as acceptance_command
-from .bench_run import finish, list_of, run
-from .option_groups import expand_options
-from .options import JsonOption, TracebackOption, make_console, readable_errors
-from .pairs import Drafting, PairSource, device_named, encode, load_pair
+from ..compiled.captured import CAPTURES
+from ..decoding.kept_graphs import kept_packages
+from ..errors import ConfigurationError, removal
+from ..measure.bench import Bench, BenchSettings, Task, all_methods
+from ..measure.origin import origin
+from ..measure.plots import plot_bench
+from ..measure.results import summarise
+from ..measure.tables import bench_parts
+from ..texts.prompts import embedded_prompts, read_prompts
+from .option_groups import expand_options, option
+from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
+from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
 from .plan import print_decision
 from .progress import progress_bar
-
-app = typer.Typer(
-    name="bench",
-    help="Measure what the loops are worth, and what they cost.",
-    no_args_is_help=True,
-    add_completion=False,
-)
-app.command()(run)
-app.command(name="acceptance")(acceptance_command)
-
-SYNTHETIC_PROMPT_TOKENS = 128
-DEFAULT_ACCEPTANCE = (0.8, 0.75, 0.7, 0.65, 0.6)
+from .terminal import conditions_line
 
 
-@app.command()
+def list_of(kind: Callable[[str], Any], wanted: str, at_least: int = 0) -> Callable[[str | None], str | None]:
+    """A check of an option that holds numbers with commas between them, where it is given."""
+
+    def check(text: str | None) -> str | None:
+        try:
+            values = [kind(part) for part in text.split(",")] if text is not None else []
+        except ValueError:
+            values = [-1]
+        if any(not value >= at_least for value in values):
+            raise typer.BadParameter(f"got {text!r}; wanted {wanted}")
+        return text
+
+    return check
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What each method answers, and how."""
+
+    prompts: list[str] | None = field(
+        default=None,
+        metadata=option("[NAME=]FILE or [NAME=]ORG/DATASET, several times; default: the embedded ones."),
+    )
+    limit: int | None = field(default=None, metadata=option("Most prompts of each, spread over its rows.", min=1))
+    new_tokens: int = field(default=128, metadata=option("Most tokens of an answer.", min=3))
+    temperature: float = field(default=0.0, metadata=option("0 is greedy.", min=0.0))
+    batch: str = field(
+        default="1",
+        metadata=option(
+            "Rows written together, one or several numbers.",
+            callback=list_of(int, "whole numbers, e.g. 1,8,32", at_least=1),
+        ),
+    )
+    repeats: int = field(default=3, metadata=option("Passes over the prompts.", min=1))
+    seed: int = field(default=0, metadata=option("Of the first text; every other's follows from it.", min=0))
+
+
 @expand_options
 @readable_errors
-def loop(
+def bench(
     *,
+    pair: Annotated[
+        list[str] | None, typer.Argument(help="TARGET DRAFTER, instead of --target and --drafter.", show_default=False)
+    ] = None,
     source: PairSource,
-    prompts: Annotated[
-        str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET, chats cut short; default: the embedded ones.")
+    drafting: Drafting,
+    options: BenchOptions,
+    price_per_hour: Annotated[float | None, typer.Option(min=0.0, help="Of the machine, for the cost.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Draw speed by kind and acceptance by position here.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most prompts to take, spread over the rows.")] = 40,
-    new_tokens: Annotated[int, typer.Option(min=3, help="Tokens written to each prompt, no more and no fewer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    batch: Annotated[
-        str, typer.Option(callback=list_of(int, "positive whole numbers, e.g. 1,4,16", at_least=1), help="Batch sizes.")
-    ] = "1,4,16",
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes over the prompts.")] = 5,
-    draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens drafted in a round; default: as the drafter decides.")
-    ] = None,
-    tree_width: Annotated[int, typer.Option(min=2, help="Children per draft token of the tree.")] = USUAL_TREE.top_k,
-    tree_size: Annotated[int, typer.Option(min=3, help="Tokens verified per round with the tree.")] = USUAL_TREE.nodes,
-    compile_steps: Annotated[bool, typer.Option("--compile", help="Measure the accelerated loops, too.")] = False,
-    synthetic: Annotated[
-        str | None,
-        typer.Option(help="Random target instead: llama-8b, a config.json, or hidden=4096,layers=32,…"),
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            callback=list_of(float, "probabilities, e.g. 0.8,0.7,0.6"),
-            help="With --synthetic: chance of each draft position.",
-        ),
-    ] = None,
-    four_bit: Annotated[bool, typer.Option("--four-bit", help="With --synthetic: NF4 weights.")] = False,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Plain generate, transformers' alternatives and our loops on the same prompts, in turns."""
-    settings = RunSettings(
-        new_tokens=new_tokens,
-        temperatures=(temperature,),
-        batch_sizes=tuple(int(part) for part in batch.split(",")),
-        repeats=repeats,
-        depth=draft_tokens,
-        tree_width=tree_width,
-        tree_size=tree_size,
-        compiled=compile_steps or source.acceleration == "compile",
-        acceptance=_acceptance(synthetic, acceptance),
-        ignore_eos=True,
-        as_configured=True,
-        ceilings=True,
-    )
-    settings.check()
-    if synthetic is None:
-        if four_bit:
-            raise ConfigurationError("--four-bit is for random targets; pass --quantization 4bit for others")
-        subject = _real(source, prompts, limit, max(settings.batch_sizes))
-    else:
-        _refuse_with_synthetic(source, prompts)
-        subject = _random(synthetic, limit, source.torch_dtype, device_named(source.device), four_bit)
-    _run_loop(subject, settings, json_path)
-
-
-class Subject(NamedTuple):
-    """What is measured, and on what."""
-
-    name: str
-    drafter: Eagle31Drafter
-    prompts: list[Tensor]
-
-
-def _acceptance(synthetic: str | None, text: str | None) -> tuple[float, ...] | None:
-    if synthetic is None:
-        if text is not None:
-            raise ConfigurationError("--acceptance is drawn on random targets only; pass --synthetic with it")
-        return None
-    return DEFAULT_ACCEPTANCE if text is None else tuple(float(part) for part in text.split(","))
-
-
-def _refuse_with_synthetic(source: PairSource, prompts: str | None) -> None:
-    usual = vars(PairSource(dtype=source.dtype, device=source.device, acceleration=source.acceleration))
-    spare = ["--prompts"] if prompts is not None else []
-    spare += [f"--{name.replace('_', '-')}" for name, value in vars(source).items() if value != usual[name]]
-    if spare:
-        raise ConfigurationError(f"--synthetic makes target, drafter and prompts; drop {', '.join(spare)}")
-
-
-def _real(source: PairSource, prompts: str | None, limit: int, batch: int) -> Subject:
+    """Measure what a pair is worth here: plain generate, our loop, lookups and the drafter in turns."""
+    source = _named(pair or [], source)
     # The prompts first: a wrong path should not cost loading a model.
-    chats = CONVERSATIONS[:limit] if prompts is None else [one.opening for one in read_prompts([prompts], limit)]
-    drafting = Drafting(schedule="constant")  # methods of one length: what is compared is the loop
-    pair = load_pair(source, drafting, batch=batch, on_plan=lambda plan: print_decision(make_console(), plan))
-    return Subject(pair.name, pair.eagle, [encode(pair, chat)["input_ids"][0] for chat in chats])
+    prompts = read_prompts(options.prompts, options.limit) if options.prompts else embedded_prompts()[: options.limit]
+    rows = tuple(int(part) for part in options.batch.split(","))
+    console = make_console()
+    loaded = load_pair(
+        source, drafting, batch=max(rows), on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
+    )
+    settings = BenchSettings(
+        all_methods(by_graphs=_has_graphs(loaded), with_drafter=source.has_drafter),
+        new_tokens=options.new_tokens,
+        temperature=options.temperature,
+        rows=rows,
+        repeats=options.repeats,
+        seed=options.seed,
+    )
+    tasks = [Task(prompt, encode(loaded, prompt.opening)["input_ids"][0]) for prompt in prompts]
+    with progress_bar(console) as advance:
+        measured = Bench(loaded.drafter, tasks, settings, on_share=advance).run()
+    result, made_by = summarise(measured), origin(loaded.drafter.binding)
+    names = {"target": loaded.name, "drafter": source.drafter or "the embedded drafter"}
+    write_json(json_path, {**made_by, **names, **result.to_dict(price_per_hour)})  # before a picture can fail
+    console.print(conditions_line(measured, made_by))
+    for part in bench_parts(result, price_per_hour):
+        console.print(part)
+    if plot is not None:
+        plot_bench(result, plot)
+        console.print(f"plot: {plot}")
+    if not result.is_exact:
+        raise typer.Exit(1)
 
 
-def _random(spec: str, limit: int, dtype: str, device: str, four_bit: bool) -> Subject:
-    config = target_config(spec)
-    precision = quick_dtype(torch.bfloat16, device) if dtype in ("auto", "stored") else getattr(torch, dtype)
-    target = random_target(config, dtype=precision, device=device, four_bit=four_bit)
-    drafter = Eagle31Drafter.from_target(target).eval()
-    dice = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.get_text_config().vocab_size, (limit, SYNTHETIC_PROMPT_TOKENS), generator=dice)
-    name = f"random weights, {spec}{', 4 bit' if four_bit else ''}"
-    return Subject(name, drafter, list(ids.to(drafter.binding.input_device)))
+def _named(pair: list[str], source: PairSource) -> PairSource:
+    """The source with target and drafter as they were given without options."""
+    if not pair:
+        return source
+    if line := removal(f"bench {pair[0]}"):  # what were sub-commands
+        raise ConfigurationError(line)
+    if len(pair) > 2 or source.target is not None or source.drafter is not None:
+        raise ConfigurationError(
+            f"got {' '.join(pair)!r} beside other names; wanted TARGET DRAFTER, or --target and --drafter"
+        )
+    return replace(source, target=pair[0], drafter=pair[1] if len(pair) > 1 else None)
 
 
-SETTINGS_TOLD = ("new_tokens", "batch_sizes", "repeats", "depth", "tree_width", "tree_size", "compiled", "acceptance")
-
-
-def _run_loop(subject: Subject, settings: RunSettings, json_path: Path | None) -> None:
-    out = make_console()
-    with progress_bar(out) as advance:
-        summary, records = measure_loops(subject.drafter, subject.prompts, settings, advance)
-    binding = subject.drafter.binding
-    machine = describe_device(binding.head_device, binding.model.dtype)
-    told = {name: getattr(settings, name) for name in SETTINGS_TOLD}
-    record = {"bench": "loop", "target": subject.name, **machine}
-    record |= {"settings": {**told, "temperature": settings.temperatures[0], "warping": {}}}
-    record |= {"prompts": len(subject.prompts), "records": [each.to_dict() for each in records]}
-    out.print(conditions_text(subject.name, machine))
-    for part in loop_parts(summary, records, synthetic=settings.acceptance is not None):
-        out.print(part)
-    finish(json_path, record | {"left_out": summary.left_out})
-
-
-def conditions_text(name: str, machine: dict[str, Any]) -> Text:
-    """What was measured where."""
-    return Text(f"{name}, {machine['device']}, {machine['threads']} CPU threads, {machine['dtype']}", style="dim")
+def _has_graphs(pair: LoadedPair) -> bool:
+    """Whether passes are measured by graphs, too: asked for, captured as they are met, or kept by `eagle31 warmup`."""
+    acceleration = pair.drafter.generation_config.acceleration
+    if acceleration == "auto":
+        return pair.drafter.binding.head_device.type in CAPTURES or kept_packages(pair.drafter) is not None
+    return acceleration == "compile"

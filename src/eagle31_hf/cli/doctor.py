@@ -15,12 +15,11 @@ from ..decoding.calibration.calibration import ContextSeconds
 from ..decoding.calibration.unasked import calibrate
 from ..decoding.kept_graphs import captured_graphs
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
-from ..drafter.drafter import Eagle31Drafter
-from ..measure.doctor.drift import DriftCurve, plot_drift
-from ..measure.doctor.examination import Examination, examine
-from ..measure.doctor.findings import Finding, Patient
-from ..measure.doctor.prompts import CONVERSATIONS
-from ..measure.provenance import origin
+from ..measure.doctor import CONVERSATIONS, Examination, Finding, examine
+from ..measure.drift import DriftCurve
+from ..measure.origin import origin
+from ..measure.plots import plot_drift
+from ..measure.readings import Subject
 from ..measure.tables import DataTable
 from ..texts.prompts import read_prompts
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
@@ -47,10 +46,6 @@ def doctor(
         bool, typer.Option("--calibrate", help="Only measure what rounds take here, and keep it for later runs.")
     ] = False,
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
-    beside: Annotated[
-        str | None,
-        typer.Option(help="With --drift: a drafter of the other form; default: the same weights, read in it."),
-    ] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
     device: Annotated[DeviceName, typer.Option(help="Where to run.")] = "auto",
@@ -65,7 +60,7 @@ def doctor(
     if calibrate:
         _calibrate(console, pair, json_path)
         return
-    patient = Patient(
+    subject = Subject(
         drafter=pair.eagle,
         tokenizer=pair.tokenizer,
         # Of many kinds; before them the embedded target's own subjects, for it has little to say of others.
@@ -73,14 +68,9 @@ def doctor(
         encode=lambda conversation: encode(pair, conversation),
         folder=Path(drafter) if drafter is not None and Path(drafter).is_dir() else None,
     )
-    with waiting_for(f"writing {count(len(patient.conversations), 'text')} with and without the drafter"):
-        seen = examine(
-            patient,
-            new_tokens=new_tokens,
-            drift=drift or plot is not None or beside is not None,
-            beside=None if beside is None else Eagle31Drafter.from_pretrained(beside, target=pair.target),
-        )
-    write_json(json_path, {**origin(), "target": pair.name, **seen.to_dict()})
+    with waiting_for(f"writing {count(len(subject.conversations), 'text')} with and without the drafter"):
+        seen = examine(subject, new_tokens=new_tokens, drift=drift or plot is not None)
+    write_json(json_path, {**origin(pair.eagle.binding), "target": pair.name, **seen.to_dict()})
     _show(console, seen)
     if plot is not None and seen.drift:
         plot_drift(seen.drift, plot)
@@ -130,7 +120,6 @@ def _table(findings: list[Finding]) -> Table:
 def _drift_table(curve: DriftCurve) -> Table:
     figures = {
         "attention on the prompt's first tokens": curve.sink,
-        "attention on the other text": curve.context,
         "attention on the draft itself": curve.own,
         "length of the fed-back state": curve.feedback_norm,
         "accepted, given all before": curve.acceptance,

@@ -13,7 +13,7 @@ from ..decoding.calibration.calibration import Calibration
 from ..decoding.default_length import default_length
 from ..decoding.pair import Pair
 from ..generation.warm_up import warm_up
-from ..measure.provenance import origin
+from ..measure.origin import origin
 from ..target.served_processing import sampling_options
 from .option_groups import expand_options
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json

@@ -14,13 +14,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers.generation.streamers import BaseStreamer
 
 from ..compiled.captured import CAPTURES
 from ..decoding.kept_graphs import CompilesAhead, compiling_ahead
@@ -32,6 +30,7 @@ from ..target.device_clock import now
 from ..target.served_processing import processing_of, sampling_options
 from ..texts.prompts import Prompt
 from .exactness import Kind, SampledBy, Verdict, judge
+from .gauges import PeakGauge, TokenClock
 
 Answers = list[list[int]]
 Prompts = dict[str, Tensor]
@@ -39,8 +38,6 @@ Prompts = dict[str, Tensor]
 
 FEWEST_NEW_TOKENS = 3
 """Speculation begins with the third token."""
-CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-RESET_PEAK = "5"  # proc(5): the resident set's peak begins anew
 
 
 class Writer(Enum):
@@ -54,19 +51,21 @@ class Writer(Enum):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to write: what writes, and whether its passes are graphs."""
+    """A way to write: what writes, and whether its passes are graphs (`None`: as the assistant's settings say)."""
 
     writer: Writer
-    by_graphs: bool = False
+    by_graphs: bool | None = False
 
     @property
     def name(self) -> str:
-        return f"{self.writer.value}{', by graphs' * self.by_graphs}"
+        return self.writer.value + ", by graphs" * bool(self.by_graphs)
 
     @property
     def overrides(self) -> dict[str, Any]:
         """Settings of the assistant while it writes."""
-        settings: dict[str, Any] = {"acceleration": "compile" if self.by_graphs else "eager"}
+        settings: dict[str, Any] = {}
+        if self.by_graphs is not None:
+            settings["acceleration"] = "compile" if self.by_graphs else "eager"
         if self.writer is Writer.NO_DRAFTS:
             settings["num_assistant_tokens_schedule"] = "constant"
         return settings
@@ -228,7 +227,7 @@ class Bench:
         self.tasks, self.settings = tasks, settings
         self._assistant, self._on_share, self._on_made = assistant, on_share, on_made
         self.binding = assistant.binding
-        self._alone = assistant if isinstance(assistant, NoDrafter) else _without_drafter(assistant)
+        self.alone = assistant if isinstance(assistant, NoDrafter) else _without_drafter(assistant)
         self._peak = PeakGauge(self.binding.head_device)
         self._judged: dict[tuple[str, str, str], Verdict] = {}
         self._processing: ScoreProcessing | None = None
@@ -271,7 +270,7 @@ class Bench:
         if self.binding.head_device.type in CAPTURES:
             return ""
         try:
-            for assistant in {id(each): each for each in (self._assistant, self._alone)}.values():
+            for assistant in {id(each): each for each in (self._assistant, self.alone)}.values():
                 self._compilers.append(stack.enter_context(compiling_ahead(assistant, on_made=self._on_made)))
         except ConfigurationError as refused:
             return str(refused)
@@ -355,7 +354,7 @@ class Bench:
         prompt_length = batch["input_ids"].shape[1]
         if method.writer is Writer.GENERATE:
             return model.generate(**kwargs, streamer=streamer)[:, prompt_length:], None
-        assistant = self._assistant if method.writer is Writer.DRAFTER else self._alone
+        assistant = self._assistant if method.writer is Writer.DRAFTER else self.alone
         with _overridden(assistant, method.overrides):
             tokens = model.generate(**kwargs, streamer=streamer, assistant_model=assistant)[:, prompt_length:]
         return tokens, assistant.stats
@@ -451,53 +450,3 @@ def until_end(answer: list[int], ends: set[int]) -> list[int]:
     """An answer up to and with its end."""
     stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
     return answer[:stop]
-
-
-class TokenClock(BaseStreamer):
-    """A `generate` streamer that notes when tokens are handed out."""
-
-    def __init__(self) -> None:
-        self.moments: list[float] = []
-        self._prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            self.moments.append(time.perf_counter())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        pass
-
-
-class PeakGauge:
-    """Most memory between `reset` and `read`, weights included.
-
-    CUDA: `torch.cuda.max_memory_allocated`. Elsewhere the process's resident set, where the kernel lets its peak be
-    reset (Linux); `read` gives `None` where neither can be had.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def reset(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            self._can_reset = self._try_reset()
-
-    def read(self) -> int | None:
-        """Bytes."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        if not self._can_reset:
-            return None
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
-    @staticmethod
-    def _try_reset() -> bool:
-        try:
-            CLEAR_REFS.write_text(RESET_PEAK)
-            return "VmHWM" in STATUS.read_text()
-        except OSError:
-            return False

@@ -10,20 +10,82 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...configuration_eagle31 import Eagle31Config
-from ...drafter.drafter import Eagle31Drafter
-from ...drafter.replay import TargetText
-from .replay import Replay, replay
+from ..configuration_eagle31 import Eagle31Config
+from ..demo import Messages
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.replay import StartsCache, TargetText, drafts_along, rows_of_ids
 
 STANDARD_ERRORS = 3.0
 """A reading is named if its gain is this many standard errors from none."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An attached drafter, its target's tokenizer, and chats to examine them with.
+
+    Attributes:
+        encode: a conversation to `input_ids` and `attention_mask` `(1, L)` on the target's device.
+        folder: of the drafter's files, where its training report may lie; `None` if it is not a folder.
+    """
+
+    drafter: Eagle31Drafter
+    tokenizer: Any
+    conversations: Sequence[Messages]
+    encode: Callable[[Messages], dict[str, Tensor]]
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a drafter would draft from `S` starts of a text that is known, `K` tokens deep.
+
+    Attributes:
+        drafted: `(S, K)` draft-vocabulary rows the drafter thought likeliest.
+        right: `(S, K)` bool; the draft is what the target wrote, and so are all drafts before it.
+        log_probs: `(S, K)` log-probability the drafter gave to what the target wrote; NaN where that cannot be drafted.
+        feedback_norm: `(S, K)` length of the hidden state that is fed back after each depth.
+    """
+
+    drafted: Tensor
+    right: Tensor
+    log_probs: Tensor
+    feedback_norm: Tensor
+
+    @property
+    def accepted(self) -> Tensor:
+        """`(S,)` drafts accepted from each start."""
+        return self.right.sum(1)
+
+
+@torch.no_grad()
+def replay(drafter: Eagle31Drafter, text: TargetText, *, depth: int, cache: StartsCache | None = None) -> Replay:
+    """Draft `depth` tokens from every start of `text` with an attached `drafter`.
+
+    Args:
+        cache: of these starts, to look at attention.
+    """
+    starts = text.starts(depth).to(drafter.fc.weight.device)
+    row_of = rows_of_ids(drafter)
+    drafted, right, log_probs, norms = [], [], [], []
+    still_right = torch.ones_like(starts, dtype=torch.bool)
+    for draft in drafts_along(drafter, text, starts, depth, cache):
+        wanted = draft.truth if row_of is None else row_of[draft.truth]
+        scores = draft.logits.float().log_softmax(-1)  # (S, Vd)
+        drafted.append(scores.argmax(-1))
+        still_right = still_right & (drafted[-1] == wanted)
+        right.append(still_right)
+        given = scores.gather(1, wanted.clamp(min=0)[:, None]).squeeze(1)
+        log_probs.append(torch.where(wanted >= 0, given, torch.nan))
+        norms.append(draft.feedback.float().norm(dim=-1))
+    return Replay(*(torch.stack(parts, 1).cpu() for parts in (drafted, right, log_probs, norms)))
 
 
 @dataclass(frozen=True)

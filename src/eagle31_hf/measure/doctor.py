@@ -1,0 +1,376 @@
+"""Is a pair sound: does it fit, is its text the target's own, how much is accepted, is its configuration right?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.replay import TargetText, read_text
+from ..target.precision import precision_advice, precision_caution
+from ..target.quantized import holds_packed_weights
+from ..texts.prompts import Prompt
+from .bench import PLAIN, Bench, BenchSettings, Method, Task, Writer
+from .drift import DriftCurve, form_of, probe_drift
+from .exactness import TIE_ROUNDINGS, Kind
+from .readings import ReadingScore, Subject, layers_to_keep, other_readings, replay, score_readings, score_vocabulary
+from .results import MethodResult, summarise
+
+DEPTH = 5
+GOOD_LENGTH, USELESS_LENGTH = 2.0, 1.3
+"""Tokens a pass from which a drafter is worth its time on most machines, and below which on none."""
+SHARE_OF_CARD = 0.8
+"""Of the acceptance length a card promises; less is a sign that the target is another one than it was trained for."""
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of one check, and what to do about it, if anything.
+
+    A `"problem"` makes the pair work worse than it could, or not at all; a `"note"` is worth knowing.
+    """
+
+    check: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Every prompt answered by plain `generate` and with the drafter, in turns: `result` is the drafter's."""
+
+    result: MethodResult
+    texts: list[Tensor]  # `(T,)` prompts with what plain `generate` wrote
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.result.refusal
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """0.0 where plain decoding served all of it."""
+        return self.result.tokens_per_pass or 0.0
+
+
+@dataclass
+class Examination:
+    """Everything that was seen: `greedy` and `sampled` texts with and without the drafter, `readings` best first."""
+
+    greedy: Written
+    sampled: Written
+    findings: list[Finding] = field(default_factory=list)
+    readings: list[ReadingScore] = field(default_factory=list)
+    drift: list[DriftCurve] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "problem"]
+
+    @property
+    def verdict(self) -> str:
+        """Use it, retrain it, or do without."""
+        length, speedup = self.greedy.tokens_per_pass, self.greedy.result.speedup
+        if not (self.greedy.is_exact and self.sampled.is_exact) or speedup is None:
+            return f"do without until this is understood: the text is not the target's own ({length:.2f} tokens a pass)"
+        figures = f"{length:.2f} tokens a pass, {speedup.median:.2f} times plain decoding on this machine"
+        if any(finding.check in ("layers and norms", "draft vocabulary") for finding in self.problems):
+            return f"mend its configuration first, see above ({figures})"
+        if length < USELESS_LENGTH:
+            return f"do without, or retrain it for this target and these prompts ({figures})"
+        if length < GOOD_LENGTH:
+            return f"retrain it: it works, but accepts little ({figures})"
+        if speedup.median < 1.0:
+            return f"it drafts well, but not faster than this target decodes: try shorter drafts or graphs ({figures})"
+        return f"use it ({figures})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "verdict": self.verdict,
+            "findings": [asdict(finding) for finding in self.findings],
+            "greedy": self.greedy.result.to_dict(),
+            "sampled": self.sampled.result.to_dict(),
+            "readings": [asdict(score) for score in self.readings],
+            "drift": [curve.to_dict() for curve in self.drift],
+        }
+
+
+def examine(subject: Subject, *, new_tokens: int = 48, drift: bool = False) -> Examination:
+    """Look at everything. Takes a minute on a small pair, a few on a large one.
+
+    Args:
+        new_tokens: written after each prompt.
+        drift: also probe for attention drift.
+    """
+    findings = preflight(subject)
+    prompts = [subject.encode(conversation)["input_ids"][0] for conversation in subject.conversations]
+    greedy = write_both(subject.drafter, prompts, new_tokens=new_tokens)
+    sampled = write_both(subject.drafter, prompts, new_tokens=new_tokens, temperature=1.0)
+    findings += [_text_finding("same text, greedy", greedy), _text_finding("same text, sampled", sampled)]
+    findings.append(_acceptance_finding(greedy, len(prompts), promised_acceptance(subject.folder)))
+    seen = Examination(greedy, sampled, findings)
+    # Greedy ones alone tell small differences too late.
+    if texts := _read_texts(subject.drafter, [*greedy.texts, *sampled.texts], prompts * 2):
+        seen.readings, found = reading_findings(subject.drafter, texts)
+        findings += found
+    if drift:
+        seen.drift = probe_drift(subject, new_tokens=new_tokens)
+        findings.append(drift_finding([curve for curve in seen.drift if curve.form == seen.drift[0].form]))
+    return seen
+
+
+def write_both(
+    drafter: Eagle31Drafter, prompts: Sequence[Tensor], *, new_tokens: int, temperature: float = 0.0
+) -> Written:
+    """Answer every prompt `(T,)` with and without the drafter, by one seed where it is sampled.
+
+    Args:
+        temperature: 0 is greedy; else tokens are drawn from the whole vocabulary.
+    """
+    tasks = [Task(Prompt(f"{number}", "doctor", "doctor", ()), ids) for number, ids in enumerate(prompts)]
+    settings = BenchSettings(
+        (PLAIN, Method(Writer.DRAFTER, by_graphs=None)),
+        new_tokens=new_tokens,
+        temperature=temperature,
+        repeats=1,
+        sampling={"num_beams": 1} | ({"top_k": 0, "top_p": 1.0} if temperature else {}),
+    )
+    plain, result = summarise(Bench(drafter, tasks, settings).run()).methods
+    answers = [torch.tensor(call.answers[0]) for call in plain.calls]
+    return Written(result, [torch.cat((ids.cpu(), answer)) for ids, answer in zip(prompts, answers, strict=True)])
+
+
+def _read_texts(drafter: Eagle31Drafter, texts: Sequence[Tensor], prompts: Sequence[Tensor]) -> list[TargetText]:
+    """Those that are long enough, with the hidden states that any reading wants."""
+    binding = drafter.binding
+    keep = sorted(layers_to_keep(other_readings(drafter.config, len(binding.layers)), binding.aux_layers))
+    read = [read_text(binding, ids, len(prompt), keep) for ids, prompt in zip(texts, prompts, strict=True)]
+    return [text for text in read if len(text.starts(DEPTH)) > 0]
+
+
+# --- before anything runs ---------------------------------------------------------------------------------------------
+
+
+def preflight(subject: Subject) -> list[Finding]:
+    """What can be told from configurations alone."""
+    return [
+        check(subject)
+        for check in (_shapes, _vocabulary_size, _trained_length, _chat_template, _head, _quantisation, _trees)
+    ]
+
+
+def _shapes(subject: Subject) -> Finding:
+    config, binding = subject.drafter.config, subject.drafter.binding
+    layers = ", ".join(str(layer) for layer in binding.aux_layers)
+    return Finding(
+        "shapes",
+        "ok",
+        f"{form_of(subject.drafter)}, {config.num_hidden_layers} layer of width {config.hidden_size}, reads hidden "
+        f"states {layers} of {len(binding.layers)} layers of width {config.target_hidden_size}",
+    )
+
+
+def _vocabulary_size(subject: Subject) -> Finding:
+    config, tokens = subject.drafter.config, len(subject.tokenizer)
+    text = f"{config.draft_vocab_size} of {config.vocab_size} tokens can be drafted"
+    if tokens > config.vocab_size:
+        return Finding(
+            "vocabulary",
+            "note",
+            f"{text}, but the tokenizer has {tokens}",
+            "tokens beyond the drafter's vocabulary are never drafted; if they are common, train a drafter for them",
+        )
+    return Finding("vocabulary", "ok", text)
+
+
+def _trained_length(subject: Subject) -> Finding:
+    drafter, target = subject.drafter.config, subject.drafter.binding.text_config
+    trained, wanted = drafter.max_position_embeddings, target.max_position_embeddings
+    ours, theirs = _rope_theta(drafter), _rope_theta(target)
+    text = f"drafter up to {trained} tokens, target up to {wanted}; RoPE theta {ours:g} and {theirs:g}"
+    if trained < wanted:
+        return Finding(
+            "length", "note", text, f"beyond {trained} tokens the drafter may accept less; the text stays right"
+        )
+    return Finding("length", "ok", text)
+
+
+def _rope_theta(config: Any) -> float:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters and all(isinstance(value, dict) for value in parameters.values()):
+        parameters = next(iter(parameters.values()))
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+def _chat_template(subject: Subject) -> Finding:
+    if getattr(subject.tokenizer, "chat_template", None):
+        return Finding("chat template", "ok", "the tokenizer has one; it is what the drafter should be trained with")
+    return Finding(
+        "chat template",
+        "note",
+        "the tokenizer has none: prompts are used as plain text",
+        "a drafter trained on chats accepts less of plain text",
+    )
+
+
+def _head(subject: Subject) -> Finding:
+    config = subject.drafter.config
+    embedding = "its own" if config.own_embedding else "the target's"
+    head = "its own" if config.own_lm_head else "rows of the target's"
+    return Finding("embedding and head", "ok", f"embedding: {embedding}; LM head: {head}")
+
+
+def _quantisation(subject: Subject) -> Finding:
+    binding = subject.drafter.binding
+    if holds_packed_weights(binding.model):
+        return Finding(
+            "precision",
+            "note",
+            f"the target is quantised, computing in {str(binding.compute_dtype).removeprefix('torch.')}",
+            "a drafter trained on the unquantised target accepts a little less; "
+            "`eagle31 train --quantization` trains on this one",
+        )
+    kind = f"target in {str(binding.compute_dtype).removeprefix('torch.')}"
+    is_slow = bool(precision_caution(binding.model))
+    return Finding("precision", "note" if is_slow else "ok", kind, precision_advice(binding.model))
+
+
+def _trees(subject: Subject) -> Finding:
+    binding = subject.drafter.binding
+    if binding.chain_unsupported_reason:
+        whys = f"{binding.tree_unsupported_reason}; {binding.chain_unsupported_reason}"
+        return Finding("verification", "problem", f"no drafts, plain decoding only: {whys}")
+    if binding.tree_unsupported_reason:
+        why = binding.tree_unsupported_reason
+        return Finding("verification", "note", f"chains by transformers' assisted loop only: {why}")
+    return Finding("verification", "ok", "the self-test verified a tree like plain forwards along its paths")
+
+
+# --- from what was written --------------------------------------------------------------------------------------------
+
+
+def _text_finding(check: str, written: Written) -> Finding:
+    count = len(written.texts)
+    differences = written.result.differences
+    wrong = {prompt: verdict for prompt, verdict in differences.items() if verdict.kind is Kind.DIFFERENT}
+    if wrong:
+        where = "; ".join(
+            f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
+            f"{TIE_ROUNDINGS * verdict.rounding:.3g}"
+            for prompt, verdict in list(wrong.items())[:3]
+        )
+        return Finding(
+            check,
+            "problem",
+            f"{len(wrong)} of {count} texts differ: {where}",
+            "please report it with the JSON of this run; until then set speculation_loop='plain'",
+        )
+    ties = len(differences)
+    text = f"{count - ties} of {count} texts equal"
+    return Finding(check, "ok", text + (f", {ties} part at ties within rounding" if ties else ""))
+
+
+def promised_acceptance(folder: Path | None) -> float | None:
+    """Acceptance length that the drafter's own `training_report.json` holds, mean over its kinds of prompt."""
+    path = None if folder is None else folder / "training_report.json"
+    if path is None or not path.is_file():
+        return None
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        lengths = [float(counts["acceptance_length"]) for counts in stages[-1]["acceptance"].values()]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None
+    return sum(lengths) / len(lengths) if lengths else None
+
+
+def _acceptance_finding(greedy: Written, prompts: int, promised: float | None) -> Finding:
+    text = f"{greedy.tokens_per_pass:.2f} tokens a pass over {prompts} prompts"
+    if promised is None:
+        return Finding("acceptance", "ok" if greedy.tokens_per_pass >= GOOD_LENGTH else "note", text)
+    text += f", {promised:.2f} by its training report"
+    if greedy.tokens_per_pass < SHARE_OF_CARD * promised:
+        return Finding(
+            "acceptance",
+            "problem",
+            text,
+            "the target may have been fine-tuned or quantised since, or these prompts are of another kind: "
+            "`eagle31 train --drafter` continues training on this target",
+        )
+    return Finding("acceptance", "ok", text)
+
+
+def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:
+    """What other readings of the configuration, and of d2t, say of the same texts; layers only where d2t is right."""
+    vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
+    text = f"{vocabulary.as_mapped:.0%} of first drafts right by d2t, {vocabulary.as_seen:.0%} by what followed them"
+    if vocabulary.is_wrong:  # every reading is then measured on wrong tokens
+        advice = "d2t maps draft ids to the wrong tokens: offsets and ids may be mixed up, or it is of another drafter"
+        wrong = Finding("draft vocabulary", "problem", text, advice)
+        return [], [wrong, Finding("layers and norms", "note", "not tried while d2t is wrong")]
+    scores = score_readings(drafter, texts, other_readings(drafter.config, len(drafter.binding.layers)), depth=DEPTH)
+    return scores, [_reading_finding(scores), Finding("draft vocabulary", "ok", text)]
+
+
+def _reading_finding(scores: Sequence[ReadingScore]) -> Finding:
+    best = next((score for score in scores if score.is_better), None)
+    if best is None:
+        return Finding("layers and norms", "ok", f"none of {len(scores)} other readings fits the text better")
+    fields = ", ".join(f"{name}={value}" for name, value in best.reading.fields.items())
+    return Finding(
+        "layers and norms",
+        "problem",
+        f"{best.reading.name} fits the same text better: log-probability of a token {best.gain:+.3f} (standard "
+        f"error {best.standard_error:.3f}), acceptance length {best.acceptance_length:.2f} instead of "
+        f"{best.acceptance_before:.2f}",
+        f"its config.json seems wrong: set {fields} and save the drafter again",
+    )
+
+
+def drift_finding(curves: Sequence[DriftCurve]) -> Finding:
+    """What to say of one drafter's curves."""
+    if not curves:
+        return Finding("drift", "note", "the texts were too short to look at", "give longer prompts with --prompts")
+    if drifting := [f"{curve.form}, {curve.condition}" for curve in curves if curve.drifts]:
+        return Finding(
+            "drift",
+            "note",
+            f"attention leaves the prompt, or the fed-back state grows: {'; '.join(drifting)}",
+            "keep drafts short, or train an EAGLE 3.1 form from it: `eagle31 train --drafter`",
+        )
+    return Finding("drift", "ok", f"none under {len(curves)} conditions")
+
+
+CONVERSATIONS: tuple[list[dict[str, str]], ...] = tuple(
+    [{"role": "user", "content": text}]
+    for text in (
+        "Explain in three sentences why the sky is blue.",
+        "Write a Python function that returns the n-th Fibonacci number.",
+        "A train leaves at 9:40 and arrives at 13:05. How long is the ride?",
+        "Translate into French: The shop is closed on Sundays.",
+        "Write a short, polite e-mail that declines an invitation to a meeting.",
+        "Summarise the plot of Romeo and Juliet in two sentences.",
+        "What is the difference between a list and a tuple in Python?",
+        "Give me a simple recipe for pancakes.",
+        "List five things to pack for a weekend in the mountains.",
+        "If a shirt costs 24 euros after a discount of 20 percent, what did it cost before?",
+        "Write a SQL query that counts the orders of each customer.",
+        "Who wrote The Origin of Species, and what is it about?",
+        "Write a haiku about autumn.",
+        "How do I undo the last commit in git without losing my changes?",
+        "Name three advantages and three disadvantages of working from home.",
+        "Continue the story: The lighthouse keeper had not spoken to anyone for a month, until",
+        "What should I look for when I buy a used bicycle?",
+        "Write a bash one-liner that finds the ten largest files below a folder.",
+        "Explain photosynthesis to a ten-year-old.",
+        "Correct the grammar: Me and him was going to the store yesterday.",
+    )
+)

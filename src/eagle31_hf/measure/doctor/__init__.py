@@ -1,1 +1,0 @@
-"""Is this pair sound? Preflight, acceptance, drift and losslessness on the user's own set-up."""

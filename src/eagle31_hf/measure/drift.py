@@ -1,0 +1,166 @@
+"""Attention drift (arXiv 2605.09992): does the drafter look away from the prompt as its draft gets longer?
+
+An EAGLE-3 drafter feeds back a state that was not normed; along a draft its length grows and attention moves from the
+prompt's first tokens to the draft's own. EAGLE 3.1 feeds back the normed state. Shown by draft depth, for the drafter
+and for the same weights read in the other form, under conditions a server meets and training may not have met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..demo import Messages
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.replay import StartsCache, TargetText, read_text
+from .readings import Replay, Subject, read_as, replay
+
+SINK_TOKENS = 4
+"""First tokens of a prompt counted as its sink (StreamingLLM, arXiv 2309.17453, keeps four)."""
+SINK_SHARE = 0.05
+"""Of the attention at the first depth; a drafter that looks at the prompt's beginning less than this has no sink."""
+DEPTH = 8
+"""Longer than served drafts, for drift shows late."""
+LONG_CONTEXT_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class DriftCurve:
+    """Means over `starts` positions of all texts, one entry per draft depth.
+
+    Attributes:
+        form, condition: `"EAGLE 3.1"` or `"EAGLE-3"`, and what was done to the prompt.
+        sink, own: shares of attention on the prompt's first tokens and on the draft itself.
+        feedback_norm: length of the fed-back state over that after the first depth.
+        acceptance: share of the drafts that are right, of those behind right ones.
+    """
+
+    form: str
+    condition: str
+    sink: list[float]
+    own: list[float]
+    feedback_norm: list[float]
+    acceptance: list[float]
+    starts: int
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the fed-back state grows by half and more, or a sink that had a share loses half of it."""
+        loses_sink = self.sink[0] >= SINK_SHARE and self.sink[-1] < 0.5 * self.sink[0]
+        return self.feedback_norm[-1] > 1.5 or loses_sink
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {**asdict(self), "drifts": self.drifts}
+
+
+def _without_system(messages: Messages) -> Messages:
+    return [message for message in messages if message["role"] != "system"]
+
+
+def _behind_long_notes(messages: Messages) -> Messages:
+    text = " ".join(message["content"] for message in messages) + " "
+    notes = (text * (1 + LONG_CONTEXT_CHARACTERS // len(text)))[:LONG_CONTEXT_CHARACTERS]
+    opening = {"role": "user", "content": f"Before we begin, here are some notes; you need not answer them. {notes}"}
+    return [opening, {"role": "assistant", "content": "I have read them."}, *_without_system(messages)]
+
+
+CONDITIONS: dict[str, Callable[[Messages], Messages]] = {
+    "as it is": lambda messages: messages,
+    "system prompt added": lambda messages: [
+        {"role": "system", "content": "You are a helpful assistant. Answer briefly."}, *_without_system(messages),
+    ],
+    "system prompt removed": _without_system,
+    "long context": _behind_long_notes,
+}  # fmt: skip
+OTHER_TEMPLATE = "another template"
+"""The same messages without the template's marks, as a client sends them that knows another template."""
+
+
+def probe_drift(subject: Subject, *, new_tokens: int, depth: int = DEPTH) -> list[DriftCurve]:
+    """Curves of the drafter, and of the same weights with the feedback normed or not, under every condition."""
+    turned = read_as(subject.drafter, {"norm_output": not subject.drafter.config.norm_output})
+    forms = {form_of(subject.drafter): subject.drafter, f"{form_of(turned)} by the same weights": turned}
+    binding, curves = subject.drafter.binding, []
+    try:
+        for condition, prompts in _prompts_by_condition(subject).items():
+            texts = []
+            for prompt in prompts:
+                length = prompt["input_ids"].shape[1]
+                model: Any = binding.model
+                ids = model.generate(**prompt, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
+                texts.append(read_text(binding, ids, length, binding.aux_layers))
+            usable = [text for text in texts if len(text.starts(depth)) > 0]
+            for form, drafter in forms.items() if usable else ():
+                curves.append(_curve(drafter, usable, depth, form, condition))
+    finally:
+        turned.detach()
+    return curves
+
+
+def _prompts_by_condition(subject: Subject) -> dict[str, list[dict[str, Tensor]]]:
+    """The conversations, encoded, under each condition that changes any of them."""
+    prompts = {}
+    before = [list(conversation) for conversation in subject.conversations]
+    for condition, change in CONDITIONS.items():
+        changed = [change(list(conversation)) for conversation in before]
+        if condition == "as it is" or changed != before:
+            prompts[condition] = [subject.encode(conversation) for conversation in changed]
+    if getattr(subject.tokenizer, "chat_template", None):
+        prompts[OTHER_TEMPLATE] = []
+        for conversation in before:
+            turns = [f"{message['role'].capitalize()}: {message['content']}" for message in conversation]
+            ids = subject.tokenizer("\n\n".join([*turns, "Assistant:"]), return_tensors="pt")["input_ids"]
+            ids = ids.to(subject.drafter.binding.input_device)
+            prompts[OTHER_TEMPLATE].append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return prompts
+
+
+def _curve(drafter: Eagle31Drafter, texts: Sequence[TargetText], depth: int, form: str, condition: str) -> DriftCurve:
+    caches = [ObservedCache(text.starts(depth).to(drafter.fc.weight.device)) for text in texts]
+    replays = [replay(drafter, text, depth=depth, cache=cache) for text, cache in zip(texts, caches, strict=True)]
+    return curve_of(replays, [cache.shares() for cache in caches], form=form, condition=condition)
+
+
+def curve_of(replays: Sequence[Replay], shares: Sequence[Tensor], *, form: str, condition: str) -> DriftCurve:
+    """Means over the starts of all texts; `shares` `(S, K, 2)` of attention."""
+    sink, own = torch.cat(list(shares)).double().mean(0).T.tolist()
+    norms = torch.cat([one.feedback_norm for one in replays]).double()  # (S, K)
+    right = torch.cat([one.right for one in replays])
+    kept = [len(right), *right.sum(0).tolist()]
+    acceptance = [now / before if before else 0.0 for before, now in pairwise(kept)]
+    return DriftCurve(form, condition, sink, own, (norms / norms[:, :1]).mean(0).tolist(), acceptance, len(right))
+
+
+class ObservedCache(StartsCache):
+    """Notes where the queries of drafts look."""
+
+    def __init__(self, starts: Tensor):
+        super().__init__(starts)
+        self._by_depth: list[dict[int, Tensor]] = []  # by layer (S, 2)
+
+    def shares(self) -> Tensor:
+        """`(S, K, 2)`: of the attention on the sink and on the draft's own tokens; mean over heads and layers."""
+        return torch.stack([torch.stack(list(layers.values())).mean(0) for layers in self._by_depth], 1).cpu()
+
+    def see_text(self, layer_idx: int, query: Tensor) -> None:
+        of_starts = query[:, :, self._starts].transpose(0, 2)  # (S, n, 1, d)
+        self.see_drafts(layer_idx, self.weights(layer_idx, of_starts))
+
+    def see_drafts(self, layer_idx: int, weights: Tensor) -> None:
+        depth = 0 if layer_idx not in self._own else self._own[layer_idx][0].shape[2]
+        if depth == len(self._by_depth):
+            self._by_depth.append({})
+        mean, length = weights.float().mean((1, 2)), self._of_text[layer_idx][0].shape[2]  # (S, T + k)
+        parts = mean[:, :SINK_TOKENS].sum(1), mean[:, length:].sum(1)
+        self._by_depth[depth][layer_idx] = torch.stack(parts, 1)
+
+
+def form_of(drafter: Eagle31Drafter) -> str:
+    """What people call it."""
+    return "EAGLE 3.1" if drafter.config.is_eagle31 else "EAGLE-3" if not drafter.config.norm_output else "post-norm"

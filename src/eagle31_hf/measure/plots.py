@@ -1,0 +1,120 @@
+"""Pictures of figures: speed by kind of prompt, acceptance by position, what fills a card, drift. Need matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigurationError
+from .results import BenchResult, MethodResult, drafts
+
+if TYPE_CHECKING:
+    from .drift import DriftCurve
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9", "#444444", "#B22222")
+"""Colours that are told apart by colour-blind readers, too (after Okabe and Ito), and seen on white."""
+MARKERS = "osD^vPX*"
+STYLE: Any = {
+    "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+    "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 10,
+}  # fmt: skip
+
+
+def plot_bench(result: BenchResult, path: Path) -> None:
+    """Speed over plain `generate` by kind of prompt, and beside it how far drafts are accepted; of the fewest rows.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or the picture cannot be written.
+    """
+    shown = [each for each in result.with_rows(min(result.measured.settings.rows)) if drafts(each.method)]
+    kinds = list(dict.fromkeys(kind for each in shown for kind in each.by_kind))
+    figure = _new_figure(10, max(3.4, 1.2 + 0.3 * len(kinds) * len(shown)))
+    left, right = figure.subplots(1, 2)
+    _draw_kinds(left, shown, kinds)
+    _draw_positions(right, shown)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    _save(figure, path)
+
+
+def _draw_kinds(axes: Any, results: Sequence[MethodResult], kinds: Sequence[str]) -> None:
+    """Bars from the smallest to the largest repeat; methods whose text is wrong have none."""
+    thick = 0.8 / max(1, len(results))
+    for number, result in enumerate(results):
+        speeds = {place: result.by_kind[kind].speedup for place, kind in enumerate(kinds) if kind in result.by_kind}
+        known = {place: speed for place, speed in speeds.items() if speed is not None}
+        axes.barh(
+            [place + (number - (len(results) - 1) / 2) * thick for place in known],
+            [speed.median for speed in known.values()],
+            thick * 0.92,
+            xerr=[[s.median - s.low for s in known.values()], [s.high - s.median for s in known.values()]],
+            color=COLOURS[number % len(COLOURS)],
+            label=result.method.name,
+            error_kw={"lw": 1},
+        )
+    axes.axvline(1.0, color="#222222", lw=1, ls="--")
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xlabel("speed over plain generate (dashed: as fast)")
+
+
+def _draw_positions(axes: Any, results: Sequence[MethodResult]) -> None:
+    for number, result in enumerate(results):
+        shares = result.acceptance.cumulative
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(range(1, 1 + len(shares)), shares, color=colour, marker=marker, label=result.method.name)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("position in the draft")
+    axes.set_ylabel("accepted, of drafts so long")
+
+
+PANELS = {
+    "sink": "share of attention on the prompt's first tokens",
+    "own": "share of attention on the draft's own tokens",
+    "feedback_norm": "length of the fed-back state, 1 after the first depth",
+    "acceptance": "acceptance, given that all before were accepted",
+}
+
+
+def plot_drift(curves: Sequence[DriftCurve], path: Path) -> None:
+    """Attention by depth for each curve, the fed-back state's length, acceptance.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or the picture cannot be written.
+    """
+    figure = _new_figure(10, 7)
+    axes = figure.subplots(2, 2)
+    forms = list(dict.fromkeys(curve.form for curve in curves))
+    conditions = list(dict.fromkeys(curve.condition for curve in curves))
+    for axis, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
+        for curve in curves:
+            style = "-o" if forms.index(curve.form) == 0 else "--s"
+            colour = COLOURS[conditions.index(curve.condition) % len(COLOURS)]
+            depths, label = range(1, len(curve.sink) + 1), f"{curve.form}, {curve.condition}"
+            axis.plot(depths, getattr(curve, name), style, color=colour, markersize=3, label=label)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("draft depth")
+        axis.set_ylim(0, 1.08 * max(max(getattr(curve, name)) for curve in curves) or 1.0)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    _save(figure, path)
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """An empty figure, sizes in inches."""
+    try:
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("plots need matplotlib: pip install matplotlib") from error
+    rcParams.update(STYLE)
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"got {str(path)!r} for the plot, which cannot be written ({error}); wanted a name such as plot.png or "
+            "plot.svg in a folder that is there"
+        ) from error

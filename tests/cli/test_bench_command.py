@@ -1,0 +1,102 @@
+"""`eagle31 bench` on the command line."""
+
+import json
+from unittest import mock
+
+import pytest
+from command_line import DRAFTER, TARGET, error_of, run
+
+from eagle31_hf.cli import bench as command
+from eagle31_hf.errors import removal
+from eagle31_hf.measure.bench import Writer
+from eagle31_hf.measure.exactness import Kind, Verdict
+from helpers import configured, drafter_of
+
+SHORT = ("--limit", 2, "--new-tokens", 6, "--repeats", 1, "--dtype", "fp32")
+
+
+def test_it_says_first_whether_the_text_is_the_same_and_writes_every_figure(tmp_path):
+    path = tmp_path / "figures.json"
+    out = run("bench", TARGET, DRAFTER, *SHORT, "--batch", "1,2", "--price-per-hour", 0.5, "--json", path,
+              "--plot", tmp_path / "speed.png").stdout  # fmt: skip
+    assert max(map(len, out.splitlines())) <= 100
+    for heading in ("greedy, 1 row", "greedy, 2 rows", "same text", "per 1M", "kind"):
+        assert heading in out
+    record = json.loads(path.read_text())
+    assert {"command", "written", "commit", "eagle31_hf", "torch", "transformers", "processor"} <= record.keys()
+    assert (record["target"], record["drafter"], record["device"], record["dtype"]) == (
+        TARGET, DRAFTER, "cpu", "float32",
+    )  # fmt: skip
+    assert (record["prompts"], record["same_text"]) == (2, True)
+    names = ["plain generate", "without drafts", "lookups", "drafter"]
+    assert [(each["rows"], each["method"]) for each in record["methods"]] == [
+        (n, name) for n in (1, 2) for name in names
+    ]
+    assert record["methods"][3]["answers"] == {"same": 2}
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_read_from_files_and_a_pair_may_lack_a_drafter(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is the weather in Portland?"}\n{"question": "How many apples?"}\n')
+    path = tmp_path / "figures.json"
+    run("bench", "--drafter", "none", "--prompts", prompts, *SHORT, "--temperature", 1, "--json", path)
+    record = json.loads(path.read_text())
+    assert [each["method"] for each in record["methods"]] == ["plain generate", "without drafts", "lookups"]
+    assert record["settings"]["temperature"] == 1.0
+
+
+def test_a_wrong_text_leaves_with_1_and_no_speedup(tmp_path):
+    path = tmp_path / "figures.json"
+
+    def judge(self, call, turn, plain):
+        kind = Kind.DIFFERENT if call.method.writer is Writer.DRAFTER else Kind.SAME
+        return command.replace(call, verdicts=(Verdict(kind, 3, 0.5, 0.01),))
+
+    with mock.patch("eagle31_hf.measure.bench.Bench._judge", judge):
+        out = run("bench", *SHORT, "--json", path, code=1).stdout
+    assert "refused" in out
+    assert "differs from its token 4 on: not a tie" in " ".join(out.split())
+    record = json.loads(path.read_text())
+    assert (record["same_text"], record["methods"][-1]["speedup"]) == (False, None)
+
+
+def test_graphs_are_measured_where_they_are_asked_for():
+    pair = mock.Mock(drafter=drafter_of("llama"))
+    for acceleration, has_graphs in (("compile", True), ("eager", False), ("auto", False)):
+        with configured(pair.drafter, acceleration=acceleration):
+            assert command._has_graphs(pair) is has_graphs
+    with mock.patch.object(command, "kept_packages", return_value=object()):
+        assert command._has_graphs(pair) is True
+
+
+@pytest.mark.parametrize("name", ["run", "loop", "acceptance"])
+def test_sub_commands_that_went_say_what_to_do(name):
+    assert error_of("bench", name) == f"error: {removal(f'bench {name}')}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "nowhere.jsonl"], "cannot be read"),
+        (["--target", TARGET], "no drafter given"),
+        ([TARGET], "no drafter given"),
+        ([TARGET, DRAFTER, "more"], "wanted TARGET DRAFTER"),
+        ([TARGET, DRAFTER, "--drafter", "x"], "wanted TARGET DRAFTER"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(arguments, message):
+    assert message in error_of("bench", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--batch", "1,x"], ["--batch", "0"], ["--dtype", "int8"], ["--new-tokens", "2"]]
+)
+def test_malformed_options_are_usage_errors(arguments):
+    run("bench", *arguments, code=2)
+
+
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path):
+    assert (
+        "cannot be written" in run("bench", *SHORT, "--limit", 1, "--plot", tmp_path / "speed.nothing", code=1).stderr
+    )
