@@ -112,17 +112,16 @@ def test_a_static_cache_is_left_to_plain_decoding(device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_cache_in_eight_bits_reads_the_same_with_drafts(kind: str, device: str) -> None:
+def test_a_cache_in_eight_bits_reads_the_same_with_drafts(device: str) -> None:
     drafter = _pair("llama", device)
     inputs = _inputs(2, device)
-    with configured(drafter, cache_type=kind, **CHAIN):
+    with configured(drafter, cache_type="int8", **CHAIN):
         with oracle_drafts(_greedy(drafter, inputs), inputs["input_ids"].shape[1], right=0):
             truth = _greedy(drafter, inputs, assistant_model=drafter)
         assert drafter.stats is not None
-        assert drafter.stats.cache_type == kind
+        assert drafter.stats.cache_type == "int8"
     for fields in SHAPES.values():
-        assert torch.equal(_with_drafts(drafter, inputs, truth, cache_type=kind, **fields), truth)
+        assert torch.equal(_with_drafts(drafter, inputs, truth, cache_type="int8", **fields), truth)
 
 
 # --- packed -----------------------------------------------------------------------------------------------------------

@@ -120,6 +120,7 @@ REMOVED_IN_0_2 = {
     "doctor --beside": "--drift shows the same weights read in the other form",
     "bench --four-bit": "pass --quantization 4bit",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
+    "cache_type fp8": "int8 takes the same bytes and comes closer; use cache_type='int8'",
     "guided_grammar in GBNF": "write the grammar in Lark's notation: start: ...",
 }
 """What version 0.2.0 removed, and what to do instead: a command ("report"), an option ("train --reward"), a value

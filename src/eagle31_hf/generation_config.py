@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, removal
 from .trees.shape import FIXED_DEPTH, LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TREE, DraftShape, default_tree_size
 
 MIN_CONFIDENCE = 0.02
 ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "stock", "plain")
-CACHE_TYPES = ("auto", "full", "int8", "fp8")
+CACHE_TYPES = ("auto", "full", "int8")
 SCHEDULES = ("calibrated", "constant", "pid", "heuristic")
 LONGEST_STEERED = 12
 """Longest draft of the schedules that steer its length, unless told otherwise."""
@@ -76,8 +76,8 @@ class Eagle31GenerationConfig(GenerationConfig):
             left them for this pair and machine, else eager code; nothing is compiled (docs/acceleration.md).
             `"eager"`: no graphs. `"compile"`: on a CPU as after `eagle31 warmup`, for which the first text waits;
             on a CUDA device short texts are captured, too.
-        cache_type: how the target's keys and values are stored: `"full"` in its own dtype, `"int8"` and `"fp8"` in 8
-            bits (docs/kv_cache.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
+        cache_type: how the target's keys and values are stored: `"full"` in its own dtype, `"int8"` in 8 bits
+            (docs/kv_cache.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
             then what the target writes over such a cache, with or without drafts. Our own loop only.
     """
 
@@ -210,8 +210,11 @@ class Eagle31GenerationConfig(GenerationConfig):
             ("cache_type", CACHE_TYPES),
             ("num_assistant_tokens_schedule", SCHEDULES),
         ):
-            if getattr(self, field) not in allowed:
-                raise ConfigurationError(f"{field} is {getattr(self, field)!r}; wanted one of {allowed}")
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ConfigurationError(
+                    removal(f"{field} {value}") or f"{field} is {value!r}; wanted one of {allowed}"
+                )
         if self.stored_cache_type != "full" and self.speculation_loop in ("stock", "plain"):
             raise ConfigurationError(
                 f"cache_type is {self.cache_type!r} and speculation_loop {self.speculation_loop!r}; only our own loop "

@@ -44,7 +44,7 @@ class SpeculationStats:
 
     Attributes:
         loop: `"own"`, `"stock"` or `"plain"`; `reason` says why it is not the first choice (empty if it is).
-        cache_type: how the target's keys and values were stored: `"full"`, `"int8"` or `"fp8"`.
+        cache_type: how the target's keys and values were stored: `"full"` or `"int8"`.
         rounds: verification passes, summed over rows.
         passes: verification passes, all rows at once.
         drafted: draft tokens sent to verification (tree nodes without the root), summed over rounds.

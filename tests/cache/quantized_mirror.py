@@ -8,16 +8,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from eagle31_hf.cache.quantized import CODES, EightBitCode
+from eagle31_hf.cache.quantized import decode, encode
 from eagle31_hf.cache.speculative import SpeculativeCache
 
-PACKED = tuple(CODES)
+PACKED = ("int8",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 5
 
 
-def rounded(code: EightBitCode, states: Tensor) -> Tensor:
-    return code.decode(*code.encode(states), torch.empty_like(states))
+def rounded(states: Tensor) -> Tensor:
+    return decode(*encode(states), torch.empty_like(states))
 
 
 @cache
@@ -69,7 +69,7 @@ class Mirror:
         for layer in range(len(self.windows)):
             keys, values = self.states(tokens, layer, KEY_DIM), self.states(tokens, layer, VALUE_DIM)
             for seen, written in zip(self.cache.update(keys, values, layer), (keys, values), strict=True):
-                wanted = rounded(CODES[self.kind], written)
+                wanted = rounded(written)
                 for b, length in enumerate(self.cache.lengths):
                     window = self.windows[layer]
                     first = (length if window is None else window - 1) + after
@@ -87,7 +87,7 @@ class Mirror:
                     assert held.shape == (1, HEADS, len(newest), width)
                     if newest:
                         states = self.states(torch.tensor([newest]), index, width)
-                        assert torch.equal(held, rounded(CODES[self.kind], states))
+                        assert torch.equal(held, rounded(states))
 
     def stored(self) -> list[Tensor]:
         """Every bit that belongs to a committed token, codes and scales, layer by layer and row by row."""

@@ -111,8 +111,8 @@ def test_no_draft_length_changes_the_text(kind: str, depth: int) -> None:
 def test_a_cache_of_few_bits_is_really_used() -> None:
     """The logits are those of rounded keys and values: near the full ones, and not equal to them."""
     prompt = tuple(prompts_for("llama", 1)[0])
-    full, fp8 = (token_by_token("llama", prompt, kind, new_tokens=1)[0] for kind in ("full", "fp8"))
-    difference = (full - fp8).abs().max() / (full.max() - full.min())
+    full, packed = (token_by_token("llama", prompt, kind, new_tokens=1)[0] for kind in ("full", "int8"))
+    difference = (full - packed).abs().max() / (full.max() - full.min())
     assert 1e-4 < difference < 0.2
 
 

@@ -2,7 +2,7 @@
 
 Every token and head has one scale for its key and one for its value, and 8 bits for each of its `D` numbers:
 
-    key[b, h, t] = scale[b, h, t] * codes[b, h, t]      codes: int8, or float8 (e4m3)
+    key[b, h, t] = scale[b, h, t] * codes[b, h, t]      codes: int8
 
 **A token is rounded once, when it is written**, drafted ones too, and whoever attends to it afterwards, itself
 included, reads the rounded numbers. Were the draft window read as it came and rounded only when kept, a token would see
@@ -12,8 +12,7 @@ target writes over this cache token by token.
 
 **Scales are powers of two**: the smallest with which no code overflows. Scaling by one is exact in every dtype, so the
 numbers read do not depend on the arithmetic, and packing what was unpacked gives the same numbers: a cache may travel
-through a stock one, from turn to turn, without wearing out. It costs int8 up to one of its bits, and fp8 that the
-largest number of a vector is no longer exact (measured, and small: docs/kv_cache.md).
+through a stock one, from turn to turn, without wearing out. It costs up to one of the 8 bits (docs/kv_cache.md).
 
 Scales per token rather than per channel (KIVI, arXiv 2402.02750): a channel's scale would have to be known before its
 later tokens are, or be corrected afterwards by rounding again.
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,41 +39,34 @@ SMALLEST_EXPONENT = -24
 """The smallest power of two that fp16 has. Vectors smaller than 127 times that lose digits."""
 
 
-@dataclass(frozen=True)
-class EightBitCode:
-    """Numbers as codes of `dtype` times a power of two per vector; no code is larger than `largest`."""
-
-    dtype: torch.dtype
-    largest: float
-
-    def encode(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """`(B, heads, T, D)` as the bits of its codes, int8 of the same shape, and scales `(B, heads, T, 1)`."""
-        scales = self._scales(states)
-        codes = states / scales  # exact: a power of two only changes the exponent
-        if not self.dtype.is_floating_point:
-            codes.round_()
-        return codes.to(self.dtype).view(torch.int8), scales
-
-    def _scales(self, states: Tensor) -> Tensor:
-        """The smallest power of two by which each vector may be divided, in the dtype of `states`; read off the bits
-        of its largest number, since a logarithm could round to the wrong side."""
-        largest = torch.maximum(states.amax(-1, keepdim=True), -states.amin(-1, keepdim=True)).float()
-        fraction, exponent = math.frexp(self.largest)  # fraction in [0.5, 1)
-        own_mantissa = int((2 * fraction - 1) * 2**MANTISSA_BITS)
-        # A mantissa larger than that of `self.largest` carries into the exponent.
-        rounded_up = largest.view(torch.int32) + (2**MANTISSA_BITS - 1 - own_mantissa)
-        exponents = (rounded_up >> MANTISSA_BITS) - (exponent - 1)
-        exponents.clamp_(min=EXPONENT_BIAS + SMALLEST_EXPONENT)
-        return (exponents << MANTISSA_BITS).view(torch.float32).to(states.dtype)
-
-    def decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-        """Write what the codes stand for to `out`; nothing else is allocated."""
-        return out.copy_(codes.view(self.dtype)).mul_(scales)
+LARGEST_CODE = 127
+CACHE_TYPES = ("full", "int8")
+"""How keys and values may be stored, best first."""
 
 
-CODES = {"int8": EightBitCode(torch.int8, 127.0), "fp8": EightBitCode(torch.float8_e4m3fn, 448.0)}
-CACHE_TYPES = ("full", *CODES)
-"""How keys and values may be stored, best first: at the same bytes int8 comes closer than fp8 (docs/kv_cache.md)."""
+def encode(states: Tensor) -> tuple[Tensor, Tensor]:
+    """`(B, heads, T, D)` as codes, int8 of the same shape, and scales `(B, heads, T, 1)`."""
+    scales = _scales(states)
+    codes = states / scales  # exact: a power of two only changes the exponent
+    return codes.round_().to(torch.int8), scales
+
+
+def decode(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Write what the codes stand for to `out`; nothing else is allocated."""
+    return out.copy_(codes).mul_(scales)
+
+
+def _scales(states: Tensor) -> Tensor:
+    """The smallest power of two by which each vector may be divided, in the dtype of `states`; read off the bits of
+    its largest number, since a logarithm could round to the wrong side."""
+    largest = torch.maximum(states.amax(-1, keepdim=True), -states.amin(-1, keepdim=True)).float()
+    fraction, exponent = math.frexp(LARGEST_CODE)  # fraction in [0.5, 1)
+    own_mantissa = int((2 * fraction - 1) * 2**MANTISSA_BITS)
+    # A mantissa larger than that of the largest code carries into the exponent.
+    rounded_up = largest.view(torch.int32) + (2**MANTISSA_BITS - 1 - own_mantissa)
+    exponents = (rounded_up >> MANTISSA_BITS) - (exponent - 1)
+    exponents.clamp_(min=EXPONENT_BIAS + SMALLEST_EXPONENT)
+    return (exponents << MANTISSA_BITS).view(torch.float32).to(states.dtype)
 
 
 class Workspace:
@@ -103,18 +94,18 @@ class Workspace:
 
 
 class QuantizedLayer(SlotLayer):
-    """`keys` and `values` hold codes, bit for bit as int8 (not every move exists for float8)."""
+    """`keys` and `values` hold codes."""
 
     buffer_names = ("keys", "key_scales", "values", "value_scales")
     key_scales: Tensor
     value_scales: Tensor
 
-    def __init__(self, *layout: Any, code: EightBitCode, workspace: Workspace):
+    def __init__(self, *layout: Any, workspace: Workspace):
         super().__init__(*layout)
-        self.code, self.workspace = code, workspace
+        self.workspace = workspace
 
     def pack(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, ...]:
-        return *self.code.encode(key_states), *self.code.encode(value_states)
+        return *encode(key_states), *encode(value_states)
 
     def unpack(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         keys, _, values, _ = parts
@@ -133,8 +124,8 @@ class QuantizedLayer(SlotLayer):
         keys, key_scales, values, value_scales = parts
         of_keys, of_values = space[: keys.numel()], space[keys.numel() :][: values.numel()]
         return (
-            self.code.decode(keys, key_scales, of_keys.view(keys.shape)),
-            self.code.decode(values, value_scales, of_values.view(values.shape)),
+            decode(keys, key_scales, of_keys.view(keys.shape)),
+            decode(values, value_scales, of_values.view(values.shape)),
         )
 
 
@@ -162,7 +153,7 @@ def make_layers(
         raise ConfigurationError(f"got cache_type={cache_type!r}; wanted one of {', '.join(CACHE_TYPES)}")
     full: Any = FullLayer if cache_type == "full" else QuantizedFullLayer
     windowed: Any = WindowLayer if cache_type == "full" else QuantizedWindowLayer
-    how: dict[str, Any] = {} if cache_type == "full" else {"code": CODES[cache_type], "workspace": workspace}
+    how: dict[str, Any] = {} if cache_type == "full" else {"workspace": workspace}
     layers: list[Any] = []
     for index, (span, states) in enumerate(zip(spans, num_states, strict=True)):
         kind, layout = (full, ()) if span.window is None else (windowed, (span.ring,))
@@ -175,12 +166,11 @@ def make_layers(
     return layers
 
 
-def refuse_unquantizable(config: PreTrainedConfig, cache_type: str, device: torch.device) -> None:
+def refuse_unquantizable(config: PreTrainedConfig, cache_type: str) -> None:
     """Say no before anything is allocated.
 
     Raises:
         IncompatibleTargetError: layers attend to another layer's keys and values, which by then are overwritten.
-        ConfigurationError: the device has no float8.
     """
     shared = getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None)
     if cache_type != "full" and shared:
@@ -188,5 +178,3 @@ def refuse_unquantizable(config: PreTrainedConfig, cache_type: str, device: torc
             f"{shared} layers of {config.model_type} attend to another layer's keys and values, and a cache of type "
             f"{cache_type!r} unpacks those for one layer at a time; use cache_type='full'"
         )
-    if cache_type == "fp8" and device.type == "mps":
-        raise ConfigurationError("cache_type='fp8' needs float8 numbers, which MPS does not have; use 'int8'")

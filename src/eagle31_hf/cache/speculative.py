@@ -10,7 +10,7 @@ One round, for target and drafter alike:
 `lengths` moves only in `keep`, `commit` and `rollback`. What a forward writes lies beyond it until then, so a forward
 that fails half-way leaves nothing to undo. Rejected and padded slots are never cleared: masks hide them until they
 are overwritten. Layers that keep recurrent and convolution states (`states`) keep one of each row, that of its last
-committed token, so a row cannot go back to an earlier one. With `cache_type` `"int8"` or `"fp8"` keys and values are
+committed token, so a row cannot go back to an earlier one. With `cache_type` `"int8"` keys and values are
 stored in 8 bits (`quantized`), with nothing else changed. Left out on purpose: eviction, paging, prefix sharing.
 Use under `torch.no_grad()`: the buffers are written in place.
 """
@@ -52,7 +52,7 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         block: most tokens written between two commits (the larger of prefill chunk and tree nodes).
         slab: grow full layers in steps of so many slots; `None` allocates `capacity` at once.
         layer_types: per layer, the key of its mask for models that take a dict of masks; `None` for one tensor.
-        cache_type: `"full"` stores keys and values in the model's dtype, `"int8"` and `"fp8"` in 8 bits.
+        cache_type: `"full"` stores keys and values in the model's dtype, `"int8"` in 8 bits.
         device: where token ids live, hence masks and positions. Each layer's buffers follow that layer's keys.
         num_states: recurrent and convolution states of each layer; default: none anywhere.
         attends: whether each layer keeps keys and values; default: all do.
@@ -113,7 +113,7 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
             IncompatibleTargetError: the model has layers that keep what this cache cannot, or share keys and values
                 where `cache_type` is not `"full"`.
         """
-        refuse_unquantizable(config, cache_type, torch.device(device))
+        refuse_unquantizable(config, cache_type)
         kinds = kinds_from_config(config, masks_by_type, capacity)
         return cls(
             kinds.windows,

@@ -99,7 +99,7 @@ class PairSource:
         default=None,
         metadata=option("With --memory auto, and in serve: tokens of the longest row, prompt and answer.", min=1),
     )
-    cache_type: Literal["auto", "full", "int8", "fp8"] = field(
+    cache_type: Literal["auto", "full", "int8"] = field(
         default="auto", metadata=option("How the target's keys and values are stored.")
     )
     acceleration: Literal["auto", "eager", "compile"] = field(

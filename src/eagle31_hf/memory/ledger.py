@@ -60,7 +60,7 @@ _LAYER_FORMULA = (
 )
 _DRAFTER_FORMULA = "hidden states + b*T * max(7H + 4I, attention)"
 
-CACHE_TYPES = ("full", "int8", "fp8")
+CACHE_TYPES = ("full", "int8")
 """Those of `cache.quantized`, which imports torch."""
 DRAFTER_PRECISIONS = ("full", "int8", "nf4")
 """What a drafter's matrices may be stored as; `"full"` is the target's own dtype, in `"nf4"` the scales are packed too.

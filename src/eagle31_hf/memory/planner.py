@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..errors import MemoryPlanError
+from ..errors import MemoryPlanError, removal
 from ..trees.shape import (
     FIXED_DEPTH,
     LONGEST_CHAIN,
@@ -33,8 +33,6 @@ from .target_facts import TargetFacts, read_target
 LOADABLE_DRAFTER_PRECISIONS = ("full", "int8", "nf4")
 """Drafter precisions `Eagle31Drafter.from_pretrained` loads, by acceptance, best first (docs/quantization.md)."""
 
-# fp8 takes the bytes of int8 and comes less close (docs/kv_cache.md): on request only.
-_CACHE_TYPES_TRIED = ("full", "int8")
 PREFILL_CHUNKS = (2048, 1024, 512, 256)
 SHORT_DRAFT_TOKENS = 3
 DEFAULT_CONTEXT = 8192
@@ -93,7 +91,7 @@ def plan_memory(
         tree_size: nodes verified per round, root included; `None`: by depth and width, or a chain, if `draft_tokens`
             alone was asked for.
         prefill_chunk: prompt tokens per forward; `None`: the largest of 2048 to 256 that fits.
-        cache_type: of the target's cache, `"full"`, `"int8"` or `"fp8"`; `None`: full, or int8 where that does not fit.
+        cache_type: of the target's cache, `"full"` or `"int8"`; `None`: full, or int8 where that does not fit.
         drafter_precision: `"full"`, `"int8"` or `"nf4"`; `None`: the first that fits of those that load.
         margin: bytes of the card to leave free; `None`: 3 % (1.5 GiB at least where the driver spills to main memory).
         attention: the target's `attn_implementation`, if it is to differ from its config's.
@@ -157,7 +155,7 @@ def _check_sizes(sizes: dict[str, int | None]) -> None:
 
 def _check_name(what: str, name: str | None, known: Sequence[str]) -> None:
     if name is not None and name not in known:
-        raise MemoryPlanError(f"got {what}={name!r}; wanted one of {', '.join(known)}")
+        raise MemoryPlanError(removal(f"{what} {name}") or f"got {what}={name!r}; wanted one of {', '.join(known)}")
 
 
 def _checked_margin(margin: int | None, card: Card) -> int:
@@ -233,7 +231,7 @@ def _candidates(request: _Request) -> list[MemorySettings]:
     def tried(name: str, choices: tuple) -> tuple:
         return (asked[name],) if name in asked else choices
 
-    caches, chunks = tried("cache_type", _CACHE_TYPES_TRIED), tried("prefill_chunk", PREFILL_CHUNKS)
+    caches, chunks = tried("cache_type", CACHE_TYPES), tried("prefill_chunk", PREFILL_CHUNKS)
     precisions = tried("drafter_precision", LOADABLE_DRAFTER_PRECISIONS)
     choices = list(product(caches, precisions, _drafts(request), chunks))
     if "draft_tokens" not in asked:
