@@ -1,11 +1,13 @@
 """A target that holds an MTP head needs no other drafter."""
 
+import json
 from pathlib import Path
 
 import pytest
 from command_line import DRAFTER, PROMPT, TARGET, error_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eagle31_hf import Eagle31Drafter
 from mtp_targets import target_with_head
 
 
@@ -61,3 +63,18 @@ def test_mtp_needs_one_place_to_write_to(target, tmp_path):
     assert "neither --out nor --into" in error_of("mtp", target)
     assert "got both" in error_of("mtp", target, "--out", tmp_path / "x", "--into", target)
     assert "holds no MTP head" in error_of("mtp", TARGET, "--out", tmp_path / "x")
+
+
+def test_draft_rows_are_counted_on_ones_own_texts(target, tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    answer = "the weather in Portland will be rainy"
+    chats.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]})
+    )
+    output = run("mtp", target, "--out", tmp_path / "head", "--draft-vocab", 64, "--prompts", chats).stdout
+    assert "100.0% of those" in output
+    drafter = Eagle31Drafter.from_pretrained(tmp_path / "head")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert len(drafter.draft_ids) == 64
+    assert set(tokenizer(answer)["input_ids"]) <= set(drafter.draft_ids.tolist())
+    assert "goes with" in error_of("mtp", target, "--out", tmp_path / "x", "--prompts", chats)

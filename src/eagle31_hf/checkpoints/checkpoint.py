@@ -40,7 +40,7 @@ from .layouts import (
     stored_name,
     written_layout,
 )
-from .mtp import SAVED, holds_head, is_saved_head, read_head, refuse_lost_head, write_head
+from .mtp import SAVED, TOKENIZER_FILE, holds_head, is_saved_head, read_head, refuse_lost_head, write_head
 from .other_methods import refuse_other_methods
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
@@ -140,9 +140,10 @@ def read_checkpoint(
     )
     if holds_head(folder) or is_saved_head(folder):
         config, tensors = read_head(folder)
-        tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
-        check_values(tensors)
-        return Checkpoint(config, tensors, "mtp")
+        _check_loaded(config, tensors)
+        tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
+        beside = folder / TOKENIZER_FILE
+        return Checkpoint(config, tensors, "mtp", {"tokenizer_file": str(beside)} if beside.is_file() else {})
     try:
         headers = _read_headers(folder)
     except CheckpointFormatError:
@@ -192,7 +193,7 @@ def write_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike[str], *, 
 def _write_head(checkpoint: Checkpoint, folder: Path, format: str) -> None:
     if format != "mtp":
         raise ConfigurationError(f"an MTP head cannot be written as {format}; its layout is mtp")
-    check_values(checkpoint.tensors)
+    _check_loaded(checkpoint.config, checkpoint.tensors)
     write_head(folder, checkpoint.config, checkpoint.tensors)  # type: ignore[arg-type]
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 HEAD_FILE = "mtp.safetensors"
 """Where some publishers keep the head, beside an index that does not name it."""
 
+TOKENIZER_FILE = "tokenizer.json"
+"""Of a target: the order of its ids says which rows of its LM head are worth drafting from."""
 SAVED = "eagle31_mtp"
 """`model_type` of a head in a folder of its own."""
 
@@ -171,7 +173,7 @@ def head_files(folder: Path) -> list[str]:
     family, layers = family_of(raw_config), text_fields(raw_config).get("num_hidden_layers")
     if family is None or not isinstance(layers, int):
         return weights
-    return [*sorted(_named_files(folder, family.pattern(layers))), HEAD_FILE]
+    return [*sorted(_named_files(folder, family.pattern(layers))), HEAD_FILE, TOKENIZER_FILE]
 
 
 def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from transformers import AutoTokenizer
 
 from ..checkpoints import (
-    Checkpoint,
     holds_checkpoint,
     read_checkpoint,
     require_head,
@@ -17,7 +18,10 @@ from ..checkpoints import (
     write_checkpoint,
 )
 from ..checkpoints.graft import graft_head
+from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError
+from ..texts.conversations import read_conversations
+from ..training.data.vocabulary import DraftVocabulary, build_vocabulary
 from .options import TracebackOption, count, make_console, readable_errors
 
 
@@ -33,6 +37,14 @@ def mtp(
         Path | None,
         typer.Option(help="Folder of a fine-tune of BASE to put the head back into.", file_okay=False, exists=True),
     ] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(help="With --out: tokens that can be drafted; default: those that pay, when it is loaded.", min=1),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="With --draft-vocab: conversations (JSONL file or Hub data set) whose answers say which."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="With --out: overwrite a checkpoint.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
@@ -41,6 +53,8 @@ def mtp(
         raise ConfigurationError(
             "got " + ("neither --out nor --into" if out is None else "both") + "; pass one of them"
         )
+    if (draft_vocab is not None and out is None) or (prompts and draft_vocab is None):
+        raise ConfigurationError("--prompts goes with --draft-vocab, and --draft-vocab with --out; leave them out")
     require_head(base)
     console = make_console()
     if into is not None:
@@ -54,7 +68,28 @@ def mtp(
     if holds_checkpoint(out) and not force:
         raise ConfigurationError(f"{out} holds a checkpoint already; name another folder, or pass --force")
     head = read_checkpoint(base)
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in head.tensors.items()}
-    write_checkpoint(Checkpoint(head.config, tensors, "mtp"), out, format="mtp")
+    if prompts:
+        assert draft_vocab is not None, "asked above"
+        vocabulary = _counted(base, prompts, head.config.vocab_size, draft_vocab)
+        head = with_rows(head, vocabulary.ids)
+        console.print(f"{draft_vocab:,} draft tokens, {vocabulary.coverage or 0:.1%} of those in {', '.join(prompts)}")
+    elif draft_vocab is not None:
+        head = with_draft_rows(head, draft_vocab)
+    tensors = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in head.tensors.items()}
+    write_checkpoint(replace(head, tensors=tensors), out, format="mtp")
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     console.print(f"{base}'s MTP head → {out} ({size / 1e6:,.1f} MB); pass this folder as the drafter", soft_wrap=True)
+
+
+def _counted(base: str, sources: list[str], vocab_size: int, size: int) -> DraftVocabulary:
+    """The tokens that the answers in these conversations have most often, and behind them the first ids."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for conversation in read_conversations(sources):
+        for message in conversation.messages:
+            if message["role"] in ("assistant", "text"):
+                ids = torch.tensor(tokenizer(message["content"] or "", add_special_tokens=False)["input_ids"])
+                counts += torch.bincount(ids.long(), minlength=vocab_size)[:vocab_size]
+    if tokenizer.eos_token_id is not None:
+        counts[tokenizer.eos_token_id] += 1
+    return build_vocabulary(counts, size)

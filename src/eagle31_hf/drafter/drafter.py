@@ -25,10 +25,11 @@ from ..generation_config import Eagle31GenerationConfig
 from ..memory import MemoryPlan
 from ..memory.apply_plan import apply_plan, plan_to_apply
 from ..target.binding import TargetBinding
-from ..target.quantized import gather_head_rows
+from ..target.quantized import first_head_rows, gather_head_rows
 from ..target.self_test import require_readable_states
 from .assistant import Assistant
 from .default_config import default_config, with_distinct_states
+from .draft_rows import with_draft_rows
 from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network
 from .modeling_mtp import MtpNetwork
@@ -64,6 +65,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         device: torch.device | str | None = None,
         quantization_config: Any = None,
         memory: MemoryPlan | Literal["auto"] | None = None,
+        draft_vocab_size: int | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
@@ -71,6 +73,8 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         **habits: Any,
     ) -> Eagle31Drafter:
         """Read a published drafter from a folder or the Hub, in any layout of `docs/formats.md`.
+
+        A target's folder that holds a multi-token-prediction (MTP) head is one, too (`docs/choosing.md`).
 
         Args:
             target: attach to this model at once (recommended).
@@ -82,6 +86,8 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             memory: a plan to keep to (`plan_memory`), or `"auto"` to make one for the device `target` sits on: checked
                 before weights are read, it sets precision, draft length or tree, prefill chunk and cache type
                 (docs/memory.md). Needs `target`.
+            draft_vocab_size: rows of its target's LM head that an MTP head drafts from, the first so many; default: as
+                many as pay (`draft_rows`). EAGLE drafters have a draft vocabulary of their own.
             revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
             habits: what else transformers' `from_pretrained` takes; each is answered with what to do here.
 
@@ -105,6 +111,13 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             cache_dir=cache_dir,
             local_files_only=local_files_only,
         )
+        if isinstance(checkpoint.config, MtpConfig):
+            checkpoint = with_draft_rows(checkpoint, draft_vocab_size)
+        elif draft_vocab_size is not None:
+            raise ConfigurationError(
+                f"got draft_vocab_size={draft_vocab_size} for an EAGLE drafter, whose draft vocabulary is its own "
+                f"({checkpoint.config.draft_vocab_size}); leave it out"
+            )
         dtype = chosen_dtype(dtype, checkpoint.tensors["fc.weight"].dtype)
         drafter = cls.from_checkpoint(checkpoint)
         drafter.name_or_path = str(pretrained_model_name_or_path)
@@ -250,12 +263,18 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             with binding.aside():
                 require_readable_states(binding)
             if self.lm_head is None and self._has_map:
-                rows = gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
+                rows = self._rows_of(binding)
         except Exception:
             binding.close()
             raise
         self._hold(binding)
         self._head_rows = [] if rows is None else [self._packed_rows(rows.to(self.device, self.dtype))]
+
+    def _rows_of(self, binding: TargetBinding) -> Tensor:
+        """The target's head rows `(Vd, H)` of the draft vocabulary; its first ones are not copied."""
+        if not self.d2t.any() and (first := first_head_rows(binding.lm_head, len(self.d2t))) is not None:
+            return first
+        return gather_head_rows(binding.lm_head, self.draft_ids, binding.compute_dtype)
 
     def _packed_rows(self, rows: Tensor) -> Tensor | nn.Module:
         """Head rows `(Vd, H)`, packed as the other matrices are."""

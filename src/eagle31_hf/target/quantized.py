@@ -41,9 +41,8 @@ def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tenso
     Args:
         dtype: of the hidden states the head is used to.
     """
-    weight: Any = getattr(head, "weight", None)
-    if type(head) is nn.Linear and weight.dtype in _DENSE and not hasattr(weight, "__tensor_flatten__"):
-        return weight.detach()[rows.to(weight.device)]
+    if (weight := _dense_weight(head)) is not None:
+        return weight[rows.to(weight.device)]
     device = next(iter((*head.parameters(), *head.buffers()))).device
     width, count = _head_shape(head)
     rows = rows.to(device)
@@ -56,6 +55,18 @@ def gather_head_rows(head: nn.Module, rows: Tensor, dtype: torch.dtype) -> Tenso
         units.diagonal(offset=start).fill_(1)
         slices.append(head(units)[:, rows] - bias)  # (n, Vd)
     return torch.cat(slices).t().contiguous()
+
+
+def first_head_rows(head: nn.Module, count: int) -> Tensor | None:
+    """The first rows `(count, H)` of an LM head without copying them; `None` if its weight is packed."""
+    weight = _dense_weight(head)
+    return None if weight is None else weight[:count]
+
+
+def _dense_weight(head: nn.Module) -> Tensor | None:
+    weight: Any = getattr(head, "weight", None)
+    dense = type(head) is nn.Linear and weight.dtype in _DENSE and not hasattr(weight, "__tensor_flatten__")
+    return weight.detach() if dense else None
 
 
 def _head_shape(head: nn.Module) -> tuple[int, int]:
