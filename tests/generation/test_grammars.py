@@ -1,13 +1,13 @@
 """Grammars of other libraries keep their promise with a drafter: the text parses, and it is plain's.
 
-xgrammar, llguidance and outlines each constrain `generate` by a logits processor that follows the text token by token.
+xgrammar and llguidance each constrain `generate` by a logits processor that follows the text token by token.
 The targets are random; what they write is whatever the grammar leaves them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from helpers import (
     use_fixed_shapes_only,
 )
 
-LIBRARIES = ("xgrammar", "llguidance", "outlines")
+LIBRARIES = ("xgrammar", "llguidance")
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_assistant_tokens": 5},
     "tree": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 15},
@@ -49,12 +49,8 @@ LONGEST = 48  # tokens; a text by this schema has fewer
 
 
 @pytest.fixture(autouse=True)
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """outlines compiles its mask for a minute, and from then on hides what goes wrong in everybody's compiling."""
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
-    config: Any = torch._dynamo.config
-    with config.patch(disable=True, suppress_errors=config.suppress_errors):
-        yield
 
 
 @cache
@@ -125,22 +121,10 @@ def of_llguidance(schema: dict[str, Any] | None, words: str) -> Callable[[], Any
     return lambda: ForkedLLGuidance(matcher(tokenizer, grammar))
 
 
-def of_outlines(schema: dict[str, Any] | None, words: str) -> Callable[[], Any]:
-    outlines = pytest.importorskip("outlines")
-    from outlines import backends
-
-    model = outlines.from_transformers(target(), demo_tokenizer())
-    if schema is None:
-        processor = backends.get_regex_logits_processor("outlines_core", model, words)
-    else:
-        processor = backends.get_json_schema_logits_processor("outlines_core", model, json.dumps(schema))
-    return lambda: type(processor)(processor.index, "torch")
-
-
 @cache
 def processors(library: str, *, is_json: bool) -> Callable[[], Any]:
     """Makes a fresh processor for every text."""
-    make = {"xgrammar": of_xgrammar, "llguidance": of_llguidance, "outlines": of_outlines}[library]
+    make = {"xgrammar": of_xgrammar, "llguidance": of_llguidance}[library]
     return make(SCHEMA if is_json else None, WORDS)
 
 
@@ -295,10 +279,9 @@ def test_a_copy_that_breaks_ends_drafting_inside_and_nothing_else(limit: dict[st
     assert (eagle.stats.accepted > 0) == (limit != {"copies": 0})
 
 
-@pytest.mark.parametrize("library", ["xgrammar", "outlines"])  # llguidance follows one text at a time
-def test_a_batch_under_one_grammar_is_plains(library: str) -> None:
+def test_a_batch_under_one_grammar_is_plains() -> None:
     """Such a processor keeps one state for all rows, which must not part: plain decoding serves it, and says why."""
-    make, inputs = processors(library, is_json=True), left_padded(random_prompts(3, len(demo_tokenizer()), seed=2))
+    make, inputs = processors("xgrammar", is_json=True), left_padded(random_prompts(3, len(demo_tokenizer()), seed=2))
     plain, processor = write(inputs, logits_processor=[make()]), make()
     ours = write(inputs, logits_processor=[processor], assistant_model=drafter())
     assert torch.equal(ours, plain)
