@@ -1,4 +1,4 @@
-"""README and docs quote only figures that stand in a record. Which one: docs/figures.toml."""
+"""Tables of README and of pages hold what their records say. Which one: docs/figures.toml."""
 
 import importlib.util
 import json
@@ -14,48 +14,21 @@ figures = importlib.util.module_from_spec(spec)
 sys.modules["figures"] = figures
 spec.loader.exec_module(figures)
 
-RECORDS = sorted((ROOT / "docs" / "records").glob("*.json"))
+RECORDS = sorted((ROOT / "docs" / "records").glob("*"))
+LINKED = re.compile(r"records/([\w.-]+\.jsonl?)\)")
 
 
-PAGES = pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def without_recorded(page):
-    text = page.read_text(encoding="utf-8")
-    return figures.without_figures(text, figures.figures_of(text, figures.entries_of(page)))
-
-
-@PAGES
+@pytest.mark.parametrize("page", figures.all_entries(), ids=lambda page: page.name)
 def test_figures_are_those_of_their_records(page):
-    for figure in figures.figures_of(page.read_text(encoding="utf-8"), figures.entries_of(page)):
+    for figure in figures.figures_of(page.read_text(encoding="utf-8"), figures.all_entries()[page]):
         assert figure.shown == figure.as_recorded(), f"{figure.source}; see `make figures`"
 
 
-@PAGES
-def test_figures_from_before_records_are_those_of_the_day_or_card_they_name(page):
-    found = figures.unmarked_figures(page, without_recorded(page))
-    without = [(one.figure, one.unit, list(one.sources)) for one in found if not one.has_source()]
-    assert not without, f"no record behind {without}; name one in docs/figures.toml, or write a definition as `code`"
-
-
-def test_the_readmes_tables_hold_only_figures_with_records():
-    assert figures.unmarked_in_tables(without_recorded(ROOT / "README.md")) == []
-
-
-def test_every_page_that_is_spoken_of_is_looked_at():
-    said = figures.tomllib.loads((ROOT / "docs" / "figures.toml").read_text(encoding="utf-8"))
-    assert said.keys() - {"days"} <= {page.relative_to(ROOT).as_posix() for page in figures.PAGES}
-
-
-def test_no_place_in_a_record_stands_on_a_page():
-    pages = [
-        ROOT / "README.md",
-        *(path for room in ("docs", "model_cards", "examples") for path in (ROOT / room).rglob("*.md")),
-    ]
-    titled = {page.name for page in pages if figures.TITLED.search(page.read_text(encoding="utf-8"))}
-    assert not titled, "readers see such titles; docs/figures.toml is where they go"
-    assert figures.TITLED.search('[2.69×](docs/records/r.json "rows[0].speed")')
-    assert not figures.TITLED.search("[record](docs/records/r.json)")
+def test_records_are_few_and_pages_name_those_that_are_there():
+    assert len(RECORDS) <= 8
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages if page.name != "LOG.md" for name in LINKED.findall(page.read_text("utf-8"))}
+    assert named <= {record.name for record in RECORDS}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
@@ -63,7 +36,6 @@ def test_records_say_how_they_were_made(record):
     facts = json.loads(record.read_text(encoding="utf-8"))
     assert {"command", "written", "commit", "torch", "transformers", "python", "processor"} <= facts.keys()
     assert re.fullmatch(r"[0-9a-f]{12}\+?", facts["commit"]), "made from no checkout"
-    assert facts["commit"].endswith("+") == bool(facts.get("changes")), "what had changed is not told"
 
 
 @pytest.fixture
@@ -81,7 +53,6 @@ def test_a_figure_is_looked_up(records):
     text = "It is 2.70× as fast, and 9.99× is nobody's.\n"
     (figure,) = looked_up(records, text, ("is {}× as", "r.json rows[name=chain,size=1].speed"))
     assert (figure.shown, figure.as_recorded()) == ("2.70", "2.69")
-    assert figures.without_figures(text, [figure]) == "It is ·× as fast, and 9.99× is nobody's.\n"
 
 
 @pytest.mark.parametrize(
@@ -121,12 +92,6 @@ def test_each_number_has_one_source(records):
         looked_up(records, "from 1 to 2", ("from {} to {}", "r.json share"))
 
 
-def test_a_link_to_a_page_is_not_enough_in_a_readmes_table(records):
-    text = "| 2.69× | 2.70× | [3.1 %](card.md) | Llama 3.1 8B | `1.5` | 128k |\n"
-    found = looked_up(records, text, ("| {}× | 2.70", "r.json rows[0].speed"))
-    assert figures.unmarked_in_tables(figures.without_figures(text, found)) == ["2.70", "3.1"]
-
-
 @pytest.mark.parametrize(
     "place", ["rows[name=tree].speed", "rows[name=chain].speed", "rows[9].speed", "nothing", "rows"]
 )
@@ -134,47 +99,6 @@ def test_a_place_that_is_not_in_the_record_is_named(records, place):
     (figure,) = looked_up(records, "is 2.69×", ("is {}×", f"r.json {place}"))
     with pytest.raises(figures.FigureError, match="is not at"):
         figure.value()
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("It writes 2.69× as fast.", ["2.69"]),
-        ("| chain | 66.5 | 3 |", ["66.5"]),
-        ("costs −1.7 % and 12 ms", ["−1.7", "12"]),
-        ("Llama 3.1 8B, torch 2.13.0, arXiv 2605.09992, `1.10`", []),
-        ("at most 16 rows of 1.5 GiB", []),
-    ],
-)
-def test_what_counts_as_a_figure(tmp_path, line, found):
-    text = figures.without_figures(f"# Title\n\n{line}\n\n```\n3.33×\n```\n", [])
-    assert [unmarked.figure for unmarked in figures.unmarked_figures(tmp_path / "page.md", text)] == found
-
-
-@pytest.mark.parametrize(
-    ("figure", "unit", "text", "stands"),
-    [
-        ("12", "ms", "It took 12 ms.", True),
-        ("12", "ms", "In 12 runs it took 13 ms.", False),
-        ("2.69", "×", "between 2.69 and 2.83×", True),
-        ("2.69", "×", "| chain | 2.69 | 5 |", True),
-        ("2.69", "×", "2.69 GB", False),
-        ("2.6", "", "2.69", False),
-        ("2.69", "", "it was 2.69.", True),
-    ],
-)
-def test_a_number_counts_with_its_unit(figure, unit, text, stands):
-    assert figures.Unmarked(figure, unit, {}).stands_in(text) == stands
-
-
-def test_sources_are_those_of_the_line_before_those_of_the_section(tmp_path):
-    (tmp_path / "model_cards").mkdir()
-    (tmp_path / "model_cards" / "b.md").write_text("3.00×")
-    text = "# One\n\n5.72× on 2026-11-23\n\n3.00×\n\n[b](model_cards/b.md)\n\n# Two\n\n4.00× on 1999-01-01\n"
-    found = list(figures.unmarked_figures(tmp_path / "page.md", text))
-    named = {one.figure: list(one.sources) for one in found}
-    assert named == {"5.72": ["2026-11-23"], "3.00": ["2026-11-23", "b.md"], "4.00": []}
-    assert [one.has_source() for one in found] == [True, True, False]
 
 
 @pytest.mark.slow
