@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle31_hf.checkpoints.gguf_header import read_gguf_metadata
 from eagle31_hf.errors import CheckpointFormatError, MemoryPlanError
-from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory import plan_memory
 from gguf_file import KV_HEADS, write_gguf
 
 U32, U64, STRING, ARRAY = 4, 10, 8, 9
@@ -55,7 +55,6 @@ def test_a_gguf_file_is_planned(tmp_path: Path) -> None:
     assert plan.target.packed_file_bytes == path.stat().st_size
     assert plan.target.shape.kv_heads == KV_HEADS
     assert any("GGUF weights are unpacked to bf16" in warning for warning in plan.warnings)
-    assert MemoryPlan.from_dict(plan.to_dict()) == plan
     with pytest.raises(MemoryPlanError, match="brings its own"):
         plan_memory(path, card="RTX 3060", quantization="bnb-nf4")
 

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.generation_config import Eagle31GenerationConfig
-from eagle31_hf.memory import MemoryPlan
 from eagle31_hf.stats import SpeculationStats
 
 CONFIG = {
@@ -108,32 +107,3 @@ def test_old_names_of_public_fields_work_and_warn():
 def test_settings_that_were_never_set_are_read_without_a_warning(recwarn):
     assert Eagle31GenerationConfig(draft_confidence_floor=None).draft_min_confidence is None
     assert not [warning for warning in recwarn if warning.category is DeprecationWarning]
-
-
-def test_a_memory_plan_means_what_it_meant():
-    shape = {"hidden_size": 16, "q_heads": 2, "kv_heads": 1, "key_dim": 8, "value_dim": 8, "mlp_units": 72,
-             "vocab_size": 64, "windows": [None] * 8, "rotary_tables": 1, "element_bytes": 4,
-             "score_bytes": 0}  # fmt: skip
-    plan = MemoryPlan.from_dict(
-        {
-            "target": {
-                "name": "target", "fingerprint": "b4b4a7c986d9ee55", "num_parameters": 17680, "shape": shape,
-                "quantization": {"method": "none", "dtype": "fp32", "bits": 32, "group_size": -1, "double_quant": False,
-                                 "skip_modules": None},
-                "weights": {"packed": 0, "experts": 0, "plain": 70752, "largest_packed": [0, 0], "largest_tensor": 0},
-                "intermediate_size": 24, "max_position_embeddings": 128, "loaded": False,
-            },
-            "drafter": {
-                "name": "one layer", "fingerprint": "624240ea747b697e",
-                "linears": [[32, 32], [16, 16], [48, 16], [16, 24]],
-                "shape": {"decoder": {**shape, "mlp_units": 96, "windows": [None]}, "aux_width": 48, "draft_vocab": 64},
-                "head": [64, 16], "embedding_elements": 0, "plain_elements": 880, "fixed_bytes": 32,
-            },
-            "card": {"name": "24GiB card", "kind": "cuda", "total_bytes": 25769803776, "usable_bytes": 25769803776,
-                     "context_bytes": 943718400, "compute_capability": None, "measured": False},
-            "settings": {"context": 100, "batch": 1, "draft_tokens": 4, "tree_size": None, "prefill_chunk": 2048,
-                         "cache_type": "full", "drafter_precision": "full"},
-            "margin_bytes": 773094113, "longest_context": 2684283, "alternatives": [], "warnings": [],
-        }
-    )  # fmt: skip
-    assert (plan.peak_moment, plan.peak_bytes) == ("drafter prefill", 977_897_216)

@@ -102,7 +102,7 @@ def test_acceptance_of_several_calls_adds_up():
 
 def test_plan_says_what_fits_and_leaves_with_1_where_it_does_not(tmp_path):
     figures = tmp_path / "plan.json"
-    result = run("plan", TARGET, "--card", "RTX 3060", "--context", "1024", "--frontier", "--json", figures)
+    result = run("plan", TARGET, "--card", "RTX 3060", "--context", "1024", "--json", figures)
     assert "target weights" in result.output
     assert "elements * 2" not in result.output
     assert json.loads(figures.read_text())["settings"]["context"] == 1024

@@ -176,12 +176,9 @@ def test_serve_wants_the_origin_of_a_page_and_no_address_in_it():
     assert "scheme, host and port" in error_of("serve", "--allow-origin", "*")
 
 
-def test_serve_needs_a_plan_with_a_row_to_read_prompts_in(tmp_path):
-    path = tmp_path / "plan.json"
-    run("plan", TARGET, "--drafter", DRAFTER, "--card", "this machine", "--context", 256, "--batch", 3, "--json", path)
-    told = run("serve", "--port", 0, "--memory", path, "--max-batch", 3, code=1)
-    assert "for 3 rows, and --max-batch 3 takes 4" in told.stderr
-    assert "pass --max-batch 2" in told.stderr
+def test_a_plan_in_a_file_is_answered_with_what_to_do(tmp_path):
+    message = error_of("generate", "--prompt", "x", "--memory", tmp_path / "plan.json")
+    assert "went in 0.2.0: pass --memory auto, and the options the plan was made with" in message
 
 
 def test_serve_says_that_a_port_is_taken_before_it_loads_anything():

@@ -21,11 +21,11 @@ from transformers import (
 
 from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import CARDS, GIB, Card, find_card, measure_card
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.ledger import MOMENTS
-from eagle31_hf.memory.report import decision_rows, frontier_rows, ledger_rows, plot_ledger
+from eagle31_hf.memory.report import decision_rows, ledger_rows
 from eagle31_hf.memory.target_facts import read_target, target_fingerprint
 from eagle31_hf.memory.weight_bytes import storage_bytes
 from eagle31_hf.trees.shape import DraftShape
@@ -133,13 +133,18 @@ def test_what_nobody_asked_for_is_planned_as_it_is_drafted(asked: dict, shape: D
     plan = plan_memory(LLAMA_8B, **{"quantization": "bf16", "card": "RTX A6000", **asked})
     assert plan.settings.shape == shape
     assert plan.settings.draft_is_usual == ("draft_tokens" not in asked and asked.get("tree_width", 1) == 1)
-    assert MemoryPlan.from_dict(json.loads(plan.to_json())) == plan
     (told,) = [text for name, text in decision_rows(plan) if name == "draft"]
     assert ("trees of 8 nodes for sampled texts" in told) == (not asked)
     assert ("up to" in told) == plan.settings.draft_is_usual
-    alone = next(point for point in plan.frontier(contexts=(8192,), draft_tokens=(0,)) if point.cache_type == "full")
-    if plan.settings.cache_type == "full":
-        assert plan.peak_bytes - plan.drafter_bytes == alone.peak_bytes, "nothing of a draft is left without one"
+    alone = plan_memory(
+        LLAMA_8B,
+        quantization=asked.get("quantization", "bf16"),
+        draft_tokens=0,
+        card=plan.card,
+        batch=plan.settings.batch,
+        cache_type=plan.settings.cache_type,
+    )
+    assert plan.peak_bytes - plan.drafter_bytes == alone.peak_bytes, "nothing of a draft is left without one"
 
 
 def test_layers_that_keep_states_are_planned_with_chains() -> None:
@@ -172,26 +177,15 @@ def test_more_of_anything_never_takes_less(context: int, chunk: int, batch: int,
 
 @given(st.sampled_from(sorted(CARDS)), st.sampled_from(["bf16", "bnb-int8", "bnb-nf4-dq", "gptq-4bit"]))
 @settings(max_examples=25, deadline=None)
-def test_plans_survive_json_and_add_up(card: str, quantization: str) -> None:
+def test_plans_are_json_and_add_up(card: str, quantization: str) -> None:
     plan = plan_memory(LLAMA_8B, quantization=quantization, card=card, context=2048)
-    assert MemoryPlan.from_dict(json.loads(plan.to_json())) == plan
+    told = json.loads(json.dumps(plan.to_dict()))
+    assert (told["figures"]["peak_bytes"], told["settings"]["context"]) == (plan.peak_bytes, 2048)
     for moment in MOMENTS:
         assert plan.bytes_by_moment[moment] == sum(t.num_bytes for t in plan.ledger if moment in t.moments)
     assert plan.peak_bytes == max(plan.bytes_by_moment.values())
     assert plan.fits == (plan.peak_bytes <= plan.budget_bytes)
     assert all(term.num_bytes > 0 and term.moments for term in plan.ledger)
-
-
-def test_frontier_agrees_with_plans_of_its_own() -> None:
-    points = BASE.frontier(contexts=(4096, 65536), draft_tokens=(0, 6))
-    assert len(points) == 2 * 2 * 2
-    full = next(p for p in points if (p.context, p.draft_tokens, p.cache_type) == (65536, 6, "full"))
-    own = plan_memory(
-        LLAMA_8B, quantization="bnb-nf4", card="RTX 4090", context=65536, draft_tokens=6, prefill_chunk=2048
-    )
-    assert full.peak_bytes == own.peak_bytes
-    packed = next(p for p in points if (p.context, p.draft_tokens, p.cache_type) == (65536, 6, "int8"))
-    assert packed.peak_bytes < full.peak_bytes
 
 
 # --- targets, drafters, cards -----------------------------------------------------------------------------------------
@@ -345,44 +339,14 @@ def test_configs_with_other_field_names_are_read() -> None:
     assert plan.target.intermediate_size == 4 * 768
 
 
-@pytest.mark.parametrize("change", [{"extra": 1}, {"settings": {"depth": 3}}, {"target": None}])
-def test_foreign_json_is_refused(change: dict) -> None:
-    with pytest.raises(MemoryPlanError, match="not a memory plan"):
-        MemoryPlan.from_dict({**BASE.to_dict(), **change})
-
-
 # --- rendering --------------------------------------------------------------------------------------------------------
 
 
-def test_report_shows_every_term_and_the_decision(tmp_path: Path) -> None:
+def test_report_shows_every_term_and_the_decision() -> None:
     assert sorted(row[0] for row in ledger_rows(BASE)) == sorted(term.name for term in BASE.ledger)
     assert ("fits", "yes") in decision_rows(BASE)
     refusal = plan_memory(LLAMA_70B, quantization="bf16", card="RTX 3090", context=4096)
     assert ("would fit", "card H200") in decision_rows(refusal)
-    header, *rows = frontier_rows(BASE.frontier(contexts=(2048, 131072), draft_tokens=(6,)))
-    assert header[2:] == ("full cache", "int8 cache")
-    assert [row[0] for row in rows] == ["2,048", "131,072"]
-
-
-def test_plot_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot_ledger(BASE, tmp_path / "ledger.png")
-    assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
-    for unwritable in (tmp_path / "ledger.foo", tmp_path / "nowhere" / "ledger.png"):
-        with pytest.raises(MemoryPlanError, match=r"ledger\..*cannot be written"):
-            plot_ledger(BASE, unwritable)
-
-
-def test_a_plot_shows_every_byte_in_colours_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn: list = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **more: drawn.append(figure))
-    plot_ledger(BASE, tmp_path / "ledger.png")
-    bars = drawn[0].axes[0].containers
-    assert len({bar.patches[0].get_facecolor() for bar in bars}) == len(bars) > 5
-    tops = [sum(bar.patches[i].get_height() for bar in bars) * GIB for i in range(len(bars[0].patches))]
-    assert max(tops) == pytest.approx(BASE.peak_bytes)
-    assert not any(bar.get_label().startswith("_") for bar in bars)  # all in the legend
 
 
 def test_home_lab_table_has_a_cell_per_card_and_scheme() -> None:

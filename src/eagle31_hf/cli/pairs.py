@@ -18,7 +18,7 @@ from ..demo import Messages, drafter_path, target_path
 from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafter.packed_linear import bitsandbytes
-from ..errors import CheckpointNotFoundError, ConfigurationError, MemoryPlanError, first_line
+from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import best_kind, one_card
 from ..serving.prompts import encode_chat
@@ -90,7 +90,7 @@ class PairSource:
     )
     memory: str | None = field(
         default=None,
-        metadata=option("auto: plan before loading and keep to it; or a plan that `eagle31 plan --json` wrote."),
+        metadata=option("auto: plan before loading, and keep to it."),
     )
     card: list[str] | None = field(
         default=None, metadata=option("With --memory auto: the card to plan for; default: this machine's.")
@@ -259,22 +259,21 @@ def _check_without_drafter(drafting: Drafting, *, may_lack_drafter: bool) -> Non
 
 
 def make_plan(source: PairSource, drafting: Drafting, *, batch: int) -> MemoryPlan | None:
-    """The memory plan that was asked for: read from its file, or made from configurations alone.
+    """The memory plan that was asked for, made from configurations alone.
 
     Raises:
-        ConfigurationError: `--card` or `--context` without a plan to use them in.
-        MemoryPlanError: the file is no plan, or none can be made.
+        ConfigurationError: `--card` or `--context` without a plan to use them in, or a plan in a file.
+        MemoryPlanError: none can be made.
     """
     planned = " and ".join(f"--{name}" for name in ("card", "context") if getattr(source, name))
-    if source.memory != "auto" and planned:
-        without = "without a plan" if source.memory is None else f"with a plan that is made already ({source.memory})"
-        raise ConfigurationError(
-            f"got {planned} {without}, but a plan made here is what it is for: pass --memory auto, or leave it out"
-        )
+    if source.memory not in (None, "auto"):
+        raise ConfigurationError(f"got --memory {source.memory}; {removal('--memory FILE')}")
     if source.memory is None:
+        if planned:
+            raise ConfigurationError(
+                f"got {planned} without a plan, which is what it is for: pass --memory auto, or leave it out"
+            )
         return None
-    if source.memory != "auto":
-        return _read_plan(Path(source.memory))
     return plan_memory(
         source.target_name,
         quantization=_planned_weights(source),
@@ -297,19 +296,6 @@ def _planned_weights(source: PairSource) -> str | None:
         return source.torch_dtype
     dtype = dtype_here(source.target_name, dtype=source.torch_dtype, device_map=_placement(source))
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _read_plan(path: Path) -> MemoryPlan:
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise MemoryPlanError(
-            f"got --memory {str(path)!r}, which cannot be read ({first_line(error)}); wanted auto, or a file that "
-            "`eagle31 plan --json` wrote"
-        ) from error
-    if not isinstance(told, dict):
-        raise MemoryPlanError(f"{str(path)!r} holds no memory plan; write one with `eagle31 plan --json`")
-    return MemoryPlan.from_dict(told)
 
 
 def encode(pair: LoadedPair, conversation: Messages) -> dict[str, Tensor]:

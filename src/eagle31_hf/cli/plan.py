@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from rich.table import Table
 from ..errors import ConfigurationError
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import one_card
-from ..memory.report import LEDGER_COLUMNS, decision_rows, frontier_rows, ledger_rows, plot_ledger
+from ..memory.report import LEDGER_COLUMNS, decision_rows, ledger_rows
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .progress import waiting_for
 
@@ -40,9 +39,7 @@ def plan(
     tree_size: Annotated[int | None, typer.Option(help="Tokens verified per round with a tree.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward; default: what fits.")] = None,
     margin: Annotated[int | None, typer.Option(help="Bytes of the card to leave free; default: 3 %.")] = None,
-    frontier: Annotated[bool, typer.Option("--frontier", help="Show context × draft × cache type.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Show how each size is computed.")] = False,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the ledger to this picture.")] = None,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -65,17 +62,11 @@ def plan(
             prefill_chunk=prefill_chunk,
             margin=margin,
         )
-    write_json(json_path, made.to_dict())  # before a picture can fail
+    write_json(json_path, made.to_dict())
     console = make_console()
     print_decision(console, made)
     columns = len(LEDGER_COLUMNS) - (not formulas)  # the last one, which makes a page of a table
     console.print(_table(LEDGER_COLUMNS[:columns], [row[:columns] for row in ledger_rows(made)]))
-    if frontier:
-        header, *rows = frontier_rows(made.frontier())
-        console.print()
-        console.print(_table(header, rows))
-    if plot is not None:
-        plot_ledger(made, plot)
     raise typer.Exit(0 if made.fits else 1)
 
 

@@ -16,8 +16,7 @@ from rich.console import Console
 from ..decoding.calibration.unasked import calibrate
 from ..decoding.pair import Pair
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError, Eagle31Error, MemoryPlanError
-from ..memory import MemoryPlan
+from ..errors import ConfigurationError, Eagle31Error
 from .option_groups import expand_options
 from .options import TracebackOption, make_console, readable_errors
 from .pairs import Drafting, LoadedPair, PairSource, load_pair
@@ -70,7 +69,7 @@ def serve(
     asked = source.context if source.memory is None else None  # of a row, where nothing is planned
     loaded = replace(source, context=None) if asked else source
     pair = load_pair(
-        loaded, drafting, batch=rows, on_plan=lambda plan: _show_plan(console, plan, rows), may_lack_drafter=True
+        loaded, drafting, batch=rows, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
     )
     _calibrate_once(console, pair)
     from ..serving.app import ServerSettings, make_app
@@ -141,18 +140,6 @@ def _calibrate_once(console: Console, pair: LoadedPair) -> None:
             calibrate(drafter, compiled=False)
     except (RuntimeError, Eagle31Error) as error:  # the server serves without it
         console.print(f"Not calibrated, drafts have one length: {error}", style="yellow")
-
-
-def _show_plan(console: Console, plan: MemoryPlan, rows: int) -> None:
-    """Print the plan; one from a file may have been made for fewer rows."""
-    print_decision(console, plan)
-    if plan.settings.batch < rows:
-        possible = max(plan.settings.batch - READING_ROWS, 0)
-        advice = f"pass --max-batch {possible}, or plan" if possible else "plan"
-        raise MemoryPlanError(
-            f"the plan is for {plan.settings.batch} rows, and --max-batch {rows - READING_ROWS} takes {rows} of them, "
-            f"one to read prompts in; {advice} with `eagle31 plan --batch {rows}`"
-        )
 
 
 def _check_reach(host: str, api_key: str | None) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import product
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MemoryPlanError
 from .cards import GIB, Card, find_card
 from .drafter_facts import DrafterFacts
-from .ledger import CACHE_TYPES, LedgerTerm, MemorySettings, build_ledger, bytes_by_moment
+from .ledger import LedgerTerm, MemorySettings, build_ledger, bytes_by_moment
 from .target_facts import TargetFacts, target_fingerprint
 
 if TYPE_CHECKING:
@@ -26,18 +22,6 @@ class Alternative:
 
     what: str
     value: str
-
-
-@dataclass(frozen=True)
-class FrontierPoint:
-    """One point of the trade between context, draft and cache."""
-
-    context: int
-    draft_tokens: int
-    cache_type: str
-    peak_bytes: int
-    peak_moment: str
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -103,19 +87,6 @@ class MemoryPlan:
         alone = replace(self.settings, draft_tokens=0, tree_size=None, draft_is_usual=False)
         return self.peak_bytes - replace(self, settings=alone).peak_bytes
 
-    def frontier(
-        self,
-        contexts: Sequence[int] = (2048, 4096, 8192, 16384, 32768, 65536, 131072),
-        draft_tokens: Sequence[int] = (0, 3, 6, 10),
-    ) -> list[FrontierPoint]:
-        """Peak for every combination, everything else as planned. Drafts are chains; 0 is the target alone."""
-        chains = replace(self.settings, tree_size=None, draft_is_usual=False)
-        points = []
-        for context, depth, kind in product(contexts, draft_tokens, CACHE_TYPES):
-            plan = replace(self, settings=replace(chains, context=context, draft_tokens=depth, cache_type=kind))
-            points.append(FrontierPoint(context, depth, kind, plan.peak_bytes, plan.peak_moment, plan.fits))
-        return points
-
     # --- keeping the plan --------------------------------------------------------------------------------------------
 
     def require_fit(self) -> MemoryPlan:
@@ -162,7 +133,7 @@ class MemoryPlan:
     # --- JSON --------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: what the plan was made from (read back by `from_dict`), and the figures that follow from it."""
+        """JSON-ready: what the plan was made from, and the figures that follow from it."""
         figures = {
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
@@ -172,37 +143,3 @@ class MemoryPlan:
             "ledger": [asdict(term) for term in self.ledger],
         }
         return {**asdict(self), "figures": figures}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> MemoryPlan:
-        """The plan that `to_dict` described.
-
-        Raises:
-            MemoryPlanError: a field is missing or unknown.
-        """
-        try:
-            return _rebuilt(cls, {key: value for key, value in data.items() if key != "figures"})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise MemoryPlanError(f"this is not a memory plan as `to_dict` writes it: {error}; plan again") from error
-
-    def to_json(self) -> str:
-        """`to_dict` as indented JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-
-def _rebuilt(kind: Any, value: Any) -> Any:
-    """`value` (from JSON) as an instance of the annotation `kind`: dataclasses, tuples and optionals of them."""
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        unknown = set(value) - set(hints)
-        if unknown:
-            raise TypeError(f"unknown fields {sorted(unknown)}")
-        return kind(**{name: _rebuilt(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
-    if get_origin(kind) in (Union, UnionType):
-        options = [option for option in get_args(kind) if option is not type(None)]
-        return None if value is None else _rebuilt(options[0], value)
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_rebuilt(each, item) for each, item in zip(kinds, value, strict=True))
-    return value
