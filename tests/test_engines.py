@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import read_checkpoint
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
-from eagle31_hf.training.data.packing import NOT_WRITTEN, PackedBatch
-from eagle31_hf.training.distillation.features import compute_features
-from eagle31_hf.training.distillation.unroll import unroll
+from eagle31_hf.training.data import NOT_WRITTEN, PackedBatch
+from eagle31_hf.training.unroll import compute_features, unroll
 from helpers import MODELS
 
 STUDIES = Path(__file__).resolve().parents[1] / "examples" / "studies"

@@ -26,8 +26,7 @@ from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState,
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.stats import SpeculationStats
-from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
-from eagle31_hf.training.distillation.known_texts import chains_along, write_texts
+from eagle31_hf.training.measure import EvaluationPrompt, chains_along, write_texts
 from eagle31_hf.trees.shape import DraftShape
 from helpers import CHEAP_DRAFTS, DEAR_DRAFTS, calibrated, configured, demo_tokenizer, seeded, target_of
 from matrix import pairwise

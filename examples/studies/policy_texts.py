@@ -32,8 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import drafter_path, target_path
 from eagle31_hf.texts.prompts import Prompt, read_prompts
-from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
-from eagle31_hf.training.distillation.known_texts import chains_along, write_texts
+from eagle31_hf.training.measure import EvaluationPrompt, chains_along, write_texts
 
 SUREST_KEPT = 0.005
 """A chain's product of probabilities below which no more of them are kept: no default drafts on in such doubt."""

@@ -125,6 +125,21 @@ REMOVED_IN_0_2 = {
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
     "cache_type fp8": "int8 takes the same bytes and comes closer; use cache_type='int8'",
     "guided_grammar in GBNF": "write the grammar in Lark's notation: start: ...",
+    "train --loss": "cross-entropy was never worse than the other losses; leave the option out",
+    "train --step-decay": "each step weighs 0.8 of the one before; leave the option out",
+    "train --given-weight": "all supervised tokens weigh the same; leave the option out",
+    "train --supervise": "a small target's drafter learns every token, others the assistant's; leave the option out",
+    "train --too-long": "longer conversations lose their end, and are counted; leave the option out",
+    "train --store-features": "hidden states are computed in every step; leave the option out",
+    "train --stage2-share": "of both stages the second takes a quarter of the steps; leave the option out",
+    "train --optimizer": "matrices are stepped by Muon, the rest by AdamW; leave the option out",
+    "train --warmup-share": "the learning rate rises over 3 % of the steps; leave the option out",
+    "train --max-grad-norm": "gradients are scaled down to a norm of 0.5; leave the option out",
+    "train --patience": "training stops after 5 measurements without progress; leave the option out",
+    "train --draft-tokens": "acceptance is measured with 5 draft tokens; leave the option out",
+    "train --layers": "pass one of Eagle31Drafter.from_target(target, num_hidden_layers=N) as --drafter",
+    "train --heads": "pass one of Eagle31Drafter.from_target(target, num_attention_heads=N) as --drafter",
+    "train --intermediate-size": "pass one of Eagle31Drafter.from_target(target, intermediate_size=N) as --drafter",
 }
 """What version 0.2.0 removed, and what to do instead: a command ("report"), an option ("train --reward"), a value
 ("--format nemo") or a field ("draft_length_bounds")."""

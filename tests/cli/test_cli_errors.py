@@ -160,11 +160,6 @@ def test_train_refuses_a_missing_prompt_file_in_one_line(tmp_path):
     assert str(missing.name) in result.output
 
 
-def test_train_says_what_stage_two_is_where_a_policy_gradient_is_asked_for(tmp_path):
-    result = run("train", TARGET, "--prompts", "self", "--out", tmp_path / "out", "--reward", "chain", code=1)
-    assert "policy gradients were never better than stage 1 and are gone" in " ".join(result.output.split())
-
-
 @pytest.mark.parametrize("option", [("--schedule", "pid"), ("--tree-width", 2), ("--acceleration", "compile")])
 def test_serve_refuses_what_a_running_batch_cannot_draft(option):
     told = run("serve", "--target", "nowhere", *option, code=1)

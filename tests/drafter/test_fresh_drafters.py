@@ -134,7 +134,7 @@ def test_an_epsilon_that_is_null_is_not_taken():
 
 
 def test_training_is_set_up_for_a_target_of_unlike_layers():
-    from eagle31_hf.training.setup import resolve
+    from eagle31_hf.training.preparation import resolve
 
     told = TrainingSettings(target="x", prompts=("x.jsonl",), out=Path("x"))
     for family in ("gemma4_text", "gpt2", "bloom"):

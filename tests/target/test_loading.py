@@ -24,8 +24,8 @@ from eagle31_hf.errors import (
 )
 from eagle31_hf.memory import plan_memory
 from eagle31_hf.target.loading import load_target
+from eagle31_hf.training.preparation import load_target as load_frozen
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.setup import load_target as load_frozen
 from gguf_file import CHAT_TEMPLATE, write_gguf
 from helpers import demo_tokenizer, random_drafter, seeded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.data.rendering import render_turns
+from eagle31_hf.training.data import render_turns
 
 CHAT = [
     {"role": "user", "content": "Two apples cost 4 dollars. What do five cost?"},

@@ -11,17 +11,17 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.sampling.draw import choose
-from eagle31_hf.training.distillation import known_texts
-from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
-from eagle31_hf.training.distillation.known_texts import (
+from eagle31_hf.training import measure
+from eagle31_hf.training.measure import (
+    EvaluationPrompt,
     TextRounds,
     acceptance_length,
+    acceptance_of,
     paired_error,
     rounds_of,
     served_processing,
     write_texts,
 )
-from eagle31_hf.trees.shape import DraftShape
 from helpers import configured, demo_tokenizer, seeded, target_of
 
 NEW_TOKENS = 32
@@ -45,7 +45,7 @@ def prompts() -> list[EvaluationPrompt]:
 @pytest.mark.thorough(every=2)
 def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: list, depth: int) -> None:
     texts = write_texts(drafter.binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
-    found = rounds_of(drafter, texts, DraftShape(depth))
+    found = rounds_of(drafter, texts, depth)
     model: Any = drafter.binding.model
     with configured(drafter, num_assistant_tokens=depth):
         for known, rounds in zip(texts.texts, found, strict=True):
@@ -57,12 +57,11 @@ def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: l
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("shape", [DraftShape(4), DraftShape(4, top_k=3, size=10)], ids=["chain", "tree"])
 @pytest.mark.thorough(every=3)
 def test_rounds_are_those_of_generate(
-    drafter: Eagle31Drafter, prompts: list, monkeypatch: pytest.MonkeyPatch, temperature: float, shape: DraftShape
+    drafter: Eagle31Drafter, prompts: list, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """One by one, by chains and by trees, also where texts are sampled: by the noise they were sampled by."""
+    """One by one, also where texts are sampled: by the noise they were sampled by."""
     model: Any = drafter.binding.model
     plain, served = model.generate, []
 
@@ -70,19 +69,16 @@ def test_rounds_are_those_of_generate(
         if "custom_generate" in options:
             return plain(**options)
         out = plain(**options, assistant_model=drafter)
-        served.append((drafter.stats.rounds, drafter.stats.drafted_at, drafter.stats.accepted))
+        served.append((drafter.stats.rounds, drafter.stats.accepted))
         return out
 
     monkeypatch.setattr(model, "generate", with_drafter)
-    sizes = {"draft_top_k": shape.top_k, "draft_tree_size": shape.size or None}
-    with configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule="constant", **sizes):
+    with configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule="constant"):
         texts = write_texts(drafter.binding, prompts, temperature, max_new_tokens=NEW_TOKENS, batch_size=1)
     monkeypatch.undo()
-    found = rounds_of(drafter, texts, shape)
-    assert [each.rounds for each in found] == [rounds for rounds, _, _ in served]
-    if shape.is_tree:
-        assert [list(each.drafted_at) for each in found] == [drafted_at for _, drafted_at, _ in served]
-    for ours, (_, _, accepted) in zip(found, served, strict=True):  # what stands behind a text's end counts there
+    found = rounds_of(drafter, texts, 4)
+    assert [each.rounds for each in found] == [rounds for rounds, _ in served]
+    for ours, (_, accepted) in zip(found, served, strict=True):  # what stands behind a text's end counts there
         assert 0 <= accepted - sum(ours.accepted_at) <= 4
     assert acceptance_length(found) > 2
 
@@ -105,10 +101,31 @@ def test_the_processors_are_those_that_generate_applies() -> None:
     names = [type(processor).__name__ for processor in warped.processors]
     assert names[0] == "TemperatureLogitsWarper"
     assert served_processing(model, 0.0).is_empty
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_processors_that_look_at_the_text_are_left_out(
+    drafter: Eagle31Drafter, prompts: list, temperature: float
+) -> None:
+    """So that acceptance can be told of targets whose generation config has some (Qwen2.5's repetition penalty)."""
+    model: Any = drafter.binding.model
+    bare = write_texts(drafter.binding, prompts, temperature, max_new_tokens=12)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(model.generation_config, "repetition_penalty", 1.2)
-        with pytest.raises(ConfigurationError, match="RepetitionPenalty"):
-            served_processing(model, 1.0)
+        patched.setattr(model.generation_config, "repetition_penalty", 1.5)
+        patched.setattr(model.generation_config, "no_repeat_ngram_size", 2)
+        texts = write_texts(drafter.binding, prompts, temperature, max_new_tokens=12)
+        assert model.generation_config.repetition_penalty == 1.5
+    assert all(torch.equal(*(each.text.ids for each in pair)) for pair in zip(texts.texts, bare.texts, strict=True))
+    assert texts.warping.key == bare.warping.key
+
+
+def test_counts_are_those_of_the_rounds(drafter: Eagle31Drafter, prompts: list) -> None:
+    texts = write_texts(drafter.binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
+    found = rounds_of(drafter, texts, 3)
+    counts = acceptance_of(found)
+    assert counts.acceptance_length == pytest.approx(acceptance_length(found))
+    assert counts.rounds == sum(each.rounds for each in found)
+    assert counts.drafted_at[0] >= counts.accepted_at[0] >= counts.accepted_at[-1] > 0
 
 
 def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: list) -> None:
@@ -118,7 +135,7 @@ def test_texts_end_where_the_target_ends_them(drafter: Eagle31Drafter, prompts: 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(binding.model.generation_config, "eos_token_id", [2, third])
         shorter = write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
-        patched.setattr(known_texts, "until_end", lambda answer, ends: answer[:1])
+        patched.setattr(measure, "until_end", lambda answer, ends: answer[:1])
         with pytest.raises(ConfigurationError, match="ends its text at once"):
             write_texts(binding, prompts[:1], 0.0, max_new_tokens=NEW_TOKENS)
     assert int(shorter.texts[0].text.ids[-1]) == third

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.data.regeneration import RegenerationSettings, _batches, _temperature, regenerate, with_keys
+from eagle31_hf.training.preparation import resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.setup import resolve
+from eagle31_hf.training.writing import RegenerationSettings, _batches, _temperature, regenerate, with_keys
 
 
 def conversations(count: int) -> list[Conversation]:

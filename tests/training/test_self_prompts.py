@@ -15,19 +15,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
-from eagle31_hf.training.data.prompt_sieve import MOST_SEEN, PromptSieve, grams, repetition, words_of
-from eagle31_hf.training.data.self_prompts import (
+from eagle31_hf.training.preparation import Preparation, resolve
+from eagle31_hf.training.self_prompts import (
     FEWEST_AT_A_TIME,
     FIRST_WORDS,
+    MOST_SEEN,
+    PromptSieve,
     SelfPromptSettings,
     _PromptWriter,
+    grams,
+    repetition,
     self_prompt_count,
     user_turn,
+    words_of,
     write_prompts,
 )
-from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.setup import resolve
 
 
 @pytest.fixture(scope="module")

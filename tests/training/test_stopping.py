@@ -7,17 +7,13 @@ import json
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from eagle31_hf.training import plan
-from eagle31_hf.training.distillation.evaluation import EvaluationPrompt, EvaluationSettings
-from eagle31_hf.training.plan import LEARNED_ACCEPTANCE, StagePlan, TrainingPlan, time_measurement
+from eagle31_hf.training.plan import StagePlan, TrainingPlan
 from eagle31_hf.training.record import command_line, learning_curve
-from eagle31_hf.training.settings import ResolvedSettings, TrainingSettings
+from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.stopping import StopRequest, describe_kept, telling_what_is_kept
 
 
@@ -75,27 +71,11 @@ def test_the_plans_minutes_hold_the_measurements() -> None:
     made = TrainingPlan(
         rows=10, tokens=4000, supervised_tokens=4000, coverage=1.0, rows_per_step=2,
         stages=(StagePlan("stage1", 30, 2.0, 3), StagePlan("stage2", 10, 4.0, 1)), measurement_s=50.0, prompts=64,
-        disk_bytes=0, training_bytes=0, token_loss_s=2.0, bare_s=1.0,
+        disk_bytes=0, training_bytes=0,
     )  # fmt: skip
     assert made.total_s == 30 * 2 + 10 * 4 + 4 * 50
     assert made.tokens_per_step == 800
     assert "measured  4 x 64 prompts, about 50 s each\ntime      5.0 minutes" in str(made)
-
-
-def test_a_measurements_time_follows_from_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def measure(drafter: Any, prompts: list[Any], settings: EvaluationSettings) -> None:
-        clock[0] += 3.0 + 0.5 * (settings.max_new_tokens - 1)  # of a batch of at most two prompts
-        assert len(prompts) == 2
-
-    monkeypatch.setattr(plan, "measure_acceptance", measure)
-    monkeypatch.setattr(plan, "now", lambda device: clock[0])
-    drafter: Any = SimpleNamespace(device="cpu")
-    settings = EvaluationSettings(max_new_tokens=100, batch_size=2)
-    seconds = time_measurement(drafter, [EvaluationPrompt([1], "a")] * 6, settings)
-    assert seconds == pytest.approx(3 * (3.0 + 0.5 * 100 / LEARNED_ACCEPTANCE))
-    assert time_measurement(drafter, [], settings) == 0
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -106,12 +86,11 @@ def test_the_command_runs_as_it_stands_where_target_and_texts_have_these_names(t
     rows.touch()
     told = TrainingSettings(
         target=str(tmp_path), target_id="owner/target", prompts=("self:50", str(rows)), out=tmp_path / "out",
-        resume=True, device="cpu", temperature=(0.0, 0.7), store_features=True, eval_new_tokens=64,
+        resume=True, device="cpu", temperature=(0.0, 0.7), gradient_checkpointing=True, eval_new_tokens=64,
     )  # fmt: skip
-    filled: Any = {name: 1 for name in ResolvedSettings.__annotations__}
-    resolved = ResolvedSettings(**{**vars(told), **filled})
+    resolved = replace(told, max_new_tokens=1, max_length=1, eval_steps=1)
     line = "eagle31 train owner/target --prompts self:50 --prompts rows.jsonl --temperature 0.0 --temperature 0.7"
-    assert command_line(resolved, told) == f"{line} --store-features --eval-new-tokens 64 --out drafter"
+    assert command_line(resolved, told) == f"{line} --gradient-checkpointing --eval-new-tokens 64 --out drafter"
     nameless = replace(resolved, target_id=None)
     assert f"train {tmp_path.name} " in command_line(nameless, replace(told, target_id=None))
 

@@ -5,47 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from chat_rows import CHAT
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.target import loading
 from eagle31_hf.training import train
-from eagle31_hf.training.plan import most_steps, steps_in_time
 from eagle31_hf.training.settings import TrainingSettings
-
-
-def taking(step_s: float, measurement_s: float, every: int):
-    """Seconds of so many steps, with a measurement at the end and after every so many."""
-    return lambda steps: steps * step_s + measurement_s * (steps // min(every, steps))
-
-
-@given(st.floats(0.01, 5.0), st.floats(0.0, 9.0), st.integers(1, 50), st.floats(0.0, 900.0))
-def test_one_more_step_would_be_too_many(step_s: float, measurement_s: float, every: int, left_s: float) -> None:
-    seconds_of = taking(step_s, measurement_s, every)
-    steps = most_steps(seconds_of, left_s)
-    assert steps == 0 or seconds_of(steps) <= left_s
-    assert seconds_of(steps + 1) > left_s
-
-
-def test_a_resumed_run_keeps_its_steps(tmp_path: Path) -> None:
-    PartialState(cpu=True)
-    assert steps_in_time(tmp_path / "run", taking(1.0, 0.0, 1), 60.0, resume=False) == 60
-    assert steps_in_time(tmp_path / "run", taking(1.0, 0.0, 1), 5.0, resume=True) == 60
-    assert steps_in_time(tmp_path / "run", taking(1.0, 0.0, 1), 5.0, resume=False) == 5
-
-
-def test_too_little_time_is_an_error(tmp_path: Path) -> None:
-    PartialState(cpu=True)
-    with pytest.raises(TrainingError, match=r"1\.0 of the minutes are left .* take 2\.0; give more minutes"):
-        steps_in_time(tmp_path, taking(90.0, 30.0, 1), 60.0, resume=False)
-    assert not list(tmp_path.iterdir())
 
 
 def test_minutes_that_make_no_sense() -> None:
@@ -57,17 +27,35 @@ def test_minutes_that_make_no_sense() -> None:
 
 
 def test_a_run_has_as_many_steps_as_its_minutes_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still and steps of two seconds."""
+    """By a clock that stands still and steps of two seconds; a resumed run keeps its steps."""
     monkeypatch.setattr(loading, "quick_dtype", lambda stored, device: torch.float32)
     monkeypatch.setattr(train.time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(train, "time_token_loss", lambda *_: (2.0, 1.0))
-    monkeypatch.setattr(train, "time_measurement", lambda *_: 0.0)
-    monkeypatch.setattr(train, "time_known_texts", lambda *_: 1.0)
+    monkeypatch.setattr(train, "time_step", lambda *_, **__: 2.0)
+    monkeypatch.setattr(train, "time_measurement", lambda *_: 1.0)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", "conversations": CHAT[:2]}) for i in range(10)))
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", regenerate="none", minutes=0.13,
         max_length=48, draft_vocab_size=256, batch_rows=1, device="cpu", eval_new_tokens=4,
     )  # fmt: skip
+    with pytest.raises(TrainingError, match=r"0\.0 of the minutes are left .* take 0\.1; give more minutes"):
+        train.train_drafter(replace(told, minutes=0.04))
     report = train.train_drafter(told)
     assert [(stage.name, stage.steps) for stage in report.stages] == [("stage1", 3)]  # and a measurement: 7 of 7.8 s
+    resumed = train.train_drafter(replace(told, minutes=0.5, resume=True))
+    assert resumed.plan.stages[0].steps == 3
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 10, 1000])
+@pytest.mark.parametrize("stage", ["1", "2", "both"])
+def test_resumed_stages_have_the_steps_they_began_with(tmp_path: Path, steps: int, stage: str) -> None:
+    told = TrainingSettings("t", ("x.jsonl",), tmp_path, stage=stage, resume=True, minutes=1.0, eval_steps=5)
+    run: Any = object.__new__(train._Run)
+    run.settings = told
+    begun = run._stages(steps, {"stage1": 1.0, "stage2": 1.0})
+    checkpoint = tmp_path / begun[0].name / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 1, "max_steps": begun[0].steps}))
+    for name in ("model.safetensors", "config.json"):
+        (checkpoint / name).touch()
+    assert run._stages_in_time(None, {"stage1": 1.0, "stage2": 1.0})[0] == begun[0]

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.conversations import read_conversations
 from eagle31_hf.texts.rows import Conversation
-from eagle31_hf.training.data.rendering import Document, render_documents, render_turns
-from eagle31_hf.training.data.vocabulary import build_vocabulary, check_vocabulary, count_supervised, read_vocabulary
-from eagle31_hf.training.distillation.evaluation import evaluation_prompts
+from eagle31_hf.training.data import (
+    Document,
+    build_vocabulary,
+    check_vocabulary,
+    count_supervised,
+    read_vocabulary,
+    render_documents,
+    render_turns,
+)
+from eagle31_hf.training.measure import evaluation_prompts
 
 UNMARKED = (  # the same turns without generation marks
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -189,17 +196,17 @@ def test_what_an_assistant_turn_adds_is_learned(tokenizer, template: str | None)
     assert learned(tokenizer, chat()) == "One costs 2 dollars.<|end|>10 dollars.<|end|>"
 
 
-@pytest.mark.parametrize("supervise", ["assistant", "all"])
+@pytest.mark.parametrize("learns_all", [False, True])
 @pytest.mark.parametrize("form", ["plain history", "history rewritten"])
-def test_turns_of_weight_0_are_never_learned(tokenizer, supervise: str, form: str) -> None:
+def test_turns_of_weight_0_are_never_learned(tokenizer, learns_all: bool, form: str) -> None:
     if form == "history rewritten":
         tokenizer.chat_template = THINKERS["unmarked"]
     messages = (CHAT[0], {**CHAT[1], "content": "why</think>One costs 2.", "weight": 0}, *CHAT[2:])
-    for ids, mask in render_turns(tokenizer, replace(chat(), messages=messages), supervise):
+    for ids, mask in render_turns(tokenizer, replace(chat(), messages=messages), learns_all=learns_all):
         text = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
         assert "10 dollars.<|end|>" in text
         assert "One costs" not in text
-        assert ("And five?" in text) == (supervise == "all" and form == "plain history")
+        assert ("And five?" in text) == (learns_all and form == "plain history")
     (document,) = render_documents(
         [replace(chat(), messages=messages), replace(chat(), messages=messages[:2])], tokenizer, max_length=200
     ).documents
@@ -293,14 +300,10 @@ def test_long_conversations_are_counted(tokenizer) -> None:
     rows = [chat(), Conversation("short", "sums", tuple(CHAT[:2]))]
     length = len(render(tokenizer, rows[1])[0])
     cut = render_documents(rows, tokenizer, max_length=length)
-    assert (cut.truncated, cut.dropped, [len(d.input_ids) for d in cut.documents]) == (1, 0, [length, length])
-    dropped = render_documents(rows, tokenizer, max_length=length, too_long="drop")
-    assert (dropped.truncated, dropped.dropped, len(dropped.documents)) == (0, 1, 1)
-    with pytest.raises(TrainingError, match=f"row-7 has .* the limit is {length}"):
-        render_documents(rows, tokenizer, max_length=length, too_long="error")
+    assert (cut.truncated, [len(d.input_ids) for d in cut.documents]) == (1, [length, length])
     with pytest.raises(TrainingError, match="no document is left"):
         render_documents(rows, tokenizer, max_length=4)
-    everything = render_documents(rows, tokenizer, max_length=length, supervise="all")
+    everything = render_documents(rows, tokenizer, max_length=length, learns_all=True)
     assert everything.supervised_tokens == everything.tokens
 
 

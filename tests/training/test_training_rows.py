@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import TrainingError
 from eagle31_hf.texts.rows import Conversation, conversation_from_row
-from eagle31_hf.training.data.regeneration import RegenerationSettings, regenerate
-from eagle31_hf.training.distillation.evaluation import evaluation_prompts
-from eagle31_hf.training.preparation import Preparation
+from eagle31_hf.training.measure import evaluation_prompts
+from eagle31_hf.training.preparation import Preparation, resolve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.setup import resolve
+from eagle31_hf.training.writing import RegenerationSettings, regenerate
 
 TOOL_TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
@@ -171,7 +170,7 @@ def test_a_base_model_learns_from_either_kind_of_row(
     rows.write_text("\n".join(json.dumps({"id": f"r{i}", form: f"{STORY} It was boat {i}."}) for i in range(6)))
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_new_tokens=4, max_length=64,
-        regenerate=regenerate_turns, temperature=(0.0,), supervise="assistant",
+        regenerate=regenerate_turns, temperature=(0.0,),
     )  # fmt: skip
     preparation = Preparation(resolve(told, target), target, base_tokenizer, Console(file=io.StringIO()))
     texts = preparation.read_texts()
@@ -197,10 +196,9 @@ def test_what_was_left_out_or_learned_apart_is_said(tmp_path: Path, target, toke
     rows.write_text(json.dumps([{"messages": turns}, {"messages": []}, *[{"messages": turns}] * 4]))
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", max_length=64, regenerate="none",
-        supervise="assistant",
     )  # fmt: skip
     said = io.StringIO()
     texts = Preparation(resolve(told, target), target, tokenizer, Console(file=said, width=200)).read_texts()
     assert f"1 without any text left out, the first: {rows}, row 2" in " ".join(said.getvalue().split())
-    assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue()
+    assert "4 conversations and 4 turns that the template rewrites later" in said.getvalue(), said.getvalue()
     assert len(texts.documents.documents) == 8

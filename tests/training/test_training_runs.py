@@ -22,7 +22,7 @@ from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, Eagle31Error, TrainingError
 from eagle31_hf.target import loading
 from eagle31_hf.training import train
-from eagle31_hf.training.distillation.evaluation import EvaluationPrompt
+from eagle31_hf.training.measure import EvaluationPrompt
 from eagle31_hf.training.preparation import Preparation
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.stopping import StopRequest
@@ -42,11 +42,11 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     told = TrainingSettings(
         target=str(target_path()), prompts=(str(rows),), out=tmp_path / "out", stage="both", regenerate="last",
         max_new_tokens=10, max_length=48, draft_vocab_size=256, max_steps=4, eval_steps=1, batch_rows=2, device="cpu",
-        stage2_share=0.5, eval_new_tokens=4, push="owner/drafter", license="mit",
+        eval_new_tokens=4, push="owner/drafter", license="mit",
     )  # fmt: skip
     report = train_drafter(told)
     assert [stage.name for stage in report.stages] == ["stage1", "stage2"]
-    assert [(stage.name, stage.steps) for stage in report.plan.stages] == [("stage1", 2), ("stage2", 2)]
+    assert [(stage.name, stage.steps) for stage in report.plan.stages] == [("stage1", 3), ("stage2", 1)]
     drafter = Eagle31Drafter.from_pretrained(told.out)
     assert drafter.dtype == torch.bfloat16
     assert drafter.config.is_eagle31
@@ -75,10 +75,10 @@ def test_from_prompts_to_a_drafter_and_on_after_an_interruption(
     assert fewer.stages == report.stages
     assert (told.out / "model.safetensors").read_bytes() == weights
     assert json.loads((told.out / "training_report.json").read_text())["recipe"]["max_steps"] == "4"
-    more = train_drafter(replace(told, resume=True, max_steps=6, push=None))
-    assert [stage.steps for stage in more.stages] == [3, 3]
+    more = train_drafter(replace(told, resume=True, max_steps=8, push=None))
+    assert [stage.steps for stage in more.stages] == [6, 2]
     assert (told.out / "model.safetensors").read_bytes() != weights
-    assert json.loads((told.out / "training_report.json").read_text())["recipe"]["max_steps"] == "6"
+    assert json.loads((told.out / "training_report.json").read_text())["recipe"]["max_steps"] == "8"
     anew = train_drafter(replace(told, fresh=True, push=None))
     assert anew.stages == report.stages
 
@@ -87,9 +87,8 @@ def test_a_run_that_cannot_be_resumed_or_makes_no_sense(tmp_path: Path) -> None:
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path / "none", resume=True)
     with pytest.raises(TrainingError, match="nothing to resume"):
         train_drafter(told)
-    senseless = {"stage": "3"}, {"loss": "mse"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}, {"reward": "chain"}
-    shapes = {"layers": 0}, {"heads": 2, "drafter": "one that has its form"}, {"resume": True, "fresh": True}
-    for wrong in (*senseless, *shapes, {"dtype": "fp64"}, {"device": "gpu"}):
+    senseless = {"stage": "3"}, {"stage": "2"}, {"prompts": ()}, {"ttt_steps": 0}
+    for wrong in (*senseless, {"resume": True, "fresh": True}, {"dtype": "fp64"}, {"device": "gpu"}):
         with pytest.raises(ConfigurationError):
             train_drafter(replace(told, **wrong))
 
@@ -119,21 +118,20 @@ def test_a_drafter_that_cannot_be_trained_is_refused_before_the_target_writes(
         train_drafter(replace(told, **make(tmp_path / "start")))
 
 
-def test_where_known_texts_cannot_tell_generate_does(tmp_path: Path, target, tokenizer, drafter, monkeypatch) -> None:
+def test_texts_to_measure_on_are_greedy_ones_and_those_that_are_served(
+    tmp_path: Path, target, tokenizer, drafter, monkeypatch
+) -> None:
     told = TrainingSettings(target=str(target_path()), prompts=("x.jsonl",), out=tmp_path, eval_new_tokens=4)
     written = io.StringIO()
+    console = Console(file=written, width=200)
     PartialState(cpu=True)
-    run = train._Run(told, target, tokenizer, Console(file=written), StopRequest(Console(file=written)))
-    run.bf16, run.known = False, []
+    run = train._Run(told, target, tokenizer, console, StopRequest(console))
     run.prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
-    known = run._known_texts(drafter)
-    assert [texts.temperature for texts in known] == [0.0, 1.0]  # what a target that says nothing of sampling writes at
-    assert run._arguments("stage1", 4).metric_for_best_model == "acceptance_length"
-    run.known = known
-    assert run._arguments("stage1", 4).metric_for_best_model == "served_length"
+    assert [texts.temperature for texts in run._known_texts(drafter)] == [0.0, 1.0]
+    run.settings = replace(run.settings, temperature=(0.7,))
     monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.3)
-    assert run._known_texts(drafter) == []
-    assert "chosen by greedy acceptance alone: the target is served with RepetitionPenalty" in written.getvalue()
+    assert [texts.temperature for texts in run._known_texts(drafter)] == [0.0, 0.7]
+    assert "without what looks at the text (of RepetitionPenaltyLogitsProcessor" in written.getvalue()
 
 
 def joint_run(rows: str, out: str, batch_rows: int) -> None:

@@ -6,8 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.training.data.packing import PackedBatch, PackedDocuments, collate
-from eagle31_hf.training.data.rendering import Document
+from eagle31_hf.training.data import Document, PackedBatch, PackedDocuments, collate
 
 VOCABULARY, DRAFT_VOCABULARY, ROW = 61, 29, 24
 

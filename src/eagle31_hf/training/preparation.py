@@ -5,41 +5,49 @@ With several processes each lets the target write its share of the texts; then a
 
 from __future__ import annotations
 
+import os
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import read_checkpoint
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import TrainingError
+from ..memory.cards import best_kind
+from ..memory.layer_sizes import trained_context
+from ..target.loading import load_target as load_pretrained
+from ..target.loading import packing_config, stored_dtype
 from ..texts.conversations import read_conversations, with_unique_ids
 from ..texts.rows import Conversation
-from .data.packing import PackedDocuments
-from .data.prompt_sieve import PromptSieve
-from .data.regeneration import disk_bytes, regenerate
-from .data.rendering import Document, Documents, render_documents
-from .data.self_prompts import SOURCE, SelfPromptSettings, self_prompt_count, write_prompts
-from .data.vocabulary import (
+from .data import (
     VOCABULARY_FILE,
+    Document,
+    Documents,
     DraftVocabulary,
     build_vocabulary,
     check_vocabulary,
     count_supervised,
     read_vocabulary,
+    render_documents,
 )
-from .distillation.evaluation import EvaluationPrompt, evaluation_prompts
-from .distillation.features import StoredFeatures
+from .measure import EvaluationPrompt, evaluation_prompts
 from .progress import Counting, say
-from .settings import ResolvedSettings
-from .setup import set_vocabulary
+from .self_prompts import SOURCE, PromptSieve, SelfPromptSettings, self_prompt_count, write_prompts
+from .settings import SMALL_TARGET_PARAMETERS, TrainingSettings
+from .writing import RegenerationSettings, disk_bytes, regenerate
 
 HELD_OUT_ROWS = 64
+ROOM_FOR_AN_ANSWER = 8
+CLEARLY_FASTER = 0.8
+"""Of the time: a run that is resumed shall find the same."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Preparation:
 
     def __init__(
         self,
-        settings: ResolvedSettings,
+        settings: TrainingSettings,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
@@ -83,15 +91,10 @@ class Preparation:
         prompts = evaluation_prompts(held_out, self.tokenizer)
         written = self._regenerate(conversations)
         documents = render_documents(
-            written,
-            self.tokenizer,
-            max_length=settings.max_length,
-            too_long=settings.too_long,
-            supervise=settings.supervise,
+            written, self.tokenizer, max_length=settings.max_length, learns_all=is_small(self.target)
         )
         left_out = {
             "truncated": documents.truncated,
-            "too long and dropped": documents.dropped,
             "without anything to learn": documents.unsupervised,
             "with a context too long to answer": len(conversations) - len(written),
         }
@@ -136,7 +139,7 @@ class Preparation:
         settings, processes = self.settings, self.processes
         if settings.regenerate == "none":
             return list(conversations)
-        how, folder, rank = settings.to_regeneration(), settings.out / "data", processes.process_index
+        how, folder, rank = writing_of(settings), settings.out / "data", processes.process_index
         needed = f"{disk_bytes(conversations, how) / 1e9:.2f} GB in {folder}"
         say(self.console, f"the target writes its own turns: at most {needed}")
         mine = conversations[rank :: processes.num_processes]
@@ -153,9 +156,7 @@ class Preparation:
         """
         settings = self.settings
         if settings.drafter is None:
-            drafter = Eagle31Drafter.from_target(
-                self.target, draft_vocab_size=settings.draft_vocab_size, **settings.form
-            )
+            drafter = Eagle31Drafter.from_target(self.target, draft_vocab_size=settings.draft_vocab_size)
             drafter.float()
         else:
             checkpoint = read_checkpoint(settings.drafter, dtype=torch.float32)
@@ -197,20 +198,6 @@ class Preparation:
             vocabulary.save(path)
         return vocabulary
 
-    def make_dataset(self, drafter: Eagle31Drafter, documents: list[Document]) -> PackedDocuments | StoredFeatures:
-        """Packed rows, with the target's features beside them if those are to be stored."""
-        settings, processes = self.settings, self.processes
-        rows = PackedDocuments(documents, settings.max_length, seed=settings.seed)
-        if not settings.store_features:
-            return rows
-        binding = drafter.binding
-        stored = StoredFeatures(rows, settings.out / "features", binding)
-        mine = range(processes.process_index, len(rows), processes.num_processes)
-        with Counting(self.console, "hidden states of rows", len(mine), resumes=True) as counting:
-            stored.store(binding, mine, on_rows=counting.advance)
-        processes.wait_for_everyone()
-        return stored
-
 
 def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversation], list[Conversation]]:
     """Some rows to measure on, the rest to train on."""
@@ -222,3 +209,104 @@ def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversat
             "to measure on (held_out, --held-out)"
         )
     return [conversations[i] for i in order[:count]], [conversations[i] for i in order[count:]]
+
+
+# --- target and settings ----------------------------------------------------------------------------------------------
+
+
+def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, quantised as it will be served, and its tokenizer.
+
+    Raises:
+        CheckpointNotFoundError, IncompatibleTargetError, ConfigurationError: it cannot be found or loaded.
+    """
+    device = best_kind() if settings.device == "auto" else settings.device
+    quantization = None if settings.quantization is None else packing_config(settings.quantization, torch.bfloat16)
+    target, tokenizer = load_pretrained(
+        settings.target,
+        dtype=settings.dtype,
+        # With several processes, each takes the card accelerate gives it.
+        device_map={"": int(os.environ.get("LOCAL_RANK", "0"))} if device == "cuda" else device,
+        quantization_config=quantization,
+    )
+    return target.requires_grad_(False), tokenizer
+
+
+def precision_of_result(settings: TrainingSettings, target: PreTrainedModel) -> torch.dtype:
+    """What the drafter is saved in: the type its target is stored in, which this machine may have loaded in another."""
+    stored = stored_dtype(settings.target) if settings.dtype == "auto" else None
+    precision = stored or target.dtype
+    return precision if precision.is_floating_point else torch.bfloat16
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether training in mixed precision is faster there: on CUDA cards, and on CPUs that show it.
+
+    What a CPU lists says too little: some that list bfloat16 instructions are slower with them. So both are timed, some
+    50 ms in all; with several processes the first decides for all.
+    """
+    if device.type != "cpu":
+        return device.type == "cuda"
+    faster = [_product_s(torch.bfloat16) < CLEARLY_FASTER * _product_s(torch.float32)]
+    return bool(broadcast_object_list(faster)[0])
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    """Least seconds of a product as large as a small drafter's."""
+    left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 1024, dtype=dtype)
+    return min(timeit.repeat(lambda: torch.mm(left, right), repeat=5, number=1))
+
+
+def is_small(target: PreTrainedModel) -> bool:
+    """Whether a run is sized for a small target on a CPU."""
+    return target.num_parameters() < SMALL_TARGET_PARAMETERS
+
+
+def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSettings:
+    """Fill what was left open to suit the target's size."""
+    config = target.config.get_text_config()
+    small = is_small(target)
+    length = 512 if small else 4096
+    vocabulary = config.vocab_size
+    defaults: dict[str, Any] = {
+        "regenerate": "last" if small else "each",
+        "max_new_tokens": 128 if small else 256,
+        "write_rows": 64 if small else 16,
+        "max_length": min(length, trained_context(config) or length),
+        "draft_vocab_size": vocabulary // 2 if vocabulary <= 32_000 else min(32_000, vocabulary),
+        "accumulate": 1 if small else 4,
+        # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/LOG.md, 2026-11-22).
+        "batch_rows": 2 if small else 4,
+        "learning_rate": 2e-3 if small else 1e-4,
+        "eval_steps": 500 if small else 200,
+    }
+    if not getattr(target.generation_config, "do_sample", False):
+        # Whether it will be served greedily or sampled is not known; texts of both kinds made the acceptance length
+        # at temperature 1 7 % greater in the one comparison made (docs/LOG.md, 2026-11-21).
+        defaults["temperature"] = (0.0, 1.0)
+    left_open = {name: value for name, value in defaults.items() if getattr(settings, name) in (None, ())}
+    return replace(settings, **left_open)
+
+
+def writing_of(settings: TrainingSettings) -> RegenerationSettings:
+    """How the target writes, by resolved settings."""
+    return RegenerationSettings(
+        turns=settings.regenerate,
+        temperatures=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        max_prompt_tokens=max(1, settings.max_length - ROOM_FOR_AN_ANSWER),
+        batch_size=settings.write_rows,
+        seed=settings.seed,
+    )
+
+
+def set_vocabulary(drafter: Eagle31Drafter, target: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
+    """Give the head of a fresh drafter the target's own rows for the draft vocabulary."""
+    if len(vocabulary.ids) < drafter.config.vocab_size:
+        drafter.d2t.copy_(vocabulary.d2t)
+        drafter._draft_ids = None
+    head = target.get_output_embeddings()
+    weight: Any = head.weight  # type: ignore[union-attr]
+    if drafter.lm_head is not None and weight.is_floating_point():
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(weight[vocabulary.ids.to(weight.device)])

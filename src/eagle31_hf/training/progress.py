@@ -118,14 +118,8 @@ class LiveProgress(TrainerCallback):
             length = f"acceptance length {logs['eval_acceptance_length']:.3f}, by position {positions}"
             prefix = "eval_served_length_at_"
             served = [f"{v:.3f} at {n.removeprefix(prefix)}" for n, v in logs.items() if n.startswith(prefix)]
-            length += f"; on known texts {', '.join(served)}" if served else ""
+            length += f"; by temperature {', '.join(served)}" if len(served) > 1 else ""
             say(self._console, f"{self._title}, step {state.global_step:,}: {length}")
-
-    def measuring(self, done: int, total: int) -> None:
-        """So many held-out prompts of a measurement are done."""
-        if self._task is not None:
-            self._bar.update(self._task, note=f"measuring acceptance: {done} of {total} prompts")
-            self._print_now_and_then(f"measuring acceptance: {done} of {total} prompts")
 
     def _print_now_and_then(self, line: str) -> None:
         if self._console.is_terminal or time.monotonic() < self._next_line_at:

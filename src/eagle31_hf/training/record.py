@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .distillation.trainer import last_checkpoint
-from .settings import ResolvedSettings, TrainingSettings
+from .settings import TrainingSettings
+from .trainer import DRAFT_TOKENS, last_checkpoint
 
 PACKAGES = ("torch", "transformers")
 _OF_ONE_MACHINE = ("resume", "fresh", "device", "push", "report_to")
 _TOLD_ELSEWHERE = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
-_GONE = ("reward",)
 
 
-def make_record(settings: ResolvedSettings, told: TrainingSettings, *, prompts: int) -> dict[str, Any]:
+def make_record(settings: TrainingSettings, told: TrainingSettings, *, prompts: int) -> dict[str, Any]:
     """The record's facts and figures.
 
     Args:
@@ -33,14 +32,14 @@ def make_record(settings: ResolvedSettings, told: TrainingSettings, *, prompts: 
         "command": command_line(settings, told),
         "recipe": _recipe(settings),
         "conditions": (
-            f"{prompts} held-out prompts, greedy, chain of {settings.draft_tokens} draft tokens, at most "
-            f"{settings.eval_new_tokens} new tokens; prefill not counted."
+            f"{prompts} held-out prompts, greedy, chain of {DRAFT_TOKENS} draft tokens along the target's own texts of "
+            f"at most {settings.eval_new_tokens} tokens; prefill not counted."
         ),
         "versions": {"eagle31-hf": __version__, **{name: version(name) for name in PACKAGES}},
     }
 
 
-def target_name(settings: ResolvedSettings) -> str:
+def target_name(settings: TrainingSettings) -> str:
     """What others call the target: its Hub id, or of a local folder or file its last part."""
     return settings.target_id or published_name(settings.target)
 
@@ -50,12 +49,12 @@ def published_name(name: str) -> str:
     return Path(name).resolve().name if Path(name).expanduser().exists() else name
 
 
-def command_line(settings: ResolvedSettings, told: TrainingSettings) -> str:
+def command_line(settings: TrainingSettings, told: TrainingSettings) -> str:
     """The command that makes the drafter, with the names others know target and texts by."""
     words = ["eagle31", "train", target_name(settings)]
     for field in dataclasses.fields(told):
         value = getattr(told, field.name)
-        if field.name in ("target", "target_id", "out", *_OF_ONE_MACHINE, *_GONE) or value == field.default:
+        if field.name in ("target", "target_id", "out", *_OF_ONE_MACHINE) or value == field.default:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         if value is True:
@@ -84,8 +83,8 @@ def learning_curve(folder: Path, tokens_per_step: float) -> list[dict[str, float
     ]
 
 
-def _recipe(settings: ResolvedSettings) -> dict[str, str]:
-    hidden = {*_OF_ONE_MACHINE, *_TOLD_ELSEWHERE, *_GONE}
+def _recipe(settings: TrainingSettings) -> dict[str, str]:
+    hidden = {*_OF_ONE_MACHINE, *_TOLD_ELSEWHERE}
     return {
         field.name: str(getattr(settings, field.name))
         for field in dataclasses.fields(settings)

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..target.precision import PRECISIONS
-from .data.regeneration import TURNS, RegenerationSettings
-from .data.rendering import SUPERVISED, TOO_LONG
-from .distillation.losses import LOSSES
-from .distillation.optimizers import OPTIMIZERS
 
-
-@dataclass(frozen=True)
-class DistillationSettings:
-    """What stage 1 minimises."""
-
-    steps: int = 4  # draft steps `S` of the training-time test
-    step_decay: float = 0.8  # weight of step `s` is `step_decay ** s`
-    loss: str = "cross_entropy"  # name in `losses.LOSSES`
-    given_weight: float = 1.0  # weight of tokens the target did not write itself, beside 1 for those it wrote
-
-
+TURNS = ("each", "last", "none")
 STAGES = ("1", "2", "both")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 SMALL_TARGET_PARAMETERS = 200_000_000
-ROOM_FOR_AN_ANSWER = 8
-
 
 # Headings of `eagle31 train --help`.
 DATA = "What it learns from"
 WRITING = "What the target writes"
-DRAFTER = "The drafter and its loss"
-STEPS = "Steps and optimiser"
+DRAFTER = "The drafter"
+STEPS = "Steps"
 MEASURING = "Measuring acceptance"
 MACHINE = "Machine"
 RESULT = "Folder and publishing"
@@ -52,7 +35,7 @@ def _option(default: Any, group: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """One training run. `None` means: chosen to suit the target (`setup.resolve`)."""
+    """One training run. What is `None` by default is chosen to suit the target (`preparation.resolve`)."""
 
     target: str = field(metadata={"argument": {"help": "target: folder, Hub id or .gguf file", "show_default": False}})
     prompts: tuple[str, ...] = field(
@@ -71,7 +54,7 @@ class TrainingSettings:
         (), MEASURING, "prompts to measure acceptance on, as --prompts names them; default: 64 rows kept from those"
     )
     max_rows: int | None = _option(None, DATA, "use at most so many conversations of each source")
-    regenerate: str | None = _option(
+    regenerate: str = _option(
         None,
         WRITING,
         "assistant turns the target writes itself: each, last (one per row) or none; default: last if small",
@@ -81,52 +64,28 @@ class TrainingSettings:
         WRITING,
         "what it writes with; several share the rows; default: its generation config if that samples, else 0 and 1",
     )
-    max_new_tokens: int | None = _option(
-        None, WRITING, "most tokens it writes per turn; default 128 if small, else 256"
-    )
-    write_rows: int | None = _option(None, WRITING, "conversations it writes at a time; default 64 if small, else 16")
-    supervise: str | None = _option(
-        None, DATA, "learn from the assistant's tokens or from all; default: all for a small target"
-    )
-    max_length: int | None = _option(None, DATA, "tokens per packed row; default 512 for a small target, else 4096")
-    too_long: str = _option("truncate", DATA, "longer conversations: truncate, drop or error")
-    draft_vocab_size: int | None = _option(
+    max_new_tokens: int = _option(None, WRITING, "most tokens it writes per turn; default 128 if small, else 256")
+    write_rows: int = _option(None, WRITING, "conversations it writes at a time; default 64 if small, else 16")
+    max_length: int = _option(None, DATA, "tokens per packed row; default 512 for a small target, else 4096")
+    draft_vocab_size: int = _option(
         None, DRAFTER, "tokens that can be drafted; default: half of 8k, 32000 of a large one"
     )
-    layers: int | None = _option(None, DRAFTER, "layers of a fresh drafter; default 1")
-    heads: int | None = _option(None, DRAFTER, "query heads of each of its layers; default: as many as the target's")
-    intermediate_size: int | None = _option(
-        None, DRAFTER, "width of its layers' MLP; default: as wide as that of the target's first layer"
-    )
-    store_features: bool = _option(False, MACHINE, "compute the target's hidden states once and keep them on disk")
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
-    step_decay: float = _option(0.8, DRAFTER, "weight of each step relative to the one before")
-    loss: str = _option("cross_entropy", DRAFTER, "cross_entropy, kl, lk_alpha, lk_hybrid or total_variation")
-    given_weight: float = _option(
-        1.0, DRAFTER, "weight of tokens the target did not write itself; 1 for those it wrote"
-    )
-    reward: str | None = field(default=None, metadata=_told(STEPS, "what stage 2 raises; gone", hidden=True))
-    stage2_share: float = _option(0.25, STEPS, "stage both: share of the steps that stage 2 takes")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, STEPS, "passes over the data, if neither max_steps nor minutes is given")
     minutes: float | None = _option(
         None, STEPS, "as many steps as are done and measured so many minutes after the target was loaded"
     )
-    batch_rows: int | None = _option(None, STEPS, "packed rows per forward and process; default 2 if small, else 4")
-    accumulate: int | None = _option(None, STEPS, "forwards per optimiser step; default 1 for a small target, else 4")
-    optimizer: str = _option("auto", STEPS, "muon (matrices; AdamW on the rest), adamw, or auto")
-    learning_rate: float | None = _option(
+    batch_rows: int = _option(None, STEPS, "packed rows per forward and process; default 2 if small, else 4")
+    accumulate: int = _option(None, STEPS, "forwards per optimiser step; default 1 for a small target, else 4")
+    learning_rate: float = _option(
         None, STEPS, "of AdamW, a tenth of Muon's; default 2e-3 if small, else 1e-4; stage 2: a tenth"
     )
-    warmup_share: float = _option(0.03, STEPS, "share of the steps with rising learning rate; cosine decay follows")
-    max_grad_norm: float = _option(0.5, STEPS, "gradients are scaled down to this norm")
     gradient_checkpointing: bool = _option(False, MACHINE, "compute draft logits twice instead of keeping them")
-    eval_steps: int | None = _option(
+    eval_steps: int = _option(
         None, MEASURING, "steps between measurements, each with a checkpoint; default 500 if small, else 200"
     )
     eval_new_tokens: int = _option(128, MEASURING, "most tokens written for a held-out prompt")
-    patience: int = _option(5, MEASURING, "stop after so many measurements without progress")
-    draft_tokens: int = _option(5, MEASURING, "draft tokens per round")
     quantization: str | None = _option(
         None, MACHINE, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
     )
@@ -147,20 +106,13 @@ class TrainingSettings:
         for name, allowed in (
             ("stage", STAGES),
             ("regenerate", (None, *TURNS)),
-            ("too_long", TOO_LONG),
-            ("supervise", (None, *SUPERVISED)),
-            ("loss", tuple(LOSSES)),
-            ("optimizer", OPTIMIZERS),
             ("quantization", (None, "4bit", "8bit")),
             ("dtype", PRECISIONS),
             ("device", DEVICES),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}; wanted one of {allowed}")
-        for name in (
-            "ttt_steps", "batch_rows", "eval_steps", "eval_new_tokens", "patience", "draft_tokens", "max_new_tokens",
-            "write_rows", "layers", "heads", "intermediate_size",
-        ):  # fmt: skip
+        for name in ("ttt_steps", "batch_rows", "eval_steps", "eval_new_tokens", "max_new_tokens", "write_rows"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; wanted at least 1")
         if self.minutes is not None and not self.minutes > 0:
@@ -182,62 +134,5 @@ class TrainingSettings:
             )
         if self.drafter == "none":
             raise ConfigurationError("drafter is 'none'; to train a fresh drafter leave drafter out")
-        if self.drafter is not None and self.form:
-            raise ConfigurationError(
-                f"drafter is {self.drafter!r}, which has its shape already; leave layers, heads and intermediate_size "
-                "out, or start from a fresh drafter"
-            )
         if self.stage == "2" and self.drafter is None:
             raise ConfigurationError("stage 2 improves a trained drafter; name it with drafter, or use stage='both'")
-        if not 0 < self.stage2_share < 1:
-            raise ConfigurationError(f"stage2_share is {self.stage2_share}; wanted a share between 0 and 1")
-        if self.given_weight < 0:
-            raise ConfigurationError(f"given_weight is {self.given_weight}; wanted 0 (not learned from) or more")
-        if self.reward == "text":
-            warnings.warn("reward is gone: stage 2 raises expected acceptance along texts", DeprecationWarning, 2)
-        elif self.reward is not None:
-            raise ConfigurationError(
-                f"reward is {self.reward!r}, but policy gradients were never better than stage 1 and are gone; leave "
-                "reward out: stage 2 raises expected acceptance along written texts"
-            )
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """Fields of `Eagle31Config` in which a fresh drafter shall differ from a layer of its target."""
-        told = {
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": self.intermediate_size,
-        }
-        return {name: value for name, value in told.items() if value is not None}
-
-    def to_distillation(self) -> DistillationSettings:
-        """The token loss."""
-        return DistillationSettings(self.ttt_steps, self.step_decay, self.loss, self.given_weight)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedSettings(TrainingSettings):
-    """Settings of which nothing is left open: what `setup.resolve` gives for a target."""
-
-    regenerate: str
-    max_new_tokens: int
-    write_rows: int
-    supervise: str
-    max_length: int
-    draft_vocab_size: int
-    batch_rows: int
-    accumulate: int
-    learning_rate: float
-    eval_steps: int
-
-    def to_regeneration(self) -> RegenerationSettings:
-        """How the target writes."""
-        return RegenerationSettings(
-            turns=self.regenerate,
-            temperatures=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            max_prompt_tokens=max(1, self.max_length - ROOM_FOR_AN_ANSWER),
-            batch_size=self.write_rows,
-            seed=self.seed,
-        )

@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 
-from .data.vocabulary import VOCABULARY_FILE
-from .distillation.trainer import last_checkpoint
+from .data import VOCABULARY_FILE
 from .progress import say
+from .trainer import last_checkpoint
 
 RESULT_FILE = "result.json"
 """In a stage's folder once it is finished."""
@@ -30,7 +30,6 @@ def describe_kept(out: Path) -> str:
     lines = {
         "self-written prompts": _lines(out / "data", "prompts*.jsonl"),
         "answers": _lines(out / "data", "conversations*.jsonl"),
-        "files of hidden states": len(list((out / "features").glob("*.safetensors"))),
     }
     told = [f"{count:,} {what}" for what, count in lines.items() if count]
     for stage in sorted(out.glob("stage*")):
@@ -48,7 +47,7 @@ def _lines(folder: Path, names: str) -> int:
 
 def remove_run(out: Path) -> None:
     """Remove texts, vocabulary and checkpoints that an earlier run has left in its folder."""
-    for folder in (out / "data", out / "features", *out.glob("stage*")):
+    for folder in (out / "data", *out.glob("stage*")):
         shutil.rmtree(folder, ignore_errors=True)
     (out / VOCABULARY_FILE).unlink(missing_ok=True)
 

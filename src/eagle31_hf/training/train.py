@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from transformers import (
     EarlyStoppingCallback,
@@ -29,35 +31,27 @@ from transformers import (
 from ..checkpoints import inspect_checkpoint
 from ..checkpoints.card import CARD_FILE, RECORD_FILE, fill_card
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError, TrainingError
+from ..errors import TrainingError
 from ..stats import Acceptance
-from ..trees.shape import DraftShape
-from .data.regeneration import own_temperature, require_disk
-from .data.rendering import Documents
-from .distillation.evaluation import EvaluationSettings
-from .distillation.known_texts import KnownTexts, served_processing, write_texts
-from .distillation.trainer import DistillationTrainer, copy_weights, last_checkpoint
-from .distillation.training_model import DistillationModel
-from .plan import (
-    Probe,
-    StagePlan,
-    TrainingPlan,
-    checkpoint_bytes,
-    steps_in_time,
-    time_known_texts,
-    time_measurement,
-    time_step,
-    time_token_loss,
-    training_bytes,
-)
-from .preparation import Preparation
+from .data import Documents, PackedDocuments
+from .measure import KnownTexts, served_processing, write_texts
+from .objectives import AcceptanceModel, DistillationModel, require_stage_two
+from .plan import StagePlan, TrainingPlan, checkpoint_bytes, time_measurement, time_step, training_bytes
+from .preparation import Preparation, load_target, multiplies_bfloat16, precision_of_result, resolve
 from .progress import Counting, LiveProgress, say
 from .record import learning_curve, make_record, target_name
 from .settings import TrainingSettings
-from .setup import load_target, multiplies_bfloat16, precision_of_result, resolve
 from .stopping import RESULT_FILE, StopRequest, describe_kept, remove_run, telling_what_is_kept
-from .text_model import TextModel, require_written
+from .trainer import DRAFT_TOKENS, DistillationTrainer, copy_weights, last_checkpoint
+from .writing import own_temperature, require_disk
 
+STAGE_TWO_SHARE = 0.25
+"""Of the steps, where both stages are run."""
+WARMUP_SHARE = 0.03
+MOST_GRADIENT_NORM = 0.5
+MOST_STEPS = 2**40
+PATIENCE = 5
+"""Measurements without progress after which training stops."""
 KEPT_CHECKPOINTS = 3  # the best, the last, and the one being written
 
 
@@ -169,7 +163,6 @@ class _Run:
         self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
         self.started = time.monotonic()
-        self.evaluation = EvaluationSettings(depth=told.draft_tokens, max_new_tokens=told.eval_new_tokens)
 
     def execute(self) -> TrainingReport:
         settings = self.settings
@@ -180,11 +173,9 @@ class _Run:
         data = preparation.read_texts()
         documents, self.prompts = data.documents.documents, data.prompts
         coverage = preparation.cover(drafter, documents)
-        self.dataset: Any = preparation.make_dataset(drafter, documents)
+        self.dataset = PackedDocuments(documents, settings.max_length, seed=settings.seed)
         if settings.stage != "1":
-            require_written(documents, f"stage is {settings.stage!r}")
-        if settings.stage != "2" and settings.given_weight == 0:
-            require_written(documents, "given_weight is 0")
+            require_stage_two(self.target, documents, settings.temperature)
         self.known = self._known_texts(drafter)
         plan = self._plan(drafter, data.documents, coverage)
         say(self.console, str(plan))
@@ -193,7 +184,7 @@ class _Run:
         for planned in plan.stages:
             model = self._model(planned.name, drafter)
             if settings.stage == "2":  # what it begins with, measured as its result will be
-                measured = self._trainer(planned.name, model, 1).measure()
+                measured = self._trainer(planned.name, model, 1).measure_best()
                 stages.append(StageResult("before", 0, float("nan"), measured))
             result = self._train(planned.name, model, planned.steps)
             curve = learning_curve(settings.out / planned.name, plan.tokens_per_step)
@@ -204,27 +195,22 @@ class _Run:
 
     def _model(self, stage: str, drafter: Eagle31Drafter) -> DistillationModel:
         """What is trained, beginning with the drafter as it is now."""
-        kind = DistillationModel if stage == "stage1" else TextModel
-        model = kind(drafter, self.settings.to_distillation())
-        model.gradient_checkpointing = self.settings.gradient_checkpointing
-        return model
+        kind = DistillationModel if stage == "stage1" else AcceptanceModel
+        settings = self.settings
+        return kind(drafter, steps=settings.ttt_steps, gradient_checkpointing=settings.gradient_checkpointing)
 
     def _known_texts(self, drafter: Eagle31Drafter) -> list[KnownTexts]:
-        """This process's share of the texts by which checkpoints are chosen, of each temperature that is served.
-
-        None where the target is served with processors that look at the text: `generate` has to tell then.
-        """
+        """This process's share of the texts by which drafters are measured: greedy ones, and of what is served."""
         settings, rank = self.settings, PartialState().process_index
         mine = self.prompts[rank :: self.processes]
-        temperatures = dict.fromkeys(settings.temperature or (own_temperature(self.target),))
+        temperatures = tuple(dict.fromkeys((0.0, *(settings.temperature or (own_temperature(self.target),)))))
+        served = served_processing(self.target, temperatures[-1])
+        if not served.fits_draft_vocabulary:
+            names = ", ".join(type(processor).__name__ for processor in served.processors)
+            say(self.console, f"acceptance is measured on texts without what looks at the text (of {names})")
         known: list[KnownTexts] = []
-        with Counting(self.console, "the target writes texts to choose by", len(temperatures) * len(mine)) as counting:
+        with Counting(self.console, "the target writes texts to measure on", len(temperatures) * len(mine)) as counting:
             for temperature in temperatures:
-                try:
-                    served_processing(self.target, temperature)
-                except ConfigurationError as error:
-                    say(self.console, f"checkpoints are chosen by greedy acceptance alone: {error}")
-                    return []
                 known.append(
                     write_texts(
                         drafter.binding, mine, temperature, max_new_tokens=settings.eval_new_tokens,
@@ -237,57 +223,67 @@ class _Run:
 
     def _plan(self, drafter: Eagle31Drafter, documents: Documents, coverage: float) -> TrainingPlan:
         settings, dataset = self.settings, self.dataset
-        accumulate = settings.accumulate
-        rows_per_step = settings.batch_rows * accumulate * self.processes
-        rows = [dataset[index] for index in range(min(len(dataset), 3 * settings.batch_rows))]
-        model = self._model("stage1", drafter)
-        disk = checkpoint_bytes(model, KEPT_CHECKPOINTS)
+        rows_per_step = settings.batch_rows * settings.accumulate * self.processes
+        rows = [dataset[index % len(dataset)] for index in range(settings.batch_rows)]
+        disk = checkpoint_bytes(drafter, KEPT_CHECKPOINTS)
         require_disk(settings.out, disk, f"keeping {KEPT_CHECKPOINTS} checkpoints")
-        whole = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
-        probe = Probe(rows, settings.batch_rows, self.bf16, batches=whole * accumulate)
-        token_loss_s, bare_s = time_token_loss(model, probe)
-        step_s = {"stage1": accumulate * token_loss_s}
-        if settings.stage != "1":
-            step_s["stage2"] = accumulate * time_step(self._model("stage2", drafter), probe)
+        step_s = {
+            name: settings.accumulate * time_step(self._model(name, drafter), rows, bf16=self.bf16)
+            for name in self._shares()
+        }
+        steps = settings.max_steps or max(1, math.floor(settings.epochs * len(dataset) / rows_per_step))
         plan = TrainingPlan(
             rows=len(dataset),
             tokens=documents.tokens,
             supervised_tokens=documents.supervised_tokens,
             coverage=coverage,
             rows_per_step=rows_per_step,
-            stages=self._stages(whole, step_s),
-            measurement_s=(
-                time_measurement(drafter, self.prompts[:: self.processes], self.evaluation)
-                + time_known_texts(drafter, self.known, DraftShape(self.evaluation.depth))
-            ),
+            stages=self._stages(steps, step_s),
+            measurement_s=time_measurement(drafter, self.known, DRAFT_TOKENS),
             prompts=len(self.prompts),
             disk_bytes=disk,
-            training_bytes=training_bytes(model, settings.batch_rows * settings.max_length),
-            token_loss_s=step_s["stage1"],
-            bare_s=accumulate * bare_s,
+            training_bytes=training_bytes(self._model("stage1", drafter), settings.batch_rows * settings.max_length),
         )
-        if settings.minutes is None:
-            return plan
-        left_s = 60.0 * settings.minutes - (time.monotonic() - self.started)
-        steps = steps_in_time(
-            settings.out,
-            lambda count: replace(plan, stages=self._stages(count, step_s)).total_s,
-            left_s,
-            resume=settings.resume,
-        )
-        return replace(plan, stages=self._stages(steps, step_s))
+        return plan if settings.minutes is None else replace(plan, stages=self._stages_in_time(plan, step_s))
+
+    def _shares(self) -> dict[str, float]:
+        """The stages to be run, and what each has of the steps."""
+        if self.settings.stage == "both":
+            return {"stage1": 1 - STAGE_TWO_SHARE, "stage2": STAGE_TWO_SHARE}
+        return {f"stage{self.settings.stage}": 1.0}
 
     def _stages(self, steps: int, step_s: Mapping[str, float]) -> tuple[StagePlan, ...]:
         """The stages to be run, of so many steps together; stage 2 alone begins with a measurement."""
         settings = self.settings
-        counts = {f"stage{settings.stage}": steps}
-        if settings.stage == "both":
-            second = min(max(1, round(steps * settings.stage2_share)), max(1, steps - 1))
-            counts = {"stage1": max(1, steps - second), "stage2": second}
+        counts = {name: max(1, round(share * steps)) for name, share in self._shares().items()}
         return tuple(
             StagePlan(name, count, step_s[name], count // min(settings.eval_steps, count) + (settings.stage == "2"))
             for name, count in counts.items()
         )
+
+    def _stages_in_time(self, plan: TrainingPlan, step_s: Mapping[str, float]) -> tuple[StagePlan, ...]:
+        """As many steps as are done and measured in the minutes; a resumed run keeps what it began with.
+
+        Its learning rate decays over so many.
+        """
+        first, share = next(iter(self._shares().items()))
+        begun = last_checkpoint(self.settings.out / first) if self.settings.resume else None
+        if begun is not None:
+            state = json.loads((begun / "trainer_state.json").read_text(encoding="utf-8"))
+            return self._stages(round(state["max_steps"] / share), step_s)
+        left_s = 60.0 * (self.settings.minutes or 0.0) - (time.monotonic() - self.started)
+
+        def seconds_of(count: int) -> float:
+            return replace(plan, stages=self._stages(count, step_s)).total_s
+
+        steps = int(broadcast_object_list([bisect_right(range(1, MOST_STEPS), left_s, key=seconds_of)])[0])
+        if not steps:
+            raise TrainingError(
+                f"{left_s / 60:.1f} of the minutes are left after texts were written and read, and one step and its "
+                f"measurement take {seconds_of(1) / 60:.1f}; give more minutes, or less to write and to measure "
+                "(max_rows, held_out, eval_new_tokens)"
+            )
+        return self._stages(steps, step_s)
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -301,8 +297,8 @@ class _Run:
             gradient_accumulation_steps=settings.accumulate,
             learning_rate=settings.learning_rate * (0.1 if stage == "stage2" else 1.0),
             lr_scheduler_type="cosine",
-            warmup_steps=math.ceil(settings.warmup_share * steps),
-            max_grad_norm=settings.max_grad_norm,
+            warmup_steps=math.ceil(WARMUP_SHARE * steps),
+            max_grad_norm=MOST_GRADIENT_NORM,
             bf16=self.bf16,
             use_cpu=self.target.device.type == "cpu",
             eval_strategy="steps",
@@ -311,7 +307,7 @@ class _Run:
             save_steps=eval_steps,
             save_total_limit=KEPT_CHECKPOINTS - 1,
             load_best_model_at_end=True,
-            metric_for_best_model="served_length" if self.known else "acceptance_length",
+            metric_for_best_model="served_length",
             greater_is_better=True,
             logging_steps=min(10, eval_steps),
             report_to=settings.report_to,
@@ -322,17 +318,16 @@ class _Run:
         )
 
     def _trainer(self, stage: str, model: DistillationModel, steps: int) -> DistillationTrainer:
-        progress = LiveProgress(self.console, stage)
         trainer = DistillationTrainer(
             model,
             self._arguments(stage, steps),
             self.dataset,
-            prompts=self.prompts,
-            evaluation=self.evaluation,
-            optimizer_name=self.settings.optimizer,
-            callbacks=[progress, self.stop, EarlyStoppingCallback(early_stopping_patience=self.settings.patience)],
-            on_measured=progress.measuring,
             known=self.known,
+            callbacks=[
+                LiveProgress(self.console, stage),
+                self.stop,
+                EarlyStoppingCallback(early_stopping_patience=PATIENCE),
+            ],
         )
         trainer.remove_callback(PrinterCallback)  # its lines would tear ours apart
         return trainer

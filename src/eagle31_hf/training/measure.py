@@ -1,4 +1,4 @@
-"""Served acceptance on texts that are known: exact, paired, and without a pass of the target.
+"""Acceptance on texts that are known: exact, paired, and without a pass of the target.
 
 The target writes its texts once, as it is served (temperature, top-k, top-p as its generation config has them), and the
 random numbers it sampled by can be made again. What a drafter would have got accepted along the texts follows from
@@ -12,26 +12,64 @@ are better known than either.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ...drafter.drafter import Eagle31Drafter
-from ...drafter.propose import BARE_CHOICE, DraftChoice, grow_tree
-from ...drafter.replay import TargetText, drafter_states, drafts_along, read_text, rows_of_ids
-from ...drafter.session import DraftSession
-from ...errors import ConfigurationError
-from ...sampling.acceptance import accept_chosen
-from ...sampling.draw import PositionNoise, argmax, perturbed, random_state
-from ...sampling.logits_processing import DraftWarping, ScoreProcessing
-from ...target.binding import TargetBinding
-from ...target.served_processing import processing_of, sampling_options
-from ...trees.shape import DraftShape
-from ..data.padding import end_ids, generate_padded, until_end
-from .evaluation import EvaluationPrompt
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.replay import TargetText, drafts_along, read_text, rows_of_ids
+from ..errors import ConfigurationError, TrainingError
+from ..sampling.draw import PositionNoise, argmax, perturbed, random_state
+from ..sampling.logits_processing import DraftWarping, ScoreProcessing
+from ..stats import Acceptance
+from ..target.binding import TargetBinding
+from ..target.served_processing import processing_of, sampling_options
+from ..texts.rows import Conversation, Message
+from .data import prompt_ids
+from .writing import end_ids, generate_padded, until_end
+
+LAST_MESSAGE = 4
+"""Prompts end with the last user message no later than this one, so that long dialogues do not set the figures."""
+SERVED_BY = ("bos_token_id", "eos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "min_p")
+"""What is left of a target's generation config in texts that acceptance is told from."""
+
+
+@dataclass(frozen=True)
+class EvaluationPrompt:
+    """One prompt to draft for: `input_ids`, and the `category` its figures are reported under."""
+
+    input_ids: list[int]
+    category: str
+
+
+def evaluation_prompts(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase
+) -> list[EvaluationPrompt]:
+    """Each conversation up to its last user message no later than `LAST_MESSAGE`.
+
+    Raises:
+        TrainingError: a conversation has no user message so early, or the template refuses it.
+    """
+    prompts = []
+    for conversation in conversations:
+        messages = conversation.messages if conversation.is_text else context_of(conversation)
+        prompts.append(EvaluationPrompt(prompt_ids(tokenizer, conversation, messages), conversation.category))
+    return prompts
+
+
+def context_of(conversation: Conversation) -> list[Message]:
+    """The messages up to the last user message no later than `LAST_MESSAGE`."""
+    users = [i for i, message in enumerate(conversation.messages) if message["role"] == "user" and i <= LAST_MESSAGE]
+    if not users:
+        raise TrainingError(
+            f"{conversation.id} has no user message among its first {LAST_MESSAGE + 1}; mend or remove it"
+        )
+    return list(conversation.messages[: users[-1] + 1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +120,89 @@ class KnownTexts:
     texts: tuple[KnownText, ...]  # of at least two written tokens each
 
 
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served_by_scores(model: Any) -> Iterator[None]:
+    """Within, the target's generation config has nothing that looks at more than scores.
+
+    Acceptance cannot be told without the target where its processors look at the text (a repetition penalty, say).
+    """
+    before = model.generation_config
+    kept = {name: getattr(before, name, None) for name in SERVED_BY}
+    model.generation_config = GenerationConfig(**{name: value for name, value in kept.items() if value is not None})
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def served_processing(model: Any, temperature: float) -> ScoreProcessing:
+    """The processors that `model.generate` would apply at this temperature."""
+    return processing_of(model, **sampling_options(temperature))
+
+
+def served_warping(model: Any, temperature: float) -> DraftWarping:
+    """What turns scores into the distribution that is served, by processors that look at scores alone."""
+    with served_by_scores(model):
+        return served_processing(model, temperature).draft_warping
+
+
+@torch.no_grad()
+def write_texts(
+    binding: TargetBinding,
+    prompts: Sequence[EvaluationPrompt],
+    temperature: float,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    batch_size: int = 16,
+    on_prompts: Callable[[int], None] = lambda count: None,
+) -> KnownTexts:
+    """Let the target answer `prompts` without a drafter, and read its answers once.
+
+    Args:
+        binding: of the target; its drafter's layers are kept.
+        seed: of what is drawn.
+        on_prompts: called with the number of prompts done since the last call.
+
+    Raises:
+        ConfigurationError: nothing was written behind any prompt.
+    """
+    model: Any = binding.model
+    found: list[KnownText] = []
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
+    with torch.random.fork_rng(), served_by_scores(model):
+        torch.manual_seed(seed)
+        for first in range(0, len(ordered), batch_size):
+            batch = ordered[first : first + batch_size]
+            state = random_state(binding.input_device)
+            rows = [prompt.input_ids for prompt in batch]
+            out = generate_padded(model, rows, max_new_tokens=max_new_tokens, **sampling_options(temperature))
+            sampled = None
+            if temperature > 0:
+                sampled = SampledBatch(state, len(batch), binding.text_config.vocab_size, binding.input_device)
+            for row, (prompt, written) in enumerate(zip(batch, out[:, len(rows[-1]) :].tolist(), strict=True)):
+                answer = until_end(written, end_ids(model))
+                if len(answer) > 1:
+                    text = _read(binding, [*prompt.input_ids, *answer], len(prompt.input_ids))
+                    found.append(KnownText(text, prompt.category, sampled, row))
+            on_prompts(len(batch))
+    if not found:
+        raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
+    return KnownTexts(temperature, served_warping(model, temperature), max_new_tokens, tuple(found))
+
+
+def _read(binding: TargetBinding, ids: list[int], prompt_length: int) -> TargetText:
+    """In main memory: a card's is for training."""
+    text = read_text(binding, torch.tensor(ids, device=binding.input_device), prompt_length, binding.aux_layers)
+    return TargetText(text.ids.cpu(), prompt_length, {layer: state.cpu() for layer, state in text.states.items()})
+
+
+# --- drafting ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class TextRounds:
     """What one text takes with drafts of `K` levels."""
@@ -93,133 +214,34 @@ class TextRounds:
     accepted_at: tuple[int, ...]
 
 
-def served_processing(model: Any, temperature: float) -> ScoreProcessing:
-    """The processors that `model.generate` would apply at this temperature.
-
-    Raises:
-        ConfigurationError: the target's generation config asks for some that look at more than scores.
-    """
-    processing = processing_of(model, **sampling_options(temperature))
-    if not processing.fits_draft_vocabulary:
-        names = ", ".join(type(processor).__name__ for processor in processing.processors)
-        raise ConfigurationError(
-            f"the target is served with {names}; acceptance on known texts can be told under temperature, top-k, top-p "
-            "and min-p alone: take the others out of its generation config, or measure with generate"
-        )
-    return processing
-
-
 @torch.no_grad()
-def write_texts(
-    binding: TargetBinding,
-    prompts: Sequence[EvaluationPrompt],
-    temperature: float,
-    *,
-    max_new_tokens: int,
-    layers: Iterable[int] | None = None,
-    seed: int = 0,
-    batch_size: int = 16,
-    on_prompts: Callable[[int], None] = lambda count: None,
-) -> KnownTexts:
-    """Let the target answer `prompts` without a drafter, and read its answers once.
-
-    Args:
-        binding: of the target.
-        layers: `hs` indices to keep; default: those the binding's drafter reads.
-        seed: of what is drawn.
-        on_prompts: called with the number of prompts done since the last call.
-
-    Raises:
-        ConfigurationError: see `served_processing`; or nothing was written behind any prompt.
-    """
-    model: Any = binding.model
-    warping = served_processing(model, temperature).draft_warping
-    kept = tuple(layers or binding.aux_layers)
-    found: list[KnownText] = []
-    ordered = sorted(prompts, key=lambda prompt: len(prompt.input_ids))  # so that little of a batch is padding
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for first in range(0, len(ordered), batch_size):
-            batch = ordered[first : first + batch_size]
-            state = random_state(binding.input_device)
-            out = generate_padded(
-                model,
-                [prompt.input_ids for prompt in batch],
-                max_new_tokens=max_new_tokens,
-                **sampling_options(temperature),
-            )
-            longest = len(batch[-1].input_ids)
-            sampled = None
-            if temperature > 0:
-                sampled = SampledBatch(state, len(batch), binding.text_config.vocab_size, binding.input_device)
-            for row, (prompt, written) in enumerate(zip(batch, out[:, longest:].tolist(), strict=True)):
-                answer = until_end(written, end_ids(model))
-                if len(answer) > 1:
-                    whole = torch.tensor([*prompt.input_ids, *answer], device=out.device)
-                    text = read_text(binding, whole, len(prompt.input_ids), kept)
-                    states = {layer: state.cpu() for layer, state in text.states.items()}  # a card is for training
-                    on_cpu = TargetText(whole.cpu(), text.prompt_length, states)
-                    found.append(KnownText(on_cpu, prompt.category, sampled, row))
-            on_prompts(len(batch))
-    if not found:
-        raise ConfigurationError(f"the target ends its text at once behind all {len(prompts)} prompts; give others")
-    return KnownTexts(temperature, warping, max_new_tokens, tuple(found))
-
-
-@torch.no_grad()
-def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, shape: DraftShape) -> list[TextRounds]:
-    """What each text takes with an attached drafter.
-
-    Args:
-        shape: of the drafts: a chain of fixed length, or a dynamic tree.
-    """
-    assert not shape.min_confidence, "chains are of fixed length here"
+def rounds_of(drafter: Eagle31Drafter, texts: KnownTexts, depth: int) -> list[TextRounds]:
+    """What each text takes with an attached drafter that drafts chains of `depth`."""
     was_training = drafter.training
     drafter.eval()
     try:
-        if shape.is_tree:
-            return [_tree_rounds(drafter, known, texts, shape) for known in texts.texts]
-        return [_chain_rounds(drafter, known, texts, shape.depth) for known in texts.texts]
+        return [_rounds(drafter, known, texts, depth) for known in texts.texts]
     finally:
         drafter.train(was_training)
 
 
-def _tree_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, shape: DraftShape) -> TextRounds:
-    """Round by round: a tree, how far the text follows it, and what the drafter then reads of the text."""
-    text, device = known.text, drafter.device
-    ids, last = text.ids.to(device), len(text.ids) - 1
-    aux = drafter_states(drafter, text)
-    session = DraftSession(
-        drafter, batch_size=1, capacity=shape.drafter_capacity(len(ids)), block=shape.drafter_block(text.prompt_length)
+def _rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
+    chains = chains_along(drafter, known, texts, depth)
+    roots = chains.roots()
+    accepted = chains.kept[roots][:, None] > torch.arange(depth)  # (R, K)
+    return TextRounds(
+        category=known.category,
+        tokens=known.num_rounds_tokens,
+        rounds=len(roots),
+        drafted_at=tuple(chains.inside[roots].sum(0).tolist()),
+        accepted_at=tuple(accepted.sum(0).tolist()),
     )
-    session.absorb(ids[None, 1 : text.prompt_length + 1], aux[:, : text.prompt_length], [text.prompt_length])
-    noise, warping = known.noise(device), texts.warping if texts.warping.key else None
-    root, rounds, longest = text.prompt_length, 0, text.prompt_length + texts.max_new_tokens - 1
-    drafted, accepted = [0] * shape.depth, [0] * shape.depth
-    while root < last:
-        cut = shape.cut_to(longest - root - 1)  # the target adds a token of its own
-        kept = 0
-        if cut.depth:
-            choice = BARE_CHOICE
-            if noise is not None:
-                choice = DraftChoice(warping, _behind(noise, root - text.prompt_length + 1, cut.depth))
-            tree = grow_tree(session.root, session.step, session.draft_ids, ids[root : root + 1], cut, choice)
-            follows = ids[(root + 1 + tree.depths).clamp(max=last)]  # on the text's path; elsewhere it does not matter
-            kept = min(int(accept_chosen(tree, follows).length) - 1, last - root)
-        for level in range(cut.depth):
-            drafted[level] += 1
-            accepted[level] += level < kept
-        rounds += 1
-        count = min(kept + 1, last - root)
-        session.absorb(ids[None, root + 1 : root + 1 + count], aux[:, root : root + count], [count])
-        root += count
-    return TextRounds(known.category, known.num_rounds_tokens, rounds, tuple(drafted), tuple(accepted))
 
 
 def _behind(noise: Tensor, first: int, count: int) -> Tensor:
-    """Noise `(1, count, V)` of the tokens from `y_first` on; behind the text's end, where nothing is kept, the last."""
+    """Noise `(count, V)` of the tokens from `y_first` on; behind the text's end, where nothing is kept, the last."""
     places = torch.arange(first, first + count, device=noise.device).clamp(max=len(noise) - 1)
-    return noise[places][None]
+    return noise[places]
 
 
 @dataclass(frozen=True)
@@ -252,7 +274,7 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
         wanted = draft.truth if row_of is None else row_of[draft.truth]
         scores = texts.warping(draft.logits)
         if noise is not None:
-            own = _behind(noise, 1 + step, count)[0]
+            own = _behind(noise, 1 + step, count)
             scores = perturbed(
                 scores, own[:, : scores.shape[-1]] if drafter.draft_ids is None else own[:, drafter.draft_ids]
             )
@@ -265,20 +287,18 @@ def chains_along(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, d
     return KnownChains(kept, inside, torch.stack(sure, 1))
 
 
-def _chain_rounds(drafter: Eagle31Drafter, known: KnownText, texts: KnownTexts, depth: int) -> TextRounds:
-    chains = chains_along(drafter, known, texts, depth)
-    roots = chains.roots()
-    accepted = chains.kept[roots][:, None] > torch.arange(depth)  # (R, K)
-    return TextRounds(
-        category=known.category,
-        tokens=known.num_rounds_tokens,
-        rounds=len(roots),
-        drafted_at=tuple(chains.inside[roots].sum(0).tolist()),
-        accepted_at=tuple(accepted.sum(0).tolist()),
-    )
-
-
 # --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def acceptance_of(rounds: Sequence[TextRounds]) -> Acceptance:
+    """Counts over all texts."""
+    taken = sum(text.rounds for text in rounds)
+    drafted, accepted = (
+        tuple(sum(level) for level in zip(*(getattr(text, name) for text in rounds), strict=True))
+        for name in ("drafted_at", "accepted_at")
+    )
+    written = sum(text.tokens for text in rounds)
+    return Acceptance(taken, sum(drafted), written - taken, drafted, accepted_at=accepted)
 
 
 def acceptance_length(rounds: Sequence[TextRounds]) -> float:

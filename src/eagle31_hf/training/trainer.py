@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,35 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...checkpoints import read_checkpoint, write_checkpoint
-from ...drafter.drafter import Eagle31Drafter
-from ...errors import CheckpointError, TrainingError, first_line
-from ...stats import Acceptance
-from ...trees.shape import DraftShape
-from ..data.packing import PackedBatch, collate
-from .evaluation import EvaluationPrompt, EvaluationSettings, measure_acceptance
-from .known_texts import KnownTexts, TextRounds, acceptance_length, rounds_of, served_error, served_length
+from ..checkpoints import read_checkpoint, write_checkpoint
+from ..drafter.drafter import Eagle31Drafter
+from ..errors import CheckpointError, TrainingError, first_line
+from ..stats import Acceptance
+from .data import PackedBatch, collate
+from .measure import (
+    KnownTexts,
+    TextRounds,
+    acceptance_length,
+    acceptance_of,
+    paired_error,
+    rounds_of,
+    served_error,
+    served_length,
+)
+from .objectives import DistillationModel, LossOutput
 from .optimizers import make_optimizer
-from .training_model import DistillationModel, LossOutput
+
+DRAFT_TOKENS = 5
+"""Of a round where acceptance is measured."""
 
 
 class DistillationTrainer(Trainer):
-    """`Trainer` that saves drafters, measures served acceptance and stops at the first loss that is NaN or infinite.
+    """`Trainer` that saves drafters, measures acceptance and stops at the first loss that is NaN or infinite.
 
     Args:
-        args: of `transformers`; `prompts` are measured every `args.eval_steps`.
+        args: of `transformers`; acceptance is measured every `args.eval_steps`.
         train_dataset: packed rows.
-        prompts: held-out prompts.
-        optimizer_name: one of `optimizers.OPTIMIZERS`.
-        on_measured: called with (prompts done, prompts in all) while acceptance is measured.
-        known: texts of the held-out prompts by which checkpoints are chosen, those of this process.
+        known: texts of the held-out prompts that acceptance is measured on, those of this process; greedy ones first.
     """
 
     model: DistillationModel
@@ -55,23 +62,17 @@ class DistillationTrainer(Trainer):
         args: TrainingArguments,
         train_dataset: Any,
         *,
-        prompts: list[EvaluationPrompt],
-        evaluation: EvaluationSettings,
-        optimizer_name: str = "auto",
+        known: Sequence[KnownTexts],
         callbacks: list[Any] | None = None,
-        on_measured: Callable[[int, int], None] = lambda done, total: None,
-        known: Sequence[KnownTexts] = (),
     ):
-        self.prompts, self.evaluation, self.on_measured, self.known = prompts, evaluation, on_measured, known
-        self.optimizer_name = optimizer_name
+        self.known = known
         self._running: Any = Counter()  # figures since the last log, summed
-        self._rounds: dict[int, list[list[TextRounds]]] = {}  # on known texts, by step
-        self._measured: dict[int | None, dict[str, Acceptance]] = {}  # by step
+        self._rounds: dict[int | None, list[list[TextRounds]]] = {}  # by step and temperature
         super().__init__(
             model=model,
             args=args,
             train_dataset=train_dataset,
-            eval_dataset=prompts or None,
+            eval_dataset=list(known) or None,
             data_collator=collate,
             callbacks=callbacks,
         )
@@ -124,52 +125,43 @@ class DistillationTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Muon and AdamW as asked; see `optimizers`."""
+        """Muon and AdamW; see `optimizers`."""
         if self.optimizer is None:
             trained = self.model if model is None else model
-            self.optimizer = make_optimizer(trained, self.optimizer_name, self.args.learning_rate)
+            self.optimizer = make_optimizer(trained, self.args.learning_rate)
         return self.optimizer
 
-    # --- served acceptance ---------------------------------------------------------------------------------------
+    # --- acceptance ----------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Served acceptance on the held-out prompts, split over processes."""
-        measured = self._measured[self.state.global_step] = self.measure()
-        summed = Acceptance.of(measured.values())
+        """Acceptance on known texts: of greedy ones by position and category; at each temperature its length."""
+        rounds = self._rounds[self.state.global_step] = self.measure()
+        greedy = acceptance_of(rounds[0])
         found = {
-            "acceptance_length": summed.acceptance_length,
-            "acceptance_error": summed.standard_error,
-            **{f"acceptance_at_{position}": value for position, value in enumerate(summed.cumulative, 1)},
-            **{f"acceptance_length_{category}": counts.acceptance_length for category, counts in measured.items()},
+            "acceptance_length": acceptance_length(rounds[0]),
+            "acceptance_error": paired_error(rounds[0]),
+            **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative, 1)},
+            **{f"acceptance_length_{kind}": each.acceptance_length for kind, each in by_category(rounds[0]).items()},
+            "served_length": served_length(rounds),
+            "served_error": served_error(rounds),
         }
-        if self.known:
-            rounds = self._rounds[self.state.global_step] = self._rounds_on_known_texts()
-            found |= {"served_length": served_length(rounds), "served_error": served_error(rounds)}
-            for texts, each in zip(self.known, rounds, strict=True):
-                found[f"served_length_at_{texts.temperature:g}"] = acceptance_length(each)
+        for texts, each in zip(self.known, rounds, strict=True):
+            found[f"served_length_at_{texts.temperature:g}"] = acceptance_length(each)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _rounds_on_known_texts(self) -> list[list[TextRounds]]:
-        """By temperature, of the texts of all processes."""
-        mine = [rounds_of(self.model.drafter, texts, DraftShape(self.evaluation.depth)) for texts in self.known]
+    def measure(self) -> list[list[TextRounds]]:
+        """Rounds by temperature, of the texts of all processes; the same on each."""
+        mine = [rounds_of(self.model.drafter, texts, DRAFT_TOKENS) for texts in self.known]
         everybodys = gather_object([mine])
         return [[text for rounds in of_one for text in rounds] for of_one in zip(*everybodys, strict=True)]
 
     def measure_best(self) -> dict[str, Acceptance]:
-        """Acceptance of the drafter that training ended with: the last one, or a better one that was loaded."""
+        """Greedy acceptance by category of the drafter that training ended with: the last, or a better one."""
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
-        return self._measured[best] if best in self._measured else self.measure()
-
-    def measure(self) -> dict[str, Acceptance]:
-        """Acceptance by category, the same on every process."""
-        mine = self.prompts[self.args.process_index :: self.args.world_size]
-        found = measure_acceptance(self.model.drafter, mine, self.evaluation, self.on_measured)
-        everybodys = gather_object([found])
-        categories = sorted({prompt.category for prompt in self.prompts})
-        return {category: Acceptance.of(of_one.get(category) for of_one in everybodys) for category in categories}
+        return by_category((self._rounds[best] if best in self._rounds else self.measure())[0])
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -219,14 +211,19 @@ class DistillationTrainer(Trainer):
 
     def _last_is_as_good_as_best(self) -> bool:
         assert self.state.best_metric is not None, "there is a best checkpoint"
-        figure = "served" if self.known else "acceptance"
         for entry in reversed(self.state.log_history):
-            if entry["step"] == self.state.global_step and f"eval_{figure}_error" in entry:
+            if entry["step"] == self.state.global_step and "eval_served_error" in entry:
                 best, last = (self._rounds.get(int(step or 0)) for step in (self.state.best_global_step, entry["step"]))
                 # What an earlier run measured is not known text by text.
-                error = served_error(last, best) if last and best else entry[f"eval_{figure}_error"]
-                return self.state.best_metric - entry[f"eval_{figure}_length"] <= error
+                error = served_error(last, best) if last and best else entry["eval_served_error"]
+                return self.state.best_metric - entry["eval_served_length"] <= error
         return False
+
+
+def by_category(rounds: Sequence[TextRounds]) -> dict[str, Acceptance]:
+    """Counts of each kind of prompt."""
+    kinds = sorted({text.category for text in rounds})
+    return {kind: acceptance_of([text for text in rounds if text.category == kind]) for kind in kinds}
 
 
 @torch.no_grad()

@@ -14,21 +14,24 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import ConfigurationError, TrainingError
 from eagle31_hf.texts.rows import Conversation, conversation_from_row
-from eagle31_hf.training.data.packing import NOT_WRITTEN, PackedBatch, PackedDocuments, collate, pack_row
-from eagle31_hf.training.data.regeneration import RegenerationSettings, own_temperature, regenerate
-from eagle31_hf.training.data.rendering import Document, render_documents
-from eagle31_hf.training.distillation.features import compute_features
-from eagle31_hf.training.distillation.losses import cross_entropy
-from eagle31_hf.training.distillation.training_model import DistillationModel
-from eagle31_hf.training.distillation.unroll import position_weights
-from eagle31_hf.training.settings import DistillationSettings
-from eagle31_hf.training.text_model import (
+from eagle31_hf.training.data import (
+    NOT_WRITTEN,
+    Document,
+    PackedBatch,
+    PackedDocuments,
+    collate,
+    pack_row,
+    render_documents,
+)
+from eagle31_hf.training.objectives import (
     TOKEN_WEIGHT,
-    TextModel,
+    AcceptanceModel,
     expected_accepted,
-    require_written,
+    require_stage_two,
     written_starts,
 )
+from eagle31_hf.training.unroll import compute_features, cross_entropy
+from eagle31_hf.training.writing import RegenerationSettings, own_temperature, regenerate
 from helpers import CONFIGS, demo_tokenizer, random_drafter, random_target, seeded, target_of
 
 STEPS, TOP_K = 3, 7
@@ -82,26 +85,6 @@ def test_answers_keep_the_temperature_they_were_written_at(tmp_path: Any) -> Non
         conversation_from_row({"prompt": "x", "answer_temperature": "warm"}, where="a", fallback_id="a", category="a")
 
 
-def test_given_tokens_weigh_what_they_are_told_to() -> None:
-    batch = a_batch()
-    full, none, some = (position_weights(batch, weight) for weight in (1.0, 0.0, 0.25))
-    written = batch.written_at[0, 1:] != NOT_WRITTEN
-    assert torch.equal(none[0, :-1] > 0, (full[0, :-1] > 0) & written)
-    assert torch.equal(some, none + 0.25 * (full - none))
-    assert 0 < none.sum() < full.sum()
-
-
-def test_weights_reach_the_loss(drafter: Eagle31Drafter) -> None:
-    """Half the weight on given tokens: half way between all of them and none."""
-    inputs = vars(a_batch())
-    all_of_them, half, none = (
-        DistillationModel(drafter, DistillationSettings(steps=2, given_weight=weight))(**inputs)
-        for weight in (1.0, 0.5, 0.0)
-    )
-    assert half.loss.item() == pytest.approx((all_of_them.loss + none.loss).item() / 2, rel=1e-5)
-    assert none.loss < 0.8 * all_of_them.loss
-
-
 # --- the objective ----------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +127,7 @@ def top_k_softmax(scores: Tensor) -> Tensor:
 
 
 def test_the_objective_is_that_of_drafting_from_every_written_token(drafter: Eagle31Drafter) -> None:
-    model = TextModel(drafter, DistillationSettings(steps=STEPS))
+    model = AcceptanceModel(drafter, steps=STEPS)
     with torch.no_grad():
         found = model(**vars(a_batch()))
         documents = [document("sampled", 12, 5, 1.0), document("greedy", 9, 4, 0.0)]
@@ -153,17 +136,6 @@ def test_the_objective_is_that_of_drafting_from_every_written_token(drafter: Eag
     assert found.loss.item() == pytest.approx(TOKEN_WEIGHT * token_loss - sum(expected) / STEPS, rel=1e-4)
     assert model.counted(a_batch()).sum() == 10
     assert found.figures["expected_accepted"] == pytest.approx(sum(expected) / 10, rel=1e-4)
-
-
-def test_stored_features_give_the_same_objective(drafter: Eagle31Drafter) -> None:
-    batch = a_batch()
-    features = compute_features(drafter.binding, batch.input_ids, batch.position_ids)
-    model = TextModel(drafter, DistillationSettings(steps=STEPS))
-    stored = model(**{**vars(batch), "aux": features.aux, "head_input": features.head_input})
-    assert stored.loss.item() == pytest.approx(model(**vars(batch)).loss.item(), rel=1e-5)
-    stored.loss.backward()
-    assert drafter.fc.weight.grad.abs().max() > 0
-    drafter.zero_grad()
 
 
 def test_ascent_along_the_texts_raises_what_all_drafts_get_accepted() -> None:
@@ -182,16 +154,20 @@ def test_ascent_along_the_texts_raises_what_all_drafts_get_accepted() -> None:
     assert torch.allclose(*(torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (ours, exact)))
 
 
-def test_texts_that_nobody_wrote_are_told() -> None:
+def test_what_stage_two_cannot_learn_from_is_told(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [document("given", 6, None, None), replace(document("unknown", 6, 2, 1.0), temperature=None)]
-    with pytest.raises(ConfigurationError, match="the target wrote none"):
-        require_written(given, "stage is 2")
-    require_written([*given, document("greedy", 6, 2, 0.0)], "stage is 2")
+    with pytest.raises(ConfigurationError, match="of these texts it wrote none"):
+        require_stage_two(target, given, (0.0,))
+    written = [*given, document("greedy", 6, 2, 0.0)]
+    require_stage_two(target, written, (0.0, 1.0))
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.2)
+    with pytest.raises(ConfigurationError, match=r"served with RepetitionPenalty.*stage 2 can tell"):
+        require_stage_two(target, written, (0.0,))
 
 
 def test_a_batch_without_a_written_token_gives_no_gradient(drafter: Eagle31Drafter) -> None:
     rows = PackedDocuments([document("given", 9, None, None)], 12, seed=0)
-    output = TextModel(drafter, DistillationSettings(steps=2))(**collate([rows[0]]))
+    output = AcceptanceModel(drafter, steps=2)(**collate([rows[0]]))
     output.loss.backward()
     assert output.loss.item() == 0
     assert output.figures == {}

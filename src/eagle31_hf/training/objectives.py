@@ -1,4 +1,6 @@
-"""Stage 2 in closed form: expected acceptance along the texts that the target wrote, as they are served.
+"""What is trained: the drafter with the token loss around it (stage 1), or with expected acceptance (stage 2).
+
+Stage 2 is in closed form: expected acceptance along the texts that the target wrote, as they are served.
 
 A text sampled from the target shows what a drafter would have got accepted, so no draft need be drawn and no score
 function be estimated: the training-time test's own pass gives the objective and its gradient. With `p`, `q` the served
@@ -19,23 +21,84 @@ before are unlikely.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.draw import argmax
-from .data.packing import NOT_WRITTEN, PackedBatch
-from .data.rendering import Document
-from .distillation.known_texts import served_processing
-from .distillation.training_model import DistillationModel, LossOutput
-from .distillation.unroll import StepLosses, draft_rows, unroll, weighted_sum
-from .settings import DistillationSettings
+from .data import NOT_WRITTEN, Document, PackedBatch
+from .measure import served_processing, served_warping
+from .unroll import (
+    StepLosses,
+    compute_features,
+    cross_entropy,
+    draft_rows,
+    make_teacher,
+    step_losses,
+    supervised_positions,
+    unroll,
+    weighted_sum,
+)
 
 TOKEN_WEIGHT = 0.2
 """Of the token loss beside expected acceptance."""
+
+
+@dataclass
+class LossOutput:
+    """What one forward of a training model gives."""
+
+    loss: Tensor  # to be differentiated: summed over positions, not yet divided
+    steps: StepLosses  # its token loss in parts, for the log
+    figures: dict[str, float] = field(default_factory=dict)  # further figures for the log, each a mean
+
+
+class DistillationModel(nn.Module):
+    """The drafter with the token loss around it: what `Trainer` and DDP see as the model.
+
+    The target is no submodule: it is neither trained, moved nor saved.
+
+    Args:
+        drafter: attached.
+        steps: draft steps `S` of the training-time test; the longest chain that acceptance is expected of.
+        gradient_checkpointing: compute draft logits twice instead of keeping those of all steps.
+    """
+
+    accepts_loss_kwargs = True  # tells Trainer that accumulated batches are already weighted
+
+    def __init__(self, drafter: Eagle31Drafter, *, steps: int = 4, gradient_checkpointing: bool = False):
+        super().__init__()
+        self.drafter, self.steps, self.gradient_checkpointing = drafter, steps, gradient_checkpointing
+
+    def forward(self, **fields: Tensor) -> LossOutput:
+        """Loss of a packed batch, whose `fields` these are."""
+        batch = PackedBatch(**fields)
+        with torch.no_grad():
+            aux, logits = self.read_target(batch)
+            rows = self.counted(batch).flatten().nonzero().squeeze(1)
+            teacher = make_teacher(logits, rows, self.drafter.draft_ids)
+        losses = step_losses(
+            self.drafter, batch, aux, teacher, steps=self.steps, checkpoint_head=self.gradient_checkpointing
+        )
+        return LossOutput(weighted_sum(losses), losses)
+
+    def read_target(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The aux states `(B, T, A*Ht)` and the target's logits `(B*T, V)`, on the drafter's device."""
+        device = self.drafter.device
+        features = compute_features(self.drafter.binding, batch.input_ids, batch.position_ids)
+        return features.aux.to(device), features.logits.flatten(0, 1).to(device)
+
+    def counted(self, batch: PackedBatch) -> Tensor:
+        """`(B, T)` bool: positions in the loss, by whose number it is divided."""
+        return supervised_positions(batch)
+
+
+# --- stage 2 ----------------------------------------------------------------------------------------------------------
 
 
 def written_starts(batch: PackedBatch) -> Tensor:
@@ -80,29 +143,21 @@ def agreement(target_probs: Tensor, draft_probs: Tensor, written: Tensor) -> Ten
     return torch.where(written >= 0, chance.squeeze(1), 0.0)
 
 
-class TextModel(DistillationModel):
-    """Expected acceptance along written texts, and a little of the token loss on the same tokens.
+class AcceptanceModel(DistillationModel):
+    """Expected acceptance along written texts, and a little of the token loss on the same tokens."""
 
-    Args:
-        drafter: attached.
-        settings: of the token loss; `steps` is also the longest chain that acceptance is expected of.
-
-    Raises:
-        ConfigurationError: the target is served with processors that look at more than scores.
-    """
-
-    def __init__(self, drafter: Eagle31Drafter, settings: DistillationSettings):
-        super().__init__(drafter, settings)
-        self.warping_of = cache(lambda each: served_processing(drafter.binding.model, each).draft_warping)
+    def __init__(self, drafter: Eagle31Drafter, *, steps: int = 4, gradient_checkpointing: bool = False):
+        super().__init__(drafter, steps=steps, gradient_checkpointing=gradient_checkpointing)
+        self.warping_at = cache(lambda temperature: served_warping(drafter.binding.model, temperature))
 
     def counted(self, batch: PackedBatch) -> Tensor:
-        """`(B, T)`: starts, not positions that answer."""
-        return written_starts(batch).float()
+        """`(B, T)` bool: starts, not positions that answer."""
+        return written_starts(batch)
 
     def forward(self, **fields: Tensor) -> LossOutput:
         """As `DistillationModel.forward`."""
         batch = PackedBatch(**fields)
-        steps, ids = self.settings.steps, batch.input_ids.flatten()
+        steps, ids = self.steps, batch.input_ids.flatten()
         starts = written_starts(batch).flatten().nonzero().squeeze(1)  # (N,)
         behind = tokens_left(batch).flatten()[starts] - 1
         temperature = batch.written_at.flatten()[starts + 1]
@@ -116,14 +171,13 @@ class TextModel(DistillationModel):
             best = draft_rows(argmax(said), self.drafter.draft_ids, said.shape[-1])
             logits = self.drafter.draft_logits(normed.flatten(0, 1)[starts]).float()  # (N, Vd)
             chances.append(torch.where(inside, self._chance(logits, said, best, temperature, ids[place]), 0.0))
-            loss = self.loss_function(logits, self._of_drafts(said.log_softmax(-1)))
+            loss = cross_entropy(logits, self._of_drafts(said.log_softmax(-1)))
             sums.append(torch.where(inside & (best >= 0), loss, 0.0).sum())
             correct.append(((logits.argmax(-1) == best) & inside).sum())
             counts.append(inside.sum())
         losses = StepLosses(torch.stack(sums), torch.stack(correct), torch.stack(counts))
         expected = expected_accepted(torch.stack(chances, 1))
-        token_loss = weighted_sum(losses, self.settings.step_decay)
-        loss = TOKEN_WEIGHT * token_loss - expected.sum() / steps
+        loss = TOKEN_WEIGHT * weighted_sum(losses) - expected.sum() / steps
         figures = {"expected_accepted": expected.detach().mean().item()} if len(starts) else {}
         return LossOutput(loss, losses, figures)
 
@@ -140,7 +194,7 @@ class TextModel(DistillationModel):
         written = draft_rows(token, self.drafter.draft_ids, said.shape[-1])
         for each in temperature.unique().tolist():
             if each > 0:
-                these, warping = (temperature == each).nonzero().squeeze(1), self.warping_of(each)
+                these, warping = (temperature == each).nonzero().squeeze(1), self.warping_at(each)
                 served = self._of_drafts(warping(said[these]).softmax(-1))
                 agree = agreement(served, warping(logits[these]).softmax(-1), written[these])
                 chance = chance.index_put((these,), agree)
@@ -152,10 +206,18 @@ class TextModel(DistillationModel):
         return values if ids is None else values.index_select(1, ids)
 
 
-def require_written(documents: Sequence[Document], why: str) -> None:
-    """Raise a `ConfigurationError` if no document was written by the target at a known temperature."""
+def require_stage_two(target: PreTrainedModel, documents: Sequence[Document], temperatures: Sequence[float]) -> None:
+    """Raise a `ConfigurationError` if stage 2 has nothing to learn from, or cannot tell what would be accepted."""
     if not any(document.written_from is not None and document.temperature is not None for document in documents):
         raise ConfigurationError(
-            f"{why}, and of the texts that are learned from the target wrote none at a temperature that is known; use "
-            "--regenerate last or each"
+            "stage 2 learns from what the target wrote at a temperature that is known, and of these texts it wrote "
+            "none; use --regenerate last or each"
         )
+    for temperature in temperatures:
+        processing = served_processing(target, temperature)
+        if not processing.fits_draft_vocabulary:
+            names = ", ".join(type(processor).__name__ for processor in processing.processors)
+            raise ConfigurationError(
+                f"the target is served with {names}; stage 2 can tell acceptance under temperature, top-k, top-p and "
+                "min-p alone: take the others out of its generation config, or train stage 1"
+            )

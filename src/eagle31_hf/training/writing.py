@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from ...errors import TrainingError
-from ...target.served_processing import sampling_options
-from ...texts.rows import Conversation, Message, conversation_from_row
-from .json_lines import append_lines, read_whole_lines
-from .padding import end_ids, generate_padded, until_end
-from .rendering import prompt_ids
+from ..errors import TrainingError
+from ..target.served_processing import sampling_options
+from ..texts.rows import Conversation, Message, conversation_from_row
+from .data import prompt_ids
 
-TURNS = ("each", "last", "none")
 ASKING_ROLES = ("user", "tool", "text")
 BYTES_PER_TOKEN = 8
 """Text and ids of one token in a JSON line, measured on English dialogue (4 + 4)."""
@@ -295,3 +294,84 @@ class _Row:
             **({"tools": list(conversation.tools)} if conversation.tools else {}),
             **({"chat_template_kwargs": conversation.template_kwargs} if conversation.template_kwargs else {}),
         }
+
+
+# --- by generate ------------------------------------------------------------------------------------------------------
+
+
+def generate_padded(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> Tensor:
+    """Prompts, padded on the left to the longest, and what `model.generate` writes behind them, `(B, L + n)`."""
+    device = model.get_input_embeddings().weight.device
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return model.generate(input_ids=ids, attention_mask=mask, pad_token_id=_pad_token_id(model), **options)
+
+
+def _pad_token_id(model: Any) -> int:
+    """The target's padding id, else its first end-of-text id, else 0."""
+    for value in (model.generation_config.pad_token_id, model.generation_config.eos_token_id):
+        if isinstance(value, list) and value:
+            return int(value[0])
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def end_ids(model: Any) -> set[int]:
+    """Tokens that end the target's texts, by its generation config."""
+    ends = model.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def until_end(answer: list[int], ends: Collection[int]) -> list[int]:
+    """An answer up to and with its end."""
+    stop = next((place for place, token in enumerate(answer, 1) if token in ends), len(answer))
+    return answer[:stop]
+
+
+# --- lines that are kept ----------------------------------------------------------------------------------------------
+
+
+def read_whole_lines(path: Path, header: dict[str, Any], *, identity: str = "id") -> list[dict[str, Any]]:
+    """Rows written so far; a line cut short by a kill is removed. The settings go into a file beside `path`.
+
+    Args:
+        identity: a field that every row has.
+
+    Raises:
+        TrainingError: `path` was written with another `header`, or holds a line that cannot be read.
+    """
+    notes = path.with_suffix(".settings.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        notes.write_text(json.dumps(header), encoding="utf-8")
+        return []
+    stored = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
+    differing = [
+        f"{name}: {stored.get(name)!r}, now {value!r}" for name, value in header.items() if stored.get(name) != value
+    ]
+    if differing:
+        raise TrainingError(
+            f"{path} was written otherwise ({'; '.join(differing)}); remove it to write again, or use its settings"
+        )
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    try:
+        rows = [json.loads(line) for line in whole.splitlines()]
+        for row in rows:
+            row[identity]
+        return rows
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainingError(f"{path} holds a damaged line ({error}); remove the file to write again") from error
+
+
+def append_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Add rows, and wait until they are on the disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())

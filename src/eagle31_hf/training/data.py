@@ -1,0 +1,412 @@
+"""Conversations to packed rows of token ids with a mask over what is learned, and the draft vocabulary of them.
+
+Documents stand side by side in rows of one length, none cut, none seeing its neighbour.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ConfigurationError, TrainingError
+from ..texts.rows import Conversation, Message
+
+MOST_OPENING_TOKENS = 256
+CLOSING_TOKENS = 2
+"""What a template may write behind a conversation's last turn alone, an end of text and a line break, say."""
+VOCABULARY_FILE = "draft_vocabulary.json"
+"""In a run's folder."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids of one conversation."""
+
+    id: str  # of the conversation
+    input_ids: list[int]  # tokens
+    loss_mask: list[bool]  # whether the drafter learns to predict each of them
+    # the first token the target wrote itself, and nothing else follows; `None`: it wrote none
+    written_from: int | None = None
+    temperature: float | None = None  # what it wrote with; `None` if that is not known
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Rendered conversations and what became of the long ones."""
+
+    documents: list[Document]  # what is left to train on
+    truncated: int = 0  # how many were longer than the limit; their end is left out
+    unsupervised: int = 0  # how many lost every supervised token by truncation, or had none; they are left out
+    rewritten: int = 0  # how many of the documents hold a turn that the template shows otherwise later on
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all documents."""
+        return sum(len(document.input_ids) for document in self.documents)
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Tokens the drafter learns from."""
+        return sum(sum(document.loss_mask) for document in self.documents)
+
+
+def render_documents(
+    conversations: Iterable[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    learns_all: bool = False,
+) -> Documents:
+    """Render conversations to documents of at most `max_length` tokens; the end of longer ones is left out.
+
+    Where the template shows an earlier turn otherwise than it was written (reasoning left out), that turn is learned
+    in a document of its own, which ends with it.
+
+    Args:
+        learns_all: every token is learned, not only what the assistant wrote: a drafter for a small target has too few
+            of these.
+
+    Raises:
+        TrainingError: a conversation cannot be rendered, the message names it; or nothing is left.
+    """
+    kept: list[Document] = []
+    truncated = unsupervised = rewritten = 0
+    for conversation in conversations:
+        answer = len(conversation.answer_ids)
+        for number, (ids, mask) in enumerate(render_turns(tokenizer, conversation, learns_all=learns_all)):
+            truncated += len(ids) > max_length
+            written_from = len(ids) - answer if answer and not number else None
+            ids, mask = ids[:max_length], mask[:max_length]
+            if not any(mask[2:]):  # the first two tokens of a document cannot be drafted
+                unsupervised += 1
+                continue
+            name = f"{conversation.id}, rewritten turn {number}" if number else conversation.id
+            rewritten += number > 0
+            temperature = None if number else conversation.answer_temperature
+            kept.append(Document(name, ids, mask, written_from, temperature))
+    if not kept:
+        raise TrainingError(
+            f"no document is left to train on ({unsupervised} without anything to learn within {max_length} tokens); "
+            "raise the limit or regenerate the assistant turns"
+        )
+    return Documents(kept, truncated, unsupervised, rewritten)
+
+
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, learns_all: bool = False
+) -> list[tuple[list[int], list[bool]]]:
+    """Token ids and loss masks: of the whole conversation, and up to each assistant turn that it shows otherwise.
+
+    An assistant turn is what the rendering gains by it over the generation prompt. If the target wrote the last turn,
+    its own ids are used, since its text may tokenise differently. Turns of weight 0 are never learned.
+
+    Raises:
+        TrainingError: the template renders no assistant turn of it, or fails.
+    """
+    if is_plain(tokenizer, conversation):
+        return [_render_plain(tokenizer, conversation, learns_all=learns_all)]
+    messages, answer = list(conversation.messages), list(conversation.answer_ids)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise TrainingError(
+            f"{conversation.id} has no assistant turn to learn from; let the target write it (regenerate)"
+        )
+    if answer:
+        messages = messages[:-1]
+        ids = prompt_ids(tokenizer, conversation, messages)
+    else:
+        ids = _apply(tokenizer, conversation, messages)["input_ids"]
+    mask, rewritten, is_shown = [learns_all] * len(ids), [], bool(answer)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        alone = _apply(tokenizer, conversation, messages[: turn + 1])["input_ids"]
+        start = _common_prefix(alone, prompt_ids(tokenizer, conversation, messages[:turn]) if turn else [])
+        shared, is_learned = _common_prefix(ids, alone), message.get("weight") != 0
+        is_shown |= start < len(alone)
+        is_rewritten = shared < len(alone) - CLOSING_TOKENS
+        if is_rewritten and is_learned:
+            rewritten.append((alone, [False] * start + [True] * (len(alone) - start)))
+            continue
+        if is_rewritten:  # where its other form ends is not known, so what follows it is left out, too
+            shared = _common_prefix(ids, _apply(tokenizer, conversation, messages[: turn + 2])["input_ids"])
+        mask[start:shared] = [is_learned] * max(0, shared - start)
+    if not is_shown:
+        raise TrainingError(
+            f"{conversation.id}: the target's chat template renders no assistant turn (roles: "
+            f"{', '.join(message['role'] for message in messages)}); rename the roles or set another template"
+        )
+    return [(ids + answer, mask + [True] * len(answer)), *rewritten]
+
+
+# --- plain text -------------------------------------------------------------------------------------------------------
+
+
+def is_plain(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> bool:
+    """Text without roles, or a lone prompt for a target without a chat template (a base model), which continues it.
+
+    Raises:
+        TrainingError: the conversation needs a template and there is none.
+    """
+    if conversation.is_text:
+        return True
+    if tokenizer.chat_template:
+        return False
+    if [message["role"] for message in conversation.messages] in (["user"], ["user", "assistant"]):
+        return True
+    raise TrainingError(
+        f"{conversation.id} is a chat, but the target's tokenizer has no chat template; set one, or use text or prompt "
+        "rows"
+    )
+
+
+def _render_plain(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, learns_all: bool
+) -> tuple[list[int], list[bool]]:
+    """All of a text is learned from; of a prompt what follows it, if something does."""
+    answer = list(conversation.answer_ids)
+    ids = _plain_ids(tokenizer, conversation, opening=bool(answer))
+    if not answer and len(conversation.messages) > 1:
+        answer = tokenizer(conversation.messages[1]["content"], add_special_tokens=False)["input_ids"]
+    return ids + answer, [learns_all or conversation.is_text or not answer] * len(ids) + [True] * len(answer)
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, opening: bool) -> list[int]:
+    """Of all of it, or of the `opening` that the target is asked to continue: a whole prompt, or half of a text."""
+    ids = tokenizer(conversation.messages[0]["content"])["input_ids"]
+    return ids[: min(MOST_OPENING_TOKENS, max(2, len(ids) // 2))] if opening and conversation.is_text else ids
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: Sequence[Message]
+) -> list[int]:
+    """Ids up to where the target begins to write.
+
+    Args:
+        messages: those of the conversation that come before.
+
+    Raises:
+        TrainingError: the template refuses the messages; the row is named.
+    """
+    if is_plain(tokenizer, conversation):
+        return _plain_ids(tokenizer, conversation, opening=True)
+    return _apply(tokenizer, conversation, messages, add_generation_prompt=True)["input_ids"]
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: Sequence[Message], **options: Any
+) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(conversation.tools) or None,
+            tokenize=True,
+            return_dict=True,
+            **conversation.template_kwargs,
+            **options,
+        )
+    except Exception as error:  # a template may raise anything
+        raise TrainingError(
+            f"{conversation.id}: the target's chat template refuses this conversation ({error}); mend the row"
+        ) from error
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    different = (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    return next(different, min(len(left), len(right)))
+
+
+# --- packed rows ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Packed rows."""
+
+    input_ids: Tensor  # `(B, T)` token ids; padding holds 0
+    loss_mask: Tensor  # `(B, T)` bool: the token is supervised; never true on padding
+    document_ids: Tensor  # `(B, T)`: equal numbers in a row are one document; padding is a document of its own
+    position_ids: Tensor  # `(B, T)` position within the document
+    # `(B, T)` temperature at which the target wrote the token itself; `NOT_WRITTEN` where it did not, or at a
+    # temperature that is not known
+    written_at: Tensor
+
+
+NOT_WRITTEN = -1.0
+
+
+def pack(lengths: Sequence[int], row_length: int, *, seed: int) -> list[list[int]]:
+    """Which documents share a row: best fit in random order, so every row mixes what the data has side by side.
+
+    Args:
+        lengths: tokens per document, none above `row_length`.
+
+    Returns:
+        Document numbers per row; each document once.
+    """
+    assert max(lengths, default=0) <= row_length, "documents were cut to the row length before"
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # free tokens -> rows with so many
+    for document in order:
+        length = lengths[document]
+        # Rows with less room than any document needs stay in the table; it has at most `row_length` keys.
+        fit = min((free for free, numbers in open_rows.items() if free >= length and numbers), default=None)
+        if fit is None:
+            rows.append([document])
+            open_rows.setdefault(row_length - length, []).append(len(rows) - 1)
+        else:
+            row = open_rows[fit].pop()
+            rows[row].append(document)
+            open_rows.setdefault(fit - length, []).append(row)
+    return rows
+
+
+class PackedDocuments(Dataset):
+    """Rows of packed documents, as tensors `(T,)` under the field names of `PackedBatch`."""
+
+    def __init__(self, documents: Sequence[Document], row_length: int, *, seed: int):
+        self.documents, self.row_length = documents, row_length
+        self.rows = pack([len(document.input_ids) for document in documents], row_length, seed=seed)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return pack_row([self.documents[number] for number in self.rows[index]], self.row_length)
+
+
+def pack_row(documents: Sequence[Document], row_length: int) -> dict[str, Tensor]:
+    """One row `(T,)` of each field of `PackedBatch`."""
+    free = row_length - sum(len(document.input_ids) for document in documents)
+    parts = [_fields(document, number) for number, document in enumerate(documents)]
+    parts.append(_fields(Document("padding", [0] * free, [False] * free), -1))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _fields(document: Document, number: int) -> dict[str, Tensor]:
+    length = len(document.input_ids)
+    written_at = torch.full((length,), NOT_WRITTEN)
+    if document.written_from is not None and document.temperature is not None:
+        written_at[document.written_from :] = document.temperature
+    return {
+        "input_ids": torch.tensor(document.input_ids, dtype=torch.long),
+        "loss_mask": torch.tensor(document.loss_mask, dtype=torch.bool),
+        "document_ids": torch.full((length,), number),
+        "position_ids": torch.arange(length),
+        "written_at": written_at,
+    }
+
+
+def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Rows `(T, ...)` to a batch `(B, T, ...)`."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+# --- the draft vocabulary ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """Which target ids can be drafted."""
+
+    ids: Tensor  # `(Vd,)` int64 target ids, ascending; row `i` of the draft head stands for `ids[i]`
+    vocab_size: int  # the target's `V`
+    coverage: float | None = None  # share of the supervised tokens that can be drafted; `None` if they were not counted
+
+    @property
+    def d2t(self) -> Tensor:
+        """`(Vd,)` int64 offsets as checkpoints store them: `target_id = i + d2t[i]`."""
+        return self.ids - torch.arange(len(self.ids))
+
+    def save(self, path: Path) -> None:
+        """Write as JSON: `vocab_size`, `draft_ids`, `coverage`."""
+        content = {"vocab_size": self.vocab_size, "draft_ids": self.ids.tolist(), "coverage": self.coverage}
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def count_supervised(documents: Iterable[Document], vocab_size: int) -> Tensor:
+    """How often each target id is supervised, `(V,)` int64.
+
+    Raises:
+        TrainingError: a document holds an id the target does not have.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for document in documents:
+        ids = torch.tensor(document.input_ids)[torch.tensor(document.loss_mask)]
+        if len(ids) and int(ids.max()) >= vocab_size:
+            raise TrainingError(
+                f"{document.id} holds token id {int(ids.max())}, but the target's vocabulary ends at {vocab_size - 1}; "
+                "use the target's own tokenizer"
+            )
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def build_vocabulary(counts: Tensor, size: int) -> DraftVocabulary:
+    """The `size` most frequent ids (ties and never-seen ids: the lower id first), reference §1.3 of EAGLE-3's scripts.
+
+    Raises:
+        ConfigurationError: `size` is not between 1 and `V`.
+    """
+    vocab_size = len(counts)
+    if not 1 <= size <= vocab_size:
+        raise ConfigurationError(f"draft vocabulary size is {size}; wanted 1..{vocab_size} (the target's vocabulary)")
+    ids = counts.argsort(descending=True, stable=True)[:size].sort().values
+    total = int(counts.sum())
+    return DraftVocabulary(ids, vocab_size, int(counts[ids].sum()) / total if total else None)
+
+
+def read_vocabulary(path: Path) -> DraftVocabulary:
+    """Read what `DraftVocabulary.save` wrote.
+
+    Raises:
+        TrainingError: no such file, or it does not hold a draft vocabulary.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        ids = torch.tensor(content["draft_ids"], dtype=torch.long)
+        vocab_size = int(content["vocab_size"])
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, RuntimeError) as error:
+        raise TrainingError(
+            f"{path} is no draft vocabulary ({type(error).__name__}: {error}); build it again"
+        ) from error
+    ascending = ids.ndim == 1 and len(ids) > 0 and bool((ids.diff() > 0).all())
+    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise TrainingError(
+            f"{path}: draft_ids must rise from 0 to at most {vocab_size - 1}, each once; build it again"
+        )
+    return DraftVocabulary(ids, vocab_size, content.get("coverage"))
+
+
+def check_vocabulary(vocabulary: DraftVocabulary, draft_ids: Tensor | None, vocab_size: int, where: str) -> None:
+    """A vocabulary must be the head's: its rows are tied to the mapping they were trained with.
+
+    Args:
+        draft_ids: `(Vd,)` target ids of the head's rows; `None` for a full vocabulary.
+        where: names the vocabulary in the message.
+
+    Raises:
+        TrainingError: they disagree.
+    """
+    rows = torch.arange(vocab_size) if draft_ids is None else draft_ids.cpu()
+    if vocabulary.vocab_size == vocab_size and torch.equal(vocabulary.ids, rows):
+        return
+    same = torch.isin(vocabulary.ids, rows).sum().item()
+    raise TrainingError(
+        f"{where} holds {len(vocabulary.ids)} draft ids of a vocabulary of {vocabulary.vocab_size}; the drafter's head "
+        f"has {len(rows)} rows of {vocab_size}, and {same} ids agree. Use the vocabulary the drafter was made with, or "
+        "start a fresh drafter"
+    )

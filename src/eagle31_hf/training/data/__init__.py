@@ -1,1 +1,0 @@
-"""What a drafter learns from: rows, texts the target writes, token ids with a loss mask, packed rows."""
