@@ -160,7 +160,7 @@ def test_sglang_is_not_advertised_for_a_layout_that_it_does_not_read(folder):
         ({"conditions": ""}, "lacks conditions"),
         ({"stages": [], "target": None}, "lacks target, stages"),
         ({"stages": [{"name": "stage1", "acceptance": {}}]}, "measured acceptance under 'Evidence'"),
-        ({"stages": [{"name": "stage1", "acceptance": {"chat": {"rounds": 3}}}]}, "acceptance that is none"),
+        ({"stages": [{"name": "stage1", "acceptance": {"chat": {"rounds": 3}}}]}, "whose acceptance or curve is none"),
         ({"license": None}, "license in its metadata.*--license"),
         ({"data": []}, "lacks data"),
     ],
@@ -181,6 +181,11 @@ def test_a_card_written_by_hand_is_published_as_it_is(folder):
     assert prepare_upload(folder, "owner/other").card == mine
     with pytest.raises(PublishingError, match="written by hand"):
         prepare_upload(folder, "owner/other", license="mit")
+
+
+def test_a_card_filled_for_one_repository_is_filled_anew_for_another(folder):
+    (folder / "README.md").write_text(fill_card(folder, "owner/drafter", license="apache-2.0"))
+    assert prepare_upload(folder, "owner/other", license="mit").card == fill_card(folder, "owner/other", license="mit")
 
 
 def test_a_path_of_this_machine_is_not_published(folder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..errors import PublishingError
 from .checkpoint import CheckpointSummary, inspect_checkpoint
-from .files import read_json, shown
+from .files import read_json
 
 CARD_FILE = "README.md"
 RECORD_FILE = "training_report.json"
@@ -48,6 +47,7 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         CheckpointError: the folder holds no drafter.
     """
     summary, record = inspect_checkpoint(folder), _read_record(folder, license)
+    evidence, curve = _measured(record["stages"])
     data = ModelCardData(
         base_model=record["target"],
         base_model_relation="adapter",
@@ -69,8 +69,8 @@ def fill_card(folder: Path, repository: str, *, license: str | None = None) -> s
         sglang_line="" if summary.format == "speculators" else sglang_command(record["target"], repository),
         size=_size(summary.parameters),
         aux=_aux(summary),
-        evidence=_evidence_rows(record["stages"]),
-        curve=[point for stage in record["stages"] for point in _curve_of(stage)],
+        evidence=evidence,
+        curve=curve,
     )
     return str(card)
 
@@ -107,47 +107,38 @@ def _read_record(folder: Path, license: str | None) -> dict[str, Any]:
     return stored
 
 
-def _evidence_rows(stages: list[Any]) -> list[dict[str, str]]:
-    """Everything measured, by category and stage."""
+def _measured(stages: list[Any]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Rows of the card's tables: everything measured by category and stage, and the learning curve."""
     by_category: dict[str, list[dict[str, str]]] = {}
-    for stage in stages:
-        acceptance = stage.get("acceptance") if isinstance(stage, dict) else None
-        for category, counts in (acceptance or {}).items():
-            if isinstance(counts, dict) and isinstance(counts.get("rounds"), int) and counts["rounds"] > 0:
-                row = {"category": category, "drafter": str(stage.get("name"))} | _figures(counts)
-                by_category.setdefault(category, []).append(row)
-    return [row for rows in by_category.values() for row in rows]
-
-
-def _curve_of(stage: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The learning curve of a stage as the card shows it."""
+    curve = []
     try:
-        return [
-            {
-                "stage": str(stage["name"]),
-                "tokens": f"{point['tokens']:,}",
-                "length": f"{point['acceptance_length']:.3f} ± {point['standard_error']:.3f}",
-            }
-            for point in stage.get("curve", ())
-        ]
+        for stage in stages:
+            for category, counts in (stage.get("acceptance") or {}).items():
+                if (rounds := counts["rounds"]) > 0:
+                    length = (counts["accepted"] + rounds) / rounds
+                    pairs = zip(counts["accepted_at"], counts["drafted_at"], strict=True)
+                    positions = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs if drafted)
+                    row = {"category": category, "drafter": str(stage["name"]), "length": f"{length:.3f}"}
+                    by_category.setdefault(category, []).append(row | {"positions": positions})
+            for point in stage.get("curve") or ():
+                length = f"{point['acceptance_length']:.3f} ± {point['standard_error']:.3f}"
+                curve.append({"stage": str(stage["name"]), "tokens": f"{point['tokens']:,}", "length": length})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PublishingError(
-            f"{RECORD_FILE} holds a learning curve that is none ({shown(dict(stage))}); wanted points of step, tokens, "
-            "acceptance_length and standard_error"
+            f"{RECORD_FILE} holds stages whose acceptance or curve is none ({type(error).__name__}: {error}); wanted "
+            "rounds, accepted, drafted_at and accepted_at by category, and points of tokens, acceptance_length and "
+            "standard_error"
         ) from error
+    return [row for rows in by_category.values() for row in rows], curve
 
 
-def _figures(counts: Mapping[str, Any]) -> dict[str, str]:
-    try:
-        length = (counts["accepted"] + counts["rounds"]) / counts["rounds"]
-        pairs = list(zip(counts["accepted_at"], counts["drafted_at"], strict=True))
-        positions = " ".join(f"{accepted / drafted:.2f}" for accepted, drafted in pairs if drafted)
-    except (KeyError, TypeError, ValueError) as error:
-        raise PublishingError(
-            f"{RECORD_FILE} holds acceptance that is none ({shown(dict(counts))}); wanted rounds, accepted, drafted_at "
-            "and accepted_at"
-        ) from error
-    return {"length": f"{length:.3f}", "positions": positions}
+def is_filled(text: str, folder: Path) -> bool:
+    """Whether a card is as it was filled for the drafter in `folder`, whichever repository and licence it names."""
+    named = re.search(r'from_pretrained\("(.+)", target=target\)', text)
+    if named is None or not (folder / RECORD_FILE).exists():
+        return False
+    license = ModelCard(text, ignore_metadata_errors=True).data.to_dict().get("license")
+    return text == fill_card(folder, named[1], license=license)
 
 
 def _size(parameters: int) -> str:

@@ -12,7 +12,7 @@ import huggingface_hub
 from huggingface_hub import errors as hub
 
 from ..errors import PublishingError, first_line
-from .card import CARD_FILE, RECORD_FILE, check_card, fill_card
+from .card import CARD_FILE, RECORD_FILE, check_card, fill_card, is_filled
 from .checkpoint import Checkpoint, write_checkpoint
 from .config_json import TARGET_MODEL
 from .files import CONFIG_FILE, WEIGHTS_FILE, get_path, read_json
@@ -73,7 +73,7 @@ def _refuse_local_paths(folder: Path) -> None:
 def _card(folder: Path, repo_id: str, license: str | None) -> str:
     written = folder / CARD_FILE
     text = written.read_text(encoding="utf-8") if written.exists() else None
-    if text is None or ((folder / RECORD_FILE).exists() and text == fill_card(folder, folder.resolve().name)):
+    if text is None or is_filled(text, folder):
         return fill_card(folder, repo_id, license=license)
     if license is not None:
         raise PublishingError(
@@ -92,7 +92,7 @@ def upload(
     create_pr: bool = False,
     commit_message: str = "Upload drafter",
 ) -> str:
-    """Commit all files at once; returns the commit's address.
+    """Commit all files at once, the card written into the folder before; returns the commit's address.
 
     Args:
         token: with write rights; `None`: the one of `hf auth login`.
@@ -103,19 +103,19 @@ def upload(
     Raises:
         PublishingError: no token, no rights, no network, or the Hub refused; the message says what to do.
     """
+    (prepared.folder / CARD_FILE).write_text(prepared.card, encoding="utf-8")
     api = huggingface_hub.HfApi(token=token, library_name="eagle31_hf")
-    operations = [
-        huggingface_hub.CommitOperationAdd(
-            name, prepared.card.encode() if name == CARD_FILE else str(prepared.folder / name)
-        )
-        for name in prepared.files
-    ]
     try:
-        made = api.create_repo(prepared.repo_id, private=private, exist_ok=True)
+        repo_id = api.create_repo(prepared.repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr:
-            api.create_branch(made.repo_id, branch=revision, exist_ok=True)
-        commit = api.create_commit(
-            made.repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=prepared.folder,
+            allow_patterns=list(prepared.files),
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
         )
     except Exception as error:  # which HTTP client is underneath, with errors of its own, depends on the version
         raise PublishingError(_why_refused(prepared.repo_id, error)) from error
@@ -130,7 +130,7 @@ def publish_folder(folder: Path, repo_id: str, *, license: str | None = None, **
 def publish_checkpoint(checkpoint: Checkpoint, origin: Path, repo_id: str, **options: Any) -> str:
     """The same for a checkpoint in memory, with the card and the records of `origin`, the folder it was read from."""
     with TemporaryDirectory() as name:
-        folder = Path(name) / origin.name  # a card that nobody has changed is told by the folder's name in it
+        folder = Path(name)
         write_checkpoint(checkpoint, folder, format=default_format(checkpoint.config))
         for record in set(PUBLISHED_FILES) - {CONFIG_FILE, WEIGHTS_FILE}:
             if (origin / record).is_file():
