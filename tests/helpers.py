@@ -32,7 +32,6 @@ from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.generation import own_loop
-from eagle31_hf.generation.stock_loop import Eagle31CandidateGenerator
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.trees.draft_tree import DraftTree
@@ -173,7 +172,6 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
     `right` the depth is a random one every time.
     """
     dice = torch.Generator().manual_seed(seed)
-    stock_draft = Eagle31CandidateGenerator._draft
 
     def coming(row: int, written: int, depth: int) -> list[int]:
         count = int(torch.randint(0, depth + 1, (), generator=dice)) if right is None else right
@@ -191,16 +189,7 @@ def oracle_drafts(truth: Tensor, prompt_length: int, seed: int = 0, right: int |
                     tokens[b, node] = token
             return dataclasses.replace(tree, tokens=tokens)
 
-    def stock(self: Eagle31CandidateGenerator, input_ids: Tensor, depth: int) -> tuple[Tensor, None]:
-        candidates, _ = stock_draft(self, input_ids, depth)
-        length = input_ids.shape[1]
-        tokens = coming(0, length - prompt_length, candidates.shape[1] - length)
-        candidates = candidates.clone()
-        candidates[0, length : length + len(tokens)] = torch.tensor(tokens, dtype=candidates.dtype)
-        self._drafted = self._length_up_to_eos(candidates[0, length:])
-        return candidates[:, : length + self._drafted], None
-
-    with wrapped_rounds(OracleRound), mock.patch.object(Eagle31CandidateGenerator, "_draft", stock):
+    with wrapped_rounds(OracleRound):
         yield
 
 

@@ -137,7 +137,7 @@ ROUND_STEPS = {
     "RoundGraph", "accept_chosen", "accept_tree_walk", "match_prefix", "draft_scores", "scores_in_grammars",
 }  # fmt: skip
 NOT_ROUNDS = {
-    "generation.stock_loop": "drafts for transformers' own assisted loop, which verifies and accepts",
+    "generation.candidates": "drafts for transformers' own assisted loop, which verifies and accepts",
     "generation.continuation": "compares one tree behind a prompt with the model going on by itself",
 }
 

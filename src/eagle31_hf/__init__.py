@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .drafter.assistant import NoDrafter
     from .drafter.drafter import Eagle31Drafter
     from .errors import Eagle31Error
-    from .generation.stock_loop import Eagle31CandidateGenerator
+    from .generation.candidates import Eagle31CandidateGenerator
     from .generation_config import Eagle31GenerationConfig
     from .memory import MemoryPlan, plan_memory
     from .stats import SpeculationStats
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Eagle31CandidateGenerator": "generation.stock_loop",
+    "Eagle31CandidateGenerator": "generation.candidates",
     "Eagle31Config": "configuration_eagle31",
     "Eagle31Drafter": "drafter.drafter",
     "Eagle31Error": "errors",

@@ -122,6 +122,7 @@ REMOVED_IN_0_2 = {
     "plan --frontier": "plan again with another --context, --draft-tokens or --batch; each takes seconds",
     "plan --plot": "plan --json writes every term with the moments at which it is alive",
     "--memory FILE": "pass --memory auto, and the options the plan was made with",
+    "speculation_loop stock": "leave it at 'auto': our loop, or plain decoding where a target cannot verify drafts",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
     "cache_type fp8": "int8 takes the same bytes and comes closer; use cache_type='int8'",
     "guided_grammar in GBNF": "write the grammar in Lark's notation: start: ...",

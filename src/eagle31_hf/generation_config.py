@@ -16,7 +16,7 @@ from .trees.shape import FIXED_DEPTH, LONGEST_CHAIN, LONGEST_OF_GRAPHS, USUAL_TR
 
 MIN_CONFIDENCE = 0.02
 ACCELERATIONS = ("auto", "eager", "compile")
-LOOPS = ("auto", "own", "stock", "plain")
+LOOPS = ("auto", "own", "plain")
 CACHE_TYPES = ("auto", "full", "int8")
 SCHEDULES = ("calibrated", "constant", "pid", "heuristic")
 LONGEST_STEERED = 12
@@ -70,8 +70,8 @@ class Eagle31GenerationConfig(GenerationConfig):
             and `2 * draft_top_k * num_assistant_tokens` for a tree that was asked for.
         draft_window: positions the drafter sees back, which bounds its cache whatever the text's length; `None`
             (default): as far as it was trained to (`config.sliding_window`), mostly everything. The text is the same.
-        speculation_loop: `"auto"` (our loop where the target allows it, else a fallback whose reason is logged),
-            or exactly one of `"own"`, `"stock"`, `"plain"`.
+        speculation_loop: `"auto"` (our loop where it is exact, else plain decoding, whose reason is logged), or
+            exactly one of `"own"`, `"plain"`.
         acceleration: `"auto"` (default): captured graphs on a CUDA device; on a CPU graphs where `eagle31 warmup` has
             left them for this pair and machine, else eager code; nothing is compiled (docs/acceleration.md).
             `"eager"`: no graphs. `"compile"`: on a CPU as after `eagle31 warmup`, for which the first text waits;
@@ -215,7 +215,7 @@ class Eagle31GenerationConfig(GenerationConfig):
                 raise ConfigurationError(
                     removal(f"{field} {value}") or f"{field} is {value!r}; wanted one of {allowed}"
                 )
-        if self.stored_cache_type != "full" and self.speculation_loop in ("stock", "plain"):
+        if self.stored_cache_type != "full" and self.speculation_loop == "plain":
             raise ConfigurationError(
                 f"cache_type is {self.cache_type!r} and speculation_loop {self.speculation_loop!r}; only our own loop "
                 "stores keys and values in 8 bits: leave speculation_loop at 'auto', or cache_type at 'full'"

@@ -43,7 +43,7 @@ class SpeculationStats:
     agreed with it, also where the text ended before it: the figures judge the drafter, `new_tokens` what was written.
 
     Attributes:
-        loop: `"own"`, `"stock"` or `"plain"`; `reason` says why it is not the first choice (empty if it is).
+        loop: `"own"` or `"plain"`; `reason` says why it is not the first choice (empty if it is).
         cache_type: how the target's keys and values were stored: `"full"` or `"int8"`.
         rounds: verification passes, summed over rows.
         passes: verification passes, all rows at once.

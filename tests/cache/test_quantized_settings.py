@@ -25,7 +25,6 @@ def test_all_rooms_know_the_same_cache_types() -> None:
     [
         ({"cache_type": "int4"}, "cache_type is 'int4'"),
         ({"cache_type": None}, "cache_type is None"),
-        ({"cache_type": "int8", "speculation_loop": "stock"}, "only our own loop"),
         ({"cache_type": "int8", "speculation_loop": "plain"}, "only our own loop"),
         ({"cache_type": "fp8"}, "went in 0.2.0: int8"),
     ],

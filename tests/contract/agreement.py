@@ -29,9 +29,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 COMPILED = {f"{name} compiled": {**shape, "acceleration": "compile"} for name, shape in SHAPES.items()}
 OWN = {**SHAPES, **COMPILED}
-STOCK = {"speculation_loop": "stock"}
-LOOPS = {"stock": STOCK, **SHAPES}
-EVERY = {**LOOPS, **COMPILED}
 NEW_TOKENS = 24
 SHORT = 10
 NOT_WHOLE = [name for name in TARGETS if name not in WHOLE]

@@ -15,12 +15,10 @@ from agreement import (
     DEMO_GROUPS,
     EVERY_TARGET,
     GROUPS,
-    LOOPS,
     NOT_WHOLE,
     OWN,
     SHAPES,
     SHORT,
-    STOCK,
     Batch,
     assert_loop_agrees,
     greedy,
@@ -100,20 +98,6 @@ def test_own_loop_writes_the_plain_text(name: str, shape: str, indices: list[int
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_TARGET)
 @pytest.mark.thorough(every=4)
-def test_stock_loop_writes_the_plain_text(name: str) -> None:
-    """205 prompts over all targets, every K from 1 to 8: three of them with each prompt on whole families, else one."""
-    ties = 0
-    for index, prompt in enumerate(prompts_for(name, 5 if name == "demo-target" else 25, seed=3)):
-        batch = plain_batch(name, left_padded([prompt]), max_new_tokens=SHORT)
-        for depth in {(index + step) % 8 + 1 for step in ((0, 3, 6) if name in WHOLE else (0,))}:
-            loop = STOCK | {"num_assistant_tokens": depth}
-            ties += assert_loop_agrees(name, batch, loop, oracle=(index // 8 + depth) % 2 == 0, max_new_tokens=SHORT)
-    assert ties <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY_TARGET)
-@pytest.mark.thorough(every=4)
 def test_own_chain_at_every_depth(name: str) -> None:
     """208 prompts over all targets, alone and in batches, every K from 1 to 8: as above."""
     sizes = (1, 3, 4) if name == "demo-target" else (1, 8, 8, 8)
@@ -128,11 +112,11 @@ def test_own_chain_at_every_depth(name: str) -> None:
     assert ties <= 1
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", SHAPES)
 @pytest.mark.thorough(every=4)
 def test_random_drafter_on_the_demo_target(loop: str) -> None:
     drafter = random_drafter(target_of("demo-target"), draft_vocab_size=512)
-    with configured(drafter, **LOOPS[loop]):
+    with configured(drafter, **SHAPES[loop]):
         for prompt in prompts_for("demo-target", 3):
             inputs = left_padded([prompt])
             ours = greedy("demo-target", inputs, assistant_model=drafter)
@@ -149,7 +133,7 @@ def test_prompts_in_chunks(name: str, shape: str, chunk: int) -> None:
 
 def test_oracle_reaches_every_number_of_accepted_tokens() -> None:
     """Else the tests above would not see what they are for."""
-    for loop in LOOPS.values():
+    for loop in SHAPES.values():
         ended = torch.zeros(5, dtype=torch.long)  # rounds that accepted 0, 1, ... 4 tokens and no more
         for inputs in inputs_of("llama")[:8]:
             assert_loop_agrees("llama", plain_batch("llama", inputs), loop | {"num_assistant_tokens": 4})
@@ -179,10 +163,10 @@ def bf16_texts() -> list[Batch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", SHAPES)
 def test_bf16_differs_only_in_ties(loop: str) -> None:
     target, ties = bf16_pair().binding.model, 0
-    with configured(bf16_pair(), num_assistant_tokens=5, **LOOPS[loop]) as drafter:
+    with configured(bf16_pair(), num_assistant_tokens=5, **SHAPES[loop]) as drafter:
         for batch in bf16_texts():
             ours = target.generate(**batch.inputs, assistant_model=drafter)
             ties += assert_same_or_tie(target, batch.plain, ours)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers as hf
-from agreement import COMPILED, EVERY, LOOPS, NEW_TOKENS, OWN, Batch, assert_loop_agrees, batch_of, greedy, plain_batch
+from agreement import COMPILED, NEW_TOKENS, OWN, SHAPES, Batch, assert_loop_agrees, batch_of, greedy, plain_batch
 from torch import Tensor
 
 from helpers import FAMILIES, demo_tokenizer, left_padded, oracle_drafts, prompts_for
@@ -25,13 +25,13 @@ class DigitSum(hf.StoppingCriteria):
 
 
 def has_rows(name: str, loop: str, size: int) -> bool:
-    """The stock loop takes one row; that rows of the demo target end, few of them show as well."""
-    most = {"stock": 1} | dict.fromkeys(COMPILED, 1 if name == "demo-target" else 8)
+    """That rows of the demo target end, few of them show as well."""
+    most = dict.fromkeys(COMPILED, 1 if name == "demo-target" else 8)
     return size <= most.get(loop, 3 if name == "demo-target" else 8)
 
 
 @pytest.mark.parametrize(
-    ("name", "loop", "size"), matrix([*FAMILIES, "demo-target"], [*EVERY], (1, 3, 8), allowed=has_rows)
+    ("name", "loop", "size"), matrix([*FAMILIES, "demo-target"], [*OWN], (1, 3, 8), allowed=has_rows)
 )
 @pytest.mark.thorough(every=4)
 def test_end_of_sequence_inside_a_draft(name: str, loop: str, size: int) -> None:
@@ -45,7 +45,7 @@ def test_end_of_sequence_inside_a_draft(name: str, loop: str, size: int) -> None
         batch = plain_batch(name, free.inputs, **ends)
         assert batch.plain.shape[1] < free.plain.shape[1] or size > 1
         with oracle_drafts(free.plain, free.prompt_length, seed=at):  # drafts that go on behind the end
-            assert_loop_agrees(name, batch, EVERY[loop], oracle=False, **ends)
+            assert_loop_agrees(name, batch, OWN[loop], oracle=False, **ends)
 
 
 @pytest.mark.parametrize(("name", "shape", "eos"), matrix(FAMILIES, [*OWN], (False, True)))
@@ -78,11 +78,11 @@ def test_stop_strings_inside_a_block(shape: str, size: int, start: int) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", SHAPES)
 def test_length_limits(loop: str) -> None:
     for name in ("qwen3", "demo-target"):
         inputs = left_padded(prompts_for(name, 1))
         length = inputs["input_ids"].shape[1]
         for limit in ({"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": None, "max_length": length + 7}):
             batch = Batch(inputs, greedy(name, inputs, **limit))
-            assert assert_loop_agrees(name, batch, LOOPS[loop] | {"num_assistant_tokens": 8}, **limit) == 0
+            assert assert_loop_agrees(name, batch, SHAPES[loop] | {"num_assistant_tokens": 8}, **limit) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from agreement import LOOPS, NEW_TOKENS, SHAPES, Batch, assert_loop_agrees, batch_of, greedy
+from agreement import NEW_TOKENS, SHAPES, Batch, assert_loop_agrees, batch_of, greedy
 from torch import Tensor
 
 from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for
@@ -13,16 +13,14 @@ from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_
 
 @pytest.mark.contract
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", SHAPES)
 def test_scores_and_logits(loop: str, size: int) -> None:
-    if loop == "stock" and size > 1:
-        pytest.skip("the stock loop takes one row")
     kwargs = {"repetition_penalty": 1.3, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for name in ("llama", "gemma3"):
         inputs = left_padded(prompts_for(name, size, seed=17))
         plain = greedy(name, inputs, **kwargs)
         with (
-            configured(drafter_of(name), **LOOPS[loop]) as drafter,
+            configured(drafter_of(name), **SHAPES[loop]) as drafter,
             oracle_drafts(plain.sequences, inputs["input_ids"].shape[1]),
         ):
             ours = greedy(name, inputs, assistant_model=drafter, **kwargs)
@@ -71,13 +69,13 @@ class Recorder(hf.generation.streamers.BaseStreamer):
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", SHAPES)
 def test_streamer_gets_the_text(loop: str) -> None:
     for name, at in (("llama", -8), ("demo-target", -6)):
         batch = batch_of(name, 1, eos_token_id=int(batch_of(name, 1).plain[0, at]))
         eos = int(batch.plain[0, -1])
         recorder = Recorder()
-        assert_loop_agrees(name, batch, LOOPS[loop], streamer=recorder, eos_token_id=eos)
+        assert_loop_agrees(name, batch, SHAPES[loop], streamer=recorder, eos_token_id=eos)
         assert recorder.tokens == batch.plain[0].tolist()
         assert recorder.ended == 1
 

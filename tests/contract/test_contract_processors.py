@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from agreement import EVERY, LOOPS, SHAPES, assert_loop_agrees, batch_of
+from agreement import OWN, SHAPES, assert_loop_agrees, batch_of
 from torch import Tensor
 
 from matrix import matrix
@@ -40,19 +40,14 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-def takes_processor(name: str, processor: str, loop: str, size: int) -> bool:
-    # The stock loop takes one row, and would call the user's function with drafts.
-    return loop != "stock" or (size == 1 and processor != "prefix_allowed_tokens")
-
-
 @pytest.mark.parametrize(
     ("name", "processor", "loop", "size"),
     # With the compiled loop, where rows that have ended stay in the batch.
-    matrix(["llama", "qwen3"], [*PROCESSORS], [*LOOPS, "tree compiled"], (1, 3), allowed=takes_processor),
+    matrix(["llama", "qwen3"], [*PROCESSORS], [*SHAPES, "tree compiled"], (1, 3)),
 )
 def test_processors(name: str, processor: str, loop: str, size: int) -> None:
     kwargs = PROCESSORS[processor]
-    assert assert_loop_agrees(name, batch_of(name, size, **kwargs), EVERY[loop], **kwargs) == 0
+    assert assert_loop_agrees(name, batch_of(name, size, **kwargs), OWN[loop], **kwargs) == 0
 
 
 def test_processors_change_the_text() -> None:
@@ -67,4 +62,4 @@ def test_processors_change_the_text() -> None:
 def test_processor_of_the_users_own(loop: str) -> None:
     kwargs = {"logits_processor": hf.LogitsProcessorList([OnlyOddAfterEven()])}
     for name in ("llama", "qwen3"):
-        assert assert_loop_agrees(name, batch_of(name, 1, **kwargs), LOOPS[loop], **kwargs) == 0
+        assert assert_loop_agrees(name, batch_of(name, 1, **kwargs), SHAPES[loop], **kwargs) == 0

@@ -1,4 +1,4 @@
-"""Memory runs out beneath what a call brings along: scores, streamers, sampling, carried caches, the stock loop."""
+"""Memory runs out beneath what a call brings along: scores, streamers, sampling, carried caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from memory_faults import (
     FREED,
     METHODS,
     SHAPES,
-    SHORTENED,
     Fault,
     assert_undisturbed,
     prompts_of,
@@ -178,40 +177,3 @@ def test_a_batch_whose_rows_end_one_by_one_hands_its_caches_over(place: str) -> 
         with configured(drafter_of("llama"), **SHAPES["tree"]), Fault(first).before(owner, name):
             output = speculative("llama", 3, end=True, **asked)
         assert torch.equal(output.sequences, truth_of("llama", 3, True))
-
-
-# --- the stock loop ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("place", "times", "step"),
-    [
-        ("draft step", 1, SHORTENED),
-        ("draft step", 10**6, SHORTENED),
-        ("absorb", 1, DROPPED),
-        ("absorb", 10**6, DROPPED),
-    ],
-)
-def test_the_stock_loop_goes_on_without_drafts(place: str, times: int, step: str) -> None:
-    drafter = drafter_of("llama")
-    with (
-        configured(drafter, speculation_loop="stock", num_assistant_tokens=4),
-        Fault(2, times=times).before(*METHODS[place]),
-    ):
-        text = speculative("llama", 1, prefill_chunk_size=None)
-    assert torch.equal(text, truth_of("llama", 1))
-    assert list(drafter.stats.memory_steps) == [step]
-    with configured(drafter, speculation_loop="stock"):
-        assert torch.equal(speculative("llama", 1, prefill_chunk_size=None), truth_of("llama", 1))
-    assert not drafter.stats.memory_steps
-
-
-def test_elsewhere_the_stock_loop_lets_the_error_pass_with_advice(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        configured(drafter_of("llama"), speculation_loop="stock"),
-        Fault(3).in_module(target_of("llama").lm_head),
-        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
-    ):
-        speculative("llama", 1, prefill_chunk_size=None)
-    assert "shorten the prompt" in caplog.text
-    assert_undisturbed("llama", "chain", 1)

@@ -41,7 +41,6 @@ FAMILIES: dict[str, Any] = {
 LOOPS: dict[str, dict[str, Any]] = {
     "chain": {"speculation_loop": "own"},
     "tree": {"speculation_loop": "own", "draft_top_k": 2, "draft_tree_size": 15},
-    "stock": {"speculation_loop": "stock"},
 }
 
 

@@ -93,9 +93,7 @@ def test_the_text_is_the_targets(shape: str, rows: int) -> None:
     assert eagle.stats.accepted > 0
 
 
-@pytest.mark.parametrize(
-    "fields", [{"speculation_loop": "stock"}, {"acceleration": "compile"}, {"prefill_chunk_size": 3}]
-)
+@pytest.mark.parametrize("fields", [{"acceleration": "compile"}, {"prefill_chunk_size": 3}])
 def test_every_loop_keeps_to_the_window(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
     inputs = left_padded(prompts_for("llama", 1, seed=5))

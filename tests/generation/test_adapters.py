@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +30,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_assistant_tokens": 4},
     "dynamic": {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9},
 }
-SAYS = "eagle31_hf.generation.changed_target"
 WITHOUT_OUT_PROJ = ("nemotron_h", "falcon_h1", "mamba2")
 """PEFT refuses that one of theirs, whose kernel reads its weight."""
 
@@ -146,36 +144,6 @@ def test_adapters_within_layers_that_keep_states(family: str) -> None:
     assert torch.equal(assert_plain(adapted, inputs, drafter), with_adapter)
     merged = adapted.merge_and_unload()
     assert_plain(merged, inputs, drafter)
-
-
-def test_an_adapter_since_training_is_told_once(
-    target: Any, drafter: Eagle31Drafter, caplog: pytest.LogCaptureFixture
-) -> None:
-    inputs = left_padded(random_prompts(1))
-    with caplog.at_level(logging.WARNING, logger=SAYS):
-        write(target, inputs, assistant_model=drafter)
-        assert not caplog.messages
-        model = tuned(target, lora(), "cooking")
-        for _ in range(2):
-            write(model, inputs, assistant_model=drafter)
-        with model.disable_adapter():
-            write(model, inputs, assistant_model=drafter)
-    (said,) = [record.getMessage() for record in caplog.records if record.name == SAYS]
-    assert "cooking" in said
-    assert "acceptance_length" in said
-
-
-@pytest.mark.parametrize(("name", "is_told"), [("my/cook-7b", True), ("my/Chat-7B-bnb-4bit", False), ("", False)])
-def test_a_fine_tuned_target_is_told_once(
-    target: Any, drafter: Eagle31Drafter, caplog: pytest.LogCaptureFixture, name: str, is_told: bool
-) -> None:
-    drafter.name_target("owner/chat-7b")
-    target.name_or_path = name
-    with caplog.at_level(logging.WARNING, logger=SAYS):
-        for _ in range(2):
-            write(target, left_padded(random_prompts(1)), assistant_model=drafter)
-    assert len(caplog.messages) == is_told
-    assert not is_told or "owner/chat-7b" in caplog.messages[0]
 
 
 def test_tokens_of_an_adapter_of_their_own() -> None:

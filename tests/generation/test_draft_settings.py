@@ -14,14 +14,13 @@ from eagle31_hf.errors import ConfigurationError, Eagle31Error
 from helpers import configured, drafter_of
 
 
-@pytest.mark.parametrize("loop", ["own", "stock"])
-def test_number_of_assistant_tokens_is_honoured(loop: str) -> None:
+def test_number_of_assistant_tokens_is_honoured() -> None:
     drafter = drafter_of("llama")
     for depth in (1, 3, 7):
-        with configured(drafter, num_assistant_tokens=depth, speculation_loop=loop):
+        with configured(drafter, num_assistant_tokens=depth):
             greedy("llama", one(), assistant_model=drafter)
         assert len(stats_of().drafted_at) == depth
-        with configured(drafter, num_assistant_tokens=2, speculation_loop=loop):
+        with configured(drafter, num_assistant_tokens=2):
             greedy("llama", one(), assistant_model=drafter, num_assistant_tokens=depth)
         assert len(stats_of().drafted_at) == depth, "what the call asks for comes first"
 
@@ -92,6 +91,14 @@ def test_fields_that_nothing_would_read_are_refused_by_name() -> None:
     twin = copy.deepcopy(config)
     twin.temperature = 0.5
     assert Eagle31GenerationConfig.from_dict(twin.to_dict()).to_dict() == twin.to_dict()
+
+
+def test_a_loop_that_went_says_what_to_do() -> None:
+    with (
+        configured(drafter_of("llama"), speculation_loop="stock") as drafter,
+        pytest.raises(ConfigurationError, match=r"speculation_loop stock went in 0.2.0: leave it at 'auto'"),
+    ):
+        greedy("llama", one(), assistant_model=drafter)
 
 
 def test_settings_are_a_generation_config() -> None:

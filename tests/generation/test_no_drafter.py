@@ -179,7 +179,6 @@ def test_no_hidden_states_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("draft_tree_size", 12),
         ("draft_window", 64),
         ("num_assistant_tokens_schedule", "pid"),
-        ("speculation_loop", "stock"),
     ],
 )
 def test_settings_of_a_drafter_are_refused(field: str, value: Any) -> None:

@@ -165,7 +165,7 @@ def test_new_pictures_behind_a_cache_are_plains_business() -> None:
 def test_an_input_that_no_test_knows_goes_by_another_loop_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = pair("qwen3_vl")
     monkeypatch.setattr(model_inputs, "READ_WITH_THE_PROMPT", {"pixel_values", "mm_encoder_outputs"})
-    for rows, loop in ((1, "stock"), (3, "plain")):
+    for rows, loop in ((1, "plain"), (3, "plain")):
         inputs = SEEING_FAMILIES["qwen3_vl"].inputs(1, rows)
         assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
         assert drafter.stats is not None
@@ -183,7 +183,7 @@ def test_an_input_of_every_forward_is_found_out() -> None:
     assert torch.equal(greedy(model, inputs, assistant_model=drafter), plain)
     assert not torch.equal(plain, greedy(model, {**inputs, "token_type_ids": None})), "or nothing is tested"
     assert drafter.stats is not None
-    assert drafter.stats.loop == "stock"
+    assert drafter.stats.loop == "plain"
     assert "token_type_ids" in drafter.stats.reason
     assert "logits differ" in drafter.stats.reason
     with configured(drafter, speculation_loop="own"), pytest.raises(UnsupportedGenerationError, match="token_type_ids"):
@@ -198,7 +198,7 @@ def test_positions_that_were_counted_wrong_would_be_found_out(monkeypatch: pytes
         broken.setattr(SpeculativeCache, "offset_positions", lambda *_: None)
         assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))
     assert drafter.stats is not None
-    assert drafter.stats.loop == "stock"
+    assert drafter.stats.loop == "plain"
 
 
 def test_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

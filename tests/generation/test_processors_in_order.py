@@ -148,22 +148,6 @@ def test_one_row_of_guidance_is_drafted_for() -> None:
         assert eagle.stats.accepted > 0
 
 
-@pytest.mark.parametrize("processor", [Budget, Strict])
-def test_the_stock_loop_would_show_drafts(processor: Any) -> None:
-    inputs = left_padded(prompts_for("llama", 1))
-    plain = write(inputs, logits_processor=[processor()])
-    binding = drafter_of("llama").binding
-    binding.tree_unsupported_reason = "tried in a test"
-    try:
-        ours = write(inputs, logits_processor=[processor()], assistant_model=drafter_of("llama"))
-    finally:
-        binding.tree_unsupported_reason = ""
-    assert torch.equal(ours, plain)
-    stats = drafter_of("llama").stats
-    assert stats is not None
-    assert stats.loop == "plain"
-
-
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.thorough(every=2)

@@ -31,7 +31,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic": {"draft_top_k": 2, "draft_tree_size": 11},
     "chain compiled": {"acceleration": "compile"},
     "dynamic compiled": {"draft_top_k": 2, "draft_tree_size": 11, "acceleration": "compile"},
-    "stock": {"speculation_loop": "stock"},
 }
 
 
@@ -82,12 +81,12 @@ def side_by_side(calls: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "each"), [("chain", 8), ("dynamic", 3), ("chain compiled", 3), ("dynamic compiled", 3), ("stock", 3)]
+    ("shape", "each"), [("chain", 8), ("dynamic", 3), ("chain compiled", 3), ("dynamic compiled", 3)]
 )
 @pytest.mark.thorough(every=4)
 def test_texts_are_those_of_one_call_after_the_other(shape: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fixed_shapes_only(monkeypatch)
-    work = tasks(THREADS * each, 1 if shape == "stock" else 3)
+    work = tasks(THREADS * each, 3)
     alone = [write(inputs, length) for inputs, length in work]
 
     def call(index: int) -> Tensor | str:

@@ -35,10 +35,10 @@ def test_own_loop_is_the_first_choice() -> None:
     assert (stats_of().loop, stats_of().reason) == ("own", "")
 
 
-@pytest.mark.parametrize("loop", ["plain", "stock", "own"])
+@pytest.mark.parametrize("loop", ["plain", "own"])
 def test_new_tokens_are_those_that_were_written(loop: str) -> None:
-    """What fills up an ended row was not written, and neither was what the stock loop accepts behind the end."""
-    rows = 1 if loop == "stock" else 3
+    """What fills up an ended row was not written."""
+    rows = 3
     inputs = left_padded(prompts_for("llama", rows))
     length = inputs["input_ids"].shape[1]
     free = greedy("llama", inputs, max_new_tokens=20)
@@ -125,14 +125,14 @@ def test_a_cache_object_of_another_kind_falls_back() -> None:
     assert torch.equal(out, greedy("llama", one()))
 
 
-def test_a_target_without_trees_goes_to_the_stock_loop() -> None:
+def test_a_target_without_trees_is_decoded_plainly() -> None:
     drafter = random_drafter(random_target(CONFIGS["llama"]()))
     binding = drafter.binding
     binding.tree_unsupported_reason = "the target failed the tree self-test (tried in a test)"
     out = binding.model.generate(**one(), max_new_tokens=16, do_sample=False, assistant_model=drafter)
     assert torch.equal(out, greedy("llama", one()))
     assert drafter.stats is not None
-    assert drafter.stats.loop == "stock"
+    assert drafter.stats.loop == "plain"
     assert "tree self-test" in drafter.stats.reason
     batch = left_padded(prompts_for("llama", 3))
     out = binding.model.generate(**batch, max_new_tokens=16, do_sample=False, assistant_model=drafter, pad_token_id=0)
@@ -181,14 +181,10 @@ def test_processors_of_prefixes_are_shown_the_text_alone(do_sample: bool) -> Non
 
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    "stock_batch": ("stock", 3, {}, "one row at a time"),
-    "stock_criteria": ("stock", 1, {"stopping_criteria": [Never()]}, "Never"),
-    "stock_chunks": ("stock", 1, {"prefill_chunk_size": 4}, "prefill_chunk_size"),
-    "stock_static": ("stock", 1, {"cache_implementation": "static"}, "StaticCache"),
+    "own_criteria": ("own", 3, {"stopping_criteria": [Never()]}, "Never"),
     "own_static": ("own", 1, {"cache_implementation": "static"}, "StaticCache"),
     "own_hidden": ("own", 1, {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     "own_unknown_processor": ("own", 3, {"logits_processor": [Pass()]}, "Pass"),
-    "stock_stop_string": ("stock", 1, {"stop_strings": ["zebra"]}, "StopStringCriteria"),
 }
 
 
@@ -207,33 +203,14 @@ def test_a_loop_asked_for_by_name_refuses_what_it_cannot_do(case: str) -> None:
     assert "auto" in str(caught.value), "says what to do"
 
 
-def test_stop_string_is_not_left_to_the_stock_loop() -> None:
-    drafter = random_drafter(target_of("demo-target"))
-    drafter.binding.tree_unsupported_reason = "tried in a test"
-    inputs = one("demo-target")
-    text = demo_tokenizer().decode(greedy("demo-target", inputs)[0, inputs["input_ids"].shape[1] :])
-    kwargs = {"stop_strings": [text[6:9]], "tokenizer": demo_tokenizer()}
-    plain = greedy("demo-target", inputs, **kwargs)
-    assert torch.equal(greedy("demo-target", inputs, assistant_model=drafter, **kwargs), plain)
-    assert drafter.stats is not None
-    assert drafter.stats.loop == "plain"
-    drafter.detach()
-
-
 @pytest.mark.contract
 def test_prompt_that_ends_with_end_of_sequence() -> None:
-    """The stock loop of transformers 5.17 would write nothing."""
     inputs = one()
     kwargs = {"eos_token_id": int(inputs["input_ids"][0, -1])}
     plain = greedy("llama", inputs, **kwargs)
     assert plain.shape[1] > inputs["input_ids"].shape[1]
     drafter = drafter_of("llama")
     assert torch.equal(greedy("llama", inputs, assistant_model=drafter, **kwargs), plain)
-    with (
-        configured(drafter, speculation_loop="stock"),
-        pytest.raises(UnsupportedGenerationError, match="end-of-sequence"),
-    ):
-        greedy("llama", inputs, assistant_model=drafter, **kwargs)
 
 
 def test_ensemble_weight_is_refused() -> None:
@@ -267,7 +244,7 @@ def test_masks_of_another_length_than_the_prompt() -> None:
 
 @pytest.mark.skipif(not hasattr(hf, "DeepseekV32Config"), reason="of newer versions of transformers")
 def test_layers_that_keep_more_than_keys_and_values_are_decoded_plainly() -> None:
-    """An indexer chooses by keys of its own, which transformers' assisted loop would not take back."""
+    """An indexer chooses by keys of its own, which no draft could be taken back from."""
     sizes = {**SIZES, "num_key_value_heads": 4, "head_dim": 4}
     config = hf.DeepseekV32Config(
         **sizes, moe_intermediate_size=32, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
@@ -283,8 +260,6 @@ def test_layers_that_keep_more_than_keys_and_values_are_decoded_plainly() -> Non
         assert drafter.stats is not None
         assert drafter.stats.loop == "plain"
         assert "layers of kind" in drafter.stats.reason
-    with configured(drafter, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="in part only"):
-        model.generate(**inputs, do_sample=False, max_new_tokens=4, assistant_model=drafter)
 
 
 def right(mask: Tensor) -> None:

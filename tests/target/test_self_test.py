@@ -28,7 +28,7 @@ from helpers import (
 
 WITHOUT_PAD = {name: value for name, value in SIZES.items() if name != "pad_token_id"}
 
-NO_CHAINS: dict[str, Callable[[], Any]] = {
+NO_DRAFTS: dict[str, Callable[[], Any]] = {
     "sees what comes later, keeps no cache": lambda: hf.BertConfig(**WITHOUT_PAD, pad_token_id=0),
     "asserts": lambda: hf.XLMConfig(
         vocab_size=96, emb_dim=64, n_layers=4, n_heads=4, max_position_embeddings=128, bos_token_id=1, eos_token_id=None
@@ -37,34 +37,28 @@ NO_CHAINS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_CHAINS)
-def test_a_target_that_cannot_verify_chains_is_decoded_plainly(kind: str) -> None:
-    """Transformers' assisted loop would write another text, or raise."""
-    target = random_target(NO_CHAINS[kind]())
+@pytest.mark.parametrize("kind", NO_DRAFTS)
+def test_a_target_that_cannot_verify_drafts_is_decoded_plainly(kind: str) -> None:
+    target = random_target(NO_DRAFTS[kind]())
     eagle = random_drafter(target)
     binding = eagle.binding
     assert "tree self-test" in binding.tree_unsupported_reason
-    assert "self-test of chains" in binding.chain_unsupported_reason
     inputs = {"input_ids": torch.tensor(random_prompts(1, seed=3))}
     settings: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
     plain = target.generate(**settings)
     with oracle_drafts(plain, inputs["input_ids"].shape[1]):
         assert torch.equal(target.generate(**settings, assistant_model=eagle), plain)
     assert (eagle.stats.loop, "tree self-test" in eagle.stats.reason) == ("plain", True)
-    with configured(eagle, speculation_loop="stock"), pytest.raises(UnsupportedGenerationError, match="of chains"):
-        target.generate(**settings, assistant_model=eagle)
     found = {finding.check: finding for finding in preflight(Subject(eagle, demo_tokenizer(), (), lambda _: {}))}
     assert (found["verification"].level, "plain decoding only" in found["verification"].text) == ("problem", True)
 
 
 @pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
-def test_chains_alone_are_found_to_be_right(family: str) -> None:
+def test_a_server_takes_no_target_that_cannot_verify_trees(family: str) -> None:
     eagle = random_drafter(random_target(TEXT_FAMILIES[family]()))
-    binding = eagle.binding
-    assert binding.tree_unsupported_reason
-    assert not binding.chain_unsupported_reason
+    assert eagle.binding.tree_unsupported_reason
     with pytest.raises(UnsupportedGenerationError, match=r"tree self-test.*use generate"):
-        within_what_the_target_can(eagle, EngineSettings())  # a server has no other loop
+        within_what_the_target_can(eagle, EngineSettings())
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -83,7 +77,7 @@ def test_windows_under_other_names_are_not_believed(rows: int) -> None:
     shape = {"num_assistant_tokens": 4, "draft_top_k": 2, "draft_tree_size": 9}
     with configured(eagle, **shape), oracle_drafts(plain, inputs["input_ids"].shape[1]):
         assert torch.equal(target.generate(**inputs, **settings, assistant_model=eagle), plain)
-    assert eagle.stats.loop == ("stock" if rows == 1 else "plain")
+    assert eagle.stats.loop == "plain"
     assert "window of 24 tokens, window_size" in eagle.stats.reason
 
 

@@ -1,7 +1,7 @@
 """How `model.generate(..., assistant_model=eagle)` reaches our loops.
 
 `generate` prepares processors, criteria, streamer and masks, then calls the class's `_assisted_decoding`. We wrap that
-method on `GenerationMixin`, and three it calls on the way: a drafter of ours is served here (`routing` says by which
+method on `GenerationMixin`, and two it calls on the way: a drafter of ours is served here (`routing` says by which
 loop), any other assistant goes on to transformers. An assistant given by name is loaded first (`named_assistants`).
 """
 
@@ -16,20 +16,17 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from ..drafter.assistant import Assistant
-from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
 from ..memory.allocator import advise_once
 from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
 from .call import Call
-from .changed_target import tell_of_changes
 from .draft_length import remember_draft_tokens
 from .named_assistants import load_named_assistant, teach_pipelines
 from .own_loop import LeftToPlain, write_own
 from .refusals import check_before_work
 from .routing import ASKED_FOR, Route, choose_route, not_served
-from .stock_loop import Eagle31CandidateGenerator
-from .transformers_loops import write_plain, write_stock
+from .plain import write_plain
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -42,7 +39,6 @@ def install() -> None:
     GenerationMixin._assisted_decoding = _dispatching(GenerationMixin._assisted_decoding)  # type: ignore[method-assign]
     GenerationMixin._prepare_generation_config = _preparing(GenerationMixin._prepare_generation_config)  # type: ignore[method-assign]
     GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)  # type: ignore[method-assign]
-    GenerationMixin._get_candidate_generator = _generating(GenerationMixin._get_candidate_generator)  # type: ignore[method-assign]
     teach_pipelines()
 
 
@@ -50,9 +46,7 @@ def _dispatching(stock: Callable) -> Callable:
     @functools.wraps(stock)  # `generate` reads the signature
     def assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **given):
         if isinstance(given.get("assistant_model"), Assistant):
-            return _serve(
-                Call.read(self, input_ids, logits_processor, stopping_criteria, generation_config, given), stock
-            )
+            return _serve(Call.read(self, input_ids, logits_processor, stopping_criteria, generation_config, given))
         return stock(self, input_ids, logits_processor, stopping_criteria, generation_config, **given)
 
     assisted_decoding._eagle31 = True  # type: ignore[attr-defined]
@@ -90,27 +84,14 @@ def _validating(stock: Callable) -> Callable:
     return validate_generation_mode
 
 
-def _generating(stock: Callable) -> Callable:
-    @functools.wraps(stock)
-    def get_candidate_generator(self, generation_config, **kwargs):
-        drafter = kwargs.get("assistant_model")
-        if isinstance(drafter, Eagle31Drafter):
-            assert drafter.stats is not None, "our door set it"
-            return Eagle31CandidateGenerator(drafter, generation_config, kwargs["logits_processor"], drafter.stats)
-        return stock(self, generation_config, **kwargs)
-
-    return get_candidate_generator
-
-
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
-def _serve(call: Call, stock: Callable) -> Any:
+def _serve(call: Call) -> Any:
     """Hand the call to the loop that serves it exactly."""
     route = choose_route(call)
     stats = call.drafter.stats = SpeculationStats(loop=route.loop, reason=route.reason)
     advise_once(call.input_ids.device)
-    tell_of_changes(call.drafter)
     _compare_with_plan(call, stats)
     _log_once(route)
     if route.loop == "own":
@@ -118,7 +99,7 @@ def _serve(call: Call, stock: Callable) -> Any:
             return write_own(call, stats)
         except LeftToPlain as left:
             call, stats = left.call, _plain_from_here(call, str(left), stats)
-    return write_stock(call, stats, stock) if route.loop == "stock" else write_plain(call, stats)
+    return write_plain(call, stats)
 
 
 def _plain_from_here(call: Call, reason: str, begun: SpeculationStats) -> SpeculationStats:
@@ -128,7 +109,7 @@ def _plain_from_here(call: Call, reason: str, begun: SpeculationStats) -> Specul
         UnsupportedGenerationError: our loop was asked for by name.
     """
     if call.drafter.generation_config.speculation_loop == "own":
-        raise UnsupportedGenerationError(not_served("own", reason))
+        raise UnsupportedGenerationError(not_served(reason))
     _log_once(Route("plain", reason))
     stats = call.drafter.stats = SpeculationStats(loop="plain", reason=reason, fallbacks=begun.fallbacks)
     return stats

@@ -96,8 +96,6 @@ def _check_without_drafter(assistant: Assistant) -> None:
     if settings.num_assistant_tokens_schedule in ("pid", "heuristic"):
         told["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
     asked = [f"{name}={value!r}" for name, value in told.items() if value is not None]
-    if settings.speculation_loop == "stock":
-        asked.append("speculation_loop='stock'")
     if asked:
         raise ConfigurationError(
             f"got {', '.join(asked)}, but there is no drafter: what the text repeats is drafted as chains, of up to "

@@ -1,7 +1,6 @@
-"""Which loop serves a `generate` call, and why it is not the first choice.
+"""Which loop serves a `generate` call, and why it is not ours.
 
     own     our loop (`decoding`): trees, batches, chunked prefill. Taken wherever the target passed the self-test.
-    stock   transformers' assisted loop with our candidate generator (`stock_loop`): batch 1, chains.
     plain   token by token, where speculation could not be exact.
 
 A loop that would write another text, or drop something it was given, does not get the call.
@@ -9,16 +8,13 @@ A loop that would write another text, or drop something it was given, does not g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedCache
 
-from ..cache.spans import unknown_layers
-from ..cache.stock import held_length
-from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
 from ..sampling.draw import why_noise_is_unknown
 from ..target.attention_functions import why_attention_is_unknown
@@ -27,8 +23,8 @@ from .continuation import why_not_continued
 from .model_inputs import left_padding, why_no_draft, why_not_our_loop
 from .own_loop import requested_draft
 
-Loop = Literal["own", "stock", "plain"]
-# Why a loop must not have a call; `None` if it may.
+Loop = Literal["own", "plain"]
+# Why our loop must not have a call; `None` if it may.
 Objection = Callable[[Call], str | None]
 
 ASKED_FOR = "asked for"
@@ -36,46 +32,36 @@ ASKED_FOR = "asked for"
 
 @dataclass(frozen=True)
 class Route:
-    """Which loop, and the `reason` it is not the first choice; empty if it is."""
+    """Which loop, and the `reason` it is not ours; empty if it is."""
 
     loop: Loop
     reason: str = ""
 
 
 def choose_route(call: Call) -> Route:
-    """The first loop that serves the call exactly, or the one that was asked for.
+    """Our loop where it serves the call exactly, or the one that was asked for.
 
     Raises:
-        UnsupportedGenerationError: the loop that was asked for cannot serve the call exactly.
+        UnsupportedGenerationError: our loop was asked for and cannot serve the call exactly.
     """
-    requested = call.drafter.generation_config.speculation_loop
-    if requested == "plain":
+    settings = call.drafter.generation_config
+    if settings.speculation_loop == "plain":
         return Route("plain", ASKED_FOR)
-    if requested in ("own", "stock"):
-        objection = _first(AGAINST_OWN if requested == "own" else AGAINST_STOCK, call)
-        if objection is not None:
-            raise UnsupportedGenerationError(not_served(requested, objection))
-        return Route("own") if requested == "own" else Route("stock", ASKED_FOR)
-    not_own = _first(AGAINST_OWN, call)
-    if not_own is None:
+    why = next((why for objection in AGAINST_OWN if (why := objection(call)) is not None), None)
+    if why is None:
         return Route("own")
-    if call.drafter.generation_config.stored_cache_type != "full":
-        not_own += "; cache_type is not used there"
-    return Route("stock" if _first(AGAINST_STOCK, call) is None else "plain", not_own)
+    if settings.speculation_loop == "own":
+        raise UnsupportedGenerationError(not_served(why))
+    unused = "" if settings.stored_cache_type == "full" else "; cache_type is not used there"
+    return Route("plain", why + unused)
 
 
-def not_served(loop: str, why: str) -> str:
-    """What is said of a loop that was asked for by name and cannot write a text."""
-    return (
-        f"speculation_loop={loop!r} cannot serve this request: {why}; set speculation_loop='auto' or change the request"
-    )
+def not_served(why: str) -> str:
+    """What is said where our loop was asked for by name and cannot write the text."""
+    return f"speculation_loop='own' cannot serve this request: {why}; set speculation_loop='auto' or change the request"
 
 
-def _first(objections: Iterable[Objection], call: Call) -> str | None:
-    return next((why for objection in objections if (why := objection(call)) is not None), None)
-
-
-# --- against any drafts -----------------------------------------------------------------------------------------------
+# --- what only plain decoding does exactly ----------------------------------------------------------------------------
 
 
 def _one_forward_per_token(call: Call) -> str | None:
@@ -140,9 +126,6 @@ def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
     return f"drafts of {requested.shape.depth} tokens may pass the {binding.rotates_alike_up_to} that are rotated alike"
 
 
-# --- against our loop -------------------------------------------------------------------------------------------------
-
-
 def _target_without_trees(call: Call) -> str | None:
     binding = call.drafter.binding
     return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
@@ -188,81 +171,4 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _chunks_that_begin_anew,
     _what_sees_a_batch_as_one,
     why_not_continued,
-)
-
-
-# --- against transformers' assisted loop ------------------------------------------------------------------------------
-
-
-def _nothing_that_drafts(call: Call) -> str | None:
-    return None if isinstance(call.drafter, Eagle31Drafter) else "there is no drafter"
-
-
-def _target_without_chains(call: Call) -> str | None:
-    return call.drafter.binding.chain_unsupported_reason or None
-
-
-def _several_rows(call: Call) -> str | None:
-    return "transformers' assisted loop serves one row at a time" if call.batch_size > 1 else None
-
-
-def _processors_that_keep_state(call: Call) -> str | None:
-    if not call.processing.in_order:
-        return None
-    return f"transformers' assisted loop would show {', '.join(call.processing.in_order)} drafts that are not accepted"
-
-
-def _ends_it_would_miss(call: Call) -> str | None:
-    if call.rules.others:
-        names = ", ".join(type(rule).__name__ for rule in call.rules.others)
-        return f"{names} may end inside an accepted block, which transformers' assisted loop would miss"
-    if int(call.input_ids[0, -1]) in call.rules.eos_ids:
-        # Before the first draft it asks whether the candidate, the bare prompt, is done (transformers 5.17).
-        return "the prompt ends with an end-of-sequence token, which transformers' assisted loop takes for the end"
-    return None
-
-
-def _states(call: Call) -> str | None:
-    has_states = call.drafter.binding.has_states
-    return (
-        "transformers' assisted loop cannot take back what a draft leaves in recurrent states" if has_states else None
-    )
-
-
-def _reads_it_would_get_wrong(call: Call) -> str | None:
-    if call.generation_config.prefill_chunk_size is not None:
-        return "transformers' assisted loop ignores prefill_chunk_size"
-    if call.cache is not None and held_length(call.cache) > 0:
-        return "transformers' assisted loop writes wrong text with a pre-filled cache"
-    return None
-
-
-def _sampled_scores_wanted(call: Call) -> str | None:
-    config = call.generation_config
-    if config.do_sample and config.return_dict_in_generate and config.output_scores:
-        return "transformers' assisted loop would return perturbed scores of a sampled text"
-    return None
-
-
-def _layers_it_would_roll_back_in_part(call: Call) -> str | None:
-    unknown = unknown_layers(call.drafter.binding.text_config)
-    return f"transformers' assisted loop may roll back layers of kind {unknown} in part only" if unknown else None
-
-
-AGAINST_STOCK: tuple[Objection, ...] = (
-    _nothing_that_drafts,
-    _one_forward_per_token,
-    _unknown_noise,
-    _sampled_scores_wanted,
-    why_no_draft,
-    _attention_of_its_own,
-    _rotations_that_change,
-    _layers_it_would_roll_back_in_part,
-    _states,
-    _target_without_chains,
-    _several_rows,
-    _processors_that_keep_state,
-    _ends_it_would_miss,
-    _reads_it_would_get_wrong,
-    _foreign_cache,
 )

@@ -245,13 +245,8 @@ def _quantisation(subject: Subject) -> Finding:
 
 
 def _trees(subject: Subject) -> Finding:
-    binding = subject.drafter.binding
-    if binding.chain_unsupported_reason:
-        whys = f"{binding.tree_unsupported_reason}; {binding.chain_unsupported_reason}"
-        return Finding("verification", "problem", f"no drafts, plain decoding only: {whys}")
-    if binding.tree_unsupported_reason:
-        why = binding.tree_unsupported_reason
-        return Finding("verification", "note", f"chains by transformers' assisted loop only: {why}")
+    if why := subject.drafter.binding.tree_unsupported_reason:
+        return Finding("verification", "problem", f"no drafts, plain decoding only: {why}")
     return Finding("verification", "ok", "the self-test verified a tree like plain forwards along its paths")
 
 

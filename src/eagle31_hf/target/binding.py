@@ -82,7 +82,6 @@ class TargetBinding:
         self.batch_unsupported_reason = ""  # the same of batches
         self.padding_unsupported_reason = ""  # the same of prompts with pads
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
-        self.chain_unsupported_reason = ""  # the same of transformers' assisted loop, tried where ours is out
         self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.pair: object | None = None  # the `decoding.pair.Pair` of this target and its drafter

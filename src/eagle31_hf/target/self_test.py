@@ -2,8 +2,7 @@
 
 One four-node tree is verified in one forward and compared with plain forwards along its two paths. The answer decides
 between our loop and the fallbacks, so it is found by measurement and not by a list of model families. Where layers keep
-states (`state_test`), what rounds leave in them is compared, too, and whether prompts may be read in chunks. Where
-trees cannot be verified, chains are tried as transformers' assisted loop verifies and takes them back.
+states (`state_test`), what rounds leave in them is compared, too, and whether prompts may be read in chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ..cache.speculative import SpeculativeCache
 from ..errors import Eagle31Error, IncompatibleTargetError, named_line
@@ -35,13 +33,10 @@ FAILURES = (
 
 @torch.no_grad()
 def probe_tree_verification(binding: TargetBinding) -> None:
-    """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right).
-
-    If they are not, `binding.chain_unsupported_reason` is set, too.
-    """
+    """Set `binding.masks_by_type` and `binding.tree_unsupported_reason` (empty if trees are verified right)."""
     reasons = _windows_of_its_own(binding)
     if reasons:
-        _leave_to_others(binding, reasons[0])
+        binding.tree_unsupported_reason = _failed(reasons[0])
         return
     error_of = _state_error if binding.has_states else _tree_error
     with binding.masked_attention(), binding.one_token_arithmetic.active():
@@ -54,7 +49,7 @@ def probe_tree_verification(binding: TargetBinding) -> None:
                 binding.padding_unsupported_reason = _why_not_padded(binding)
                 binding.reads_on = not binding.has_states or _reads_on(binding)
                 return
-    _leave_to_others(binding, reasons[0])
+    binding.tree_unsupported_reason = _failed(reasons[0])
 
 
 def _why_wrong(binding: TargetBinding, error_of: Callable[[], float]) -> str:
@@ -69,9 +64,8 @@ def _why_wrong(binding: TargetBinding, error_of: Callable[[], float]) -> str:
     return "" if error <= tolerance(binding) else f"logits differ by {error:.2g} of their range"
 
 
-def _leave_to_others(binding: TargetBinding, why: str) -> None:
-    binding.tree_unsupported_reason = f"the target failed the tree self-test ({why})"
-    binding.chain_unsupported_reason = _why_not_chains(binding)
+def _failed(why: str) -> str:
+    return f"the target failed the tree self-test ({why})"
 
 
 def _windows_of_its_own(binding: TargetBinding) -> list[str]:
@@ -114,36 +108,6 @@ def require_readable_states(binding: TargetBinding) -> None:
             f"of two tokens {type(binding.model).__name__} passes hidden states of shape {shape} from layer to layer; "
             f"wanted {wanted}, one vector a token for each layer that is read: there are no drafters for such targets"
         )
-
-
-def _why_not_chains(binding: TargetBinding) -> str:
-    """Why transformers' assisted loop cannot verify drafts with this target either; empty if it can."""
-    why = _why_wrong(binding, partial(_chain_error, binding))
-    return why and f"the target failed the self-test of chains ({why})"
-
-
-def _chain_error(binding: TargetBinding) -> float:
-    """Largest difference between logits of a block behind a cache, and of what is read after a part of it was taken
-    back, and those of the same tokens without any that come later."""
-    length = _probe_length(binding)
-    tokens = probe_tokens(binding, length + 4)
-    block, other = tokens[:, length:], tokens[:, :1]
-    cache = DynamicCache(config=binding.text_config)
-
-    def read(ids: Tensor) -> Tensor:
-        mask = torch.ones_like(tokens)[:, : cache.get_seq_length() + ids.shape[1]]
-        given = {"attention_mask": mask, "use_cache": True, binding.cache_argument: cache}
-        return binding.model(input_ids=ids, **given).logits[0].float()
-
-    read(tokens[:, :length])
-    found = [*read(block)]  # 4 rows (V,)
-    cache.crop(-3)
-    if cache.get_seq_length() != length + 1:
-        raise ValueError("its cache is not what it read")
-    found.append(read(other)[-1])
-    texts = [*(tokens[:, : length + n] for n in range(1, 5)), torch.cat((tokens[:, : length + 1], other), 1)]
-    wanted = [_plain_logits(binding, text)[-1] for text in texts]
-    return logits_error(torch.stack(found), torch.stack(wanted))
 
 
 def _probe_length(binding: TargetBinding) -> int:

@@ -1,26 +1,17 @@
-"""A `generate` call served by transformers' own loops: its assisted one with our candidates, or one token at a time."""
+"""A `generate` call served by plain decoding, one token at a time."""
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.generation.utils import GenerationMixin
 
-from ..decoding.memory_ladder import is_out_of_memory
-from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
 from .call import Call
 from .output import with_stats
-from .stock_loop import SampledScores
-
-logger = logging.getLogger(__name__)
 
 
 def write_plain(call: Call, stats: SpeculationStats) -> Any:
@@ -70,45 +61,3 @@ class CountingCriteria(StoppingCriteriaList):
     def new_tokens(self) -> int:
         """Written so far, summed over rows; waits for the device."""
         return int(self._new_tokens)
-
-
-def write_stock(call: Call, stats: SpeculationStats, assisted_decoding: Callable) -> Any:
-    """The same text by transformers' `assisted_decoding`, which asks us for candidates (`stock_loop`)."""
-    config, processors = call.generation_config, LogitsProcessorList(call.logits_processor)
-    sampled = SampledScores(call.input_ids) if config.do_sample else None
-    if sampled is not None:
-        config = copy.copy(config)
-        config.do_sample = False
-        processors.append(sampled)
-    with _advising(), call.drafter.binding.capturing():
-        output = assisted_decoding(
-            call.model,
-            call.input_ids,
-            processors,
-            call.stopping_criteria,
-            config,
-            synced_gpus=call.synced_gpus,
-            streamer=call.streamer,
-            assistant_model=call.drafter,
-            **call.model_inputs,
-        )
-    new = getattr(output, "sequences", output)[0, call.input_ids.shape[1] :].tolist()
-    ends = [place + 1 for place, token in enumerate(new) if token in call.rules.eos_ids]
-    stats.new_tokens = min(ends, default=len(new))  # it may accept drafts behind the end
-    if sampled is not None and sampled.noise is not None:
-        stats.fall_back("" if sampled.noise.settle(stats.new_tokens) else NOT_PLAIN)
-    return with_stats(output, stats)
-
-
-@contextmanager
-def _advising() -> Iterator[None]:
-    """This loop is transformers': where it runs out of memory outside the draft, nothing can be given up in time."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            logger.warning(
-                "eagle31: memory ran out in the stock loop, which reads the prompt at once and cannot go on; shorten "
-                "the prompt, or use a target that our own loop can serve"
-            )
-        raise
