@@ -1,4 +1,4 @@
-"""A fresh drafter for any family: sizes under every name, and what is asked of `from_pretrained` out of habit."""
+"""A fresh drafter for any family: sizes under every name, and in what precision it is loaded."""
 
 from __future__ import annotations
 
@@ -150,29 +150,13 @@ def test_a_config_without_sizes_is_refused_and_overrides_are_the_callers(monkeyp
         Eagle31Drafter.from_target(target)
 
 
-# --- habits -----------------------------------------------------------------------------------------------------------
+# --- how it is loaded -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("habit", "advice"),
-    [
-        ({"device_map": "cuda"}, "pass device='cuda:0'"),
-        ({"torch_dtype": torch.float16}, "pass it as dtype="),
-        ({"load_in_4bit": True}, "BitsAndBytesConfig"),
-        ({"trust_remote_code": True}, "no code of a checkpoint is ever run"),
-        ({"attn_implementation": "flash_attention_2"}, "SDPA"),
-        ({"dtype": "bfloat61"}, "wanted 'auto', 'bfloat16'"),
-        ({"dtype": "int8"}, "wanted 'auto', 'bfloat16'"),
-    ],
-)
-def test_habits_are_answered_with_what_to_do(habit, advice):
-    with pytest.raises(ConfigurationError, match=advice):
-        Eagle31Drafter.from_pretrained("no/such-drafter-is-asked-for", **habit)
-
-
-def test_an_argument_nobody_knows_is_a_type_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        Eagle31Drafter.from_pretrained(DEMO_DRAFTER, colour="green")
+@pytest.mark.parametrize("dtype", ["bfloat61", "int8"])
+def test_a_dtype_that_cannot_be_had_costs_no_download(dtype):
+    with pytest.raises(ConfigurationError, match="wanted 'auto', 'bfloat16'"):
+        Eagle31Drafter.from_pretrained("no/such-drafter-is-asked-for", dtype=dtype)
 
 
 def test_dtype_auto_is_the_checkpoints_own():

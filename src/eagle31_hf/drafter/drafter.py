@@ -30,7 +30,6 @@ from ..target.self_test import require_readable_states
 from .assistant import Assistant
 from .default_config import default_config, with_distinct_states
 from .draft_rows import with_draft_rows
-from .loading_habits import answer_habits, chosen_dtype
 from .modeling_eagle31 import Eagle31Network
 from .modeling_mtp import MtpNetwork
 from .packed_linear import PackingScheme, bitsandbytes, pack_linears, pack_matrix
@@ -70,7 +69,6 @@ class Eagle31Drafter(Assistant, Eagle31Network):
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
-        **habits: Any,
     ) -> Eagle31Drafter:
         """Read a published drafter from a folder or the Hub, in any layout of `docs/formats.md`.
 
@@ -89,17 +87,14 @@ class Eagle31Drafter(Assistant, Eagle31Network):
             draft_vocab_size: rows of its target's LM head that an MTP head drafts from, the first so many; default: as
                 many as pay (`draft_rows`). EAGLE drafters have a draft vocabulary of their own.
             revision, token, cache_dir, local_files_only: as in `huggingface_hub`.
-            habits: what else transformers' `from_pretrained` takes; each is answered with what to do here.
 
         Raises:
             CheckpointError: the checkpoint cannot be found, read or trusted.
             IncompatibleTargetError: it does not fit `target`.
-            ConfigurationError: `dtype`, `quantization_config` or one of `habits` cannot be followed, or bitsandbytes is
-                not installed.
+            ConfigurationError: `dtype` or `quantization_config` cannot be followed, or bitsandbytes is not installed.
             MemoryPlanError: the plan was made for another target or card, or too little memory is free.
         """
-        answer_habits(habits)
-        chosen_dtype(dtype, torch.float32)  # a misspelt one should not cost a download
+        _chosen_dtype(dtype, torch.float32)  # a misspelt one should not cost a download
         scheme = None if quantization_config is None else PackingScheme.of(quantization_config)
         plan = None if memory is None else plan_to_apply(memory, target, pretrained_model_name_or_path)
         if plan is not None and scheme is None:
@@ -118,7 +113,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
                 f"got draft_vocab_size={draft_vocab_size} for an EAGLE drafter, whose draft vocabulary is its own "
                 f"({checkpoint.config.draft_vocab_size}); leave it out"
             )
-        dtype = chosen_dtype(dtype, checkpoint.tensors["fc.weight"].dtype)
+        dtype = _chosen_dtype(dtype, checkpoint.tensors["fc.weight"].dtype)
         drafter = cls.from_checkpoint(checkpoint)
         drafter.name_or_path = str(pretrained_model_name_or_path)
         if scheme is not None:
@@ -362,3 +357,15 @@ PLANNED_PACKING = {"full": None, "int8": PackingScheme("int8"), "nf4": PackingSc
 
 
 AutoModel.register(Eagle31Config, Eagle31Drafter)
+
+
+def _chosen_dtype(dtype: torch.dtype | str | None, stored: torch.dtype) -> torch.dtype | None:
+    """The dtype asked for; `"auto"` is the `stored` one, `None` stays open."""
+    if dtype is None or dtype == "auto":
+        return stored if dtype else None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"got dtype={dtype!r}; wanted 'auto', 'bfloat16', 'float16', 'float32' or such a dtype"
+        )
+    return found

@@ -24,9 +24,9 @@ from .call import Call
 from .draft_length import remember_draft_tokens
 from .named_assistants import load_named_assistant, teach_pipelines
 from .own_loop import LeftToPlain, write_own
+from .plain import write_plain
 from .refusals import check_before_work
 from .routing import ASKED_FOR, Route, choose_route, not_served
-from .plain import write_plain
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
