@@ -4,7 +4,7 @@
     ├── ConfigurationError            a config field is missing, absurd or contradicts another
     ├── CheckpointError               a drafter checkpoint cannot be used, or not written
     │   ├── CheckpointNotFoundError   no such folder or Hub id, or no network to ask
-    │   ├── CheckpointFormatError     the files are there, their content is not an EAGLE-3 / 3.1 drafter (or no GGUF)
+    │   ├── CheckpointFormatError     the files are there, their content is not an EAGLE-3 / 3.1 drafter
     │   └── UnsafeCheckpointError     the file would run code when read; nothing was run
     ├── IncompatibleTargetError       the drafter does not fit this target, or the target cannot be served
     ├── NotAttachedError              the drafter was used without a target
@@ -42,7 +42,7 @@ class CheckpointNotFoundError(CheckpointError, OSError):
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """The files are there but do not hold an EAGLE-3 / 3.1 drafter (or a GGUF file) we can read."""
+    """The files are there but do not hold an EAGLE-3 / 3.1 drafter we can read."""
 
 
 class UnsafeCheckpointError(CheckpointError):
@@ -125,6 +125,8 @@ REMOVED_IN_0_2 = {
     "speculation_loop stock": "leave it at 'auto': our loop, or plain decoding where a target cannot verify drafts",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",
     "cache_type fp8": "int8 takes the same bytes and comes closer; use cache_type='int8'",
+    "target FILE.gguf": "transformers unpacks it to four times its bytes; name the model's folder or Hub id, and "
+    "pack it while loading (--quantization 4bit)",
     "guided_grammar in GBNF": "write the grammar in Lark's notation: start: ...",
     "train --loss": "cross-entropy was never worse than the other losses; leave the option out",
     "train --step-decay": "each step weighs 0.8 of the one before; leave the option out",

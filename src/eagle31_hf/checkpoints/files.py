@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, CheckpointFormatError, IncompatibleTargetError, UnsafeCheckpointError
+from ..errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    IncompatibleTargetError,
+    UnsafeCheckpointError,
+    removal,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -255,11 +261,14 @@ def _unpickle(path: Path) -> Any:
 
 
 def refuse_drafter_as_target(name: str | os.PathLike[str], architectures: Collection[str] | None = ()) -> None:
-    """Say so where a drafter is named as a target; of a Hub id, by the `architectures` that its config states.
+    """Say so where a drafter is named as a target, or a GGUF file; of a Hub id, by the `architectures` that its config
+    states.
 
     Raises:
         IncompatibleTargetError: it is one.
     """
+    if os.fspath(name).endswith(".gguf"):
+        raise IncompatibleTargetError(removal("target FILE.gguf"))
     is_one = any("eagle3" in str(architecture).lower() for architecture in architectures or ())
     if not is_one and Path(name).is_dir():
         with suppress(CheckpointFormatError, UnsafeCheckpointError):

@@ -15,7 +15,7 @@ GGUF_SUFFIX = ".gguf"
 MOST_NAMED = 5
 """Of the folders that a refusal names."""
 _GGUF_ADVICE = (
-    "is llama.cpp's format for drafters and cannot be read here (only targets can be GGUF files); pass the drafter it "
+    "is llama.cpp's format and cannot be read here; pass the drafter it "
     "was converted from: a folder or Hub id with config.json and safetensors"
 )
 

@@ -32,7 +32,7 @@ STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 @readable_errors
 def doctor(
     *,
-    target: Annotated[str | None, typer.Option(help="Folder, Hub id or .gguf file; default: the embedded one.")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder or Hub id; default: the embedded one.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Folder or Hub id of a drafter for that target.")] = None,
     prompts: Annotated[
         str | None, typer.Option(help="[NAME=]FILE or [NAME=]ORG/DATASET to examine with; default: of many kinds.")

@@ -67,9 +67,7 @@ class LoadedPair:
 class PairSource:
     """What to load and how; the options `generate`, `chat`, `serve` and `bench` have in common."""
 
-    target: str | None = field(
-        default=None, metadata=option("Folder, Hub id or .gguf file; default: the embedded one.")
-    )
+    target: str | None = field(default=None, metadata=option("Folder or Hub id; default: the embedded one."))
     drafter: str | None = field(
         default=None,
         metadata=option(

@@ -21,7 +21,7 @@ def plan(
     *,
     target: Annotated[
         str,
-        typer.Argument(help="Hub id, folder or .gguf file of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
+        typer.Argument(help="Hub id or folder of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
     ],
     drafter: Annotated[
         str | None, typer.Option(help="Folder or Hub id; none; default: one shaped like the target.")

@@ -76,7 +76,7 @@ def plan_memory(
     """Plan a run's memory. Needs no GPU and no weights.
 
     Args:
-        target: Hub id, folder, `.gguf` file, name (`known_targets`), configuration, or loaded model (its storages are
+        target: Hub id, folder, name (`known_targets`), configuration, or loaded model (its storages are
             then measured).
         quantization: name (`SCHEMES`) or `quantization_config`; `None`: what the target's config says, else its dtype.
         drafter: folder, Hub id, `Eagle31Config` or drafter; `None`: one shaped like a layer of the target, with a
@@ -195,9 +195,6 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
         found.append(
             "MXFP4 stays packed only with the packages triton (3.4 or later) and kernels; else it becomes bf16"
         )
-    if target.packed_file_bytes is not None:
-        found.append(f"GGUF weights are unpacked to {packing.dtype} while loading: {_gib(target.packed_file_bytes)} "
-                     f"become {_gib(weights.total)}")  # fmt: skip
     if packing.method == "fp8-block" and card.kind == "cuda" and card.compute_capability is None:
         found.append("FP8 stays packed only from compute capability 8.9 on (RTX 40 series); else it becomes bf16")
     trained = target.max_position_embeddings
@@ -304,7 +301,7 @@ def _alternatives(request: _Request, target: Any, attention: str | None) -> tupl
 
 
 def _smaller_quantization(request: _Request, target: Any, attention: str | None) -> str | None:
-    if request.target.loaded or request.target.packed_file_bytes is not None:
+    if request.target.loaded:
         return None
     for name in _SMALLER_SCHEMES:
         facts = read_target(target, SCHEMES[name], attention=attention)

@@ -1,4 +1,4 @@
-"""What a memory plan must know of a target, read from its config, folder, GGUF header or the loaded model."""
+"""What a memory plan must know of a target, read from its config, folder or the loaded model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.files import refuse_drafter_as_target
-from ..checkpoints.gguf_header import read_gguf_metadata
 from ..checkpoints.hub import can_be_hub_id
-from ..errors import CheckpointFormatError, IncompatibleTargetError, MemoryPlanError, first_line
+from ..errors import IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
 from .folder_facts import PlainDecoder, read_plain_decoder
 from .layer_sizes import sizes_by_layer, trained_context
@@ -41,7 +40,6 @@ class TargetFacts:
         fingerprint: of its shape (not of its weights or quantisation).
         weights: bytes by kind; of a loaded model all are `plain`, as measured.
         loaded: the weights are in memory already.
-        packed_file_bytes: of a GGUF file, whose tensors are unpacked while loading.
     """
 
     name: str
@@ -53,11 +51,10 @@ class TargetFacts:
     intermediate_size: int
     max_position_embeddings: int | None
     loaded: bool = False
-    packed_file_bytes: int | None = None
 
 
 def read_target(target: Any, quantization: Any = None, *, attention: str | None = None) -> TargetFacts:
-    """Facts of a Hub id, a folder, a `.gguf` file, a name of `known_targets`, a configuration or a loaded model.
+    """Facts of a Hub id, a folder, a name of `known_targets`, a configuration or a loaded model.
 
     Args:
         quantization: scheme name or `quantization_config`; `None` takes what the config says, else its own dtype.
@@ -66,8 +63,6 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
     Raises:
         MemoryPlanError: it cannot be found or read, or lacks a field (named).
     """
-    if isinstance(target, (str, Path)) and str(target).endswith(".gguf"):
-        return _facts_of_gguf(Path(target), quantization, attention)
     if isinstance(target, (str, Path)) and (found := read_plain_decoder(Path(target))) is not None:
         return _facts(str(target), found, _packing(found, quantization), attention)
     from torch import nn
@@ -116,7 +111,7 @@ def _why_no_config(target: str, error: Exception) -> str:
 def _load_config(target: Any) -> PreTrainedConfig:
     if not isinstance(target, (str, Path)):
         raise MemoryPlanError(
-            f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a .gguf file, a config or a model"
+            f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a config or a model"
         )
     from transformers import AutoConfig
 
@@ -269,27 +264,3 @@ def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
     facts = _facts(name, config, replace(_packing(config, None), dtype=dtype), attention)
     measured = WeightBytes(0, 0, plain=storage_bytes(model), largest_packed=facts.weights.largest_packed)
     return replace(facts, weights=measured, loaded=True)
-
-
-def _facts_of_gguf(path: Path, quantization: Any, attention: str | None) -> TargetFacts:
-    """Unpacked, as transformers loads it: it has kernels for packed GGUF weights of recurrent architectures alone."""
-    packing = scheme(quantization or "bf16")
-    if packing.method != "none":
-        raise MemoryPlanError(
-            f"got quantization {quantization!r} for {path.name!r}; a GGUF file brings its own and is unpacked while "
-            "loading: name the precision of that (bf16, fp16, fp32), or leave it out"
-        )
-    try:
-        read_gguf_metadata(path)  # says more of a file that is damaged
-    except CheckpointFormatError as error:
-        raise MemoryPlanError(str(error)) from error
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # whatever it lacks
-        raise MemoryPlanError(
-            f"transformers cannot read {path.name!r} ({first_line(error)[:160]}); it needs the package gguf, and a "
-            "complete file of a model that it knows"
-        ) from error
-    return replace(_facts(path.name, config, packing, attention), packed_file_bytes=path.stat().st_size)

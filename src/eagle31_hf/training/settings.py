@@ -37,7 +37,7 @@ def _option(default: Any, group: str, help: str) -> Any:
 class TrainingSettings:
     """One training run. What is `None` by default is chosen to suit the target (`preparation.resolve`)."""
 
-    target: str = field(metadata={"argument": {"help": "target: folder, Hub id or .gguf file", "show_default": False}})
+    target: str = field(metadata={"argument": {"help": "target: folder or Hub id", "show_default": False}})
     prompts: tuple[str, ...] = field(
         metadata=_told(
             DATA, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
