@@ -78,3 +78,13 @@ def test_draft_rows_are_counted_on_ones_own_texts(target, tmp_path):
     assert len(drafter.draft_ids) == 64
     assert set(tokenizer(answer)["input_ids"]) <= set(drafter.draft_ids.tolist())
     assert "goes with" in error_of("mtp", target, "--out", tmp_path / "x", "--prompts", chats)
+
+
+def test_inspect_says_what_head_a_target_holds(target, tmp_path):
+    output = run("inspect", target).stdout
+    for fact in ("MTP head", "inside its target (qwen3_5_text)", "float32", "behind the final norm", "mtp.fc.weight"):
+        assert fact in output
+    run("mtp", target, "--out", tmp_path / "head")
+    assert "bfloat16" in run("inspect", tmp_path / "head").stdout
+    AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path / "tuned")
+    assert "transformers drops them" in error_of("inspect", tmp_path / "tuned")

@@ -106,3 +106,25 @@ def follows_a_cycle(folder: Path) -> Any:
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     assert CONFIGS["qwen3_5_text"]().model_type == target.config.model_type
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "deepseek_v3", "mellum"])
+def test_a_packed_head_writes_plains_text(tmp_path, family, precision):
+    if family not in FAMILIES:
+        pytest.skip("this version of transformers has no such family")
+    pytest.importorskip("bitsandbytes")
+    target = target_with_head(family, tmp_path)
+    packing = {"load_in_8bit": True} if precision == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = hf.BitsAndBytesConfig(**packing)
+    drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target, quantization_config=config)
+    kinds = {name: type(module).__name__ for name, module in drafter.named_modules()}
+    packed = [name for name, kind in kinds.items() if name.endswith("_proj") and kind not in ("Linear", "Identity")]
+    assert packed, "where rows are whole blocks"
+    assert kinds["fc"] == "Linear", "and fc never"
+    inputs = prompts([7], seed=2)
+    plain = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    with configured(drafter, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
+        ours = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=drafter)
+    assert torch.equal(ours, plain)
+    assert drafter.stats.drafted > 0

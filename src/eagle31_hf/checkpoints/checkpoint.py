@@ -40,7 +40,7 @@ from .layouts import (
     stored_name,
     written_layout,
 )
-from .mtp import SAVED, TOKENIZER_FILE, holds_head, is_saved_head, read_head, refuse_lost_head, write_head
+from .mtp import SAVED, TOKENIZER_FILE, holds_head, inspect_head, is_saved_head, read_head, refuse_lost_head, write_head
 from .other_methods import refuse_other_methods
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
@@ -144,11 +144,7 @@ def read_checkpoint(
         tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
         beside = folder / TOKENIZER_FILE
         return Checkpoint(config, tensors, "mtp", {"tokenizer_file": str(beside)} if beside.is_file() else {})
-    try:
-        headers = _read_headers(folder)
-    except CheckpointFormatError:
-        refuse_lost_head(folder)
-        raise
+    headers = _headers_or_lost_head(folder)
     by_stored_name = headers.tensors.load(list(headers.stored_names.values()))
     tensors = {ours: by_stored_name[theirs] for ours, theirs in headers.stored_names.items()}
     del by_stored_name
@@ -202,7 +198,10 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
 
     Values (NaN, the vocabulary map) are not looked at.
     """
-    headers = _read_headers(resolve_checkpoint(path_or_id, revision=revision))
+    folder = resolve_checkpoint(path_or_id, revision=revision)
+    if holds_head(folder) or is_saved_head(folder):
+        return _head_summary(str(path_or_id), folder)
+    headers = _headers_or_lost_head(folder)
     infos, config = headers.tensors.infos, headers.config
     return CheckpointSummary(
         source=str(path_or_id),
@@ -211,8 +210,8 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
         method="EAGLE 3.1" if config.is_eagle31 else "EAGLE-3",
         config=config,
         dtype=infos[headers.stored_names["fc.weight"]].dtype,
-        parameters=sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES),
-        stored_bytes=sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values()),
+        parameters=_count_parameters(infos),
+        stored_bytes=_count_bytes(infos),
         tensors={name: info.shape for name, info in infos.items()},
         aux_layers_as_stored=headers.stored_config.layer_ids,
         notes=_caution_notes(headers),
@@ -237,6 +236,41 @@ def _caution_notes(headers: _Headers) -> tuple[str, ...]:
     if headers.raw_config.get("quantization_config"):
         notes.append("config.json has a quantization_config, the weights are floats: it is the target's, and not read")
     return tuple(notes)
+
+
+def _head_summary(source: str, folder: Path) -> CheckpointSummary:
+    config, infos = inspect_head(folder)
+    by_itself = is_saved_head(folder)
+    return CheckpointSummary(
+        source=source,
+        format="mtp",
+        format_title="a folder of its own" if by_itself else f"inside its target ({config.family})",
+        method="MTP head",
+        config=config,
+        dtype=str(config.dtype).removeprefix("torch."),
+        parameters=_count_parameters(infos),
+        stored_bytes=_count_bytes(infos),
+        tensors={name: info.shape for name, info in infos.items()},
+        aux_layers_as_stored={},
+        notes=(),
+    )
+
+
+def _count_parameters(infos: Mapping[str, TensorInfo]) -> int:
+    return sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES)
+
+
+def _count_bytes(infos: Mapping[str, TensorInfo]) -> int:
+    return sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values())
+
+
+def _headers_or_lost_head(folder: Path) -> _Headers:
+    """The headers of an EAGLE drafter. Of a target that has lost its MTP head, that is said instead of what it is."""
+    try:
+        return _read_headers(folder)
+    except CheckpointFormatError:
+        refuse_lost_head(folder)
+        raise
 
 
 # ---------------------------------------------------------------- reading, step by step

@@ -23,6 +23,7 @@ from .files import (
     INDEX_FILE,
     WEIGHTS_FILE,
     StoredTensors,
+    TensorInfo,
     is_shard_name,
     open_shards,
     read_json,
@@ -194,10 +195,11 @@ def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
             f"{folder} holds no MTP head that can be read (those of {', '.join(FAMILIES)} can); name an EAGLE drafter "
             "that was made for this target"
         )
+    _require_whole(head, folder)
     loaded = head.stored.load(list(head.names.values()))
     tensors = {ours: loaded[theirs] for ours, theirs in head.names.items()}
     tensors = _join_experts(_unpack_blocks(tensors))
-    return _config_of(head, folder, tensors), tensors
+    return _config_of(head, folder, tensors["fc.weight"].dtype), tensors
 
 
 def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -212,11 +214,16 @@ def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -
 
 
 def _read_saved(folder: Path, raw_config: Mapping[str, Any]) -> tuple[MtpConfig, dict[str, Tensor]]:
+    config = _saved_config(folder, raw_config)
+    stored = open_shards([folder / WEIGHTS_FILE])
+    return config, stored.load(list(stored.infos))
+
+
+def _saved_config(folder: Path, raw_config: Mapping[str, Any]) -> MtpConfig:
     from huggingface_hub.errors import StrictDataclassError
 
     from ..configuration_eagle31 import MtpConfig
 
-    stored = open_shards([folder / WEIGHTS_FILE])
     try:
         config = MtpConfig(**{name: value for name, value in raw_config.items() if name not in _OF_FILES})
         kind = (config.block or {}).get("model_type")
@@ -227,7 +234,7 @@ def _read_saved(folder: Path, raw_config: Mapping[str, Any]) -> tuple[MtpConfig,
             f"{folder / CONFIG_FILE}: block, the text configuration of the head's layers, is of model_type "
             f"{shown(kind)}; wanted one of {', '.join(FAMILIES)}"
         )
-    return config, stored.load(list(stored.infos))
+    return config
 
 
 _NOT_OF_LAYERS = ("id2label", "label2id", "architectures", "dtype", "quantization_config", "transformers_version")
@@ -243,6 +250,24 @@ def refuse_lost_head(folder: Path) -> None:
             "transformers drops them when it saves a model. Pass the folder or Hub id of the model this one was made "
             "from as the drafter, or put its head back: eagle31 mtp BASE --into FOLDER"
         )
+
+
+def inspect_head(folder: Path) -> tuple[MtpConfig, dict[str, TensorInfo]]:
+    """The head in `folder`, from headers alone: what it is, and its tensors by their stored names.
+
+    Raises:
+        CheckpointFormatError: as `read_head`, as far as headers show it.
+    """
+    raw_config = read_json(folder / CONFIG_FILE)
+    if raw_config.get("model_type") == SAVED:
+        stored = open_shards([folder / WEIGHTS_FILE])
+        return _saved_config(folder, raw_config), dict(stored.infos)
+    head = _find(folder, raw_config)
+    if head is None:
+        raise CheckpointFormatError(f"{folder} holds no MTP head that can be read")
+    _require_whole(head, folder)
+    infos = {name: head.stored.infos[name] for name in head.names.values()}
+    return _config_of(head, folder, infos[head.names["fc.weight"]].dtype), infos
 
 
 def stored_head(folder: Path) -> dict[str, Tensor]:
@@ -359,16 +384,19 @@ def _join_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
-def _config_of(head: _Head, folder: Path, tensors: Mapping[str, Tensor]) -> MtpConfig:
-    from transformers import AutoConfig
-
-    from ..configuration_eagle31 import MtpConfig
-
-    missing = [name for name in ("fc.weight", "enorm.weight", "hnorm.weight", "norm.weight") if name not in tensors]
+def _require_whole(head: _Head, folder: Path) -> None:
+    missing = [name for name in ("fc.weight", "enorm.weight", "hnorm.weight", "norm.weight") if name not in head.names]
     if missing:
         raise CheckpointFormatError(
             f"the MTP head in {folder} lacks {', '.join(missing)}; a head is read whole or not at all: fetch it again"
         )
+
+
+def _config_of(head: _Head, folder: Path, dtype: Any) -> MtpConfig:
+    from transformers import AutoConfig
+
+    from ..configuration_eagle31 import MtpConfig
+
     try:
         text = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -397,5 +425,5 @@ def _config_of(head: _Head, folder: Path, tensors: Mapping[str, Tensor]) -> MtpC
         rms_norm_eps=text.rms_norm_eps,
         sliding_window=text.sliding_window if slides else None,  # type: ignore[arg-type]
         own_lm_head=False,
-        dtype=tensors["fc.weight"].dtype,
+        dtype=dtype,
     )

@@ -9,12 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoints import CheckpointSummary, inspect_checkpoint
+from ..configuration_eagle31 import MtpConfig
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 
 
 @readable_errors
 def inspect(
-    path_or_id: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
+    path_or_id: Annotated[
+        str, typer.Argument(help="Folder or Hub id of a drafter, or of a target with an MTP head.", show_default=False)
+    ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
@@ -46,6 +49,8 @@ def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
         "per_slot": "each normed (fc_norm)",
         "concatenated": "normed together (norm_before_fc)",
     }
+    if isinstance(c, MtpConfig):
+        return _facts_of_head(summary, c, heads)
     stored_ids = "; ".join(f"{ids} at {where}" for where, ids in summary.aux_layers_as_stored.items())
     layers = f"hs {c.aux_layers}" + (f", stored as {stored_ids}" if stored_ids else "")
     assert c.draft_vocab_size is not None, "filled in when the configuration is made"
@@ -67,6 +72,23 @@ def _facts(summary: CheckpointSummary) -> list[tuple[str, str | Text]]:
         ("LM head", "its own" if c.own_lm_head else "the target's"),
         *(("note", Text(note, style="yellow")) for note in summary.notes),
     ]  # fmt: skip
+
+
+def _facts_of_head(summary: CheckpointSummary, c: MtpConfig, heads: str) -> list[tuple[str, str | Text]]:
+    rows = c.draft_vocab_size or c.vocab_size
+    behind = {True: "behind the final norm", False: "before the final norm"}
+    return [
+        ("checkpoint", summary.source),
+        ("method", summary.method),
+        ("found", summary.format_title),
+        ("weights", f"{summary.parameters:,} parameters, {summary.dtype}, {summary.stored_bytes / 1e6:,.1f} MB"),
+        ("network", f"{count(c.num_hidden_layers, 'layer')} of {c.family}, hidden {c.hidden_size}, {heads}"),
+        ("target", f"hidden {c.target_hidden_size}, vocabulary {c.vocab_size:,}"),
+        ("draft vocabulary", f"{rows:,} of {c.vocab_size:,}" if rows < c.vocab_size else "the target's"),
+        ("state it reads", f"the target's, {behind[c.normed_state]}"),
+        ("feedback", f"its own output, {behind[c.norm_output]}"),
+        ("embedding and LM head", "the target's"),
+    ]
 
 
 def tensor_table(summary: CheckpointSummary) -> Table:

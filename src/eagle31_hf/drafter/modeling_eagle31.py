@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..checkpoints.layouts import FUSED_PROJECTIONS
+from ..checkpoints.layouts import FUSED_PROJECTIONS, packable_shapes
 from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .attention import AttendingCache, GroupedQueryAttention, LatentAttention
@@ -173,6 +173,10 @@ class Eagle31Network(PreTrainedModel):
             hidden = layer(hidden, embeddings if index == 0 else None, rotary, attention_mask, cache)
         normed = self.norm(hidden)
         return DrafterOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
+
+    def packable(self) -> dict[str, tuple[int, int]]:
+        """Shapes `(N, K)` of the matrices that may be packed, by name."""
+        return packable_shapes(self.config)
 
     def canonical_tensors(self) -> dict[str, Tensor]:
         """Parameters and `d2t` under their published names, fused matrices split into views (no copy).

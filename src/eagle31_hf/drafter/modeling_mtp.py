@@ -88,6 +88,15 @@ class MtpNetwork(Eagle31Network):
         normed = self.norm(hidden)
         return DrafterOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
 
+    def packable(self) -> dict[str, tuple[int, int]]:
+        """Projections of the layers. `fc` is never packed, which costs drafts; nor are experts, which are 3-D."""
+        named = ((f"layers.{name}", module) for name, module in self.layers.named_modules())
+        return {
+            name: (module.out_features, module.in_features)
+            for name, module in named
+            if isinstance(module, nn.Linear) and name.endswith("_proj")
+        }
+
     @staticmethod
     def published_names(name: str) -> list[str]:
         """No matrices are joined here."""

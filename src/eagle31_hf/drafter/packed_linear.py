@@ -1,7 +1,7 @@
 """A drafter's matrices packed by bitsandbytes: int8, nf4 or fp4 in place of `nn.Linear`, on the fused network.
 
 Attention, MLP and the draft head are packed, its own or the rows gathered from the target's: next to a 4-bit target
-the head in bf16 costs more than the drafter's layer. `fc`, norms and embedding stay as they are (`packable_shapes`).
+the head in bf16 costs more than the drafter's layer. `fc`, norms and embedding stay as they are.
 
 The layers are our own, around bitsandbytes' operators. Its modules were made for training, and three habits of theirs
 do harm here: `Linear4bit` repacks its weights for AVX512-BF16 when it first runs on such a CPU, rounding the scales to
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import packable_shapes
 from ..checkpoints.files import shown
 from ..errors import ConfigurationError
 from ..memory.quantization_schemes import BLOCK, packed_matrix_bytes
@@ -236,7 +235,7 @@ def pack_linears(
 
     Each matrix is taken there alone, so that the network never is as a whole.
     """
-    element_bytes, shapes = (dtype or network.dtype).itemsize, packable_shapes(network.config)
+    element_bytes, shapes = (dtype or network.dtype).itemsize, network.packable()
     for name in [name for name, shape in shapes.items() if scheme.packs(name, shape, element_bytes)]:
         linear = network.get_submodule(name)
         bias = None if linear.bias is None else linear.bias.detach().to(device or linear.bias.device)
