@@ -14,7 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from eagle31_hf.memory import MemoryPlan, plan_memory
+from eagle31_hf.measure.plots import SHARES, shares_of
+from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.cards import GIB
 
 ROOT = Path(__file__).parents[1]
@@ -121,29 +122,7 @@ PLANNED = (
 )
 """Card, target, quantisation, context."""
 SCHEME_NAMES = {"bf16": "bf16", "bnb-nf4-dq": "nf4"}
-SHARES = {
-    "weights": (BLUE, ("target weights", "target experts")),
-    "drafter": (ORANGE, ("drafter weights", "draft head", "drafter cache")),
-    "cache": (GREEN, ("target cache", "target states")),
-    "graphs": (PURPLE, ("recordings",)),
-    "activations": (RED, ()),
-    "runtime": (GREY, ("runtime",)),
-    "others": (PALE, ()),
-    "free": (PAPER, ()),
-}
-"""Each with its colour and how its terms of a ledger begin; activations are all other terms."""
-
-
-def shares_of(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes of a whole card by `SHARES`, at the moment when most is alive."""
-    shares = dict.fromkeys(SHARES, 0)
-    for term in plan.ledger:
-        if plan.peak_moment in term.moments:
-            begins = (name for name, (_, starts) in SHARES.items() if term.name.startswith(starts))
-            shares[next(begins, "activations")] += term.num_bytes
-    shares["others"] = plan.card.total_bytes - plan.budget_bytes
-    shares["free"] = plan.budget_bytes - plan.peak_bytes
-    return shares
+COLOURS = dict(zip(SHARES, (BLUE, ORANGE, GREEN, PURPLE, RED, GREY, PALE, PAPER), strict=True))
 
 
 def cards() -> str:
@@ -162,11 +141,11 @@ def cards() -> str:
         x = float(MARGIN)
         for name, num_bytes in shares.items():
             width = num_bytes / plan.card.total_bytes * (WIDTH - 2 * MARGIN)
-            drawing.box(x, top + 24, width, 26, SHARES[name][0])
+            drawing.box(x, top + 24, width, 26, COLOURS[name])
             x += width
         told = [f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in shares.items() if num_bytes]
         drawing.text(MARGIN, top + 68, ", ".join(told))
-    drawing.legend(374, ((name, colour) for name, (colour, _) in SHARES.items()))
+    drawing.legend(374, COLOURS.items())
     return drawing.svg()
 
 

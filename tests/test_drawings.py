@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from transformers import LlamaConfig
 
+from eagle31_hf.measure.plots import plot_card, shares_of
 from eagle31_hf.memory import plan_memory
 
 ROOT = Path(__file__).parents[1]
@@ -65,12 +66,14 @@ def test_words_in_a_picture_lie_within_it_and_not_on_each_other(name: str) -> No
             assert apart, (one[4], other[4])
 
 
-def test_shares_make_a_whole_card() -> None:
+def test_shares_make_a_whole_card_and_are_drawn(tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     plan = plan_memory(config, card="RTX 4090", context=512)
-    shares = pictures.shares_of(plan)
+    shares = shares_of(plan)
     assert sum(shares.values()) == plan.card.total_bytes
     assert all(shares.values())
     graphs = sum(term.num_bytes for term in plan.ledger if term.name == "recordings")
     assert shares["graphs"] == graphs
+    plot_card(plan, tmp_path / "card.png")
+    assert (tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")

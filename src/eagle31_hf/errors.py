@@ -120,7 +120,6 @@ REMOVED_IN_0_2 = {
     "doctor --beside": "--drift shows the same weights read in the other form",
     "bench --four-bit": "pass --quantization 4bit",
     "plan --frontier": "plan again with another --context, --draft-tokens or --batch; each takes seconds",
-    "plan --plot": "plan --json writes every term with the moments at which it is alive",
     "--memory FILE": "pass --memory auto, and the options the plan was made with",
     "speculation_loop stock": "leave it at 'auto': our loop, or plain decoding where a target cannot verify drafts",
     "train --reward": "stage 2 maximises the expected number of accepted drafts; leave the option out",

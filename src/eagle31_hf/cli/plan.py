@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,6 +41,7 @@ def plan(
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward; default: what fits.")] = None,
     margin: Annotated[int | None, typer.Option(help="Bytes of the card to leave free; default: 3 %.")] = None,
     formulas: Annotated[bool, typer.Option("--formulas", help="Show how each size is computed.")] = False,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw what fills the card to this picture.")] = None,
     json_path: JsonOption = None,
     traceback: TracebackOption = False,
 ) -> None:
@@ -62,11 +64,15 @@ def plan(
             prefill_chunk=prefill_chunk,
             margin=margin,
         )
-    write_json(json_path, made.to_dict())
+    write_json(json_path, made.to_dict())  # before a picture can fail
     console = make_console()
     print_decision(console, made)
     columns = len(LEDGER_COLUMNS) - (not formulas)  # the last one, which makes a page of a table
     console.print(_table(LEDGER_COLUMNS[:columns], [row[:columns] for row in ledger_rows(made)]))
+    if plot is not None:
+        from ..measure.plots import plot_card  # torch comes with it, which no plan needs
+
+        plot_card(made, plot)
     raise typer.Exit(0 if made.fits else 1)
 
 

@@ -1,4 +1,4 @@
-"""What measured calls say: exactness first, then speeds, acceptance, waiting, memory and price. No torch.
+"""What measured calls say: exactness first, then speeds, acceptance, waiting, memory and price.
 
 Speeds are tokens over seconds, all prompts of a repeat together; ratios are formed within a repeat, and their median
 counts.
