@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.errors import CheckpointError, IncompatibleTargetError
-from eagle31_hf.target import quantized as target_side
-from eagle31_hf.target.quantized import quantization_cautions
+from eagle31_hf.errors import IncompatibleTargetError
 from helpers import (
     DEMO_DRAFTER,
     GROUPED,
@@ -27,7 +24,6 @@ from helpers import (
     random_drafter,
     random_prompts,
     random_target,
-    target_of,
 )
 from matrix import matrix
 
@@ -133,23 +129,6 @@ def test_a_head_packed_although_tied_is_refused(saved: dict[str, Path], packing:
 
 
 @pytest.mark.contract
-def test_a_repacked_target_refuses_to_be_saved(saved: dict[str, Path], tmp_path: Path) -> None:
-    target = load(saved["llama"], "nf4")
-    target.save_pretrained(tmp_path)  # not run yet
-    random_drafter(target)
-    layer = target.model.layers[0].mlp.up_proj
-    if not layer.support_avx512bf16_for_cpu:
-        pytest.skip("bitsandbytes repacks nothing on this CPU")
-    assert layer.weight.quant_state.packing_format_for_cpu, "the self-test ran it"
-    before = layer.weight.data.clone()
-    for save in (target.state_dict, lambda: target.save_pretrained(tmp_path / "again")):
-        with pytest.raises(CheckpointError, match=r"AVX512-BF16.*Load the target again"):
-            save()
-    assert torch.equal(layer.weight.data, before), "asking does no harm"
-    assert not (tmp_path / "again" / "model.safetensors").exists()
-
-
-@pytest.mark.contract
 def test_int8_and_plain_targets_are_saved_as_ever(saved: dict[str, Path], tmp_path: Path) -> None:
     target = load(saved["llama"], "int8")
     ids = torch.tensor([[5, 6, 7]])
@@ -158,21 +137,6 @@ def test_int8_and_plain_targets_are_saved_as_ever(saved: dict[str, Path], tmp_pa
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(target(ids).logits, again(ids).logits)
-
-
-@pytest.mark.contract
-def test_experts_that_stay_unpacked_are_told_once(saved: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    target_side._warned.clear()
-    target = load(saved["mixtral"], "nf4")
-    (caution,) = quantization_cautions(target)
-    assert "experts" in caution
-    assert "GiB" in caution
-    random_drafter(target)
-    random_drafter(target, seed=3)
-    assert sum("experts" in record.message for record in caplog.records) == 1
-    assert not quantization_cautions(load(saved["llama"], "nf4"))
-    assert not quantization_cautions(load(saved["llama"], "int8"))
-    assert not quantization_cautions(target_of("mixtral"))
 
 
 def fp8_checkpoint(folder: Path, target: Any) -> None:
@@ -192,22 +156,11 @@ def fp8_checkpoint(folder: Path, target: Any) -> None:
 
 
 @pytest.mark.contract
-def test_an_fp8_target_is_unpacked_here_and_that_is_told(tmp_path: Path) -> None:
+def test_an_fp8_target_that_is_unpacked_here(tmp_path: Path) -> None:
     config = hf.LlamaConfig(**GROUPED | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32})
     fp8_checkpoint(tmp_path, random_target(config))
     if torch.cuda.is_available():
         pytest.skip("a card may have kernels for it")
     target = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    (caution,) = quantization_cautions(target)
-    assert "unpacked to torch.float32" in caution
     drafter = random_drafter(target, aux_layers=[1, 2, 4], own_lm_head=False, draft_vocab_size=40)
     assert_every_loop_agrees(target, drafter, random_prompts(1), new_tokens=8)
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "mxfp4"])
-def test_methods_without_packed_weights_here_are_told(method: str) -> None:
-    target = copy.deepcopy(target_of("llama"))
-    target.config.quantization_config = {"quant_method": method}
-    (caution,) = quantization_cautions(target)
-    assert f"({method})" in caution

@@ -24,7 +24,7 @@ from .cache_argument import cache_argument
 from .grouped_attention import GROUPED, attending_grouped
 from .mixers import Mixers, require_mixers
 from .precision import warn_of_precision
-from .quantized import OneTokenArithmetic, refuse_corrupt_saving, require_working_head, warn_of_quantization
+from .quantized import OneTokenArithmetic, require_working_head
 from .rotation import most_positions, rotates_alike_up_to, rotations_left_alone
 from .shared_changes import CHANGES, leave_cudnn_out
 from .taps import HiddenStateTaps
@@ -85,8 +85,6 @@ class TargetBinding:
         self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.pair: object | None = None  # the `decoding.pair.Pair` of this target and its drafter
-        refuse_corrupt_saving(self.model)
-        warn_of_quantization(self.model)
         warn_of_precision(self.model)
         self.one_token_arithmetic = OneTokenArithmetic(self.model)
         # Whether its code looks attention up by name, as that of all but a few does.

@@ -1,4 +1,4 @@
-"""Targets whose weights are packed: rows of a packed LM head, one token's numbers, and what should be known of them.
+"""Targets whose weights are packed: rows of a packed LM head, and one token's numbers.
 
 What loads and runs is transformers' business. Nothing here reads packed numbers: rows of a head are had by asking the
 head itself, which works for every method there is.
@@ -7,7 +7,6 @@ head itself, which works for every method there is.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,17 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from ..errors import CheckpointError, IncompatibleTargetError
-
-logger = logging.getLogger(__name__)
-_warned: set[str] = set()
+from ..errors import IncompatibleTargetError
 
 _SLICE_ELEMENTS = 2**24
 """Logits asked of a packed head at once, at most: 64 MiB in fp32."""
 _DENSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_GIB = 2**30
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
@@ -202,87 +196,6 @@ def _forward_row_by_row(layer: Any, x: Tensor) -> Tensor:
     exact = rows.masked_fill(~outliers, 0)[:, columns]
     dense = ops.int8_vectorwise_dequant.default(weight[:, columns].contiguous(), scale).to(x.dtype)
     return out.addmm(exact, dense.t()).reshape(*x.shape[:-1], weight.shape[0])
-
-
-# --- saving -----------------------------------------------------------------------------------------------------------
-
-
-def refuse_corrupt_saving(model: nn.Module) -> None:
-    """Have `model.state_dict()`, and so `save_pretrained`, refuse once bitsandbytes has repacked 4-bit weights.
-
-    It does so in place, when such a layer first runs on a CPU with AVX512-BF16, and attaching a drafter makes the
-    target run. Its way back, taken on saving, writes the scales transposed: the file is corrupt, and so is the model
-    from then on. The refusal stays when the drafter is detached, as the trap does.
-    """
-    repacks = any(
-        type(module).__name__ == "Linear4bit" and getattr(module, "support_avx512bf16_for_cpu", False)
-        for module in model.modules()
-    )
-    if repacks and not getattr(model, "_eagle31_guards_saving", False):
-        model.register_state_dict_pre_hook(_require_original_layout)
-        model._eagle31_guards_saving = True  # type: ignore[assignment]
-
-
-def _require_original_layout(model: nn.Module, *_: Any) -> None:
-    repacked = [name for name, module in model.named_modules() if _is_repacked(module)]
-    if repacked:
-        raise CheckpointError(
-            f"{len(repacked)} 4-bit matrices of this target ({repacked[0]}, ...) were repacked by bitsandbytes for "
-            "this CPU (AVX512-BF16) when it first ran; written now, their scales would be wrong and the file corrupt. "
-            "Load the target again and save it before it runs, that is before a drafter is attached"
-        )
-
-
-def _is_repacked(module: nn.Module) -> bool:
-    return bool(getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False))
-
-
-# --- what should be known ---------------------------------------------------------------------------------------------
-
-
-def warn_of_quantization(model: PreTrainedModel) -> None:
-    """Say once what `quantization_cautions` finds."""
-    for caution in quantization_cautions(model):
-        if caution not in _warned:
-            _warned.add(caution)
-            logger.warning("eagle31: %s", caution)
-
-
-def quantization_cautions(model: PreTrainedModel) -> list[str]:
-    """Where a target's weights are not as packed as its user may believe."""
-    name, found = type(model).__name__, []
-    config: Any = getattr(model.config, "quantization_config", None)
-    method = _method_of(config)
-    experts = sum(_unpacked_expert_bytes(module) for module in model.modules()) if method else 0
-    if experts:
-        found.append(
-            f"{method} packs linear layers only; the experts of this {name} are not and take {experts / _GIB:.2f} GiB. "
-            "Use a checkpoint whose format packs experts (FP8, MXFP4)"
-        )
-    # transformers says so, and drops the config, when there are no kernels for a format here.
-    unpacked_while_loading = config is None and vars(model).get("is_quantized") is False
-    if unpacked_while_loading or (method and not holds_packed_weights(model)):
-        size = sum(tensor.nbytes for tensor in model.parameters())
-        found.append(
-            f"the weights of this {name} were packed in its checkpoint{f' ({method})' if method else ''} and have been "
-            f"unpacked to {model.dtype} while loading, as there are no kernels for them here: they take "
-            f"{size / _GIB:.2f} GiB"
-        )
-    return found
-
-
-def _method_of(config: Any) -> str:
-    if config is None:
-        return ""
-    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-    return str(getattr(method, "value", method))
-
-
-def _unpacked_expert_bytes(module: nn.Module) -> int:
-    """Bytes of experts in plain floats: 3-D parameters, which no replacement of `nn.Linear` reaches."""
-    if "Experts" not in type(module).__name__:
-        return 0
-    return sum(p.nbytes for p in module.parameters(recurse=False) if p.ndim == 3 and p.dtype in _DENSE)
 
 
 def holds_packed_weights(model: nn.Module) -> bool:
