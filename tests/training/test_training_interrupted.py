@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits another process by prlimit"),
 ]
 
-STEPS = 5
+STEPS = 6
 CHAT = [
     {"role": "user", "content": "I would like a large coffee with milk, please."},
     {"role": "assistant", "content": "One large coffee with milk. Is there anything else I can do for you?"},
@@ -73,7 +73,7 @@ INTERRUPTIONS: dict[str, Callable[[BaseProcess], None]] = {
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
     """One run is stopped in each way, later every time, and told to go on."""
     whole, out = tmp_path / "whole" / "out", tmp_path / "stopped" / "out"
-    for step, (interruption, stop) in enumerate(INTERRUPTIONS.items(), 2):
+    for step, (interruption, stop) in zip((2, 4, 5), INTERRUPTIONS.items(), strict=True):  # the first ends at step 3
         log = tmp_path / f"{step}.log"
         process = start(run_command, words_for(out, *(["--resume"] if step > 2 else [])), log=log)
         wait_for(out / "stage1" / f"checkpoint-{step}", process, log)  # while its files are being written

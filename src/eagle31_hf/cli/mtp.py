@@ -21,7 +21,7 @@ from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError
 from ..texts.conversations import read_conversations
-from ..training.data.vocabulary import DraftVocabulary, build_vocabulary
+from ..training.data import DraftVocabulary, build_vocabulary
 from .options import TracebackOption, count, make_console, readable_errors
 
 
