@@ -23,6 +23,7 @@ SPARSE = {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "top
           "n_shared_experts": 1}  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
           "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4}  # fmt: skip
+NEMOTRON_LAYERS = ["linear_attention", "full_attention", "linear_attention", "moe"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -47,6 +48,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         layer_types=[FULL, SLIDING] * 2, mlp_layer_types=["sparse"] * 4, mtp_layer_types=[SLIDING],
         mtp_mlp_layer_types=["sparse"], num_nextn_predict_layers=1,
     ),
+    "nemotron_h": lambda: hf.NemotronHConfig(
+        **{**RECURRENT_FAMILIES["nemotron_h"], "layers_block_type": NEMOTRON_LAYERS}, num_nextn_predict_layers=1
+    ),
     "exaone_moe": lambda: hf.ExaoneMoeConfig(
         **GROUPED, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, n_group=1,
         topk_group=1, sliding_window=WINDOW, layer_types=[SLIDING, FULL] * 2,
@@ -54,11 +58,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
+TWO_LAYERS = ("nemotron_h",)
+"""Their head has a layer that attends and one of experts."""
+
 FAMILIES = [name for name in CONFIGS if name in hf.CONFIG_MAPPING]
 """Those that the installed transformers has."""
 
 QWEN_NAMES = {"fc": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm"}
 DEEPSEEK_NAMES = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}
+NEMOTRON_NAMES = {
+    "fc": "layers.0.eh_proj", "enorm": "layers.0.enorm", "hnorm": "layers.0.hnorm", "norm": "layers.1.final_layernorm"
+}  # fmt: skip
 BY_LAYER = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 
 
@@ -95,32 +105,44 @@ def target_with_head(
 
 
 def final_norm(model: Any) -> Any:
-    return model.get_decoder().norm
+    decoder = model.get_decoder()
+    return decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
+
+
+def layers_like_the_heads(model: Any) -> list[Any]:
+    """Layers of the target that are shaped like the head's."""
+    layers = model.get_decoder().layers
+    return [layers[1], layers[3]] if model.config.model_type in TWO_LAYERS else [layers[-1]]
 
 
 def stored_head(family: str, model: Any, seed: int, single_experts: bool = False) -> dict[str, Tensor]:
     """Tensors of a random head under the names that the family's files have."""
     tensors = random_head(model, seed)
-    names = DEEPSEEK_NAMES if family in BY_LAYER else QWEN_NAMES
-    prefix = f"model.layers.{model.config.num_hidden_layers}." if family in BY_LAYER else "mtp."
-    of_layer = "" if family in BY_LAYER else "layers.0."
-    stored = {}
-    for name, tensor in _single(tensors) if single_experts else tensors.items():
-        part, _, rest = name.partition(".")
-        inner = f"{of_layer}{rest}" if part == "layer" else f"{names[part]}.{rest}"
-        stored[prefix + inner] = tensor.clone()
-    return stored
+    stored = _single(tensors) if single_experts else tensors.items()
+    return {_published(family, model.config.num_hidden_layers, name): tensor.clone() for name, tensor in stored}
+
+
+def _published(family: str, num_layers: int, name: str) -> str:
+    part, _, rest = name.partition(".")
+    if family in TWO_LAYERS:
+        return f"mtp.{name}" if part == "layers" else f"mtp.{NEMOTRON_NAMES[part]}.{rest}"
+    if family in BY_LAYER:
+        inner = rest.removeprefix("0.") if part == "layers" else f"{DEEPSEEK_NAMES[part]}.{rest}"
+        return f"model.layers.{num_layers}.{inner}"
+    return f"mtp.{name}" if part == "layers" else f"mtp.{QWEN_NAMES[part]}.{rest}"
 
 
 def random_head(model: Any, seed: int) -> dict[str, Tensor]:
-    """`fc`, `enorm`, `hnorm`, `norm` and `layer` of a head beside `model`, shaped as its last layer is."""
-    layer = copy.deepcopy(model.get_decoder().layers[-1])
+    """`fc`, `enorm`, `hnorm`, `norm` and `layers` of a head beside `model`, shaped as layers of it are."""
+    layers = copy.deepcopy(layers_like_the_heads(model))
     width = model.config.hidden_size
     norm = final_norm(model)
+    tensors = {}
     with seeded(seed + 2), torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        tensors = {f"layer.{name}": tensor for name, tensor in layer.state_dict().items()}
+        for number, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in layer.state_dict().items()}
         tensors["fc.weight"] = torch.randn(width, 2 * width) * 0.15
         for part in ("enorm", "hnorm", "norm"):
             tensors[f"{part}.weight"] = norm.weight + torch.randn(width) * 0.3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.session import DraftSession
-from mtp_targets import FAMILIES, random_head, target_with_head
+from mtp_targets import FAMILIES, TWO_LAYERS, final_norm, layers_like_the_heads, random_head, target_with_head
 
 try:
     from transformers.modeling_layers import MtpModel
@@ -34,23 +35,19 @@ class Reference:
         config.mtp_mlp_layer_types = list(getattr(config, "mlp_layer_types", None) or [])[-1:] or None
         self.model = MtpModel(target, 1).eval()
         self.layer = self.model.layers[0]
-        names = {"fc": "eh_proj", "norm": "post_norm", "layer": "mtp_block"}
+        names = {"fc": "eh_proj", "norm": "post_norm", "layers.0": "mtp_block"}
         state = {}
         for name, tensor in tensors.items():
-            part, _, rest = name.partition(".")
-            state[f"{names.get(part, part)}.{rest}"] = tensor
+            part = "layers.0" if name.startswith("layers.0.") else name.partition(".")[0]
+            state[names.get(part, part) + name.removeprefix(part)] = tensor
         self.layer.load_state_dict(state)
         self.window = config.sliding_window if layers[-1:] == ["sliding_attention"] else None
         self.layer_type = layers[-1] if layers else None
 
     def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `(T, V)` and outputs `(1, T, H)` of slots that read `tokens` `(T,)` and `states` `(1, T, H)`."""
-        length = len(tokens)
-        positions = torch.arange(1, length + 1)[None]
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
-        if self.window is not None:
-            seen &= ~torch.ones(length, length, dtype=torch.bool).tril(-self.window)
-        mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+        positions = torch.arange(1, len(tokens) + 1)[None]
+        mask = causal_mask(len(tokens), self.window)
         kind = {"layer_type": self.layer_type} if self.model.has_per_layer_rope else {}
         rotary = self.model.rotary_emb(states, positions, **kind)
         embeddings = self.model.embed_tokens(tokens[None])
@@ -58,7 +55,46 @@ class Reference:
         return self.model.shared_head(out)[0], out
 
 
-def recursion(reference: Reference, target: Any, ids: Tensor, drafts: Tensor) -> Tensor:
+class TwoLayers:
+    """A head of two layers, which transformers has no class for, from copies of the target's own."""
+
+    def __init__(self, target: Any, tensors: dict[str, Tensor]):
+        self.target, self.fc = target, tensors["fc.weight"]
+        self.layers = copy.deepcopy(layers_like_the_heads(target))
+        for number, layer in enumerate(self.layers):
+            prefix = f"layers.{number}."
+            layer.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        self.norms = {}
+        for part in ("enorm", "hnorm", "norm"):
+            self.norms[part] = copy.deepcopy(final_norm(target))
+            self.norms[part].weight.copy_(tensors[f"{part}.weight"])
+
+    def __call__(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Reference` does."""
+        embeddings = self.target.get_input_embeddings()(tokens[None])
+        joined = torch.cat((self.norms["enorm"](embeddings), self.norms["hnorm"](states)), dim=-1)
+        hidden = joined @ self.fc.T
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=causal_mask(len(tokens)))
+        out = self.norms["norm"](hidden)
+        return self.target.lm_head(out)[0], out
+
+
+def causal_mask(length: int, window: int | None = None) -> Tensor:
+    """Additive `(1, 1, T, T)`."""
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if window is not None:
+        seen &= ~torch.ones(length, length, dtype=torch.bool).tril(-window)
+    return torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+
+
+def reference_of(target: Any) -> Reference | TwoLayers:
+    """The slow head beside a target that `target_with_head` made."""
+    kind = TwoLayers if target.config.model_type in TWO_LAYERS else Reference
+    return kind(target, random_head(target, seed=0))
+
+
+def recursion(reference: Reference | TwoLayers, target: Any, ids: Tensor, drafts: Tensor) -> Tensor:
     """Logits `(DEPTH, V)` of a head behind `ids` `(T,)` and `drafts` `(DEPTH,)`, of which the first is the root."""
     states = target.get_decoder()(ids[None]).last_hidden_state
     tokens, rows = torch.cat((ids[1:], drafts[:1])), []
@@ -98,7 +134,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_logits_are_those_of_transformers(made):
     target, folder = made
     drafter = Eagle31Drafter.from_pretrained(folder, target=target)
-    reference = Reference(target, random_head(target, seed=0))
+    reference = reference_of(target)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, 90, (LENGTH,), generator=generator)
     drafts = torch.randint(3, 90, (DEPTH + 1,), generator=generator)
@@ -113,7 +149,7 @@ def test_logits_are_those_of_transformers(made):
 def test_each_mistake_changes_logits(mistake, tmp_path, monkeypatch):
     target = target_with_head("qwen3_5_text", tmp_path)
     drafter = Eagle31Drafter.from_pretrained(tmp_path, target=target)
-    reference = Reference(target, random_head(target, seed=0))
+    reference = reference_of(target)
     ids, drafts = torch.arange(20, 20 + LENGTH), torch.arange(40, 41 + DEPTH)
     wanted = recursion(reference, target, ids, drafts)
     first = 1  # draft that the mistake changes

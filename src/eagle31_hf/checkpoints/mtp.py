@@ -63,6 +63,14 @@ _DEEPSEEK_NAMES = {
     "embed_tokens.": None,
     "": "layers.0.",
 }
+_NEMOTRON_NAMES = {
+    "layers.0.eh_proj.": "fc.",
+    "layers.0.enorm.": "enorm.",
+    "layers.0.hnorm.": "hnorm.",
+    "layers.1.final_layernorm.": "norm.",
+    "layers.0.": "layers.0.",
+    "layers.1.": "layers.1.",
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class MtpFamily:
     norm_output: bool = True
     count: str = "num_nextn_predict_layers"
 
-    def pattern(self, num_target_layers: int) -> re.Pattern[str]:
+    def pattern(self, num_target_layers: int | None) -> re.Pattern[str]:
         """What the stored names of a head's tensors look like; group 1 is the name in the head."""
         return re.compile(_LAYER_PREFIX.format(num_target_layers)) if self.is_last_layer else _OWN_PREFIX
 
@@ -115,6 +123,7 @@ FAMILIES: dict[str, MtpFamily] = {
     "glm4_moe_lite": MtpFamily(_DEEPSEEK_NAMES, is_last_layer=True, fields={"mlp_layer_types": ["sparse"]}),
     "deepseek_v3": _DEEPSEEK,
     "mellum": MtpFamily(_QWEN_NAMES, layer_types="mtp_layer_types", fields={"mlp_layer_types": ["sparse"]}),
+    "nemotron_h": MtpFamily(_NEMOTRON_NAMES, layer_types="mtp_layers_block_type"),
     "exaone_moe": MtpFamily(_QWEN_NAMES, fields={"mlp_layer_types": ["dense"]}),
 }
 """By `model_type` of the target's text configuration. All read the state behind the target's final norm and feed back
@@ -172,7 +181,7 @@ def head_files(folder: Path) -> list[str]:
         return weights
     raw_config = read_json(path)
     family, layers = family_of(raw_config), text_fields(raw_config).get("num_hidden_layers")
-    if family is None or not isinstance(layers, int):
+    if family is None or (family.is_last_layer and not isinstance(layers, int)):
         return weights
     return [*sorted(_named_files(folder, family.pattern(layers))), HEAD_FILE, TOKENIZER_FILE]
 
@@ -287,7 +296,7 @@ def _find(folder: Path, raw_config: Mapping[str, Any]) -> _Head | None:
     family = family_of(raw_config)
     text = text_fields(raw_config)
     layers = text.get("num_hidden_layers")
-    if family is None or not isinstance(layers, int):
+    if family is None or (family.is_last_layer and not isinstance(layers, int)):
         return None
     pattern = family.pattern(layers)
     stored = open_shards(_files_with(folder, pattern))
@@ -406,7 +415,7 @@ def _config_of(head: _Head, folder: Path, dtype: Any) -> MtpConfig:
     of_layers = {name: value for name, value in text.to_dict().items() if name not in _NOT_OF_LAYERS}
     block = of_layers | dict(family.fields) | {"num_hidden_layers": len(layer_types)}
     if getattr(text, "layer_types", None) is not None:
-        block["layer_types"] = list(layer_types)
+        block["layers_block_type" if "layers_block_type" in block else "layer_types"] = list(layer_types)
     slides = "sliding_attention" in layer_types
     return MtpConfig(
         family=text.model_type,
@@ -422,7 +431,7 @@ def _config_of(head: _Head, folder: Path, dtype: Any) -> MtpConfig:
         num_key_value_heads=text.num_key_value_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         max_position_embeddings=text.max_position_embeddings,
-        rms_norm_eps=text.rms_norm_eps,
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or text.layer_norm_epsilon,
         sliding_window=text.sliding_window if slides else None,  # type: ignore[arg-type]
         own_lm_head=False,
         dtype=dtype,

@@ -58,7 +58,10 @@ class MtpNetwork(Eagle31Network):
         """The target's kind of rotary tables, whose frequencies stay fp32 when the head changes its dtype."""
         block = _block_config(config)
         with torch.device("meta"):
-            stock = type(AutoModel.from_config(block).rotary_emb)
+            rotary = getattr(AutoModel.from_config(block), "rotary_emb", None)
+        if rotary is None:
+            return NoRotation()
+        stock = type(rotary)
         return type(stock.__name__, (KeepsBufferDtypes, stock), {})(block)
 
     def fuse_aux(self, aux: Tensor) -> Tensor:
@@ -101,6 +104,17 @@ class MtpNetwork(Eagle31Network):
     def published_names(name: str) -> list[str]:
         """No matrices are joined here."""
         return [name]
+
+
+class NoRotation(nn.Module):
+    """In the place of rotary tables for layers that know no positions (Nemotron-H)."""
+
+    rope_type = "default"
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Empty tables `(B, T, 0)`."""
+        table = x.new_empty((*position_ids.shape, 0))
+        return table, table
 
 
 def _block_config(config: MtpConfig) -> PreTrainedConfig:
