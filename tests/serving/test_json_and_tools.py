@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
-from eagle31_hf.serving.grammar import GrammarProcessor
+from eagle31_hf.demo import target_path
+from eagle31_hf.serving.grammar import GrammarProcessor, OpenThought
 from loopback import MESSAGES, MODEL, TOOL_TEMPLATE, chat, serving
 
 FREE = "Tell me of a river."
@@ -77,10 +79,6 @@ def test_json_is_drafted_inside_its_grammar(client, monkeypatch, how):
 @pytest.fixture(scope="module")
 def with_tools(pair):
     """The same pair under a template that has a place for tools."""
-    from transformers import AutoTokenizer
-
-    from eagle31_hf.demo import target_path
-
     tokenizer = AutoTokenizer.from_pretrained(target_path())
     tokenizer.chat_template = TOOL_TEMPLATE
     with serving(pair._replace(tokenizer=tokenizer)) as made:
@@ -143,3 +141,41 @@ def test_a_streamed_call_is_a_call(with_tools):
 def test_a_template_without_tools_says_so(client):
     with pytest.raises(openai.BadRequestError, match="template has no place for tools"):
         chat(client, tools=[WEATHER])
+
+
+@pytest.fixture(scope="module")
+def thinking(pair):
+    """The same pair under a template that opens each answer's thought."""
+    tokenizer = AutoTokenizer.from_pretrained(target_path())
+    tokenizer.chat_template = TOOL_TEMPLATE + "<think>\n"
+    with serving(pair._replace(tokenizer=tokenizer)) as made:
+        yield made.client()
+
+
+DAY = WEATHER["function"]["parameters"]
+FORCED = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": DAY}}},
+    {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
+    {"tools": [WEATHER], "tool_choice": "required"},
+]
+
+
+@pytest.mark.parametrize("asked", FORCED, ids=["schema", "choice", "call"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}])
+def test_a_grammar_holds_behind_a_thought_that_the_template_opens(thinking, asked, sampling):
+    pytest.importorskip("llguidance")
+    kwargs = {"temperature": 0, "max_tokens": 120} | sampling | asked
+    told = thinking.chat.completions.create(model=MODEL, messages=MESSAGES, **kwargs).choices[0].message
+    assert told.model_extra["reasoning_content"] == told.model_extra["reasoning"]
+    if "tools" in asked:
+        assert json.loads(told.tool_calls[0].function.arguments)["day"] in ("Saturday", "Sunday")
+    else:
+        assert told.content in ("yes", "no") or json.loads(told.content)["day"]
+
+
+def test_a_thought_ends_where_it_is_ended():
+    """By any tokens, found once."""
+    tokens = ["a", "b", "</", "think", ">", "c"]
+    thought = OpenThought(lambda ids: "".join(tokens[i] for i in ids), "</think>", (9,), 3)
+    assert [thought.length(range(n)) for n in range(7)] == [None] * 5 + [5, 5]
+    assert [thought.forced(range(n)) for n in range(5)] == [None, None, None, 9, None]

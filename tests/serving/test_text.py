@@ -1,8 +1,6 @@
-"""Text as it grows: stop strings across tokens, thoughts and calls across pieces."""
+"""Text as it grows: stop strings across tokens, characters across tokens."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import tokenizers
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_hf.serving.answer_parts import AnswerParser
 from eagle31_hf.serving.requests import TextRequest
 from eagle31_hf.serving.text import IncrementalDecoder, StopScanner, TextWriter, TokenTexts
 
@@ -105,48 +102,6 @@ def test_tokens_have_their_own_spaces_and_whole_characters(sentencepiece):
         told.append(texts.add(word))
     assert told == [" upon", " a", "", "", "中", "s", "</s>"]
     assert offsets == [0, 5, 7, 7, 7, 8, 9]
-
-
-def parts_of(text, cuts=1, **parser):
-    made = AnswerParser(**parser)
-    parts = [part for at in range(0, len(text), cuts) for part in made.feed(text[at : at + cuts])] + made.finish()
-    return (
-        "".join(part.reasoning for part in parts),
-        "".join(part.content for part in parts),
-        [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call],
-    )
-
-
-CALL = '{"name": "f", "arguments": {"x": [1, {"y": "}"}]}}'
-SAME = ("f", {"x": [1, {"y": "}"}]})
-
-
-@pytest.mark.parametrize("cuts", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("text", "parser", "wanted"),
-    [
-        ("Hello < world <think", {}, ("", "Hello < world <think", [])),
-        ("<think>Let me see.</think>\n\nYes.", {}, ("Let me see.", "Yes.", [])),
-        ("\n<think>\nHm.</think>Yes.", {}, ("Hm.", "Yes.", [])),
-        ("So be it.</think>Yes.", {"thinks": True}, ("So be it.", "Yes.", [])),
-        ("never ends", {"thinks": True}, ("never ends", "", [])),
-        ("I say <think> and mean it", {}, ("", "I say <think> and mean it", [])),
-        (f"<tool_call>\n{CALL}\n</tool_call>", {"tools": ["f"]}, ("", "", [SAME])),
-        (f"Sure.\n<tool_call>{CALL}</tool_call>", {"tools": ["f"]}, ("", "Sure.", [SAME])),
-        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", {"tools": ["f"]}, ("", "", [SAME, SAME])),
-        (f"<think>a</think>\n<tool_call>{CALL}</tool_call>", {"tools": ["f"]}, ("a", "", [SAME])),
-        (CALL, {"tools": ["f"]}, ("", "", [SAME])),
-        (f"[{CALL}, {CALL}]", {"tools": ["f"]}, ("", "", [SAME, SAME])),
-        ('{"name": "f", "parameters": {"x": 1}}', {"tools": ["f"]}, ("", "", [("f", {"x": 1})])),
-        (CALL, {}, ("", CALL, [])),
-        (CALL, {"tools": ["g"]}, ("", CALL, [])),
-        ("{ not JSON", {"tools": ["f"]}, ("", "{ not JSON", [])),
-        ("<tool_call>{ not JSON</tool_call>!", {"tools": ["f"]}, ("", "<tool_call>{ not JSON</tool_call>!", [])),
-        (f"<tool_call>{CALL}", {"tools": ["f"]}, ("", "", [SAME])),
-    ],
-)
-def test_answers_come_apart_the_same_however_they_are_cut(text, parser, wanted, cuts):
-    assert parts_of(text, cuts, **parser) == wanted
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ def serve(
         loaded, drafting, batch=rows, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
     )
     _calibrate_once(console, pair)
+    from ..serving.answer_forms import form_of
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
     from ..serving.http_server import HttpServer
@@ -93,6 +94,7 @@ def serve(
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
+    console.print(f"Thoughts and calls are read as: {form_of(pair.tokenizer).name}", style="dim")
     if engine.unfollowed:
         console.print(
             f"Not followed, of {name}'s generation config: {', '.join(engine.unfollowed)}; texts are chosen without",

@@ -1,25 +1,23 @@
-"""An answer's text as it comes, taken apart: what was thought, what is said, which functions are called.
+"""An answer's text as it comes, taken apart by transformers' response parser: thoughts, what is said, calls.
 
-<think> ... </think>                              reasoning; also where the prompt itself ends with <think>
-<tool_call> {"name", "arguments"} </tool_call>    a call, as Qwen, Hermes and their kin write it
-{"name", "parameters" or "arguments"}             a call, if tools were given and the answer is that object alone,
-                                                  or a list of them (Llama 3, Mistral)
+The parser finds where calls begin and end; each is then read by itself, so that one which is none is content and takes
+nothing else along. An answer that is JSON alone calls functions, too, if they are among the tools.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .grammar import with_white_space
-from .text import StopScanner, begun_at_end
+from .answer_forms import AnswerForm, Template
 
-OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
-OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+MOST_MARKS = 16
+"""Marks of calls inside one another that are looked behind for a sound call."""
 
 
 @dataclass(frozen=True)
@@ -39,134 +37,178 @@ class AnswerPart:
     call: ToolCall | None = None
 
 
-def ends_in_thought(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> bool:
+def ends_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, prompt: Sequence[int]) -> bool:
     """Whether what is written to a prompt begins inside a thought."""
-    return str(tokenizer.decode(list(prompt[-8:]))).rstrip().endswith(OPEN_THOUGHT)
+    tail = str(tokenizer.decode(list(prompt[-16:]))).rstrip()
+    return bool(prompt) and tail.endswith(form.think[0].rstrip())
 
 
 class AnswerParser:
     """See the module's description.
 
     Args:
-        thinks: the prompt ends inside a thought.
-        tools: names that may be called; empty: nothing is taken for a call.
+        prompt: token ids of the chat that is answered.
+        tools: as the template was given them; empty: nothing is taken for a call.
     """
 
-    def __init__(self, *, thinks: bool = False, tools: Sequence[str] = ()):
-        self._tools = frozenset(tools)
-        self._thinks = thinks
-        self._may_think = not thinks  # a thought comes first, or not at all
-        self._scanner = StopScanner([CLOSE_THOUGHT])
-        self._held = ""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        form: AnswerForm,
+        prompt: Sequence[int] = (),
+        tools: Sequence[Any] = (),
+    ):
+        self._tokenizer, self._tools = tokenizer, [*tools]
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._template = _never_missing(form.template if tools else form.without_calls)
+        if form.is_own:
+            prefix = str(tokenizer.decode(list(prompt)))
+        else:
+            prefix = form.think[0] if ends_in_thought(tokenizer, form, prompt) else ""
+        self._found = _found_only(self._template, form.around)
+        self._parser = tokenizer.get_response_parser(self._found, prefix=prefix)
+        self._held = ""  # an answer that may turn out to be a call in JSON alone
+        self._spaces = ""  # at the end of what was said or thought: of nobody if the region ends there
+        self._depth = 0  # of marks within what looked like a call
         self._said = False  # content or a call has been given out
-        self._trims = thinks  # white space at the beginning of what comes now belongs to nobody
+        self._trims = bool(prefix)  # white space at the beginning of what comes now is dropped
 
     def feed(self, text: str) -> list[AnswerPart]:
         """What `text` completes."""
-        if self._thinks:
-            return self._feed_thought(text)
-        self._held += text
-        return self._take(at_end=False)
+        return _only(self._parts(self._parser.feed(text)))
 
     def finish(self) -> list[AnswerPart]:
         """What is left at the answer's end."""
-        if self._thinks:
-            return _only(AnswerPart(reasoning=self._scanner.flush()))
-        return self._take(at_end=True)
+        return _only([*self._parts(self._parser.finalize()[1]), *self._last()])
 
-    def _feed_thought(self, text: str) -> list[AnswerPart]:
+    def _last(self) -> Iterator[AnswerPart]:
+        if self._held:
+            calls = self._calls_in(_json_or_none(self._held))
+            yield from (AnswerPart(call=call) for call in calls) if calls else [AnswerPart(content=self._held)]
+        else:
+            yield AnswerPart(content=self._spaces)
+
+    def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[AnswerPart]:
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if kind == "region_open" and field in _THOUGHTS:
+                self._spaces, self._trims = "", True
+            elif kind == "region_chunk" and field in _THOUGHTS:
+                yield AnswerPart(reasoning=self._trimmed(event["text"]))
+            elif kind == "region_chunk" and field in ("content", "plain"):
+                yield from self._say(event["text"])
+            elif kind == "region_close" and field == "tool_calls":
+                yield from self._close_call(event["value"])
+            if kind == "region_close" and field in _THOUGHTS:
+                self._spaces, self._trims = "", True
+
+    def _trimmed(self, text: str) -> str:
+        """Without white space at a region's beginning, and holding back what may be at its end."""
         if self._trims:
-            text = text.lstrip("\n")
+            text = text.lstrip()
             self._trims = not text
-        before = self._scanner.pending + text
-        parts = _only(AnswerPart(reasoning=self._scanner.feed(text)))
-        if self._scanner.found:
-            self._thinks, self._trims = False, True
-            parts += self.feed(before.split(CLOSE_THOUGHT, 1)[1])
-        return parts
+        text = self._spaces + text
+        kept = text.rstrip()
+        self._spaces = text[len(kept) :]
+        return kept
 
-    def _take(self, *, at_end: bool) -> list[AnswerPart]:
-        if self._trims:
-            self._held = self._held.lstrip()
-            self._trims = not self._held
-        if self._may_think:
-            started = self._held.lstrip()
-            if started.startswith(OPEN_THOUGHT):
-                self._may_think, self._thinks, self._trims, self._held = False, True, True, ""
-                return self._feed_thought(started[len(OPEN_THOUGHT) :])
-            if not at_end and OPEN_THOUGHT.startswith(started):
-                return []
-            self._may_think = False
-        return self._take_calls(at_end=at_end) if self._tools else self._say(len(self._held))
+    def _say(self, text: str) -> Iterator[AnswerPart]:
+        if self._held or (self._names and not self._said and text.lstrip()[:1] in ("{", "[")):
+            self._held += text
+            return
+        said = self._trimmed(text)
+        self._said = self._said or bool(said)
+        yield AnswerPart(content=said)
 
-    def _take_calls(self, *, at_end: bool) -> list[AnswerPart]:
-        parts: list[AnswerPart] = []
-        while OPEN_CALL in self._held:
-            before, _, rest = self._held.partition(OPEN_CALL)
-            if CLOSE_CALL not in rest and not at_end:
-                return parts + self._say(len(before.rstrip()))
-            inside, _, after = rest.partition(CLOSE_CALL)
-            calls = self._calls_in(inside)
-            if not calls:  # the mark is mentioned only; a sound call may follow
-                parts += self._say(len(before) + len(OPEN_CALL))
-                continue
-            parts += _only(AnswerPart(content=before.rstrip()))
-            parts += [AnswerPart(call=call) for call in calls]
-            self._held = after.lstrip()
-            self._said, self._trims = True, not self._held
-        return parts + self._take_rest(at_end=at_end)
+    def _close_call(self, region: dict[str, str]) -> Iterator[AnswerPart]:
+        """What lies between marks: calls, or text that only looks like one, in which a sound call may follow."""
+        opened = region["opened"]
+        whole = opened + region["body"] + region["closed"]
+        if calls := self._calls_in(self._read(whole)):
+            self._said, self._trims, self._spaces = True, True, ""
+            yield from (AnswerPart(call=call) for call in calls)
+            return
+        yield from self._say(opened)
+        rest = whole[len(opened) :]
+        if self._depth == MOST_MARKS:
+            yield from self._say(rest)
+            return
+        self._depth += 1
+        inner = self._tokenizer.get_response_parser(self._found, prefix="")
+        yield from self._parts([*inner.feed(rest), *inner.finalize()[1]])
+        self._depth -= 1
 
-    def _take_rest(self, *, at_end: bool) -> list[AnswerPart]:
-        """What is not inside marks: content, or a call that is all of the answer."""
-        if not self._said and self._held.lstrip()[:1] in ("{", "["):
-            if not at_end:
-                return []
-            if calls := self._calls_in(self._held):
-                self._held = ""
-                return [AnswerPart(call=call) for call in calls]
-        if at_end:
-            return self._say(len(self._held))
-        surely = self._held[: len(self._held) - begun_at_end(self._held, OPEN_CALL)]
-        return self._say(len(surely.rstrip()))  # white space before a call is not said
-
-    def _say(self, length: int) -> list[AnswerPart]:
-        """Give out the first `length` characters as content."""
-        text, self._held = self._held[:length], self._held[length:]
-        self._said = self._said or bool(text.strip())
-        return _only(AnswerPart(content=text))
-
-    def _calls_in(self, text: str) -> list[ToolCall]:
+    def _read(self, region: str) -> Any:
         try:
-            told = json.loads(text)
-        except ValueError:
-            return []
-        calls = [self._call(each) for each in (told if isinstance(told, list) else [told])]
+            found = self._tokenizer.parse_response(region, self._template, prefix="", tools=self._tools)
+        except (ValueError, KeyError, RecursionError):
+            return None
+        return found.get("tool_calls")
+
+    def _calls_in(self, found: Any) -> list[ToolCall]:
+        """Calls in one of the shapes models write; none if one of them is no call of the tools."""
+        listed = found if isinstance(found, list) else [found]
+        flat = [each for entry in listed for each in (entry if isinstance(entry, list) else [entry])]
+        calls = [self._call(each) for each in flat]
         return [call for call in calls if call] if all(calls) else []
 
-    def _call(self, told: Any) -> ToolCall | None:
-        if not isinstance(told, dict) or told.get("name") not in self._tools:
+    def _call(self, found: Any) -> ToolCall | None:
+        inner = found.get("function") if isinstance(found, dict) else None
+        function = inner if isinstance(inner, dict) else found
+        if not isinstance(function, dict) or function.get("name") not in self._names:
             return None
-        arguments = told.get("arguments", told.get("parameters", {}))
+        arguments = function.get("arguments", function.get("parameters", {}))
         as_json = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(told["name"], as_json)
+        return ToolCall(function["name"], as_json)
 
 
-def _only(part: AnswerPart) -> list[AnswerPart]:
-    return [part] if part.content or part.reasoning or part.call else []
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a thought's field in published templates."""
 
 
-def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
-    """A Lark grammar of texts that call one of the tools, written as the chat template writes calls.
+def _found_only(template: Template, around: tuple[str, str] | None) -> Template:
+    """The template with calls as text between their marks, or those `around` several, which is never refused."""
+    fields = dict(template["fields"])
+    if (calls := fields.get("tool_calls")) is not None:
+        calls = calls if around is None else {"open": around[0], "close": around[1]}
+        fields["tool_calls"] = {
+            "open_pattern": f"(?P<opened>{_pattern(calls, 'open')})(?P<closed>)",
+            **({"close_pattern": f"(?P<closed>{close})"} if (close := _pattern(calls, "close")) else {}),
+            "repeats": True,
+            "content": "text",
+            "content_args": {"strip": False},
+            "transform": {"opened": "{opened}", "body": "{content}", "closed": "{closed}"},
+        }
+    return template | {"fields": fields}
 
-    The parameters of each are a schema of their own, so that its references point into it.
-    """
-    arguments = "parameters" if OPEN_CALL not in template and '"parameters":' in template else "arguments"
-    rules, names = [], []
-    for number, tool in enumerate(each["function"] for each in tools):
-        begin = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "{arguments}": ')
-        schema = json.dumps(with_white_space(tool.get("parameters") or {"type": "object"}))
-        rules.append(f'call{number}: {begin} arguments{number} "}}"\narguments{number}: %json {schema}')
-        names.append(f"call{number}")
-    call = " | ".join(names)
-    marked = f'"{OPEN_CALL}\\n" call "\\n{CLOSE_CALL}"' if OPEN_CALL in template else "call"
-    return "\n".join([f"start: {marked}", f"call: {call}", *rules])
+
+def _pattern(field: Template, end: str) -> str:
+    """The regular expression of a region's `"open"` or `"close"`, without names; empty where it has none."""
+    if f"{end}_pattern" in field:
+        return re.sub(r"\(\?P<\w+>", "(?:", str(field[f"{end}_pattern"]))
+    marks = field.get(end, [])
+    return "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
+
+
+def _never_missing(template: Template) -> Template:
+    """The template for answers that end before they have all parts, and have parts that are not as they should be."""
+    marks = ("open", "open_pattern", "close", "close_pattern")
+    fields = {
+        name: {**field, "optional": True} if name == "tool_calls" else {
+            **{mark: re.sub(r"\(\?P<\w+>", "(?:", field[mark]) if "pattern" in mark else field[mark]
+               for mark in marks if mark in field}, "repeats": True, "content": "text",
+        }
+        for name, field in template["fields"].items()
+    }  # fmt: skip
+    return template | {"fields": fields}
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _only(parts: Iterator[AnswerPart] | Sequence[AnswerPart]) -> list[AnswerPart]:
+    return [part for part in parts if part.content or part.reasoning or part.call]

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .answer_parts import AnswerParser, AnswerPart, ends_in_thought
+from .answer_forms import form_of
+from .answer_parts import AnswerParser, AnswerPart
 from .requests import TextEvent, TextRequest, TextUsage, TokenLogprob
 from .text import TokenTexts
 from .wire import ChatBody
@@ -76,8 +77,9 @@ class _ChatChoice:
     def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, call: ChatBody, text: TextRequest):
         self._index, self._one_call = index, not call.parallel_tool_calls
         self._tells_logprobs = call.logprobs
-        names = [tool["function"]["name"] for tool in call.offered]
-        self._parser = AnswerParser(thinks=ends_in_thought(tokenizer, text.prompt), tools=names)
+        form = form_of(tokenizer)
+        self._parser = AnswerParser(tokenizer, form, text.prompt, call.offered)
+        self._new_id = short_id if form.has_short_ids else long_id
         self._tokens = TokenTexts(tokenizer, text.prompt)
         self._content = self._reasoning = ""
         self._calls: list[Fields] = []
@@ -108,7 +110,7 @@ class _ChatChoice:
         """Add a part; returns the streamed delta that stands for it."""
         if part.call is not None:
             call = {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "id": self._new_id(),
                 "type": "function",
                 "function": {"name": part.call.name, "arguments": part.call.arguments},
             }
@@ -116,18 +118,28 @@ class _ChatChoice:
             return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
         if part.reasoning:
             self._reasoning += part.reasoning
-            return {"reasoning_content": part.reasoning}
+            return {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
         self._content += part.content
         return {"content": part.content}
 
     def whole(self) -> Fields:
         message: Fields = {"role": "assistant", "content": self._content or (None if self._calls else "")}
         if self._reasoning:
-            message["reasoning_content"] = self._reasoning
+            message["reasoning_content"] = message["reasoning"] = self._reasoning
         if self._calls:
             message["tool_calls"] = self._calls
         choice = {"index": self._index, "message": message, "finish_reason": self._finish}
         return choice | ({"logprobs": {"content": self._logprobs}} if self._tells_logprobs else {})
+
+
+def long_id() -> str:
+    """Of a call, as OpenAI's are."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def short_id() -> str:
+    """Of a call to a model whose template takes nine letters and digits and no other."""
+    return uuid.uuid4().hex[:9]
 
 
 def _chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[Fields]:

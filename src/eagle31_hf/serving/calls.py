@@ -10,10 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError
-from .answer_parts import call_grammar
+from .answer_forms import AnswerForm, call_grammar, form_of
+from .answer_parts import ends_in_thought
 from .api_errors import ApiError
 from .engine import Engine, TooLongError
-from .grammar import Grammar, GrammarCompiler
+from .grammar import Grammar, GrammarCompiler, OpenThought
 from .prompts import encode_chat, is_read, why_not_set
 from .requests import Sampling, TextRequest
 from .wire import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody, Constraint
@@ -40,7 +41,13 @@ class CallTranslator:
             prompt = encode_chat(self._tokenizer, body.for_template, tools=body.offered, **read)
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
-        return self._choices(prompt, body, self._grammar(body.constraint))
+        form = form_of(self._tokenizer)
+        grammar = self._grammar(body.constraint, form)
+        texts = self._choices(prompt, body, grammar)
+        if grammar is not None and ends_in_thought(self._tokenizer, form, prompt):
+            thought = OpenThought.ended_by(self._tokenizer, form.think[1], texts[0].max_new_tokens // 2)
+            texts = [replace(text, grammar=replace(grammar, thought=thought)) for text in texts]
+        return [replace(text, marks=form.marks(self._tokenizer)) for text in texts]
 
     def ignored(self, body: Body) -> list[str]:
         """Fields of a body that change nothing: they are not read, here or by the chat template."""
@@ -112,12 +119,13 @@ class CallTranslator:
         if any(token >= self._vocabulary for token in ids):
             raise ApiError(f"{param}: a token id is {max(ids)}; wanted ids below {self._vocabulary}", param=param)
 
-    def _grammar(self, wanted: Constraint | None) -> Grammar | None:
+    def _grammar(self, wanted: Constraint | None, form: AnswerForm | None = None) -> Grammar | None:
         if wanted is None:
             return None
         kind, value = wanted.kind, wanted.value
         if kind == "call":
-            kind, value = "grammar", call_grammar(value, str(self._tokenizer.chat_template))
+            assert form is not None, "chats alone have tools"
+            kind, value = "grammar", call_grammar(form, value, str(self._tokenizer.chat_template))
         try:
             with self._lock:
                 return self._grammars.compile(kind, value)

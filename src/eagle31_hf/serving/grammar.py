@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,13 +25,55 @@ def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
     return {"x-guidance": WHITE_SPACE, **schema}
 
 
+SEEN_AT_ONCE = 32
+"""Last tokens of a thought in which its end is looked for: more than a round and a mark have."""
+
+
+@dataclass(frozen=True)
+class OpenThought:
+    """A thought that the prompt has begun, behind which a grammar holds.
+
+    Attributes:
+        decode: text of token ids.
+        mark: ends the thought.
+        ids: its tokens, which are written in the end where the thought does not end by itself.
+        longest: tokens after which they are.
+    """
+
+    decode: Callable[[list[int]], str]
+    mark: str
+    ids: tuple[int, ...]
+    longest: int
+
+    @classmethod
+    def ended_by(cls, tokenizer: PreTrainedTokenizerBase, mark: str, longest: int) -> OpenThought:
+        """The mark, and a blank line as templates write it."""
+        ids = tokenizer(f"\n{mark}\n\n", add_special_tokens=False)["input_ids"]
+        return cls(lambda tokens: str(tokenizer.decode(tokens)), mark, tuple(ids), longest)
+
+    def length(self, written: Sequence[int]) -> int | None:
+        """Tokens up to its end, the mark's included; `None` while it goes on. To be asked after every few tokens."""
+        before = max(0, len(written) - SEEN_AT_ONCE)
+        tail = list(written[before:])
+        if self.mark not in self.decode(tail):
+            return None
+        ends = (n for n in range(1, len(tail) + 1) if self.mark in self.decode(tail[:n]))
+        return before + next(ends)
+
+    def forced(self, written: Sequence[int]) -> int | None:
+        """The next token, where the thought has been long enough."""
+        done = len(written) - self.longest
+        return self.ids[done] if 0 <= done < len(self.ids) else None
+
+
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled constraint: the tokenizer it was made for, and llguidance's description of it."""
+    """A compiled constraint: the tokenizer it was made for, llguidance's description of it, and what comes before."""
 
     tokenizer: Any
     description: str
     vocabulary: int
+    thought: OpenThought | None = None
 
 
 class GrammarCompiler:
@@ -113,12 +155,20 @@ class GrammarProcessor(stock.LogitsProcessor):
         self._prompt_length, self._eos_ids = prompt_length, sorted(eos_ids)
         self._vocabulary = grammar.vocabulary
         self._seen: list[int] = []
+        self._thought = grammar.thought
+        self._thought_length: int | None = None if grammar.thought else 0
         self._bits = torch.full((1, (grammar.vocabulary + 31) // 32), -1, dtype=torch.int32)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         """Scores `(1, V)` after `input_ids` `(1, t)`, `-inf` where the grammar has no place for a token."""
-        self._follow(input_ids[0, self._prompt_length :].tolist())
-        allowed = self._allowed().to(scores.device)
+        written = input_ids[0, self._prompt_length :].tolist()
+        begin = self._begin(written)
+        if begin is None:
+            allowed = self._allowed_in_thought(written)
+        else:
+            self._follow(written[begin:])
+            allowed = self._allowed()
+        allowed = allowed.to(scores.device)
         return scores.masked_fill(~allowed[: scores.shape[-1]], float("-inf"))
 
     def fork_for_drafts(self) -> GrammarProcessor:
@@ -126,6 +176,26 @@ class GrammarProcessor(stock.LogitsProcessor):
         forked = copy.copy(self)
         forked._matcher, forked._bits = self._matcher.deep_copy(), self._bits.clone()
         return forked
+
+    def _begin(self, written: list[int]) -> int | None:
+        """Tokens before the grammar holds; `None` where the thought has not ended."""
+        if self._thought is None:
+            return 0
+        if self._thought_length is not None and self._thought_length > len(written):
+            self._thought_length = None  # another text than before
+        if self._thought_length is None:
+            self._thought_length = self._thought.length(written)
+        return self._thought_length
+
+    def _allowed_in_thought(self, written: list[int]) -> Tensor:
+        assert self._thought is not None
+        forced = self._thought.forced(written)
+        allowed = torch.full((self._vocabulary,), forced is None)
+        if forced is None:
+            allowed[self._eos_ids] = False
+        else:
+            allowed[forced] = True
+        return allowed
 
     def _follow(self, written: Sequence[int]) -> None:
         shared = 0

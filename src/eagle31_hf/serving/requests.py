@@ -48,6 +48,7 @@ class TextRequest:
         ignore_eos: write on after an end-of-sequence token.
         min_new_tokens: so many are written before anything ends the text.
         skip_special_tokens: leave special tokens out of the text.
+        marks: special tokens that are shown all the same: the answer is taken apart by them.
         bad_words: token sequences that are not written.
         allowed_tokens: if any, no others are written.
         top_logprobs: how many alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
@@ -63,6 +64,7 @@ class TextRequest:
     ignore_eos: bool = False
     min_new_tokens: int = 0
     skip_special_tokens: bool = True
+    marks: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_tokens: tuple[int, ...] = ()
     top_logprobs: int | None = None

@@ -29,7 +29,8 @@ from ..errors import ConfigurationError
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.served_processing import sampling_options
-from .answer_parts import AnswerParser, AnswerPart, ends_in_thought
+from .answer_forms import form_of
+from .answer_parts import AnswerParser, AnswerPart
 from .prompts import Message, encode_chat
 from .text import IncrementalDecoder
 
@@ -153,8 +154,9 @@ class ChatSession:
                 f"the conversation has {len(ids):,} tokens, and {self.context:,} are possible; take turns back with "
                 "undo, or begin anew with reset"
             )
-        parser = AnswerParser(thinks=ends_in_thought(self.tokenizer, ids))
-        pieces = _PieceStreamer(self.tokenizer, parser, on_piece)
+        form = form_of(self.tokenizer)
+        decoder = IncrementalDecoder(self.tokenizer, marks=form.marks(self.tokenizer))
+        pieces = _PieceStreamer(decoder, AnswerParser(self.tokenizer, form, ids), on_piece)
         self._stop.asked = False
         started = time.perf_counter()
         length = self._generate(ids, min(self.max_new_tokens, room), pieces)
@@ -329,8 +331,8 @@ class _StopWhenAsked(StoppingCriteria):
 class _PieceStreamer(BaseStreamer):
     """Takes a round's tokens apart: the last is the target's own, those before it were drafted and accepted."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: AnswerParser, on_piece: Callable[[Piece], None]):
-        self._decoder, self._parser, self._on_piece = IncrementalDecoder(tokenizer), parser, on_piece
+    def __init__(self, decoder: IncrementalDecoder, parser: AnswerParser, on_piece: Callable[[Piece], None]):
+        self._decoder, self._parser, self._on_piece = decoder, parser, on_piece
         self._prompt_seen = False
         self.first_at: float | None = None
         self.content = self.thought = ""

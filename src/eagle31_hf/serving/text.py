@@ -24,13 +24,20 @@ class IncrementalDecoder:
     Args:
         prompt: ids that the text goes on from, so that its first word has its leading space, and a character that the
             prompt begins is completed; empty where it stands by itself.
+        marks: special tokens that are shown all the same.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, prompt: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        marks: frozenset[int] = frozenset(),
     ):
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skips = skip_special_tokens and not marks
+        self._hidden = special_ids(tokenizer) - marks if skip_special_tokens and marks else frozenset()
         tail = list(prompt[-PROMPT_TAIL:])
         whole = len(tail) - self._unfinished(tail)
         self._context, self._waiting = tail[:whole], tail[whole:]  # given out already; not yet
@@ -65,11 +72,14 @@ class IncrementalDecoder:
         return next((n for n in counts if not self._decode(ids[: len(ids) - n]).endswith("\ufffd")), 0)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        shown = [token for token in ids if token not in self._hidden] if self._hidden else ids
+        return str(self._tokenizer.decode(shown, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False))
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that `skip_special_tokens` leaves out."""
+    added = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
+    return frozenset(added | set(tokenizer.all_special_ids))
 
 
 class StopScanner:
@@ -129,7 +139,10 @@ class TextWriter:
         self.finish: str | None = None
         self._request, self._end_ids = request, end_ids
         self._decoder = IncrementalDecoder(
-            tokenizer, prompt=request.prompt, skip_special_tokens=request.skip_special_tokens
+            tokenizer,
+            prompt=request.prompt,
+            skip_special_tokens=request.skip_special_tokens,
+            marks=request.marks,
         )
         self._scanner = StopScanner(request.stop, keeps=request.keep_stop)
 

@@ -1,0 +1,209 @@
+"""How chat templates have models write thoughts and calls: a template of transformers' response parser for each form.
+
+A tokenizer may bring its own (`response_template`); for others the form is recognised by marks in the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .grammar import with_white_space
+
+Template = dict[str, Any]
+
+ANCHOR = "\x00"
+"""`start_anchor` of our templates, in no text: of a prompt the parser is shown only what its answer begins with."""
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How one target writes its answers.
+
+    Attributes:
+        name: to say which was recognised.
+        template: of `tokenizer.get_response_parser`.
+        is_own: whether it is the tokenizer's, and so wants to see the whole prompt.
+        think: marks around a thought.
+        around: marks around several calls, where each has others of its own.
+    """
+
+    name: str
+    template: Template
+    is_own: bool = False
+    think: tuple[str, str] = ("<think>", "</think>")
+    around: tuple[str, str] | None = None
+
+    @cached_property
+    def without_calls(self) -> Template:
+        """For answers that may call nothing."""
+        fields = {name: field for name, field in self.template["fields"].items() if name != "tool_calls"}
+        return self.template | {"fields": fields}
+
+    @property
+    def has_short_ids(self) -> bool:
+        """Whether calls are named by nine letters and digits, as Mistral's templates insist."""
+        return self.name.startswith("Mistral")
+
+    def marks(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        """Special tokens that the parser has to see."""
+        patterns = json.dumps(self.template, ensure_ascii=False).replace("\\", "")
+        special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return frozenset(i for i, text in special.items() if text in patterns and i not in ends_of(tokenizer))
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
+    return {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+
+
+def form_of(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
+    """The form of a tokenizer's chat template."""
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(own, dict):
+        return AnswerForm("the tokenizer's own", own, is_own=True)
+    text = str(tokenizer.chat_template or "")
+    for marks, form in _FORMS:
+        if all(mark in text for mark in marks):
+            return form
+    return _BARE
+
+
+def _call(**arguments: Any) -> Template:
+    """A field of calls whose parts the parser finds by itself."""
+    function = {"name": "{name}", "arguments": "{content}"}
+    return {"repeats": True, "transform": {"type": "function", "function": function}, **arguments}
+
+
+def _json(**arguments: Any) -> Template:
+    """A field of calls that are JSON as a whole."""
+    return {"repeats": True, "content": "json", **arguments}
+
+
+def _form(
+    name: str,
+    calls: Template | None,
+    think: tuple[str, str] = ("<think>", "</think>"),
+    around: tuple[str, str] | None = None,
+) -> AnswerForm:
+    thought = {"open_pattern": rf"\A\s*{_escaped(think[0])}", "close": think[1]}
+    fields: Template = {"reasoning_content": thought, "content": {"content": "text"}}
+    return AnswerForm(name, _template(fields | ({"tool_calls": calls} if calls else {})), think=think, around=around)
+
+
+def _template(fields: Template) -> Template:
+    return {"start_anchor": ANCHOR, "fields": fields}
+
+
+def _escaped(mark: str) -> str:
+    return "".join(f"\\{c}" if c in "[]|()" else c for c in mark)
+
+
+_HARMONY_START = r"(?:<\|start\|>assistant)?"
+_BARE = _form("JSON alone", None)
+_FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
+    # marks in the chat template, the form; the first whose marks are all there
+    (("<|channel|>", "<|message|>"), AnswerForm("gpt-oss (harmony)", _template({
+        "reasoning_content": {
+            "open_pattern": rf"{_HARMONY_START}<\|channel\|>analysis<\|message\|>", "close": "<|end|>",
+        },
+        "tool_calls": _call(
+            open_pattern=rf"{_HARMONY_START}(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>\w+)?"
+            r"\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>",
+            close_pattern=r"<\|call\|>|<\|end\|>", content="json",
+        ),
+        "content": {
+            "open_pattern":
+                rf"{_HARMONY_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>",
+            "close_pattern": r"<\|end\|>|<\|return\|>",
+        },
+        "plain": {"content": "text"},
+    }), think=("<|channel|>analysis<|message|>", "<|end|>"))),
+    (("<minimax:tool_call>",), _form("MiniMax XML", _call(
+        open_pattern=r"<invoke name=\"(?P<name>[^\"\n]+)\">", close="</invoke>", content="xml-inline",
+        content_args={"tag_pattern": r"<parameter name=\"(?P<key>[^\"\n]+)\">\n?(?P<value>.*?)\n?</parameter>"},
+    ), around=("<minimax:tool_call>", "</minimax:tool_call>"))),
+    (("<arg_key>",), _form("GLM XML", _call(
+        open_pattern=r"<tool_call>\s*(?P<name>[^<\s]+)\s*", close="</tool_call>", content="xml-inline",
+        content_args={"tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+    ))),
+    (("<tool_call>", "<function="), _form("Qwen XML", _call(
+        open_pattern=r"<tool_call>\s*<function=(?P<name>[^>\n]+)>", close_pattern=r"</function>\s*</tool_call>",
+        content="xml-inline", content_args={"tag_pattern":
+            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))"},
+    ))),
+    (("<|tool_call>",), _form("Gemma 4", _call(
+        open_pattern=r"<\|tool_call>call:(?P<name>[\w.-]+)", close="<tool_call|>", content="json",
+        content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+    ), ("<|channel>thought\n", "<channel|>"))),
+    (("<|tool_call_start|>",), _form("LFM2 (Python)", _json(
+        open="<|tool_call_start|>", close="<|tool_call_end|>", content="python-call-list"
+    ))),
+    (("<TOOLCALL>",), _form("Nemotron JSON", _json(open="<TOOLCALL>", close="</TOOLCALL>"))),
+    (("[TOOL_CALLS]", "[ARGS]"), _form("Mistral", _call(
+        open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+        close_pattern=r"(?=\[TOOL_CALLS\])", content="json",
+    ), ("[THINK]", "[/THINK]"))),
+    (("[TOOL_CALLS]",), _form("Mistral JSON", _json(open="[TOOL_CALLS]"), ("[THINK]", "[/THINK]"))),
+    (("<|python_tag|>",), _form("Llama 3 JSON", _json(open="<|python_tag|>", close="<|eom_id|>"))),
+    (("<tool_call>",), _form("Hermes JSON", _json(open="<tool_call>", close="</tool_call>"))),
+)  # fmt: skip
+
+
+# --- calls that are forced --------------------------------------------------------------------------------------------
+
+
+def call_grammar(form: AnswerForm, tools: Sequence[dict[str, Any]], template: str) -> str:
+    """A Lark grammar of texts that call one of the tools, in the form's own words where those are text alone, else as
+    JSON alone."""
+    functions = [tool["function"] for tool in tools]
+    if form.name == "Qwen XML":
+        rules = [_xml_rules(n, f, "<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n",
+                            "</function>\n</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
+    elif form.name == "GLM XML":
+        rules = [_xml_rules(n, f, "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n",
+                            "</tool_call>") for n, f in enumerate(functions)]  # fmt: skip
+    else:
+        arguments = "parameters" if form.name != "Hermes JSON" and '"parameters":' in template else "arguments"
+        marks = ("<tool_call>\n", "\n</tool_call>") if form.name == "Hermes JSON" else ("", "")
+        rules = [_json_rules(n, f, arguments, marks) for n, f in enumerate(functions)]
+    return "\n".join(["start: " + " | ".join(f"call{n}" for n in range(len(rules))), *rules])
+
+
+def _json_rules(number: int, function: dict[str, Any], arguments: str, marks: tuple[str, str]) -> str:
+    """The parameters are a schema of their own, so that its references point into it."""
+    begin = json.dumps(f'{marks[0]}{{"name": {json.dumps(function["name"])}, "{arguments}": ')
+    schema = json.dumps(with_white_space(function.get("parameters") or {"type": "object"}))
+    end = json.dumps("}" + marks[1])
+    return f"call{number}: {begin} arguments{number} {end}\narguments{number}: %json {schema}"
+
+
+def _xml_rules(number: int, function: dict[str, Any], begin: str, key: str, key_end: str, end: str) -> str:
+    """Each parameter by itself, in their order; those that are not required may be left out."""
+    parameters = function.get("parameters") or {}
+    required, definitions = parameters.get("required", []), {k: parameters[k] for k in ("$defs",) if k in parameters}
+    parts, rules = [], []
+    for place, (name, schema) in enumerate(parameters.get("properties", {}).items()):
+        value = f"value{number}x{place}"
+        parts.append(f"({json.dumps(key.format(name))} {value})" + ("" if name in required else "?"))
+        rules.append(f"{value}: {_value_rule(schema, definitions, key_end)}")
+    call = " ".join([json.dumps(begin.format(function["name"])), *parts, json.dumps(end)])
+    return "\n".join([f"call{number}: {call}", *rules])
+
+
+def _value_rule(schema: Any, definitions: dict[str, Any], end: str) -> str:
+    """Strings stand for themselves, all else is JSON; `end` comes after either."""
+    if not isinstance(schema, dict):
+        schema = {}
+    options = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if options and all(isinstance(option, str) for option in options):
+        return " | ".join(json.dumps(option + end) for option in options)
+    if schema.get("type") == "string":  # one expression with its end: matched as far as it goes, it would take that too
+        until = re.escape(end).replace("\\\n", "\\n").replace("/", "\\/")
+        return f"/[^<]{{0,{schema.get('maxLength', 1000)}}}{until}/"
+    return f"%json {json.dumps(with_white_space({**schema, **definitions}))} {json.dumps(end)}"

@@ -1,0 +1,250 @@
+"""Thoughts, content and calls in each form that chat templates have models write, whole and in pieces."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle31_hf.serving.answer_forms import call_grammar, form_of
+from eagle31_hf.serving.answer_parts import AnswerParser
+from eagle31_hf.serving.grammar import GrammarCompiler
+from eagle31_hf.serving.text import IncrementalDecoder
+from helpers import demo_tokenizer
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
+        "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"},
+        "sure": {"type": "boolean"}, "nothing": {"type": "null"}, "inner": {"type": "object"},
+        "list": {"type": "array"},
+    }}}}
+    for name in ("get_weather", "f-2")
+]  # fmt: skip
+
+
+def as_json(call, arguments="arguments"):
+    return json.dumps({"name": call[0], arguments: call[1]}, ensure_ascii=False)
+
+
+def value_text(value):
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def qwen_xml(calls):
+    def one(call):
+        inside = "".join(f"<parameter={k}>\n{value_text(v)}\n</parameter>\n" for k, v in call[1].items())
+        return f"<tool_call>\n<function={call[0]}>\n{inside}</function>\n</tool_call>"
+
+    return "\n".join(map(one, calls))
+
+
+def glm(calls):
+    def one(call):
+        inside = "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{value_text(v)}</arg_value>\n" for k, v in call[1].items()
+        )
+        return f"<tool_call>{call[0]}\n{inside}</tool_call>"
+
+    return "\n".join(map(one, calls))
+
+
+def minimax(calls):
+    def one(call):
+        inside = "".join(f'<parameter name="{k}">{value_text(v)}</parameter>\n' for k, v in call[1].items())
+        return f'<invoke name="{call[0]}">\n{inside}</invoke>'
+
+    return "<minimax:tool_call>\n" + "\n".join(map(one, calls)) + "\n</minimax:tool_call>"
+
+
+def python(calls):
+    def one(call):
+        return f"{call[0]}({', '.join(f'{k}={v!r}' for k, v in call[1].items())})"
+
+    return f"<|tool_call_start|>[{', '.join(map(one, calls))}]<|tool_call_end|>"
+
+
+def harmony(calls):
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+        for name, arguments in calls
+    )
+
+
+FORMS: dict[str, tuple[str, Any]] = {
+    # what the chat template has, and how calls are written
+    "Hermes JSON": ("<tool_call>", lambda calls: "\n".join(f"<tool_call>\n{as_json(c)}\n</tool_call>" for c in calls)),
+    "Qwen XML": ("<tool_call>\n<function=x>", qwen_xml),
+    "GLM XML": ("<tool_call>x<arg_key>", glm),
+    "MiniMax XML": ("<minimax:tool_call>", minimax),
+    "LFM2 (Python)": ("<|tool_call_start|>", python),
+    "Nemotron JSON": ("<TOOLCALL>", lambda calls: f"<TOOLCALL>[{', '.join(map(as_json, calls))}]</TOOLCALL>"),
+    "Mistral": ("[TOOL_CALLS]x[ARGS]", lambda calls: "".join(
+        f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)),
+    "Mistral JSON": ("[TOOL_CALLS]", lambda calls: f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"),
+    "Llama 3 JSON": ("<|python_tag|>", lambda calls: "<|python_tag|>" + as_json(calls[0], "parameters")),
+    "JSON alone": ("", lambda calls: f"[{', '.join(map(as_json, calls))}]"),
+    "gpt-oss (harmony)": ("<|channel|><|message|>", harmony),
+}  # fmt: skip
+AMONG_TEXT = set(FORMS) - {"JSON alone", "gpt-oss (harmony)"}
+ONE_CALL = {"Llama 3 JSON"}
+
+
+def tokenizer_of(name: str) -> Any:
+    made = copy.deepcopy(demo_tokenizer())
+    made.chat_template = FORMS[name][0]
+    return made
+
+
+def parsed(tokenizer, text, cut=None, prompt=(), tools=TOOLS):
+    form = form_of(tokenizer)
+    parser = AnswerParser(tokenizer, form, prompt, tools)
+    pieces = [text] if cut is None else [text[at : at + cut] for at in range(0, len(text), cut)]
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    content, reasoning = "".join(p.content for p in parts), "".join(p.reasoning for p in parts)
+    return content, reasoning, [(p.call.name, json.loads(p.call.arguments)) for p in parts if p.call]
+
+
+PLAIN = st.text(st.sampled_from("ab ,.:é{}[]\"'\\日"), min_size=1, max_size=8).filter(lambda t: t == t.strip())
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": PLAIN,
+        "count": st.integers(-99, 99),
+        "share": st.sampled_from([0.5, -2.25]),
+        "sure": st.booleans(),
+        "inner": st.dictionaries(st.sampled_from("xy"), PLAIN, max_size=2).map(lambda d: {"deep": d}),
+        "list": st.lists(st.integers(0, 9), max_size=3),
+    },
+)
+CALLS = st.lists(st.tuples(st.sampled_from(["get_weather", "f-2"]), VALUES), min_size=1, max_size=2)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_calls_are_read_whole_and_in_pieces(name):
+    tokenizer, write = tokenizer_of(name), FORMS[name][1]
+    assert form_of(tokenizer).name == name
+
+    @settings(max_examples=30, deadline=None)
+    @given(CALLS, st.integers(1, 5))
+    def check(calls, cut):
+        calls = calls[:1] if name in ONE_CALL else calls
+        for before in ("", "Let me look.") if name in AMONG_TEXT else ("",):
+            text = f"{before}\n{write(calls)}" if before else write(calls)
+            assert parsed(tokenizer, text) == parsed(tokenizer, text, cut) == (before, "", calls)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["Hermes JSON", "Qwen XML", "Nemotron JSON", "Mistral", "gpt-oss (harmony)"])
+def test_marks_inside_strings_stay_there(name):
+    values = {"text": 'say "<b>", <tool_call and [TOOL_CALLS', "inner": {"x": "</think>"}}
+    calls = [("get_weather", values)]
+    assert parsed(tokenizer_of(name), FORMS[name][1](calls), 3) == ("", "", calls)
+
+
+@pytest.mark.parametrize("name", [n for n in FORMS if n != "gpt-oss (harmony)"])
+@pytest.mark.parametrize("cut", [1, 3, None])
+def test_what_is_no_call_is_content(name, cut):
+    tokenizer, write = tokenizer_of(name), FORMS[name][1]
+    unknown = write([("unknown", {"text": "x"})])
+    for text in (
+        unknown,
+        "Hello <world> [x] <tool",
+        "I say <think> and mean it",
+        "{ not JSON",
+        "<tool_call>{ no</tool_call>!",
+    ):
+        content, _, calls = parsed(tokenizer, text, cut)
+        assert (content, calls) == (text, [])
+    assert parsed(tokenizer, unknown, cut, tools=[]) == (unknown, "", [])
+
+
+@pytest.mark.parametrize("cut", [1, 3, None])
+@pytest.mark.parametrize("name", ["Hermes JSON", "Qwen XML"])
+def test_thoughts_come_first(name, cut):
+    tokenizer, write = tokenizer_of(name), FORMS[name][1]
+    open_thought = tokenizer("x <think>\n", add_special_tokens=False)["input_ids"]
+    calls = [("get_weather", {"text": "x"})]
+    for text, prompt, wanted in (
+        ("<think>Let me see.</think>\n\nYes.", (), ("Yes.", "Let me see.", [])),
+        ("\n<think>\nHm.</think>Yes. ", (), ("Yes. ", "Hm.", [])),
+        ("So be it.\n</think>\n\nYes.", open_thought, ("Yes.", "So be it.", [])),
+        ("never ends", open_thought, ("", "never ends", [])),
+        (f"<think>a</think>\n{write(calls)}", (), ("", "a", calls)),
+        (f"Hm.</think>Now:\n{write(calls)}\n", open_thought, ("Now:", "Hm.", calls)),
+    ):
+        assert parsed(tokenizer, text, cut, prompt) == wanted
+
+
+@pytest.mark.parametrize("cut", [1, 4, None])
+def test_channels_of_harmony(cut):
+    tokenizer = tokenizer_of("gpt-oss (harmony)")
+    thought = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
+    said = "<|channel|>final<|message|>Yes."
+    called = '<|channel|>commentary to=functions.f-2 <|constrain|>json<|message|>{"count": 1}'
+    recipient_first = ' to=functions.f-2<|channel|>commentary json<|message|>{"count": 1}'
+    for text, wanted in (
+        (thought + said, ("Yes.", "Let me see.", [])),
+        (thought + called, ("", "Let me see.", [("f-2", {"count": 1})])),
+        (thought + recipient_first, ("", "Let me see.", [("f-2", {"count": 1})])),
+        ('{"a": 1}', ('{"a": 1}', "", [])),
+    ):
+        assert parsed(tokenizer, text, cut) == wanted
+
+
+def test_a_tokenizers_own_template_is_taken():
+    tokenizer = tokenizer_of("Hermes JSON")
+    tokenizer.response_template = {
+        "start_anchor": "<|assistant|>",
+        "fields": {
+            "thinking": {"open": "((", "close": "))", "optional": False},
+            "tool_calls": {"open": "call:", "close_pattern": r";(?P<end>)", "repeats": True, "content": "json",
+                           "transform": {"function": "{content}", "end": "{end}"}},
+            "content": {"content": "text"},
+        },
+    }  # fmt: skip
+    text = f"((Hm.))So: call:{as_json(('f-2', {}))}; call:nothing; end"
+    assert form_of(tokenizer).name == "the tokenizer's own"
+    assert parsed(tokenizer, text, 2) == ("So:call:nothing; end", "Hm.", [("f-2", {})])
+    assert parsed(tokenizer, "Yes.") == ("Yes.", "", [])
+
+
+def test_marks_within_marks_end():
+    text = "<tool_call>" * 3000
+    assert parsed(tokenizer_of("Hermes JSON"), text) == (text, "", [])
+
+
+def test_special_tokens_that_are_marks_are_shown():
+    tokenizer = copy.deepcopy(demo_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|other|>"]})
+    tokenizer.chat_template = "[TOOL_CALLS]x[ARGS]"
+    marks = form_of(tokenizer).marks(tokenizer)
+    assert set(tokenizer.convert_ids_to_tokens(sorted(marks))) == {"[TOOL_CALLS]", "[ARGS]"}
+    ids = tokenizer("a [TOOL_CALLS]f[ARGS]{}<|other|> b", add_special_tokens=False)["input_ids"]
+    decoder = IncrementalDecoder(tokenizer, marks=marks)
+    shown = "".join(decoder.feed(token) for token in [*ids, tokenizer.eos_token_id])
+    assert "[TOOL_CALLS]" in shown
+    assert "<|other|>" not in shown
+    assert tokenizer.eos_token not in shown
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_forced_calls_are_read_back(name):
+    pytest.importorskip("llguidance")
+    tokenizer = tokenizer_of(name)
+    grammar = call_grammar(form_of(tokenizer), TOOLS, str(tokenizer.chat_template))
+    compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
+    from llguidance import LLMatcher
+
+    own = {"Hermes JSON", "Qwen XML", "GLM XML"}
+    calls = [("get_weather", {"text": "a b", "count": 3, "sure": True, "inner": {"x": [1]}})]
+    text = FORMS[name][1](calls) if name in own else as_json(calls[0])
+    matcher = LLMatcher(compiled.tokenizer, compiled.description)
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        assert matcher.consume_token(token), tokenizer.decode([token])
+    assert matcher.is_accepting()
+    assert parsed(tokenizer, text) == ("", "", calls)
