@@ -27,10 +27,10 @@ from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured
 from eagle31_hf.decoding import decoder, kept_graphs
 from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
-from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
+from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.generation import own_loop
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT

@@ -16,15 +16,16 @@ from policy_replay import (
     count,
     default_of,
     plain_s,
+    planner_of,
     read_kept,
     replay,
 )
 from policy_texts import as_row, untrained
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.demo import CONVERSATIONS, drafter_path
+from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.training.measure import EvaluationPrompt, chains_along, write_texts
 from eagle31_hf.trees.shape import DraftShape
@@ -177,6 +178,30 @@ def test_the_default_is_as_fast_as_the_kept_one(way: str, machine: str, drafter:
     found = count(default_of(drafter, knows_costs=WAYS[way]), [kept.texts[at] for at in chosen], MACHINES[machine])
     before = [kept.counts[way][machine][at].seconds for at in chosen]
     assert compare(found, before)["ratio"] >= 0.98
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_planner_is_as_fast_as_the_kept_default(machine: str) -> None:
+    """It knows bytes at first, and then the seconds of its own rounds; texts are those of one process."""
+    texts = [(at, text) for at, text in enumerate(read_kept().texts) if text.drafter == "trained"]
+    found = count(planner_of(MACHINES[machine]), [text for _, text in texts], MACHINES[machine])
+    kept = read_kept().counts["default"][machine]
+    assert compare(found, [kept[at].seconds for at, _ in texts])["ratio"] >= 1.0
+    for kind in ("domain", "other", "code", "copy"):
+        chosen = [place for place, (_, text) in enumerate(texts) if text.kind == kind]
+        before = [kept[texts[place][0]].seconds for place in chosen]
+        assert compare([found[place] for place in chosen], before)["ratio"] >= 0.98, kind
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_an_untrained_drafter_costs_the_planner_little(machine: str) -> None:
+    texts = [text for text in read_kept().texts if text.drafter == "untrained"][::2]
+    plain = [plain_s(text, MACHINES[machine]) for text in texts]
+    assert compare(count(planner_of(MACHINES[machine]), texts, MACHINES[machine]), plain)["ratio"] >= 0.95
+    drawn = [text for text in texts if text.temperature > 0]
+    found = [count(planner_of(MACHINES[machine]), [text], MACHINES[machine])[0] for text in drawn]
+    first = compare(found, [plain_s(text, MACHINES[machine]) for text in drawn])["ratio"]
+    assert first >= 0.94, "of processes that have timed nothing"
 
 
 def test_a_policy_that_never_drafts_has_the_speed_of_plain_decoding() -> None:

@@ -29,14 +29,20 @@ from transformers import AutoModelForCausalLM
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.decoding.adaptive.costs import RoundCosts
-from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
 from eagle31_hf.demo import drafter_path, target_path
 from eagle31_hf.drafter.hindsight import MOST_JUDGED, Hindsight
+from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU
+from eagle31_hf.drafting.costs import RoundCosts as DraftCosts
+from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
+from eagle31_hf.drafting.planner import Planner
 from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.trees.shape import DraftShape
+
+STEP_SHARE = 0.1
+"""Bytes of a draft step over those of the target, as planners take them to be."""
 
 KEPT = Path(__file__).with_name("policy_replay.json.gz")
 LONGEST = 12
@@ -225,6 +231,7 @@ def replay(
     largest: DraftShape,
     *,
     reads_at_once: bool = False,
+    clock: Callable[[], float] = lambda: 1.0,
 ) -> ReplayedText:
     """Write the trace's text by the policy's plans for one row of chains.
 
@@ -237,6 +244,7 @@ def replay(
         largest: the largest draft that the policy is offered.
         reads_at_once: a round of its own drafts ends with the drafter reading what was written, as by graphs; else it
             reads that before it drafts again, which the table's rounds count.
+        clock: by how much the seconds that the policy is given exceed those of the table, as on a busy machine.
     """
     tokens = trace.written or (0,) * len(trace)
     sequences = WrittenText(trace.prompt or (0,))
@@ -254,16 +262,17 @@ def replay(
             plan = policy.next_draft(state)
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
-        seconds += (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
+        round_s = (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
         is_its_own = done.drafted > 0 and not done.looked_up
         if is_its_own:
-            seconds, unread, resume_s = seconds + resume_s, 0, 0.0
+            round_s, unread, resume_s = round_s + resume_s, 0, 0.0
         else:
             resume_s = table.resume_s if done.drafted else max(table.resume_s, table.reading_s)
+        seconds += round_s
         unread += 0 if is_its_own and reads_at_once else done.accepted + 1
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
-            policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,)))
+            policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,), round_s * clock()))
     return ReplayedText(seconds, tuple(rounds))
 
 
@@ -353,6 +362,15 @@ def default_of(drafter: Eagle31Drafter, *, knows_costs: bool) -> MakePolicy:
             return choose_policy(drafter, requested, SpeculationStats()), requested.shape
 
     return make
+
+
+def planner_of(machine: Machine) -> MakePolicy:
+    """Planners that share what they time, as the texts of a process do."""
+    shape = DraftShape(7) if machine.graphs else DraftShape(LONGEST, min_confidence=0.02)
+    width = WIDTH_IN_HALF if machine is MACHINES["bfloat16"] else WIDTH_ON_CPU
+    costs = DraftCosts(STEP_SHARE, shape.depth, WIDTH if machine.graphs else width)
+    lengths = (shape.depth,) if machine.graphs else ()
+    return lambda _text, _machine: (Planner(shape, lambda _rows: costs, lengths=lengths), shape)
 
 
 def _costs_known(drafter: Eagle31Drafter, machine: Machine | None) -> AbstractContextManager:

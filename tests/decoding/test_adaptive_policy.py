@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.adaptive.prompt_lookup import NOTHING
 from eagle31_hf.decoding.adaptive_policy import AdaptivePolicy
 from eagle31_hf.decoding.calibration.calibration import Calibration
 from eagle31_hf.decoding.draft_backoff import DraftBackoff
-from eagle31_hf.decoding.draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.drafter.session import DraftSession
+from eagle31_hf.drafting.lookup import NOTHING
+from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation import own_loop
 from eagle31_hf.generation_config import LONGEST_CHAIN

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.decoding.draft_backoff import LONGEST_PAUSE, RETRY_ROUNDS, ROUNDS_IN_VAIN, SHORTEST_PAUSE, DraftBackoff
-from eagle31_hf.decoding.draft_policy import RoundState, RoundStats
+from eagle31_hf.drafting.plan import RoundState, RoundStats
 from eagle31_hf.trees.shape import DraftShape
 from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, target_of
 

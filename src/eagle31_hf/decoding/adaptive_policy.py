@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..drafter.hindsight import Hindsight
+from ..drafting.lookup import NOTHING, Lookup, RepeatingText
+from ..drafting.plan import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
 from ..trees.shape import DraftShape
 from .adaptive.controller import Decision, DraftController, Source
-from .adaptive.prompt_lookup import NOTHING, Lookup
-from .draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
-from .lookup_policy import RepeatingText
 
 
 class AdaptivePolicy(DraftPolicy):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..compiled.verify import why_states_are_eager
 from ..drafter.assistant import Assistant
+from ..drafting.plan import DraftPlan, RoundState, RoundStats
 from ..sampling.draw import NOT_PLAIN, choose
 from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
@@ -27,7 +28,6 @@ from .accept import sync_accepted
 from .carried_cache import BEFORE_THE_ANSWER, CacheExport
 from .choosing import Choosing
 from .compiled_round import CompiledRound
-from .draft_policy import DraftPlan, RoundState, RoundStats
 from .eager_round import EagerRound
 from .memory_ladder import Stage
 from .pair import last_graphs, maker_at_hand

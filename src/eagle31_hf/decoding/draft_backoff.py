@@ -7,7 +7,7 @@ the drafts to come, so that what is written keeps its distribution. Plain counti
 
 from __future__ import annotations
 
-from .draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
+from ..drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 
 ROUNDS_IN_VAIN = 8
 """Rounds in a row without an accepted draft after which drafting pauses. A drafter whose first token is right every

@@ -6,48 +6,13 @@ what its wider forward costs; where none brings any, nothing is drafted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from itertools import accumulate
 
+from ..drafting.lookup import RepeatingText
+from ..drafting.plan import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
 from ..trees.shape import DraftShape
 from .adaptive.costs import RoundCosts, RoundTable
-from .adaptive.lookup_rates import LookupRates
-from .adaptive.prompt_lookup import NOTHING, Lookup, TextIndex
-from .draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
-
-
-class RepeatingText:
-    """One text: what it offers, and how often that was right.
-
-    Args:
-        text: prompt and new tokens so far. They are asked for once: a prompt may lie on a device.
-        num_new: how many of them are new.
-        rates: how often such offers were right; default: nothing is known.
-    """
-
-    def __init__(self, text: Sequence[int], num_new: int, rates: LookupRates | None = None):
-        self.index, self.rates = TextIndex(text), rates or LookupRates()
-        self.prompt_length = len(text) - num_new
-        self.offered, self._num_new = NOTHING, num_new  # before the last round, and how many were new then
-
-    def look_up(self, new: Sequence[int], length: int) -> Lookup:
-        """Up to `length` tokens that may follow the `new` ones; asking twice changes nothing."""
-        self.index.truncate(self.prompt_length + len(new))  # memory may have run out, and tokens been taken back
-        self.index.extend(new[len(self.index) - self.prompt_length :])
-        self.offered, self._num_new = self.index.lookup(length), len(new)
-        return self.offered
-
-    def judge(self, new: Sequence[int]) -> None:
-        """Compare what was offered, drafted or not, with what was written."""
-        if self.offered.tokens:
-            self.rates.record(self.offered.match, self.offered.tokens, new[self._num_new :])
-        self.offered = NOTHING
-
-    def reach(self, longest: int) -> list[float]:
-        """Chance of each of `longest` draft tokens to be accepted; 0 where nothing is offered."""
-        offered = self.offered
-        known = self.rates.reach(offered.match, len(offered.tokens)) if offered.tokens else []
-        return (known + [0.0] * longest)[:longest]
 
 
 class LookupPolicy(DraftPolicy):

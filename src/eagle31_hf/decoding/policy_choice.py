@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
+from ..drafting.plan import DraftPolicy
 from ..generation_config import DraftLength
 from ..stats import DraftEvent, SpeculationStats
 from ..trees.shape import DraftShape
@@ -22,7 +23,6 @@ from .adaptive.schedules import (
 )
 from .adaptive_policy import AdaptivePolicy
 from .draft_backoff import DraftBackoff
-from .draft_policy import DraftPolicy
 from .lookup_policy import LookupPolicy
 from .pair import Pair
 

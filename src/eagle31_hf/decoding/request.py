@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..compiled.graph_makers import GraphMaker
 from ..drafter.hindsight import FirstDrafts
+from ..drafting.plan import DraftPolicy
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
@@ -19,7 +20,6 @@ from ..trees.shape import DraftShape
 from .carried_cache import CacheExport, CacheResume
 from .choosing import ChoiceRule
 from .draft_backoff import DraftBackoff
-from .draft_policy import DraftPolicy
 from .round import RoundBatch
 from .text import Sequences
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..drafter.hindsight import Hindsight
+from ..drafting.plan import DraftPlan
 from ..sampling.acceptance import Acceptance
 from ..target.binding import TargetOutput
 from ..trees.draft_tree import DraftTree
 from ..trees.host_numbers import on_device
-from .draft_policy import DraftPlan
 from .pair_caches import PairCaches
 
 # Processed scores (V,) of a node, by (row of the caches, node); or of all nodes, (B, N, V).

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..decoding.accept import sync_accepted
 from ..decoding.decoder import make_round
-from ..decoding.draft_policy import DraftPlan
 from ..decoding.kept_graphs import captured_graphs
 from ..decoding.pair_caches import PairCaches
 from ..decoding.round import RoundBatch, Written
 from ..drafter.assistant import Assistant
+from ..drafting.plan import DraftPlan
 from ..stats import PhaseClock, SpeculationStats
 from ..trees.draft_tree import DraftTree
 from ..trees.shape import DraftShape

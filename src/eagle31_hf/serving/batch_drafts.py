@@ -10,13 +10,13 @@ from ..decoding.adaptive_policy import AdaptivePolicy
 from ..decoding.calibration.calibration import Calibration
 from ..decoding.default_length import default_length
 from ..decoding.draft_backoff import DraftBackoff
-from ..decoding.draft_policy import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
 from ..decoding.lookup_policy import LookupPolicy
 from ..decoding.pair import Pair
 from ..decoding.policy_choice import NOMINAL_COSTS
 from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.hindsight import Hindsight
+from ..drafting.plan import DraftPlan, DraftPolicy, ReadTexts, RoundState, RoundStats
 from ..generation_config import DraftLength
 from ..trees.shape import DraftShape
 

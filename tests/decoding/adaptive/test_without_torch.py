@@ -9,7 +9,7 @@ import pytest
 
 import eagle31_hf.decoding.adaptive as adaptive
 
-PURE = ("acceptance_rates", "controller", "costs", "doubt", "guard", "lookup_rates", "prompt_lookup", "schedules")
+PURE = ("acceptance_rates", "controller", "costs", "doubt", "guard", "schedules")
 
 
 @pytest.mark.parametrize("module", PURE)

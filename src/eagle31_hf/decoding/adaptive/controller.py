@@ -7,12 +7,12 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
+from ...drafting.lookup import NOTHING, Lookup
+from ...drafting.rates import LookupRates
 from .acceptance_rates import KEEP, MEMORY, AcceptanceRates, Prior
 from .costs import LengthChoice, RoundTable, choose_length, expected_tokens
 from .doubt import DoubtThreshold
 from .guard import CollapseGuard, GuardState
-from .lookup_rates import LookupRates
-from .prompt_lookup import NOTHING, Lookup
 from .schedules import LengthSchedule
 
 

@@ -19,12 +19,12 @@ from ...cache.graph_sizes import node_bucket
 from ...compiled.captured import CAPTURES
 from ...drafter.assistant import Assistant
 from ...drafter.drafter import Eagle31Drafter
+from ...drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ...sampling.logits_processing import ScoreProcessing
 from ...target.device_clock import now
 from ...trees.shape import DraftShape
 from ..decoder import SpeculativeDecoder
 from ..default_length import default_length
-from ..draft_policy import DraftPlan, DraftPolicy, RoundState, RoundStats
 from ..pair import maker_at_hand
 from ..request import DecodingRequest
 from ..text import Sequences, StopRules

@@ -80,6 +80,7 @@ class RoundStats(NamedTuple):
         nodes: draft tokens verified per row.
         rows: rows of the text that needed tokens.
         accepted: draft tokens that each of them accepted.
+        seconds: that the round took; 0 where that was not looked at.
     """
 
     plan: DraftPlan
@@ -87,6 +88,7 @@ class RoundStats(NamedTuple):
     nodes: int
     rows: tuple[int, ...]
     accepted: tuple[int, ...]
+    seconds: float = 0.0
 
 
 class DraftPolicy(Protocol):

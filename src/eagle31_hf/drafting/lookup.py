@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SHORTEST_MATCH, LONGEST_MATCH = 2, 8
-"""Last tokens that must have been written before, at least, and as many as are compared."""
+from .rates import LONGEST_MATCH, SHORTEST_MATCH, LookupRates
 
 
 class Lookup(NamedTuple):
@@ -92,3 +91,37 @@ class TextIndex:
 
 PLACES_TRIED = 16
 """Earlier places of the last two tokens that are compared; a bound for texts of few different tokens."""
+
+
+class RepeatingText:
+    """One text: what it offers, and how often that was right.
+
+    Args:
+        text: prompt and new tokens so far. They are asked for once: a prompt may lie on a device.
+        num_new: how many of them are new.
+        rates: how often such offers were right; default: nothing is known.
+    """
+
+    def __init__(self, text: Sequence[int], num_new: int, rates: LookupRates | None = None):
+        self.index, self.rates = TextIndex(text), rates or LookupRates()
+        self.prompt_length = len(text) - num_new
+        self.offered, self._num_new = NOTHING, num_new  # before the last round, and how many were new then
+
+    def look_up(self, new: Sequence[int], length: int) -> Lookup:
+        """Up to `length` tokens that may follow the `new` ones; asking twice changes nothing."""
+        self.index.truncate(self.prompt_length + len(new))  # memory may have run out, and tokens been taken back
+        self.index.extend(new[len(self.index) - self.prompt_length :])
+        self.offered, self._num_new = self.index.lookup(length), len(new)
+        return self.offered
+
+    def judge(self, new: Sequence[int]) -> None:
+        """Compare what was offered, drafted or not, with what was written."""
+        if self.offered.tokens:
+            self.rates.record(self.offered.match, self.offered.tokens, new[self._num_new :])
+        self.offered = NOTHING
+
+    def reach(self, longest: int) -> list[float]:
+        """Chance of each of `longest` draft tokens to be accepted; 0 where nothing is offered."""
+        offered = self.offered
+        known = self.rates.reach(offered.match, len(offered.tokens)) if offered.tokens else []
+        return (known + [0.0] * longest)[:longest]

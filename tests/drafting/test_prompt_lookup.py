@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle31_hf.decoding.adaptive.controller import Decision, DraftController, Source
-from eagle31_hf.decoding.adaptive.lookup_rates import LookupRates
-from eagle31_hf.decoding.adaptive.prompt_lookup import (
+from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule
+from eagle31_hf.drafting.lookup import (
     LONGEST_MATCH,
     NOTHING,
     PLACES_TRIED,
@@ -17,7 +17,7 @@ from eagle31_hf.decoding.adaptive.prompt_lookup import (
     Lookup,
     TextIndex,
 )
-from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule
+from eagle31_hf.drafting.rates import LookupRates
 
 TEXTS = st.lists(st.integers(0, 4), max_size=60)
 

@@ -1,6 +1,6 @@
 """Record what the embedded drafter would draft at each token of texts of four kinds, for `recorded_traces.json`.
 
-    python tests/decoding/adaptive/record_traces.py
+    python tests/drafting/record_traces.py
 
 The target writes greedily, one token a round; before each the drafter drafts a whole chain, which is compared with
 what is written then and thrown away. How sure the drafter was is kept in percent: its product says where doubt would
@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.decoding import decoder
 from eagle31_hf.decoding.calibration.measure import InTurn
-from eagle31_hf.decoding.draft_policy import DraftPlan
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter import propose
+from eagle31_hf.drafting.plan import DraftPlan
 from eagle31_hf.generation import own_loop
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.shape import DraftShape

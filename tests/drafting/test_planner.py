@@ -1,0 +1,165 @@
+"""The planner on sequences: what it drafts behind what was accepted, by costs that are known or timed."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from draft_traces import COSTS, KINDS, LONGEST, RECORDED, Trace, bernoulli, best_fixed_s, fixed_s, recorded, synthetic
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_replay import DraftTrace, ReplayedText, replay
+
+import eagle31_hf.drafting
+from eagle31_hf.drafting.costs import RoundCosts
+from eagle31_hf.drafting.plan import RoundState, RoundStats
+from eagle31_hf.drafting.planner import LONGEST_REST, Planner, Steering, steer
+from eagle31_hf.trees.shape import DraftShape
+
+MACHINES = tuple(COSTS)
+
+
+def write(
+    trace: DraftTrace, machine: str, clock: Callable[[], float] = lambda: 1.0, costs: RoundCosts | None = None, **how
+) -> ReplayedText:
+    """A text by a planner that knows bytes at first, and is given the seconds of its rounds."""
+    shape = how.pop("shape", DraftShape(LONGEST))
+    if not trace.written:  # nothing in it repeats itself
+        trace = DraftTrace(trace.right, trace.sure, written=tuple(range(1, len(trace) + 1)))
+    costs = costs or RoundCosts(0.1, shape.depth)
+    planner = Planner(shape, lambda rows: costs, **how)
+    return replay(planner, trace, COSTS[machine].rounds(LONGEST), shape, clock=clock)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_close_to_the_best_length_in_hindsight(machine: str, kind: str) -> None:
+    spent = best = 0.0
+    for seed in range(2):
+        trace = synthetic(kind, 1500, seed)
+        spent += write(trace, machine).seconds
+        best += best_fixed_s(trace, COSTS[machine])
+    assert spent <= 1.09 * best
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_close_to_the_best_length_on_recorded_drafts(machine: str) -> None:
+    spent = sum(write(recorded(kind), machine).seconds for kind in RECORDED)
+    assert spent <= 1.08 * sum(best_fixed_s(recorded(kind), COSTS[machine]) for kind in RECORDED)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_drafter_that_is_never_right_costs_little(machine: str) -> None:
+    never = synthetic("never", 512)
+    costs = RoundCosts(0.1, LONGEST)
+    write(never, machine, costs=costs)
+    assert fixed_s(never, COSTS[machine], 0) >= 0.95 * write(never, machine, costs=costs).seconds
+
+
+@pytest.mark.parametrize("machine", ["gpu", "graph"])
+@pytest.mark.parametrize("busy", [0.1, 0.3, 0.5])
+@pytest.mark.parametrize("lengths", [(), (7,)], ids=["any length", "one length"])
+def test_a_busy_machine_does_not_make_a_good_drafter_rest(machine: str, busy: float, lengths: tuple[int, ...]) -> None:
+    """Seconds jump by 2 to 10 at random; by them alone the drafter would not pay."""
+    passes = fixed = 0
+    for seed in range(4):
+        dice = random.Random(seed)
+        trace = bernoulli(lambda t: 0.9, 400, seed)
+
+        def jump(dice: random.Random = dice) -> float:
+            return dice.uniform(2, 10) if dice.random() < busy else 1.0
+
+        passes += len(write(trace, machine, jump, shape=DraftShape(7), lengths=lengths).rounds)
+        at = 0
+        while at < len(trace):
+            at, fixed = at + min(trace.right[at], 7) + 1, fixed + 1
+    assert fixed >= 0.95 * passes
+
+
+def test_rests_get_longer_until_something_is_accepted() -> None:
+    rounds = write(synthetic("never", 400), "gpu").rounds
+    drafts = [done.at for done in rounds if done.drafted]
+    rests = [after - before - 1 for before, after in pairwise(drafts) if after - before > 2]
+    assert rests[:4] == [8, 16, 32, 48]
+    assert set(rests[4:]) == {LONGEST_REST}
+
+
+def test_a_drafter_that_knows_the_text_again_is_back_within_a_rest() -> None:
+    trace = bernoulli(lambda t: 0.0 if t < 300 else 1.0, 600, 0)
+    first = next(done.at for done in write(trace, "gpu").rounds if done.at >= 300 and done.drafted > 2)
+    assert first <= 300 + LONGEST_REST + 4
+
+
+def test_a_text_that_repeats_itself_is_looked_up() -> None:
+    text = tuple(range(40)) * 4
+    trace = DraftTrace((0,) * 120, prompt=text[:40], written=text[40:])
+    rounds = write(trace, "gpu").rounds
+    assert sum(done.accepted for done in rounds if done.looked_up) > 80
+    assert not any(done.looked_up for done in write(trace, "gpu", schedule="constant").rounds)
+
+
+def test_without_a_drafter_the_text_alone_is_drafted_from() -> None:
+    text = tuple(range(40)) * 2
+    trace = DraftTrace((9,) * 40, prompt=text[:40], written=text[40:])
+    rounds = write(trace, "gpu", has_drafter=False).rounds
+    assert all(done.looked_up for done in rounds if done.drafted)
+    assert sum(done.accepted for done in rounds) > 25
+
+
+def test_constant_drafts_one_length_and_rests_after_eight_rounds_in_vain() -> None:
+    rounds = write(synthetic("never", 60), "gpu", shape=DraftShape(5), schedule="constant").rounds
+    assert [done.drafted for done in rounds[:17]] == [5] * 8 + [0] * 8 + [5]
+    good = write(synthetic("good", 300), "gpu", shape=DraftShape(5), schedule="constant").rounds
+    assert {done.drafted for done in good[:-2]} == {5}
+
+
+def test_pid_follows_acceptance_to_both_ends() -> None:
+    long = write(synthetic("always", 600), "gpu", schedule="pid", shape=DraftShape(LONGEST)).rounds
+    assert long[-4].drafted == LONGEST
+    short = write(bernoulli(lambda t: 0.4, 600, 0), "gpu", schedule="pid", shape=DraftShape(LONGEST)).rounds
+    assert 1 <= sum(done.drafted for done in short[-60:-1]) / 59 <= 4
+    state = Steering(5.0, 5.0)
+    assert steer(state, 1.0, 0.4, 12).length > 5.0 > steer(state, 0.0, 0.4, 12).length
+
+
+def test_plain_rounds_are_timed_until_their_seconds_are_known() -> None:
+    costs = RoundCosts(0.1, LONGEST)
+    first = write(synthetic("always", 200), "gpu", costs=costs)
+    assert sum(not done.drafted for done in first.rounds[:-1]) == 2
+    assert sum(not done.drafted for done in write(synthetic("always", 200), "gpu", costs=costs).rounds[:-1]) == 0
+
+
+@given(st.integers(0, 2**16), st.sampled_from(["planned", "constant", "pid"]), st.sampled_from([0.0, 0.02]))
+def test_asking_twice_changes_nothing(seed: int, schedule: str, doubt: float) -> None:
+    dice = random.Random(seed)
+    shape = DraftShape(6, min_confidence=doubt)
+    costs = RoundCosts(0.1, 6)
+    planner = Planner(shape, lambda rows: costs, schedule=schedule)
+    for _ in range(40):
+        state = RoundState(shape, [0], None, 100)
+        plan = planner.next_draft(state)
+        assert planner.next_draft(state) == plan
+        assert 0 <= plan.shape.depth <= 6
+        drafted = plan.shape.depth and dice.randint(1, plan.shape.depth)
+        accepted = dice.randint(0, drafted)
+        planner.record(RoundStats(plan, drafted, drafted, (0,), (accepted,), dice.random()))
+
+
+def test_one_way_with_one_sequence() -> None:
+    trace: Trace = recorded("switching")
+    assert write(trace, "gpu") == write(trace, "gpu")
+
+
+@pytest.mark.parametrize("path", sorted(Path(eagle31_hf.drafting.__path__[0]).glob("*.py")), ids=lambda path: path.stem)
+def test_imports_neither_torch_nor_a_clock(path: Path) -> None:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add((node.module or "").partition(".")[0])
+    assert not names & {"torch", "transformers", "time", "datetime", "random"}
