@@ -21,9 +21,11 @@ from transformers import (
 from eagle31_hf.configuration_eagle31 import Eagle31Config
 from eagle31_hf.drafter.modeling_eagle31 import Eagle31Network
 from eagle31_hf.errors import MemoryPlanError
+from eagle31_hf.memory import plan_memory
 from eagle31_hf.memory.drafter_facts import drafter_facts
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.memory.quantization_schemes import SCHEMES, Quantization, scheme
+from eagle31_hf.memory.target_facts import read_target
 from eagle31_hf.memory.weight_bytes import count_weights, storage_bytes, weight_inventory
 
 pytestmark = pytest.mark.contract
@@ -197,17 +199,16 @@ def test_named_skips_replace_the_default_ones(saved: dict[str, Path]) -> None:
     assert counted.total == storage_bytes(model)
 
 
-@pytest.mark.parametrize("scheme_name", ["torchao-int8", "torchao-fp8"])
-def test_torchao_weights_equal_their_storages(saved: dict[str, Path], scheme_name: str) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    from transformers import TorchAoConfig
-
-    kinds = {"torchao-int8": quantization.Int8WeightOnlyConfig, "torchao-fp8": quantization.Float8WeightOnlyConfig}
-    for name in ("grouped heads", "tied head", "odd sizes, biases"):
-        config = TorchAoConfig(kinds[scheme_name]())
-        model = load(saved[name], config)
-        counted = count_weights(weight_inventory(TINY_TARGETS[name]), scheme(config.to_dict()))
-        assert counted.total == storage_bytes(model)
+def test_weights_packed_in_another_way_are_planned_as_stored(tmp_path: Path) -> None:
+    """torchao, HQQ and whatever is to come: by their files, or as loaded."""
+    config = LlamaConfig(**{**TINY_TARGETS["grouped heads"].to_dict(), "quantization_config": {"quant_method": "hqq"}})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(MemoryPlanError, match="give a folder that holds them, or the loaded model"):
+        read_target(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(bytes(123_456))
+    facts = read_target(tmp_path)
+    assert (facts.quantization.name, facts.weights.total) == ("as stored", 123_456)
+    assert plan_memory(tmp_path, card="RTX 3060", context=64).fits
 
 
 def test_walk_sees_what_the_footprint_api_misses(saved: dict[str, Path]) -> None:
@@ -255,7 +256,6 @@ def test_formulas_of_formats_no_cpu_loads() -> None:
         elements // 2 + groups * (2 * rows + rows // 2) + 4 * columns
     )
     assert SCHEMES["awq-4bit"].matrix_bytes(rows, columns) == elements // 2 + groups * (2 * rows + rows // 2)
-    assert SCHEMES["hqq-4bit"].matrix_bytes(rows, columns) == elements // 2 + elements // 64 * 4
     assert SCHEMES["fp8-block"].matrix_bytes(rows, columns) == elements + 4 * 32 * 112
     assert SCHEMES["fp8-block"].matrix_bytes(130, 129) == 130 * 129 + 4 * 2 * 2
     assert SCHEMES["mxfp4"].matrix_bytes(rows, columns) == elements // 2 + elements // 32
@@ -269,8 +269,6 @@ def test_formulas_of_formats_no_cpu_loads() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Quantization("fp8-block", "fp16", 8, 128)),
         ({"quant_method": "fp8", "weight_block_size": None}, Quantization("fp8-block", "fp16", 8, -1)),
         ({"quant_method": "mxfp4"}, Quantization("mxfp4", "fp16", 4, 32)),
-        ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 2, "group_size": 16}}},
-         Quantization("hqq", "fp16", 2, 16)),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
           "bnb_4bit_use_double_quant": True}, Quantization("bnb-nf4", "fp16", 4, 64, True)),
     ],

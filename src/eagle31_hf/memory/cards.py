@@ -5,18 +5,13 @@ from __future__ import annotations
 import difflib
 import platform
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
+import torch
 
 from ..errors import MemoryPlanError
-
-if TYPE_CHECKING:
-    import torch
 
 MIB, GIB = 2**20, 2**30
 _UNITS = {"b": 1, "kib": 2**10, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -26,7 +21,6 @@ CUDA_CONTEXT_BYTES = 900 * MIB
 METAL_CONTEXT_BYTES = 300 * MIB
 # Metal lends a process about two thirds of a small machine's memory and three quarters of a large one's.
 _METAL_SHARE = ((36 * GIB, 2 / 3), (2**62, 3 / 4))
-_CARD_DRIVERS = [Path("/dev", name) for name in ("nvidiactl", "nvidia0", "kfd", "dxg")]  # CUDA, ROCm, WSL
 # Windows drivers spill into system memory without an error, at a tenth of the speed: stay well clear.
 _SPILL_MARGIN_BYTES = 3 * GIB // 2
 
@@ -198,8 +192,6 @@ def measure_card(device: torch.device | None = None) -> Card:
     """
     kind = best_kind() if device is None else device.type
     if kind == "cuda":
-        import torch
-
         place = torch.device("cuda", torch.cuda.current_device()) if device is None or device.index is None else device
         torch.ones(8, 8, device=place).matmul(torch.ones(8, 8, device=place))  # cuBLAS brings its workspace
         free, total = torch.cuda.mem_get_info(place)
@@ -216,23 +208,12 @@ def measure_card(device: torch.device | None = None) -> Card:
 
 def best_kind() -> str:
     """Kind of the card to take where nobody asks for one: `"cuda"`, `"mps"` or `"cpu"`."""
-    if _is_without_card():
-        return "cpu"
-    import torch
-
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def _is_without_card() -> bool:
-    """Whether that is certain without torch, which takes seconds to import: no driver of any card is there."""
-    return sys.platform == "linux" and "torch" not in sys.modules and not any(map(Path.exists, _CARD_DRIVERS))
-
-
 def _measure_metal() -> Card:
-    import torch
-
     total = psutil.virtual_memory().total
     usable = torch.mps.recommended_max_memory()
     return Card(f"Apple {platform.machine()}", "mps", total, usable, METAL_CONTEXT_BYTES, measured=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checkpoints import expected_shapes, filled, inspect_checkpoint, packable_shapes, published_weights
+from ..configuration_eagle31 import Eagle31Config
 from ..errors import MemoryPlanError
 from .activation_bytes import DecoderShape, DrafterShape
 from .quantization_schemes import Quantization
 from .target_facts import TargetFacts, digest
-
-if TYPE_CHECKING:
-    from ..configuration_eagle31 import Eagle31Config
 
 # A fresh or unknown drafter is planned with the draft vocabulary most published ones have.
 USUAL_DRAFT_VOCABULARY = 32000
@@ -78,8 +76,6 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
         return inspect_checkpoint(drafter).config
     if drafter is None:
         return _default_drafter_config(target)
-    from ..configuration_eagle31 import Eagle31Config
-
     config = getattr(drafter, "config", drafter)
     if isinstance(config, Eagle31Config):
         return config
@@ -90,8 +86,6 @@ def _drafter_config(drafter: Any, target: TargetFacts) -> Eagle31Config:
 
 
 def _default_drafter_config(target: TargetFacts) -> Eagle31Config:
-    from ..configuration_eagle31 import Eagle31Config
-
     shape = target.shape
     return Eagle31Config(
         hidden_size=shape.hidden_size,

@@ -8,10 +8,9 @@ transformers lets nobody read as if they were one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from .folder_facts import Config
+from transformers import PreTrainedConfig
 
 _INTERMEDIATE_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # GPT-2, OPT, Falcon
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads")  # Falcon
@@ -35,7 +34,7 @@ class LayerSizes(NamedTuple):
     intermediate_size: int
 
 
-def sizes_by_layer(config: Config) -> list[LayerSizes]:
+def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
     """Sizes of every decoder layer of a model of this configuration, the first layer's first."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "is_heterogeneous", False):
@@ -43,12 +42,12 @@ def sizes_by_layer(config: Config) -> list[LayerSizes]:
     return [_layer_sizes(text)] * text.num_hidden_layers
 
 
-def trained_context(config: Config) -> int | None:
+def trained_context(config: PreTrainedConfig) -> int | None:
     """Tokens the model was made for; `None` if its configuration does not tell."""
     return _first(config.get_text_config(decoder=True), _CONTEXT_NAMES)
 
 
-def _layer_sizes(layer: Config) -> LayerSizes:
+def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
     heads, kv_heads = layer.num_attention_heads, _kv_heads(layer)
     intermediate = _first(layer, _INTERMEDIATE_NAMES) or 4 * layer.hidden_size
     if latent := getattr(layer, "kv_lora_rank", None):
@@ -59,11 +58,11 @@ def _layer_sizes(layer: Config) -> LayerSizes:
     return LayerSizes(heads, kv_heads, width, width, kv_heads, 2 * width, intermediate)
 
 
-def _kv_heads(layer: Config) -> int:
+def _kv_heads(layer: PreTrainedConfig) -> int:
     if getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False):
         return 1  # Falcon, GPT-BigCode
     return _first(layer, _KV_HEADS_NAMES) or layer.num_attention_heads
 
 
-def _first(config: Config, names: Sequence[str]) -> Any:
+def _first(config: PreTrainedConfig, names: Sequence[str]) -> Any:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

@@ -54,7 +54,7 @@ MOMENTS = (LOAD, *KEPT)
 ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 
 # Checkpoints of the other methods are packed already.
-_PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4", "hqq", "torchao-int8", "torchao-fp8")
+_PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4")
 _LAYER_FORMULA = (
     "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with masks repeated n_q/n_kv times; recurrent layers: as seen"
 )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from ..errors import MemoryPlanError
 from .cards import GIB, Card, find_card
 from .drafter_facts import DrafterFacts
 from .ledger import LedgerTerm, MemorySettings, build_ledger, bytes_by_moment
 from .target_facts import TargetFacts, target_fingerprint
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)

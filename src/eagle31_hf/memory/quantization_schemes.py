@@ -16,6 +16,8 @@ from ..errors import MemoryPlanError, first_line
 BLOCK = 64
 """Weights with a scale of their own, where bitsandbytes packs in 4 bits."""
 _NESTED_BLOCK = 256  # scales with a scale of their own, under double quantisation
+AS_STORED = "as stored"
+"""Method of weights that are packed in a way that has no formula here: they take what their files do."""
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -43,7 +45,7 @@ class Quantization:
         """As in `SCHEMES` for the common ones."""
         if self.method == "none":
             return self.dtype
-        bits = f"-{self.bits}bit" if self.method in ("gptq", "awq", "hqq") else ""
+        bits = f"-{self.bits}bit" if self.method in ("gptq", "awq") else ""
         return f"{self.method}{bits}{'-dq' if self.double_quant else ''}"
 
     @property
@@ -102,10 +104,6 @@ def _awq(q: Quantization, rows: int, columns: int) -> int:
     return math.ceil(rows * columns * q.bits / 8) + _groups(q, columns) * (2 * rows + math.ceil(rows * q.bits / 8))
 
 
-def _hqq(q: Quantization, rows: int, columns: int) -> int:
-    return math.ceil(rows * columns * q.bits / 8) + 2 * q.dtype_bytes * rows * _groups(q, columns)
-
-
 def _fp8_block(q: Quantization, rows: int, columns: int) -> int:
     blocks = 1 if q.group_size <= 0 else math.ceil(rows / q.group_size) * math.ceil(columns / q.group_size)
     return rows * columns + 4 * blocks
@@ -127,6 +125,7 @@ def _bnb_4bit_copy(q: Quantization, rows: int, columns: int, tokens: int) -> int
 _GROUPED = "n*bits/8 + groups*(2N + N*bits/8)"
 _BNB_4BIT = Method("n/2 + 4n/64 + 64 (scales packed: n/2 + n/64 + 4n/16384 + 1092)", _bitsandbytes, _bnb_4bit_copy)
 METHODS: dict[str, Method] = {
+    AS_STORED: Method("size of the files", lambda q, n, k: n * k * q.dtype_bytes, _unpacked_copy),
     "none": Method("n*dtype", lambda q, n, k: n * k * q.dtype_bytes, _no_workspace, packs_linears=False),
     # Its workspace: int8 inputs, int32 products.
     "bnb-int8": Method("n + 4N", _bitsandbytes, lambda _, n, k, tokens: tokens * (k + 4 * n)),
@@ -134,10 +133,6 @@ METHODS: dict[str, Method] = {
     "bnb-fp4": _BNB_4BIT,
     "gptq": Method(f"{_GROUPED} + 4K", lambda q, n, k: _awq(q, n, k) + 4 * k, _unpacked_copy),
     "awq": Method(_GROUPED, _awq, _unpacked_copy),
-    "hqq": Method("n*bits/8 + 2*dtype*n/group", _hqq, _unpacked_copy),
-    # An fp32 scale, and in int8 a zero point, per row.
-    "torchao-int8": Method("n + 5N", lambda _, n, k: n * k + 5 * n, _unpacked_copy),
-    "torchao-fp8": Method("n + 4N", lambda _, n, k: n * k + 4 * n, _unpacked_copy),
     "fp8-block": Method(
         "n + 4*ceil(N/128)*ceil(K/128)", _fp8_block, lambda _, n, k, tokens: tokens * k, packs_experts=True
     ),
@@ -161,9 +156,6 @@ SCHEMES: dict[str, Quantization] = {
     "bnb-fp4-dq": Quantization("bnb-fp4", bits=4, group_size=64, double_quant=True),
     "gptq-4bit": Quantization("gptq", "fp16", bits=4, group_size=128),
     "awq-4bit": Quantization("awq", "fp16", bits=4, group_size=128),
-    "hqq-4bit": Quantization("hqq", bits=4, group_size=64),
-    "torchao-int8": Quantization("torchao-int8", bits=8),
-    "torchao-fp8": Quantization("torchao-fp8", bits=8),
     "fp8-block": Quantization("fp8-block", bits=8, group_size=128),
     "mxfp4": Quantization("mxfp4", bits=4, group_size=32),
 }
@@ -210,6 +202,12 @@ def _from_fields(fields: dict[str, Any], dtype: str) -> Quantization:
     return replace(_FROM_CONFIG[method](fields), dtype=dtype, skip_modules=tuple(skip) if skip else None)
 
 
+def packed_as_stored(own: Any) -> bool:
+    """Whether a target's own `quantization_config` names a way of packing that has no formula here."""
+    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    return method is not None and str(getattr(method, "value", method)) not in _FROM_CONFIG
+
+
 def _from_bitsandbytes(fields: dict[str, Any]) -> Quantization:
     if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
         return SCHEMES["bnb-int8"]
@@ -221,18 +219,6 @@ def _grouped(base: Quantization, fields: dict[str, Any]) -> Quantization:
     return replace(base, bits=int(fields.get("bits", base.bits)), group_size=int(fields.get("group_size") or -1))
 
 
-def _from_hqq(fields: dict[str, Any]) -> Quantization:
-    params = (fields.get("quant_config") or {}).get("weight_quant_params") or {}
-    return _grouped(SCHEMES["hqq-4bit"], {"bits": params.get("nbits", 4), "group_size": params.get("group_size", 64)})
-
-
-def _from_torchao(fields: dict[str, Any]) -> Quantization:
-    kind = str(fields.get("quant_type")).lower()
-    if "float8" in kind or "int8weightonly" in kind.replace("_", ""):
-        return SCHEMES["torchao-fp8" if "float8" in kind else "torchao-int8"]
-    raise MemoryPlanError(f"got torchao quant_type {kind[:120]!r}; known: int8 and float8 weight-only")
-
-
 def _from_fp8(fields: dict[str, Any]) -> Quantization:
     block = fields.get("weight_block_size")
     return replace(SCHEMES["fp8-block"], group_size=int(block[0]) if block else -1)
@@ -242,8 +228,6 @@ _FROM_CONFIG: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "bitsandbytes": _from_bitsandbytes,
     "gptq": lambda fields: _grouped(SCHEMES["gptq-4bit"], fields),
     "awq": lambda fields: _grouped(SCHEMES["awq-4bit"], fields),
-    "hqq": _from_hqq,
-    "torchao": _from_torchao,
     "fp8": _from_fp8,
     "mxfp4": lambda fields: SCHEMES["mxfp4"],
 }

@@ -10,15 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from ..cache.state_tape import Kernels, kernels_of
+from ..cache.states import RECURRENT
+from ..cache.stock import read_stock_layers
 from ..errors import MemoryPlanError, first_line
+from .storage_counter import StorageCounter
 from .weight_bytes import config_json, meta_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from ..cache.state_tape import Kernels
 
 
 @dataclass(frozen=True)
@@ -148,10 +152,6 @@ class _Found(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _found(config_class: Any, config_json: str) -> _Found:
-    import torch
-
-    from ..cache.state_tape import kernels_of
-
     model = meta_model(config_class, config_json)
     kernels = {getattr(mixer, "layer_idx", None): kernels_of(mixer) for mixer in model.modules() if kernels_of(mixer)}
     try:
@@ -180,8 +180,6 @@ def _forward_token_bytes(model: Any) -> int:
 
 def _skip_layers_alike(model: Any) -> None:
     """Of layers with parameters of the same names and shapes only the first computes: all take the same."""
-    from torch import Tensor, nn
-
     text = model.config.get_text_config(decoder=True)
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     layers: Any = next((each for each in lists if len(each) == text.num_hidden_layers), ())
@@ -204,11 +202,6 @@ def _skip_layers_alike(model: Any) -> None:
 
 def _forward_bytes(model: Any, tokens: int) -> int:
     """Most alive in a forward over so many, keys and values aside."""
-    import torch
-
-    from ..cache.stock import read_stock_layers
-    from .storage_counter import StorageCounter
-
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")  # else elements are asked for
     with torch.no_grad(), StorageCounter() as counter:
@@ -219,19 +212,12 @@ def _forward_bytes(model: Any, tokens: int) -> int:
 
 def _cache_in(output: Any) -> Any:
     """The cache that a model has filled, whatever it calls it."""
-    from transformers.cache_utils import Cache
-
     (cache,) = [value for value in output.values() if isinstance(value, Cache)]
     return cache
 
 
 def _states_of_a_token(model: Any) -> tuple[dict[int, tuple[_State, ...]], Any]:
     """By layer, what is cached after one token, and the precision of its logits."""
-    import torch
-
-    from ..cache.states import RECURRENT
-    from ..cache.stock import read_stock_layers
-
     with torch.no_grad():
         output = model(torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)
     states = {

@@ -7,23 +7,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ..cache.spans import kinds_from_config
 from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import can_be_hub_id
 from ..errors import IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
-from .folder_facts import PlainDecoder, read_plain_decoder
+from .known_targets import close_names, find_known_target, known_targets
 from .layer_sizes import sizes_by_layer, trained_context
-from .quantization_schemes import SCHEMES, Quantization, scheme
+from .quantization_schemes import AS_STORED, SCHEMES, Quantization, packed_as_stored, scheme
 from .state_bytes import logit_bytes, state_shape
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedConfig
-
-    from .folder_facts import Config
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FINGERPRINT_FIELDS = (*_REQUIRED_FIELDS, "model_type", "intermediate_size", "num_key_value_heads", "head_dim",
@@ -63,11 +61,6 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
     Raises:
         MemoryPlanError: it cannot be found or read, or lacks a field (named).
     """
-    if isinstance(target, (str, Path)) and (found := read_plain_decoder(Path(target))) is not None:
-        return _facts(str(target), found, _packing(found, quantization), attention)
-    from torch import nn
-    from transformers import PreTrainedConfig
-
     if isinstance(target, nn.Module):
         if quantization is not None:
             raise MemoryPlanError(
@@ -77,12 +70,29 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
         return _facts_of_model(target, attention)
     config = target if isinstance(target, PreTrainedConfig) else _load_config(target)
     name = str(target) if isinstance(target, (str, Path)) else config.name_or_path or config.model_type
-    return _facts(name, config, _packing(config, quantization), attention)
+    packing = _packing(config, quantization)
+    facts = _facts(name, config, packing, attention)
+    if packing.method == AS_STORED:
+        packed = replace(facts.weights, packed=_bytes_of_files(target, config), experts=0, plain=0)
+        facts = replace(facts, weights=packed)
+    return facts
 
 
-def _facts(name: str, config: Config, packing: Quantization, attention: str | None) -> TargetFacts:
+def _bytes_of_files(target: Any, config: PreTrainedConfig) -> int:
+    """Of the weights in a folder."""
+    folder = Path(target) if isinstance(target, (str, Path)) else None
+    files = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not files:
+        raise MemoryPlanError(
+            f"the weights of this {config.model_type!r} are packed in a way that is planned by the size of their "
+            "files; give a folder that holds them, or the loaded model"
+        )
+    return sum(file.stat().st_size for file in files)
+
+
+def _facts(name: str, config: PreTrainedConfig, packing: Quantization, attention: str | None) -> TargetFacts:
     _require_fields(config)
-    inventory = config.inventory if isinstance(config, PlainDecoder) else weight_inventory(config)
+    inventory = weight_inventory(config)
     return TargetFacts(
         name=name,
         fingerprint=target_fingerprint(config),
@@ -96,8 +106,6 @@ def _facts(name: str, config: Config, packing: Quantization, attention: str | No
 
 
 def _why_no_config(target: str, error: Exception) -> str:
-    from .known_targets import close_names, known_targets
-
     is_nowhere = not Path(target).exists() and not can_be_hub_id(target)
     why = "no such folder, and no possible Hub id" if is_nowhere else " ".join(str(error).split())[:160]
     close = close_names(target)
@@ -113,10 +121,6 @@ def _load_config(target: Any) -> PreTrainedConfig:
         raise MemoryPlanError(
             f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a config or a model"
         )
-    from transformers import AutoConfig
-
-    from .known_targets import find_known_target
-
     known = None if Path(target).exists() else find_known_target(str(target))
     if known is not None:
         return known.config
@@ -129,7 +133,7 @@ def _load_config(target: Any) -> PreTrainedConfig:
     return config
 
 
-def _require_fields(config: Config) -> None:
+def _require_fields(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     missing = [field for field in _REQUIRED_FIELDS if not isinstance(getattr(text, field, None), int)]
     if missing:
@@ -141,11 +145,13 @@ def _require_fields(config: Config) -> None:
         raise MemoryPlanError(f"the {config.model_type!r} config has {wrong}; wanted at least 1 of each")
 
 
-def _packing(config: Config, quantization: Any) -> Quantization:
+def _packing(config: PreTrainedConfig, quantization: Any) -> Quantization:
     text = config.get_text_config(decoder=True)
     dtype = _dtype_name(getattr(config, "dtype", None) or getattr(text, "dtype", None))
     own = getattr(config, "quantization_config", None)
     if quantization is None:
+        if own and packed_as_stored(own):
+            return Quantization(AS_STORED, dtype)
         return scheme(own, dtype) if own else SCHEMES[dtype]
     return scheme(quantization, dtype)
 
@@ -155,7 +161,7 @@ def _dtype_name(dtype: Any) -> str:
     return _DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "bf16")
 
 
-def decoder_shape(config: Config, packing: Quantization, attention: str | None = None) -> DecoderShape:
+def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: str | None = None) -> DecoderShape:
     """Activation and cache sizes of a model of this configuration.
 
     Raises:
@@ -171,7 +177,7 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
     keeping = len(layers) - sharing
     width = max(layer.intermediate_size for layer in layers) * (2 if sharing and _is_doubled(text) else 1)
     states, of_logits = None, 0
-    if any(num_states) and not isinstance(config, PlainDecoder):  # which keeps none
+    if any(num_states):
         states, of_logits = state_shape(config, packing.dtype_bytes), logit_bytes(config)
     return DecoderShape(
         hidden_size=text.hidden_size,
@@ -196,18 +202,13 @@ def decoder_shape(config: Config, packing: Quantization, attention: str | None =
     )
 
 
-def _is_doubled(text: Config) -> bool:
+def _is_doubled(text: PreTrainedConfig) -> bool:
     """Whether MLPs are twice as wide in layers that share keys and values (Gemma 4)."""
     return bool(getattr(text, "use_double_wide_mlp", False))
 
 
-def _kept_by_layer(text: Config) -> tuple[tuple[int | None, ...], Sequence[bool], Sequence[int]]:
+def _kept_by_layer(text: PreTrainedConfig) -> tuple[tuple[int | None, ...], Sequence[bool], Sequence[int]]:
     """Of each layer: how far back it sees, whether it attends, how many states it keeps."""
-    if isinstance(text, PlainDecoder):
-        layers = text.num_hidden_layers
-        return (None,) * layers, (True,) * layers, (0,) * layers
-    from ..cache.spans import kinds_from_config
-
     try:
         kept = kinds_from_config(text, None, 1)
     except IncompatibleTargetError as error:
@@ -223,14 +224,14 @@ def _score_bytes(model_type: str, attention: str | None, configured: str | None,
     return 3 * element_bytes + 4 if implementation == "eager" else 0  # scores, masked, fp32 softmax, its cast back
 
 
-def _mlp_units(text: Config, width: int) -> int:
+def _mlp_units(text: PreTrainedConfig, width: int) -> int:
     """Elements per token at an MLP's widest: gate, up, product; for experts, of every chosen one and its input."""
     chosen = getattr(text, "num_experts_per_tok", None)
     expert_width = getattr(text, "moe_intermediate_size", None) or width
     return chosen * (4 * expert_width + text.hidden_size) if chosen else 3 * width
 
 
-def target_fingerprint(config: Config) -> str:
+def target_fingerprint(config: PreTrainedConfig) -> str:
     """Identifies a target's shape: what a plan depends on besides the quantisation."""
     text = config.get_text_config(decoder=True)
     fields = {field: getattr(text, field, None) for field in _FINGERPRINT_FIELDS if field not in _LAYER_FIELDS}
@@ -249,8 +250,6 @@ def digest(fields: dict[str, Any]) -> str:
 
 
 def _facts_of_model(model: nn.Module, attention: str | None) -> TargetFacts:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
     base = getattr(model, "get_base_model", None)  # PEFT
     inner = base() if callable(base) else model
     config = getattr(inner, "config", None)

@@ -12,15 +12,15 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoints.hub import target_class
 from ..errors import MemoryPlanError, first_line
 from .quantization_schemes import Quantization
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Tensors that quantisers hang on a parameter or a module, outside parameters() and buffers().
 _PARAMETER_EXTRAS = ("SCB", "CB")
@@ -52,8 +52,6 @@ def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _attached_tensors(owner: Any, names: Iterable[str]) -> Iterator[Tensor]:
-    from torch import Tensor
-
     for name in names:
         value = getattr(owner, name, None)
         if isinstance(value, Tensor):
@@ -189,8 +187,6 @@ def meta_model(config_class: Any, config_json: str) -> PreTrainedModel:
     Raises:
         MemoryPlanError: transformers knows no causal language model for this configuration.
     """
-    import torch
-
     # Its dtype would decide the model's, and shapes are those before packing.
     left_out = ("dtype", "torch_dtype", "quantization_config")
     fields = {name: value for name, value in json.loads(config_json).items() if name not in left_out}
@@ -221,7 +217,7 @@ def inventory_of(model: PreTrainedModel) -> WeightInventory:
             role = _role(module, key, tensor, is_head=module is head, is_embedding=module is embedding)
             skipped = module is head or full_name == last or (tied and module is embedding)
             # A parameter the model itself keeps wider than its dtype (some routers) stays so.
-            fixed = None if str(tensor.dtype) == "torch.bfloat16" else tensor.element_size()
+            fixed = None if tensor.dtype == torch.bfloat16 else tensor.element_size()
             tensors.append(WeightTensor(name, tuple(tensor.shape), role, fixed, skipped))
         for tensor in module._buffers.values():
             if tensor is not None:
@@ -230,8 +226,6 @@ def inventory_of(model: PreTrainedModel) -> WeightInventory:
 
 
 def _role(module: nn.Module, key: str, tensor: Tensor, *, is_head: bool, is_embedding: bool) -> str:
-    from torch import nn
-
     if is_embedding:
         return "embedding"
     if is_head:
