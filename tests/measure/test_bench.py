@@ -117,7 +117,6 @@ def test_graphs_stand_beside_eager_passes(monkeypatch):
     plain, alone, _, by_graphs = summarise(found).methods
     assert (plain.tokens_per_pass, alone.tokens_per_pass) == (None, 1.0)
     assert set(alone.verdicts) == set(by_graphs.verdicts) == {Kind.SAME}
-    assert found.first_text_s[by_graphs.method, 1] > 0
     assert not found.left_out
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -138,11 +137,12 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Turn:
-    """Tasks that each method writes together, and how."""
+    """Tasks of one kind that each method writes together, and how."""
 
     rows: int
     repeat: int
     index: int
+    kind: str
     tasks: tuple[Task, ...]
     seed: int
 
@@ -156,7 +156,7 @@ class Call:
         prompts, kind: ids of the rows' prompts, and of what kind they are.
         answers: new tokens of each row, up to and with its end.
         seconds: of the whole call; `first_token_s` until the first token was handed out.
-        gaps_s: seconds between two times that tokens were handed out.
+        gaps_s: seconds between two times that tokens were handed out; of one row alone.
         stats: of our loop; `None` for plain `generate`.
         peak_bytes: most memory of the call, weights included, where the machine tells.
         verdicts: one per row.
@@ -186,14 +186,12 @@ class Measured:
 
     Attributes:
         left_out: methods that could not run, and why.
-        first_text_s: seconds of each method's first text, which does not count, by method and rows.
-        graphs, graphs_s: how many graphs were compiled and kept before that, and the seconds it took.
+        graphs, graphs_s: how many graphs were compiled and kept before anything counted, and the seconds it took.
     """
 
     settings: BenchSettings
     calls: list[Call] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    first_text_s: dict[tuple[Method, int], float] = field(default_factory=dict)
     graphs: int = 0
     graphs_s: float = 0.0
 
@@ -251,16 +249,14 @@ class Bench:
 
     def _turns(self, rows: int) -> list[Turn]:
         """Neighbours of one kind together; the last batch of a kind is filled up from its first."""
-        kinds = kinds_of(self.tasks)
-        batches: list[tuple[Task, ...]] = []
-        for kind in dict.fromkeys(kinds):
-            tasks = [task for task, other in zip(self.tasks, kinds, strict=True) if other == kind]
+        batches: list[tuple[str, tuple[Task, ...]]] = []
+        for kind, tasks in tasks_by_kind(self.tasks).items():
             filled = [tasks[index % len(tasks)] for index in range(-(-len(tasks) // rows) * rows)]
-            batches += [tuple(filled[start : start + rows]) for start in range(0, len(filled), rows)]
+            batches += [(kind, tuple(filled[start : start + rows])) for start in range(0, len(filled), rows)]
         return [
-            Turn(rows, repeat, index, tasks, self.settings.seed + 100_003 * repeat + index)
+            Turn(rows, repeat, index, *batch, seed=self.settings.seed + 100_003 * repeat + index)
             for repeat in range(self.settings.repeats)
-            for index, tasks in enumerate(batches)
+            for index, batch in enumerate(batches)
         ]
 
     # --- before anything counts -------------------------------------------------------------------------------------
@@ -278,32 +274,19 @@ class Bench:
 
     def _ready_methods(self, turns: Sequence[Turn], no_graphs: str) -> list[Method]:
         """Those that can run here, each having written what does not count."""
-        methods = []
-        for method in self.settings.methods:
-            if method.by_graphs and no_graphs:
-                self._measured.left_out[method.name] = no_graphs
-            else:
-                methods.append(method)
+        by_graphs = [method for method in self.settings.methods if method.by_graphs]
         batches = self._unlike_batches(turns)
-        by_graphs = [method for method in methods if method.by_graphs]
-        if self._compilers and by_graphs:
-            self._compile_ahead(by_graphs, batches)
-        for method in methods:
-            started = time.perf_counter()
-            self._write_all(method, batches)
-            self._measured.first_text_s[method, turns[0].rows] = time.perf_counter() - started
-        return methods
-
-    def _compile_ahead(self, methods: Sequence[Method], batches: Sequence[Prompts]) -> None:
-        def write() -> None:
-            for method in methods:
-                self._write_all(method, batches)
-
-        started, before = time.perf_counter(), sum(len(compiler.made) for compiler in self._compilers)
+        if no_graphs:
+            self._measured.left_out |= {method.name: no_graphs for method in by_graphs}
+        started = time.perf_counter()
         for compiler in self._compilers:
-            compiler.until_compiled(write)
-        self._measured.graphs += sum(len(compiler.made) for compiler in self._compilers) - before
-        self._measured.graphs_s += time.perf_counter() - started
+            compiler.until_compiled(lambda: self._write_all(by_graphs, batches))
+        if self._compilers:
+            self._measured.graphs = sum(len(compiler.made) for compiler in self._compilers)
+            self._measured.graphs_s += time.perf_counter() - started
+        methods = [method for method in self.settings.methods if not (method.by_graphs and no_graphs)]
+        self._write_all(methods, batches)
+        return methods
 
     def _unlike_batches(self, turns: Sequence[Turn]) -> list[Prompts]:
         """The longest and the shortest batch for each power of two of their length: graphs are made by length."""
@@ -313,10 +296,11 @@ class Bench:
             by_length.setdefault((length - 1).bit_length(), []).append(batch)
         return [batch for group in by_length.values() for batch in (group[0], *group[1:][-1:])]
 
-    def _write_all(self, method: Method, batches: Sequence[Prompts]) -> None:
-        for batch in batches:
-            torch.manual_seed(self.settings.seed)
-            self._write(method, batch, None)
+    def _write_all(self, methods: Sequence[Method], batches: Sequence[Prompts]) -> None:
+        for method in methods:
+            for batch in batches:
+                torch.manual_seed(self.settings.seed)
+                self._write(method, batch, None)
 
     # --- what counts ------------------------------------------------------------------------------------------------
 
@@ -338,11 +322,11 @@ class Bench:
             rows=turn.rows,
             repeat=turn.repeat,
             prompts=tuple(task.prompt.id for task in turn.tasks),
-            kind=kinds_of(turn.tasks, of=self.tasks)[0],
+            kind=turn.kind,
             answers=[until_end(row, ends) for row in tokens.tolist()],
             seconds=seconds,
             first_token_s=clock.moments[0] - started if clock.moments else seconds,
-            gaps_s=tuple(later - earlier for earlier, later in pairwise(clock.moments)),
+            gaps_s=clock.gaps if turn.rows == 1 else (),  # our loop hands out the tokens of each row apart
             stats=stats,
             peak_bytes=self._peak.read(),
         )
@@ -414,14 +398,13 @@ def _overridden(assistant: Assistant, settings: dict[str, Any]) -> Iterator[None
         vars(config).update(before)
 
 
-def kinds_of(tasks: Sequence[Task], of: Sequence[Task] | None = None) -> list[str]:
-    """What each task is called in figures by kind: its data set, or its category where there is one data set alone.
-
-    Args:
-        of: all tasks, if `tasks` are some of them.
-    """
-    several = len({task.prompt.suite for task in of or tasks}) > 1
-    return [task.prompt.suite if several else task.prompt.category for task in tasks]
+def tasks_by_kind(tasks: Sequence[Task]) -> dict[str, list[Task]]:
+    """By data set, or by category where there is one data set alone."""
+    several = len({task.prompt.suite for task in tasks}) > 1
+    by_kind: dict[str, list[Task]] = {}
+    for task in tasks:
+        by_kind.setdefault(task.prompt.suite if several else task.prompt.category, []).append(task)
+    return by_kind
 
 
 def block_size(stats: SpeculationStats | None) -> int:

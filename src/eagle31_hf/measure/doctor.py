@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
+from ..target.binding import TargetBinding
 from ..target.precision import precision_advice, precision_caution
 from ..target.quantized import holds_packed_weights
 from ..texts.prompts import Prompt
@@ -116,7 +117,7 @@ def examine(subject: Subject, *, new_tokens: int = 48, drift: bool = False) -> E
     greedy = write_both(subject.drafter, prompts, new_tokens=new_tokens)
     sampled = write_both(subject.drafter, prompts, new_tokens=new_tokens, temperature=1.0)
     findings += [_text_finding("same text, greedy", greedy), _text_finding("same text, sampled", sampled)]
-    findings.append(_acceptance_finding(greedy, len(prompts), promised_acceptance(subject.folder)))
+    findings.append(_acceptance_finding(greedy, promised_acceptance(subject.folder)))
     seen = Examination(greedy, sampled, findings)
     # Greedy ones alone tell small differences too late.
     if texts := _read_texts(subject.drafter, [*greedy.texts, *sampled.texts], prompts * 2):
@@ -162,46 +163,47 @@ def _read_texts(drafter: Eagle31Drafter, texts: Sequence[Tensor], prompts: Seque
 
 def preflight(subject: Subject) -> list[Finding]:
     """What can be told from configurations alone."""
+    config, binding = subject.drafter.config, subject.drafter.binding
+    layers = ", ".join(map(str, binding.aux_layers))
+    tokens, trained = len(subject.tokenizer), config.max_position_embeddings
+    wanted = binding.text_config.max_position_embeddings
+    embedding = "its own" if config.own_embedding else "the target's"
+    head = "its own" if config.own_lm_head else "rows of the target's"
+    has_template = bool(getattr(subject.tokenizer, "chat_template", None))
     return [
-        check(subject)
-        for check in (_shapes, _vocabulary_size, _trained_length, _chat_template, _head, _quantisation, _trees)
+        Finding(
+            "shapes",
+            "ok",
+            f"{form_of(subject.drafter)}, {config.num_hidden_layers} layer of width {config.hidden_size}, reads hidden "
+            f"states {layers} of {len(binding.layers)} layers of width {config.target_hidden_size}",
+        ),
+        _noted(
+            tokens > config.vocab_size,
+            "vocabulary",
+            f"{config.draft_vocab_size} of {config.vocab_size} tokens can be drafted, the tokenizer has {tokens}",
+            "tokens beyond the drafter's vocabulary are never drafted; if they are common, train a drafter for them",
+        ),
+        _noted(
+            trained < wanted,
+            "length",
+            f"drafter up to {trained} tokens, target up to {wanted}; RoPE theta {_rope_theta(config):g} and "
+            f"{_rope_theta(binding.text_config):g}",
+            f"beyond {trained} tokens the drafter may accept less; the text stays right",
+        ),
+        _noted(
+            not has_template,
+            "chat template",
+            "the tokenizer has one" if has_template else "the tokenizer has none: prompts are used as plain text",
+            "a drafter trained on chats accepts less of plain text",
+        ),
+        Finding("embedding and head", "ok", f"embedding: {embedding}; LM head: {head}"),
+        _precision(binding),
+        _verification(binding),
     ]
 
 
-def _shapes(subject: Subject) -> Finding:
-    config, binding = subject.drafter.config, subject.drafter.binding
-    layers = ", ".join(str(layer) for layer in binding.aux_layers)
-    return Finding(
-        "shapes",
-        "ok",
-        f"{form_of(subject.drafter)}, {config.num_hidden_layers} layer of width {config.hidden_size}, reads hidden "
-        f"states {layers} of {len(binding.layers)} layers of width {config.target_hidden_size}",
-    )
-
-
-def _vocabulary_size(subject: Subject) -> Finding:
-    config, tokens = subject.drafter.config, len(subject.tokenizer)
-    text = f"{config.draft_vocab_size} of {config.vocab_size} tokens can be drafted"
-    if tokens > config.vocab_size:
-        return Finding(
-            "vocabulary",
-            "note",
-            f"{text}, but the tokenizer has {tokens}",
-            "tokens beyond the drafter's vocabulary are never drafted; if they are common, train a drafter for them",
-        )
-    return Finding("vocabulary", "ok", text)
-
-
-def _trained_length(subject: Subject) -> Finding:
-    drafter, target = subject.drafter.config, subject.drafter.binding.text_config
-    trained, wanted = drafter.max_position_embeddings, target.max_position_embeddings
-    ours, theirs = _rope_theta(drafter), _rope_theta(target)
-    text = f"drafter up to {trained} tokens, target up to {wanted}; RoPE theta {ours:g} and {theirs:g}"
-    if trained < wanted:
-        return Finding(
-            "length", "note", text, f"beyond {trained} tokens the drafter may accept less; the text stays right"
-        )
-    return Finding("length", "ok", text)
+def _noted(is_remarkable: bool, check: str, text: str, advice: str) -> Finding:
+    return Finding(check, "note", text, advice) if is_remarkable else Finding(check, "ok", text)
 
 
 def _rope_theta(config: Any) -> float:
@@ -211,41 +213,17 @@ def _rope_theta(config: Any) -> float:
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
-def _chat_template(subject: Subject) -> Finding:
-    if getattr(subject.tokenizer, "chat_template", None):
-        return Finding("chat template", "ok", "the tokenizer has one; it is what the drafter should be trained with")
-    return Finding(
-        "chat template",
-        "note",
-        "the tokenizer has none: prompts are used as plain text",
-        "a drafter trained on chats accepts less of plain text",
-    )
-
-
-def _head(subject: Subject) -> Finding:
-    config = subject.drafter.config
-    embedding = "its own" if config.own_embedding else "the target's"
-    head = "its own" if config.own_lm_head else "rows of the target's"
-    return Finding("embedding and head", "ok", f"embedding: {embedding}; LM head: {head}")
-
-
-def _quantisation(subject: Subject) -> Finding:
-    binding = subject.drafter.binding
+def _precision(binding: TargetBinding) -> Finding:
+    dtype = str(binding.compute_dtype).removeprefix("torch.")
     if holds_packed_weights(binding.model):
-        return Finding(
-            "precision",
-            "note",
-            f"the target is quantised, computing in {str(binding.compute_dtype).removeprefix('torch.')}",
-            "a drafter trained on the unquantised target accepts a little less; "
-            "`eagle31 train --quantization` trains on this one",
-        )
-    kind = f"target in {str(binding.compute_dtype).removeprefix('torch.')}"
-    is_slow = bool(precision_caution(binding.model))
-    return Finding("precision", "note" if is_slow else "ok", kind, precision_advice(binding.model))
+        advice = "a drafter trained on the unquantised target accepts a little less; `eagle31 train --quantization` "
+        return Finding("precision", "note", f"the target is quantised, computing in {dtype}", f"{advice}mends that")
+    level: Level = "note" if precision_caution(binding.model) else "ok"
+    return Finding("precision", level, f"target in {dtype}", precision_advice(binding.model))
 
 
-def _trees(subject: Subject) -> Finding:
-    if why := subject.drafter.binding.tree_unsupported_reason:
+def _verification(binding: TargetBinding) -> Finding:
+    if why := binding.tree_unsupported_reason:
         return Finding("verification", "problem", f"no drafts, plain decoding only: {why}")
     return Finding("verification", "ok", "the self-test verified a tree like plain forwards along its paths")
 
@@ -254,24 +232,18 @@ def _trees(subject: Subject) -> Finding:
 
 
 def _text_finding(check: str, written: Written) -> Finding:
-    count = len(written.texts)
-    differences = written.result.differences
-    wrong = {prompt: verdict for prompt, verdict in differences.items() if verdict.kind is Kind.DIFFERENT}
-    if wrong:
-        where = "; ".join(
-            f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
-            f"{TIE_ROUNDINGS * verdict.rounding:.3g}"
-            for prompt, verdict in list(wrong.items())[:3]
-        )
-        return Finding(
-            check,
-            "problem",
-            f"{len(wrong)} of {count} texts differ: {where}",
-            "please report it with the JSON of this run; until then set speculation_loop='plain'",
-        )
-    ties = len(differences)
-    text = f"{count - ties} of {count} texts equal"
-    return Finding(check, "ok", text + (f", {ties} part at ties within rounding" if ties else ""))
+    count, differences = len(written.texts), written.result.differences
+    wrong = [(prompt, verdict) for prompt, verdict in differences.items() if verdict.kind is Kind.DIFFERENT]
+    if not wrong:
+        ties = f", {len(differences)} part at ties within rounding" if differences else ""
+        return Finding(check, "ok", f"{count - len(differences)} of {count} texts equal{ties}")
+    where = "; ".join(
+        f"prompt {prompt} after {verdict.position} tokens, logits {verdict.logit_gap:.3g} apart where a tie is "
+        f"{TIE_ROUNDINGS * verdict.rounding:.3g}"
+        for prompt, verdict in wrong[:3]
+    )
+    advice = "please report it with the JSON of this run; until then set speculation_loop='plain'"
+    return Finding(check, "problem", f"{len(wrong)} of {count} texts differ: {where}", advice)
 
 
 def promised_acceptance(folder: Path | None) -> float | None:
@@ -287,20 +259,17 @@ def promised_acceptance(folder: Path | None) -> float | None:
     return sum(lengths) / len(lengths) if lengths else None
 
 
-def _acceptance_finding(greedy: Written, prompts: int, promised: float | None) -> Finding:
-    text = f"{greedy.tokens_per_pass:.2f} tokens a pass over {prompts} prompts"
+def _acceptance_finding(greedy: Written, promised: float | None) -> Finding:
+    text = f"{greedy.tokens_per_pass:.2f} tokens a pass over {len(greedy.texts)} prompts"
     if promised is None:
         return Finding("acceptance", "ok" if greedy.tokens_per_pass >= GOOD_LENGTH else "note", text)
     text += f", {promised:.2f} by its training report"
-    if greedy.tokens_per_pass < SHARE_OF_CARD * promised:
-        return Finding(
-            "acceptance",
-            "problem",
-            text,
-            "the target may have been fine-tuned or quantised since, or these prompts are of another kind: "
-            "`eagle31 train --drafter` continues training on this target",
-        )
-    return Finding("acceptance", "ok", text)
+    if greedy.tokens_per_pass >= SHARE_OF_CARD * promised:
+        return Finding("acceptance", "ok", text)
+    advice = "the target may have been fine-tuned or quantised since, or these prompts are of another kind: "
+    return Finding(
+        "acceptance", "problem", text, f"{advice}`eagle31 train --drafter` continues training on this target"
+    )
 
 
 def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:

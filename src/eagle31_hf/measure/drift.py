@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.replay import StartsCache, TargetText, read_text
+from ..drafter.replay import StartsCache, read_text
 from .readings import Replay, Subject, read_as, replay
 
 SINK_TOKENS = 4
@@ -31,21 +31,14 @@ LONG_CONTEXT_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class DriftCurve:
-    """Means over `starts` positions of all texts, one entry per draft depth.
+    """Means over `starts` positions of all texts, one entry per draft depth."""
 
-    Attributes:
-        form, condition: `"EAGLE 3.1"` or `"EAGLE-3"`, and what was done to the prompt.
-        sink, own: shares of attention on the prompt's first tokens and on the draft itself.
-        feedback_norm: length of the fed-back state over that after the first depth.
-        acceptance: share of the drafts that are right, of those behind right ones.
-    """
-
-    form: str
-    condition: str
-    sink: list[float]
-    own: list[float]
-    feedback_norm: list[float]
-    acceptance: list[float]
+    form: str  # "EAGLE 3.1" or "EAGLE-3"
+    condition: str  # what was done to the prompt
+    sink: list[float]  # share of attention on the prompt's first tokens
+    own: list[float]  # and on the draft itself
+    feedback_norm: list[float]  # length of the fed-back state over that after the first depth
+    acceptance: list[float]  # share of the drafts that are right, of those behind right ones
     starts: int
 
     @property
@@ -86,18 +79,23 @@ def probe_drift(subject: Subject, *, new_tokens: int, depth: int = DEPTH) -> lis
     """Curves of the drafter, and of the same weights with the feedback normed or not, under every condition."""
     turned = read_as(subject.drafter, {"norm_output": not subject.drafter.config.norm_output})
     forms = {form_of(subject.drafter): subject.drafter, f"{form_of(turned)} by the same weights": turned}
-    binding, curves = subject.drafter.binding, []
+    binding: Any = subject.drafter.binding
+    curves = []
     try:
         for condition, prompts in _prompts_by_condition(subject).items():
-            texts = []
+            usable = []
             for prompt in prompts:
-                length = prompt["input_ids"].shape[1]
-                model: Any = binding.model
-                ids = model.generate(**prompt, do_sample=False, num_beams=1, max_new_tokens=new_tokens + depth)[0].cpu()
-                texts.append(read_text(binding, ids, length, binding.aux_layers))
-            usable = [text for text in texts if len(text.starts(depth)) > 0]
+                model, kwargs = (
+                    binding.model,
+                    {"do_sample": False, "num_beams": 1, "max_new_tokens": new_tokens + depth},
+                )
+                ids = model.generate(**prompt, **kwargs)[0].cpu()
+                text = read_text(binding, ids, prompt["input_ids"].shape[1], binding.aux_layers)
+                usable += [text] if len(text.starts(depth)) else []
             for form, drafter in forms.items() if usable else ():
-                curves.append(_curve(drafter, usable, depth, form, condition))
+                seen = [ObservedCache(text.starts(depth).to(drafter.fc.weight.device)) for text in usable]
+                replays = [replay(drafter, text, depth=depth, cache=at) for text, at in zip(usable, seen, strict=True)]
+                curves.append(curve_of(replays, [at.shares() for at in seen], form=form, condition=condition))
     finally:
         turned.detach()
     return curves
@@ -119,12 +117,6 @@ def _prompts_by_condition(subject: Subject) -> dict[str, list[dict[str, Tensor]]
             ids = ids.to(subject.drafter.binding.input_device)
             prompts[OTHER_TEMPLATE].append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     return prompts
-
-
-def _curve(drafter: Eagle31Drafter, texts: Sequence[TargetText], depth: int, form: str, condition: str) -> DriftCurve:
-    caches = [ObservedCache(text.starts(depth).to(drafter.fc.weight.device)) for text in texts]
-    replays = [replay(drafter, text, depth=depth, cache=cache) for text, cache in zip(texts, caches, strict=True)]
-    return curve_of(replays, [cache.shares() for cache in caches], form=form, condition=condition)
 
 
 def curve_of(replays: Sequence[Replay], shares: Sequence[Tensor], *, form: str, condition: str) -> DriftCurve:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -29,6 +30,11 @@ class TokenClock(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Seconds between two times."""
+        return tuple(later - earlier for earlier, later in pairwise(self.moments))
 
 
 class PeakGauge:

@@ -92,13 +92,14 @@ class MethodResult:
 
     @property
     def peak_bytes(self) -> int | None:
+        """Most memory of any call."""
         return _most(self.calls)
 
     @property
     def bytes_over_plain(self) -> int | None:
         """Most memory beside plain `generate`'s."""
-        mine, plain = _most(self.calls), _most(self.plain)
-        return None if mine is None or plain is None else mine - plain
+        plain = _most(self.plain)
+        return None if self.peak_bytes is None or plain is None else self.peak_bytes - plain
 
     def price_per_million(self, price_per_hour: float) -> float:
         """Of a million tokens."""
@@ -170,10 +171,6 @@ class BenchResult:
             "same_text": self.is_exact,
             "methods": [result.to_dict(price_per_hour) for result in self.methods],
             "left_out": measured.left_out,
-            "first_text_s": [
-                {"method": method.name, "rows": rows, "seconds": seconds}
-                for (method, rows), seconds in measured.first_text_s.items()
-            ],
             "compiled": {"graphs": measured.graphs, "seconds": measured.graphs_s},
         }
 
