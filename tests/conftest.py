@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Generator
+from pathlib import Path
 from weakref import WeakSet
 
 import pytest
 from hypothesis import settings
 
 from eagle31_hf.cli import progress
-from eagle31_hf.cli.processor import avoid_unusable_tiles
 from eagle31_hf.decoding.calibration.store import CACHE_VARIABLE, cache_folder
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
@@ -22,10 +24,22 @@ from slices import shared_out, sliced, spread
 
 __all__ = ["hub"]  # a fixture of all
 
+
 CONTRACT_CASES = 3
 """One in so many of each contract test's cases is run by `make test`, on one of the two versions of transformers."""
 
-avoid_unusable_tiles()  # before any test multiplies; processes that tests start inherit it
+
+def _tiles_kill() -> bool:
+    """Some virtual machines list AMX and keep it back: the first product of bfloat16 dies (docs/troubleshooting.md)."""
+    facts = Path("/proc/cpuinfo")
+    if not facts.exists() or "amx_bf16" not in facts.read_text(encoding="ascii", errors="replace").split():
+        return False
+    product = "import torch; torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)"
+    return subprocess.run([sys.executable, "-c", product], check=False).returncode < 0
+
+
+if "ONEDNN_MAX_CPU_ISA" not in os.environ and _tiles_kill():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # before any test multiplies; processes inherit it
 
 # The same examples in every run, so that what failed once fails again; `--hypothesis-profile default` tries new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -54,10 +54,6 @@ class LazyCommand(TyperCommand):
         name = self.name
         with waiting_for("starting"):  # torch and transformers take seconds
             module = import_module(f".{'generate' if name == 'demo' else name}", __package__)
-        if "torch" in sys.modules:
-            from .processor import avoid_unusable_tiles
-
-            avoid_unusable_tiles()
         _quiet_transformers()  # it may just have been imported
         alone = typer.Typer(add_completion=False)
         alone.command(name)(getattr(module, str(name)))
