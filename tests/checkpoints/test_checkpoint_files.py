@@ -98,7 +98,7 @@ def test_an_interrupted_write_never_leaves_a_mixed_checkpoint(tmp_path, monkeypa
         Path(source).rename(target)
 
     if step == "weights":
-        monkeypatch.setattr("safetensors.torch.save_file", half_written)
+        monkeypatch.setattr("eagle31_hf.checkpoints.files.save_file", half_written)
     else:
         monkeypatch.setattr("eagle31_hf.checkpoints.files.os.replace", failing_rename)
     with pytest.raises(Broken):

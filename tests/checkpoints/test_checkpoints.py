@@ -177,7 +177,7 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_things_as_they_were(tmp_path, 
         path.write_bytes(b"half of it")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("eagle31_hf.checkpoints.files.save_file", full)
     with pytest.raises(CheckpointError, match=r"could not be written to .*No space left.*another\s+folder"):
         write_checkpoint(make(), folder)
     if is_there:

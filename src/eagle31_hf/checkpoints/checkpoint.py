@@ -14,8 +14,13 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError, ConfigurationError
 from .checks import (
     FLOAT_DTYPES,
@@ -44,12 +49,6 @@ from .mtp import SAVED, TOKENIZER_FILE, holds_head, inspect_head, is_saved_head,
 from .other_methods import refuse_other_methods
 
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from ..configuration_eagle31 import Eagle31Config
 
 
 @dataclass(frozen=True)
@@ -360,10 +359,6 @@ def _completed_fields(
 
 
 def _build_config(fields: Mapping[str, Any]) -> Eagle31Config:
-    from huggingface_hub.errors import StrictDataclassError
-
-    from ..configuration_eagle31 import Eagle31Config
-
     try:
         return Eagle31Config(**fields)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
@@ -414,8 +409,6 @@ def _info(tensor: Tensor) -> TensorInfo:
 
 def _draft_vocabulary_mask(d2t: Tensor, vocab_size: int) -> Tensor:
     """`t2d`: bool `[V]`, true for the target ids a draft row stands for."""
-    import torch
-
     mask = torch.zeros(vocab_size, dtype=torch.bool)
     mask[d2t + torch.arange(len(d2t))] = True
     return mask

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .files import TensorInfo, shown
 from .layouts import expected_shapes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..configuration_eagle31 import Eagle31Config
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -79,7 +78,6 @@ def check_rope(config: Eagle31Config) -> None:
     is_plain = rope.get("rope_type") == "default" and 1 <= rope.get("rope_theta", 0) <= _LARGEST_THETA
     if is_plain and (config.head_dim or 1) % 2 == 0:
         return  # what makes tables takes a second to import
-    import torch
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     ends = torch.tensor([[0, config.max_position_embeddings]])
@@ -129,8 +127,6 @@ def check_vocabulary_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> No
     Raises:
         CheckpointFormatError: the map is none, holds absolute ids, or disagrees with `t2d`.
     """
-    import torch
-
     stored = d2t.to(torch.int64)
     ids = stored + torch.arange(len(stored))  # [Vd] target ids
     if t2d is not None and tuple(t2d.shape) != (vocab_size,):

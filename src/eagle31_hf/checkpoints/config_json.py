@@ -11,8 +11,9 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..configuration_eagle31 import Eagle31Config
 from ..errors import CheckpointFormatError
 from .files import get_path, set_path, shown
 from .layouts import (
@@ -27,9 +28,6 @@ from .layouts import (
     sglang_indices,
     to_hs_indices,
 )
-
-if TYPE_CHECKING:
-    from ..configuration_eagle31 import Eagle31Config
 
 TARGET_MODEL = "target_model"
 """Metadata that every layout can hold: `{"name_or_path", "architectures"}` of the target."""
@@ -127,9 +125,6 @@ def _read_window(layout: Layout, config: Mapping[str, Any], num_layers: int) -> 
 
     As transformers and vLLM read it: where layers are named by type, only "sliding_attention" has the window, and where
     `use_sliding_window` is false none has. Types beyond the drafter's own layers are its target's.
-
-    Raises:
-        CheckpointFormatError: a window that is no number of positions, or layers that see differently far.
     """
     if layout.ignores_the_rest:
         return None
@@ -243,9 +238,6 @@ def _read_rope(config: Mapping[str, Any], prefix: str, layer_type: str) -> dict[
 
     Args:
         prefix: dotted path before the fields of the layers. layer_type: `"full_attention"` or `"sliding_attention"`.
-
-    Raises:
-        CheckpointFormatError: settings that are none, that contradict each other, or that nothing here computes.
     """
     new, legacy = (get_path(config, prefix + key) for key in ("rope_parameters", "rope_scaling"))
     if not all(part is None or isinstance(part, Mapping) for part in (new, legacy)):
@@ -317,7 +309,7 @@ def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], prefix: str) -> f
 
 # ---------------------------------------------------------------- fields that change the drafter
 
-Harmless = Callable[[Any, "Eagle31Config"], bool]
+Harmless = Callable[[Any, Eagle31Config], bool]
 
 
 def _one_of(*values: Any) -> Harmless:
@@ -332,58 +324,43 @@ def _close_to(wanted: Callable[[Eagle31Config], float]) -> Harmless:
 
 
 _UNSCALED = _one_of(1)
-_OFF, _ON = _one_of(False, 0), _one_of(True)
-_SCORE_SCALE = _close_to(lambda config: math.sqrt(1 / (config.head_dim or 1)))
-_HEAD_DIM = _close_to(lambda config: float(config.head_dim or 0))
 _THETA = _close_to(lambda config: float((config.rope_parameters or {}).get("rope_theta") or 0))
-_PAIRS = lambda value, config: value is config.is_latent  # noqa: E731 (latent attention turns neighbours as a pair)
 
-CHANGES_THE_DRAFTER: Mapping[str, Harmless] = {
-    # scores and states are scaled or capped: Granite, Cohere, Gemma, OLMo
-    "logit_scale": _UNSCALED,
-    "logits_scaling": _UNSCALED,
-    "embedding_multiplier": _UNSCALED,
-    "residual_multiplier": _UNSCALED,
-    "attention_multiplier": _SCORE_SCALE,
-    "softmax_scale": _SCORE_SCALE,
-    "query_pre_attn_scalar": _HEAD_DIM,
-    "final_logit_softcapping": _one_of(),
-    "attn_logit_softcapping": _one_of(),
-    "clip_qkv": _one_of(),
+_TESTS: tuple[tuple[Harmless, str], ...] = (
+    # scores and states that are scaled or capped: Granite, Cohere, Gemma, OLMo
+    (_UNSCALED, "logit_scale logits_scaling embedding_multiplier residual_multiplier"),
+    (_close_to(lambda config: math.sqrt(1 / (config.head_dim or 1))), "attention_multiplier softmax_scale"),
+    (_one_of(), "final_logit_softcapping attn_logit_softcapping clip_qkv llama_4_scaling"),
     # other rotations, or none: GLM, GPT-NeoX, MiniMax, Gemma 3, Llama 4, SmolLM3, HunYuan, Kimi K3
-    "rotary_dim": _HEAD_DIM,
-    "rotary_pct": _UNSCALED,
-    "rope_ratio": _UNSCALED,
-    "rope_alpha": _UNSCALED,
-    "rope_base": _THETA,
-    "rotary_base": _THETA,
-    "rotary_emb_base": _THETA,
-    "rope_local_base_freq": lambda value, config: config.sliding_window is None or _THETA(value, config),
-    "rope_interleave": _PAIRS,
-    "rope_interleaved": _PAIRS,
-    "use_rope": _ON,
-    "use_rotary_pos_emb": _ON,
-    "position_embedding_type": _one_of("rope", "rotary"),
-    "no_rope_layers": lambda value, config: (
-        isinstance(value, list) and all(turned == 1 for turned in value[: config.num_hidden_layers])
+    (_close_to(lambda config: float(config.head_dim or 0)), "query_pre_attn_scalar rotary_dim"),
+    (_UNSCALED, "rotary_pct rope_ratio rope_alpha"),
+    (_THETA, "rope_base rotary_base rotary_emb_base"),
+    (lambda value, config: config.sliding_window is None or _THETA(value, config), "rope_local_base_freq"),
+    # latent attention turns neighbours as a pair
+    (lambda value, config: value is config.is_latent, "rope_interleave rope_interleaved"),
+    (_one_of("rope", "rotary"), "position_embedding_type"),
+    (
+        lambda value, config: (
+            isinstance(value, list) and all(turned == 1 for turned in value[: config.num_hidden_layers])
+        ),
+        "no_rope_layers",
     ),
-    "mla_use_nope": _OFF,
-    # other attention: Llama 4, Mistral 3, embedding models, HunYuan
-    "attention_chunk_size": _one_of(0),
-    "attn_temperature_tuning": _OFF,
-    "llama_4_scaling": _one_of(),
-    "is_causal": _ON,
-    "use_bidirectional_attention": _OFF,
-    "use_cla": _OFF,
-    # another order of parts
-    "norm_type": _one_of("rms", "rmsnorm", "RMSNorm", "rms_norm"),
-    "parallel_attn": _OFF,
-    "use_parallel_residual": _OFF,
-    "eagle_config.use_input_layernorm_in_first_layer": _ON,
-    "eagle_config.use_last_layernorm": _ON,
-    "eagle_config.use_mtp_layernorm": _OFF,
-    "eagle_config.parallel_draft_step": _one_of(0, 1),
-}
+    # other attention, another order of parts: Llama 4, Mistral 3, embedding models, HunYuan
+    (_one_of(0), "attention_chunk_size"),
+    (_one_of("rms", "rmsnorm", "RMSNorm", "rms_norm"), "norm_type"),
+    (_one_of(0, 1), "eagle_config.parallel_draft_step"),
+    (
+        _one_of(True),
+        "use_rope use_rotary_pos_emb is_causal eagle_config.use_input_layernorm_in_first_layer "
+        "eagle_config.use_last_layernorm",
+    ),
+    (
+        _one_of(False, 0),
+        "mla_use_nope attn_temperature_tuning use_bidirectional_attention use_cla parallel_attn use_parallel_residual "
+        "eagle_config.use_mtp_layernorm",
+    ),
+)
+CHANGES_THE_DRAFTER: Mapping[str, Harmless] = {name: test for test, names in _TESTS for name in names.split()}
 """Dotted name to a test: whether a drafter with this value is the one this package computes. `null` always is."""
 
 

@@ -14,9 +14,12 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from ..errors import (
     CheckpointError,
@@ -25,9 +28,6 @@ from ..errors import (
     UnsafeCheckpointError,
     removal,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -187,7 +187,7 @@ def open_shards(paths: list[Path]) -> StoredTensors:
     infos: dict[str, TensorInfo] = {}
     shard_of: dict[str, Path] = {}
     for path in paths:
-        with _open_safetensors(path, "np") as shard:  # for headers alone: torch takes seconds to import
+        with _open_safetensors(path) as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 if name in infos:
                     raise CheckpointFormatError(f"{name} is in both {shard_of[name].name} and {path.name}")
@@ -198,16 +198,14 @@ def open_shards(paths: list[Path]) -> StoredTensors:
     return StoredTensors(infos, tuple(paths), shard_of)
 
 
-def _open_safetensors(path: Path, framework: str = "pt") -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
-        return safe_open(path, framework=framework, device="cpu")
+        return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointFormatError(f"{path} is damaged or not a safetensors file ({error}); fetch it again") from error
 
 
 def _open_pickle(path: Path) -> StoredTensors:
-    from torch import Tensor
-
     content = _unpickle(path)
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
@@ -228,9 +226,6 @@ def _open_pickle(path: Path) -> StoredTensors:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is dense, on CPU, and no larger than what is stored of it."""
-    import torch
-    from torch import Tensor, nn
-
     dense = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested and tensor.layout == torch.strided
     return dense and tensor.device.type == "cpu" and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
@@ -242,8 +237,6 @@ def _require_printable(name: str, path: Path) -> None:
 
 
 def _unpickle(path: Path) -> Any:
-    import torch
-
     # Files of torch < 1.6 are no zip archives and cannot be mapped.
     with path.open("rb") as stream:
         mappable = stream.read(2) == b"PK"
@@ -311,8 +304,6 @@ def replace_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping
 
 
 def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
     new_config, new_weights = (folder / f".{name}.{os.getpid()}.tmp" for name in (CONFIG_FILE, WEIGHTS_FILE))
     try:
         new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

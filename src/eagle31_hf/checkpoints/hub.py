@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from huggingface_hub import errors as hub
+
 from ..errors import CheckpointFormatError, CheckpointNotFoundError
 from .files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, open_tensors, shown
 from .mtp import head_files, holds_head, read_head
@@ -39,8 +42,6 @@ def resolve_checkpoint(
     """
     if (folder := _local_folder(path_or_id)) is not None:
         return folder
-    from huggingface_hub import errors as hub
-
     repo_id, inner = _repository(str(path_or_id))
     options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     try:
@@ -92,12 +93,9 @@ def refuse_other_contents(folder: Path) -> None:
 
 def can_be_hub_id(name: str) -> bool:
     """Whether a repository on the Hub could have that name (`name` or `owner/name`); nobody is asked."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     try:
-        validate_repo_id(name)
-    except HFValidationError:
+        huggingface_hub.utils.validate_repo_id(name)
+    except hub.HFValidationError:
         return False
     return True
 
@@ -122,8 +120,6 @@ def _repository(name: str) -> tuple[str, str]:
 
 def _download(repo_id: str, inner: str, patterns: list[str], options: dict[str, Any]) -> Path:
     """These files of the repository, or of one folder of it: other folders hold other checkpoints."""
-    import huggingface_hub
-
     wanted = [f"{inner}/{pattern}" for pattern in patterns] if inner else patterns
     others = [f"{inner}/*/*"] if inner else ["*/*"]
     found = huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=others, **options)
@@ -131,8 +127,6 @@ def _download(repo_id: str, inner: str, patterns: list[str], options: dict[str, 
 
 
 def _why_not_found(name: str, revision: str | None, error: Exception) -> str:
-    from huggingface_hub import errors as hub
-
     local = f"or pass a local folder that holds config.json and the weights{folder_meant(name)}"
     if isinstance(error, hub.GatedRepoError):
         return f"{shown(name)} is gated: accept its terms on its Hub page and pass token=…, {local}"

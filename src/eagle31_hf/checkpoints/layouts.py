@@ -12,12 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..configuration_eagle31 import Eagle31Config
 from ..errors import ConfigurationError, removal
-
-if TYPE_CHECKING:
-    from ..configuration_eagle31 import Eagle31Config
 
 REQUIRED: Any = object()
 """Default of a field that a config must state."""
