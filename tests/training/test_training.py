@@ -22,11 +22,12 @@ from eagle31_hf.training import preparation as setup
 from eagle31_hf.training.data import PackedDocuments
 from eagle31_hf.training.measure import EvaluationPrompt, TextRounds, served_error, served_length, write_texts
 from eagle31_hf.training.objectives import DistillationModel
+from eagle31_hf.training.preparation import set_vocabulary
 from eagle31_hf.training.progress import LiveProgress
 from eagle31_hf.training.settings import TrainingSettings
 from eagle31_hf.training.stopping import StopRequest, telling_what_is_kept
 from eagle31_hf.training.train import leave_process_group
-from eagle31_hf.training.trainer import DistillationTrainer, last_checkpoint
+from eagle31_hf.training.trainer import DistillationTrainer, by_category, copy_weights, last_checkpoint
 from eagle31_hf.training.writing import require_disk
 from warm_processes import finish, start_group
 
@@ -39,6 +40,7 @@ def make_trainer(folder: Path, *, steps: int, batch: int = 2, accumulate: int = 
         remove_unused_columns=False, lr_scheduler_type="cosine", learning_rate=1e-2, **arguments,
     )  # fmt: skip
     prompts = [EvaluationPrompt([1, 5, 9], "a"), EvaluationPrompt([1, 7, 8, 4], "b")]
+    prompts = prompts[args.process_index :: args.world_size]
     return DistillationTrainer(
         DistillationModel(drafter, steps=3),
         args,
@@ -173,6 +175,18 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "bad" / "config.json").exists()
 
 
+def test_a_checkpoint_brings_its_draft_vocabulary_along(tmp_path: Path) -> None:
+    """A resumed run may have chosen another one: its rows of data were edited."""
+    trainer = make_trainer(tmp_path, steps=1)
+    trainer.save_model(str(tmp_path))
+    drafter = make_drafter(make_target())
+    wanted = drafter.draft_ids.clone()
+    set_vocabulary(drafter, make_target(), torch.arange(DRAFT_VOCABULARY))
+    assert not torch.equal(drafter.draft_ids, wanted)
+    copy_weights(tmp_path, drafter)
+    assert torch.equal(drafter.draft_ids, wanted)
+
+
 def test_a_checkpoint_cut_short_is_passed_over(tmp_path: Path) -> None:
     make_trainer(tmp_path, steps=4).train()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
@@ -193,7 +207,8 @@ def test_another_drafters_checkpoint_is_refused(tmp_path: Path) -> None:
 def train_together(folder: Path, batch: int, processes: int) -> None:
     """A measurement and two steps in each of so many processes; the first writes down what came of both."""
     trainer = make_trainer(folder, steps=2, batch=batch, save_strategy="no")
-    measured = {category: dataclasses.asdict(counts) for category, counts in trainer.measure().items()}
+    greedy = by_category(trainer.measure()[0])  # of sampled texts the noise depends on which are written together
+    measured = {category: dataclasses.asdict(counts) for category, counts in greedy.items()}
     trainer.train()
     if trainer.is_world_process_zero():
         assert trainer.args.world_size == processes
@@ -215,7 +230,6 @@ def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path) -> None:
     assert two[0] == pytest.approx(one[0], rel=1e-4)
     assert two[1] == one[1]
     assert set(one[1]) == {"a", "b"}  # a prompt in each process
-    assert one[1]["a"] != one[1]["b"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ..checkpoints.graft import graft_head
 from ..drafter.draft_rows import with_draft_rows, with_rows
 from ..errors import ConfigurationError
 from ..texts.conversations import read_conversations
-from ..training.data import DraftVocabulary, build_vocabulary
+from ..training.data import build_vocabulary, coverage
 from .options import TracebackOption, count, make_console, readable_errors
 
 
@@ -70,9 +70,10 @@ def mtp(
     head = read_checkpoint(base)
     if prompts:
         assert draft_vocab is not None, "asked above"
-        vocabulary = _counted(base, prompts, head.config.vocab_size, draft_vocab)
-        head = with_rows(head, vocabulary.ids)
-        console.print(f"{draft_vocab:,} draft tokens, {vocabulary.coverage or 0:.1%} of those in {', '.join(prompts)}")
+        counts = _counted(base, prompts, head.config.vocab_size)
+        ids = build_vocabulary(counts, draft_vocab)
+        head = with_rows(head, ids)
+        console.print(f"{draft_vocab:,} draft tokens, {coverage(counts, ids):.1%} of those in {', '.join(prompts)}")
     elif draft_vocab is not None:
         head = with_draft_rows(head, draft_vocab)
     tensors = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in head.tensors.items()}
@@ -81,8 +82,8 @@ def mtp(
     console.print(f"{base}'s MTP head → {out} ({size / 1e6:,.1f} MB); pass this folder as the drafter", soft_wrap=True)
 
 
-def _counted(base: str, sources: list[str], vocab_size: int, size: int) -> DraftVocabulary:
-    """The tokens that the answers in these conversations have most often, and behind them the first ids."""
+def _counted(base: str, sources: list[str], vocab_size: int) -> torch.Tensor:
+    """How often the answers in these conversations have each id, `(vocab_size,)`."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for conversation in read_conversations(sources):
@@ -92,4 +93,4 @@ def _counted(base: str, sources: list[str], vocab_size: int, size: int) -> Draft
                 counts += torch.bincount(ids.long(), minlength=vocab_size)[:vocab_size]
     if tokenizer.eos_token_id is not None:
         counts[tokenizer.eos_token_id] += 1
-    return build_vocabulary(counts, size)
+    return counts

@@ -5,11 +5,9 @@ Documents stand side by side in rows of one length, none cut, none seeing its ne
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +21,6 @@ from ..texts.rows import Conversation, Message
 MOST_OPENING_TOKENS = 256
 CLOSING_TOKENS = 2
 """What a template may write behind a conversation's last turn alone, an end of text and a line break, say."""
-VOCABULARY_FILE = "draft_vocabulary.json"
-"""In a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -318,25 +314,6 @@ def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 # --- the draft vocabulary ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DraftVocabulary:
-    """Which target ids can be drafted."""
-
-    ids: Tensor  # `(Vd,)` int64 target ids, ascending; row `i` of the draft head stands for `ids[i]`
-    vocab_size: int  # the target's `V`
-    coverage: float | None = None  # share of the supervised tokens that can be drafted; `None` if they were not counted
-
-    @property
-    def d2t(self) -> Tensor:
-        """`(Vd,)` int64 offsets as checkpoints store them: `target_id = i + d2t[i]`."""
-        return self.ids - torch.arange(len(self.ids))
-
-    def save(self, path: Path) -> None:
-        """Write as JSON: `vocab_size`, `draft_ids`, `coverage`."""
-        content = {"vocab_size": self.vocab_size, "draft_ids": self.ids.tolist(), "coverage": self.coverage}
-        path.write_text(json.dumps(content), encoding="utf-8")
-
-
 def count_supervised(documents: Iterable[Document], vocab_size: int) -> Tensor:
     """How often each target id is supervised, `(V,)` int64.
 
@@ -355,8 +332,10 @@ def count_supervised(documents: Iterable[Document], vocab_size: int) -> Tensor:
     return counts
 
 
-def build_vocabulary(counts: Tensor, size: int) -> DraftVocabulary:
-    """The `size` most frequent ids (ties and never-seen ids: the lower id first), reference §1.3 of EAGLE-3's scripts.
+def build_vocabulary(counts: Tensor, size: int) -> Tensor:
+    """`(size,)` the most frequent ids of `counts (V,)`, ascending (ties and never-seen ids: the lower id first).
+
+    Row `i` of the draft head stands for the `i`-th of them, as in EAGLE-3's scripts (reference §1.3).
 
     Raises:
         ConfigurationError: `size` is not between 1 and `V`.
@@ -364,49 +343,10 @@ def build_vocabulary(counts: Tensor, size: int) -> DraftVocabulary:
     vocab_size = len(counts)
     if not 1 <= size <= vocab_size:
         raise ConfigurationError(f"draft vocabulary size is {size}; wanted 1..{vocab_size} (the target's vocabulary)")
-    ids = counts.argsort(descending=True, stable=True)[:size].sort().values
-    total = int(counts.sum())
-    return DraftVocabulary(ids, vocab_size, int(counts[ids].sum()) / total if total else None)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
-def read_vocabulary(path: Path) -> DraftVocabulary:
-    """Read what `DraftVocabulary.save` wrote.
-
-    Raises:
-        TrainingError: no such file, or it does not hold a draft vocabulary.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        ids = torch.tensor(content["draft_ids"], dtype=torch.long)
-        vocab_size = int(content["vocab_size"])
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, RuntimeError) as error:
-        raise TrainingError(
-            f"{path} is no draft vocabulary ({type(error).__name__}: {error}); build it again"
-        ) from error
-    ascending = ids.ndim == 1 and len(ids) > 0 and bool((ids.diff() > 0).all())
-    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
-        raise TrainingError(
-            f"{path}: draft_ids must rise from 0 to at most {vocab_size - 1}, each once; build it again"
-        )
-    return DraftVocabulary(ids, vocab_size, content.get("coverage"))
-
-
-def check_vocabulary(vocabulary: DraftVocabulary, draft_ids: Tensor | None, vocab_size: int, where: str) -> None:
-    """A vocabulary must be the head's: its rows are tied to the mapping they were trained with.
-
-    Args:
-        draft_ids: `(Vd,)` target ids of the head's rows; `None` for a full vocabulary.
-        where: names the vocabulary in the message.
-
-    Raises:
-        TrainingError: they disagree.
-    """
-    rows = torch.arange(vocab_size) if draft_ids is None else draft_ids.cpu()
-    if vocabulary.vocab_size == vocab_size and torch.equal(vocabulary.ids, rows):
-        return
-    same = torch.isin(vocabulary.ids, rows).sum().item()
-    raise TrainingError(
-        f"{where} holds {len(vocabulary.ids)} draft ids of a vocabulary of {vocabulary.vocab_size}; the drafter's head "
-        f"has {len(rows)} rows of {vocab_size}, and {same} ids agree. Use the vocabulary the drafter was made with, or "
-        "start a fresh drafter"
-    )
+def coverage(counts: Tensor, draft_ids: Tensor | None) -> float:
+    """Share of the counted tokens that can be drafted; `None` stands for all ids."""
+    covered = counts if draft_ids is None else counts[draft_ids.cpu()]
+    return int(covered.sum()) / max(1, int(counts.sum()))

@@ -16,6 +16,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints import read_checkpoint
@@ -27,17 +28,7 @@ from ..target.loading import load_target as load_pretrained
 from ..target.loading import packing_config, stored_dtype
 from ..texts.conversations import read_conversations, with_unique_ids
 from ..texts.rows import Conversation
-from .data import (
-    VOCABULARY_FILE,
-    Document,
-    Documents,
-    DraftVocabulary,
-    build_vocabulary,
-    check_vocabulary,
-    count_supervised,
-    read_vocabulary,
-    render_documents,
-)
+from .data import Document, Documents, build_vocabulary, count_supervised, coverage, render_documents
 from .measure import EvaluationPrompt, evaluation_prompts
 from .progress import Counting, say
 from .self_prompts import SOURCE, PromptSieve, SelfPromptSettings, self_prompt_count, write_prompts
@@ -163,9 +154,6 @@ class Preparation:
             drafter = Eagle31Drafter.from_checkpoint(checkpoint)
             drafter.to(device=self.target.get_output_embeddings().weight.device)  # type: ignore[call-arg, union-attr]
             drafter.attach(self.target)
-            path = settings.out / VOCABULARY_FILE
-            if path.exists():
-                check_vocabulary(read_vocabulary(path), drafter.draft_ids, drafter.config.vocab_size, str(path))
         drafter.requires_grad_(True)
         if drafter.embed_tokens is not None:  # it stays the target's
             drafter.embed_tokens.requires_grad_(False)
@@ -175,28 +163,8 @@ class Preparation:
         """Share of the supervised tokens that can be drafted; a fresh drafter's vocabulary is chosen by them."""
         counts = count_supervised(documents, self.target.config.get_text_config().vocab_size)
         if self.settings.drafter is None:
-            set_vocabulary(drafter, self.target, self._vocabulary(counts))
-        ids = drafter.draft_ids
-        covered = counts if ids is None else counts[ids.cpu()]
-        return int(covered.sum()) / max(1, int(counts.sum()))
-
-    def _vocabulary(self, counts: torch.Tensor) -> DraftVocabulary:
-        """Built once and kept: the head's rows are tied to it."""
-        settings = self.settings
-        path = settings.out / VOCABULARY_FILE
-        if settings.resume and path.exists():
-            vocabulary = read_vocabulary(path)
-            if len(vocabulary.ids) != settings.draft_vocab_size or vocabulary.vocab_size != len(counts):
-                raise TrainingError(
-                    f"{path} holds {len(vocabulary.ids)} of {vocabulary.vocab_size} tokens, the run wants "
-                    f"{settings.draft_vocab_size} of {len(counts)}; resume with the settings of the run"
-                )
-            return vocabulary
-        vocabulary = build_vocabulary(counts, settings.draft_vocab_size)
-        if self.processes.is_main_process:
-            settings.out.mkdir(parents=True, exist_ok=True)
-            vocabulary.save(path)
-        return vocabulary
+            set_vocabulary(drafter, self.target, build_vocabulary(counts, self.settings.draft_vocab_size))
+        return coverage(counts, drafter.draft_ids)
 
 
 def _split(conversations: list[Conversation], seed: int) -> tuple[list[Conversation], list[Conversation]]:
@@ -300,13 +268,12 @@ def writing_of(settings: TrainingSettings) -> RegenerationSettings:
     )
 
 
-def set_vocabulary(drafter: Eagle31Drafter, target: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
-    """Give the head of a fresh drafter the target's own rows for the draft vocabulary."""
-    if len(vocabulary.ids) < drafter.config.vocab_size:
-        drafter.d2t.copy_(vocabulary.d2t)
+def set_vocabulary(drafter: Eagle31Drafter, target: PreTrainedModel, draft_ids: Tensor) -> None:
+    """Give the head of a fresh drafter the target's own rows for these ids `(Vd,)`."""
+    if len(draft_ids) < drafter.config.vocab_size:
+        drafter.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
         drafter._draft_ids = None
-    head = target.get_output_embeddings()
-    weight: Any = head.weight  # type: ignore[union-attr]
+    weight: Any = target.get_output_embeddings().weight  # type: ignore[union-attr]
     if drafter.lm_head is not None and weight.is_floating_point():
         with torch.no_grad():
-            drafter.lm_head.weight.copy_(weight[vocabulary.ids.to(weight.device)])
+            drafter.lm_head.weight.copy_(weight[draft_ids.to(weight.device)])

@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 
-from .data import VOCABULARY_FILE
 from .progress import say
 from .trainer import last_checkpoint
 
@@ -46,10 +45,9 @@ def _lines(folder: Path, names: str) -> int:
 
 
 def remove_run(out: Path) -> None:
-    """Remove texts, vocabulary and checkpoints that an earlier run has left in its folder."""
+    """Remove texts and checkpoints that an earlier run has left in its folder."""
     for folder in (out / "data", *out.glob("stage*")):
         shutil.rmtree(folder, ignore_errors=True)
-    (out / VOCABULARY_FILE).unlink(missing_ok=True)
 
 
 class StopRequest(TrainerCallback):

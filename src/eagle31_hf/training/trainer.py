@@ -247,6 +247,7 @@ def copy_weights(folder: Path, drafter: Eagle31Drafter) -> None:
         )
     for name, tensor in stored.items():
         own[name].copy_(tensor)  # views of the fused parameters
+    drafter._draft_ids = None  # the head's rows are those of the vocabulary it was trained with
 
 
 def last_checkpoint(folder: Path) -> Path | None:
