@@ -12,17 +12,17 @@ import typer
 from ..compiled.captured import CAPTURES
 from ..decoding.kept_graphs import kept_packages
 from ..errors import ConfigurationError, removal
-from ..measure.bench import Bench, BenchSettings, Task, all_methods
+from ..measure.bench import BenchSettings, Task, all_methods
 from ..measure.origin import origin
 from ..measure.plots import plot_bench
 from ..measure.results import summarise
 from ..measure.tables import bench_parts
 from ..texts.prompts import embedded_prompts, read_prompts
+from .generate import measure_in_turns
 from .option_groups import expand_options, option
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 from .pairs import Drafting, LoadedPair, PairSource, encode, load_pair
 from .plan import print_decision
-from .progress import progress_bar
 from .terminal import conditions_line
 
 
@@ -98,10 +98,10 @@ def bench(
         seed=options.seed,
     )
     tasks = [Task(prompt, encode(loaded, prompt.opening)["input_ids"][0]) for prompt in prompts]
-    with progress_bar(console) as advance:
-        measured = Bench(loaded.drafter, tasks, settings, on_share=advance).run()
+    measured = measure_in_turns(console, loaded, tasks, settings)
     result, made_by = summarise(measured), origin(loaded.drafter.binding)
-    names = {"target": loaded.name, "drafter": source.drafter or "the embedded drafter"}
+    usual = "the target's own head" if source.target else "the embedded drafter"
+    names = {"target": loaded.name, "drafter": source.drafter or usual}
     write_json(json_path, {**made_by, **names, **result.to_dict(price_per_hour)})  # before a picture can fail
     console.print(conditions_line(measured, made_by))
     for part in bench_parts(result, price_per_hour):

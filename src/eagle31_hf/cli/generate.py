@@ -16,7 +16,7 @@ from ..decoding.kept_graphs import kept_packages
 from ..decoding.pair import Pair
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
-from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Task, pair_methods
+from ..measure.bench import FEWEST_NEW_TOKENS, Bench, BenchSettings, Measured, Task, pair_methods
 from ..measure.origin import origin
 from ..measure.results import summarise
 from ..measure.tables import bench_notes, speed_table
@@ -166,6 +166,18 @@ def _stream(console: Console, pair: LoadedPair, task: Task, shown: Shown) -> Non
     target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=pair.drafter, **how)
 
 
+def measure_in_turns(console: Console, pair: LoadedPair, tasks: Sequence[Task], settings: BenchSettings) -> Measured:
+    """All calls of the settings; the console is told what takes its time."""
+    if any(method.by_graphs for method in settings.methods):
+        console.print("Compiling what no earlier run has left: minutes the first time, nothing the second.")
+    with progress_bar(console) as advance:
+
+        def made(count: int, of: int) -> None:
+            console.print(f"  graph {count} of {of} compiled", style="dim")
+
+        return Bench(pair.drafter, tasks, settings, on_share=advance, on_made=made).run()
+
+
 def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: Shown) -> dict[str, Any]:
     settings = BenchSettings(
         pair_methods(by_graphs=shown.compiled),
@@ -174,14 +186,7 @@ def _measure(console: Console, pair: LoadedPair, tasks: Sequence[Task], shown: S
         repeats=REPEATS,
     )
     console.print()
-    if shown.compiled:
-        console.print("Compiling what no earlier run has left: a minute or two the first time, nothing the second.")
-    with progress_bar(console) as advance:
-
-        def made(count: int, of: int) -> None:
-            console.print(f"  graph {count} of {of} compiled", style="dim")
-
-        measured = Bench(pair.eagle, tasks, settings, on_share=advance, on_made=made).run()
+    measured = measure_in_turns(console, pair, tasks, settings)
     result = summarise(measured)
     console.print(terminal.conditions_line(measured, origin(pair.eagle.binding)))
     console.print(speed_table(result.methods))
