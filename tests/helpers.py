@@ -31,7 +31,7 @@ from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
-from eagle31_hf.generation import own_loop
+from eagle31_hf.generation import own
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.trees.draft_tree import DraftTree
@@ -237,7 +237,7 @@ def switching_policies() -> Iterator[list[SwitchingPolicy]]:
         made.append(SwitchingPolicy(settings.shape, seed=len(made)))
         return made[-1]
 
-    with mock.patch.object(own_loop, "choose_policy", choose):
+    with mock.patch.object(own, "choose_policy", choose):
         yield made
 
 

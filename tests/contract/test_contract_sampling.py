@@ -185,7 +185,7 @@ def test_random_numbers_that_a_streamer_takes_are_told() -> None:
 
 
 def test_noise_that_is_unknown_goes_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle31_hf.generation.routing.why_noise_is_unknown", lambda device: f"dice of {device}")
+    monkeypatch.setattr("eagle31_hf.generation.routes.why_noise_is_unknown", lambda device: f"dice of {device}")
     batch = batch_of("llama", 1, **SAMPLED["bare"])
     ours = greedy("llama", batch.inputs, **SAMPLED["bare"], assistant_model=drafter_of("llama"))
     assert torch.equal(ours, batch.plain)

@@ -22,7 +22,7 @@ from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.drafting.lookup import NOTHING
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.generation import own_loop
+from eagle31_hf.generation import own
 from eagle31_hf.generation_config import LONGEST_CHAIN
 from eagle31_hf.trees.draft_tree import DraftTree
 from helpers import (
@@ -241,9 +241,9 @@ def test_a_text_that_repeats_itself_is_drafted_from() -> None:
 
 def test_uncalibrated_drafts_are_those_of_before() -> None:
     seen: list[Any] = []
-    choose = own_loop.choose_policy
+    choose = own.choose_policy
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_loop, "choose_policy", lambda *told: seen.append(choose(*told)) or seen[-1])
+        patch.setattr(own, "choose_policy", lambda *told: seen.append(choose(*told)) or seen[-1])
         for schedule in ("constant", "calibrated", "pid", "heuristic"):
             with configured(drafter_of("llama"), num_assistant_tokens_schedule=schedule):
                 write(1)
@@ -343,7 +343,7 @@ def test_what_a_rest_passed_over_is_read_at_once(rows: int, acceleration: str) -
         reads.clear()
         with (
             configured(drafter_of("llama"), num_assistant_tokens=3, acceleration=acceleration),
-            mock.patch.object(own_loop, "choose_policy", side_effect=lambda *_: RestsTwelveRounds()),
+            mock.patch.object(own, "choose_policy", side_effect=lambda *_: RestsTwelveRounds()),
             mock.patch.object(DraftSession, "_absorb", counting(DraftSession._absorb, reads)),
             wrapped_rounds(Watching),
         ):

@@ -24,7 +24,7 @@ from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter import propose
 from eagle31_hf.drafting.plan import DraftPlan
-from eagle31_hf.generation import own_loop
+from eagle31_hf.generation import own
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.shape import DraftShape
 
@@ -89,7 +89,7 @@ def record(target, eagle, inputs) -> dict[str, list]:
     plan = DraftPlan(DraftShape(depth=LONGEST, min_confidence=1e-12))
     with (
         mock.patch.object(decoder, "make_round", recording),
-        mock.patch.object(own_loop, "choose_policy", return_value=InTurn(plan)),
+        mock.patch.object(own, "choose_policy", return_value=InTurn(plan)),
     ):
         out = target.generate(
             **inputs, max_new_tokens=160, eos_token_id=None, pad_token_id=0, do_sample=False, assistant_model=eagle

@@ -16,7 +16,7 @@ import transformers as hf
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import target_path as demo_target_path
 from eagle31_hf.errors import CheckpointNotFoundError, IncompatibleTargetError, UnsupportedGenerationError
-from eagle31_hf.generation.named_assistants import KEPT_AT
+from eagle31_hf.generation.hooks import KEPT_AT
 from helpers import CONFIGS, DEMO_DRAFTER, demo_tokenizer, left_padded, prompts_for, random_drafter, random_target
 
 pytestmark = pytest.mark.contract
@@ -32,7 +32,7 @@ def write(target: Any, **kwargs: Any) -> Any:
     return target.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0, **kwargs)
 
 
-@pytest.mark.parametrize("layout", ["plain", "specforge", "speculators", "torchspec"])
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
 @pytest.mark.parametrize("kind", [str, Path])
 def test_generate_takes_the_name_of_a_drafter(target: Any, tmp_path: Path, layout: str, kind: type) -> None:
     random_drafter(target).save_pretrained(tmp_path, format=layout)

@@ -19,7 +19,7 @@ from eagle31_hf.decoding.eager_round import EagerRound
 from eagle31_hf.decoding.memory_ladder import FallbackStep
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.errors import UnsupportedGenerationError
-from eagle31_hf.generation import continuation, model_inputs
+from eagle31_hf.generation import continuation, routes
 from eagle31_hf.target.prompt_forward import PromptForward
 from families import GPT_2, IDS, IMAGE, SEEING_FAMILIES, VIDEO, hearing_inputs, hearing_model, picture_of
 from helpers import configured, left_padded, oracle_drafts, random_drafter, random_prompts, random_target
@@ -164,7 +164,7 @@ def test_new_pictures_behind_a_cache_are_plains_business() -> None:
 
 def test_an_input_that_no_test_knows_goes_by_another_loop_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, drafter = pair("qwen3_vl")
-    monkeypatch.setattr(model_inputs, "READ_WITH_THE_PROMPT", {"pixel_values", "mm_encoder_outputs"})
+    monkeypatch.setattr(routes, "READ_WITH_THE_PROMPT", {"pixel_values", "mm_encoder_outputs"})
     for rows, loop in ((1, "plain"), (3, "plain")):
         inputs = SEEING_FAMILIES["qwen3_vl"].inputs(1, rows)
         assert torch.equal(greedy(model, inputs, assistant_model=drafter), greedy(model, inputs))

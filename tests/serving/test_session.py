@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.errors import ConfigurationError
-from eagle31_hf.generation import routing
+from eagle31_hf.generation import routes
 from eagle31_hf.serving.prompts import encode_chat
 from eagle31_hf.serving.session import ChatSession
 from helpers import GROUPED, random_drafter, random_target
@@ -141,7 +141,7 @@ def test_a_pair_that_our_loop_cannot_serve_carries_no_cache(pair, monkeypatch):
 
 def test_drawn_answers_that_another_loop_writes_get_no_cache_of_another_history(pair, session, monkeypatch):
     """Plain decoding believes a cache, and after `undo` it holds what is no longer said."""
-    monkeypatch.setattr(routing, "why_noise_is_unknown", lambda device: "tried in a test")
+    monkeypatch.setattr(routes, "why_noise_is_unknown", lambda device: "tried in a test")
     session.ask(USER_TURNS[0])
     session.set_temperature(1.0)
     for turn in (USER_TURNS[1], "How about eight?"):

@@ -17,7 +17,7 @@ from ..drafter.session import DraftSession, positions_read_at_once
 from ..generation_config import DraftLength
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from .draft_length import draft_length
+from .call import draft_length
 
 
 class Eagle31CandidateGenerator(CandidateGenerator):

@@ -23,8 +23,7 @@ from ..target.self_test import probe_tokens, tolerance
 from ..target.state_test import logits_error
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree, ancestors_from_parents
-from .call import Call
-from .model_inputs import beside_tokens, left_padding, prompt_forward
+from .call import Call, beside_tokens, left_padding, prompt_forward
 
 
 def why_not_continued(call: Call) -> str | None:

@@ -1,35 +1,43 @@
 """How `model.generate(..., assistant_model=eagle)` reaches our loops.
 
 `generate` prepares processors, criteria, streamer and masks, then calls the class's `_assisted_decoding`. We wrap that
-method on `GenerationMixin`, and two it calls on the way: a drafter of ours is served here (`routing` says by which
-loop), any other assistant goes on to transformers. An assistant given by name is loaded first (`named_assistants`).
+method on `GenerationMixin`, and two it calls on the way: a drafter of ours is served here (`routes` says by which
+loop), any other assistant goes on to transformers. An assistant given by name, a folder or
+Hub id, is loaded first, once: transformers takes names in `pipeline` alone, and would read a drafter there as a small
+model of the target's family, with weights it makes up for those that are missing.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
+from transformers.pipelines import base as pipelines
 
-from ..drafter.assistant import Assistant
+from ..checkpoints import holds_drafter
+from ..drafter.assistant import Assistant, NotCopiedDict
+from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
 from ..memory.allocator import advise_once
 from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
-from .call import Call
-from .draft_length import remember_draft_tokens
-from .named_assistants import load_named_assistant, teach_pipelines
-from .own_loop import LeftToPlain, write_own
+from .call import Call, remember_draft_tokens
+from .own import LeftToPlain, write_own
 from .plain import write_plain
-from .refusals import check_before_work
-from .routing import ASKED_FOR, Route, choose_route, not_served
+from .routes import ASKED_FOR, Route, check_before_work, choose_route, not_served
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
+
+KEPT_AT = "_eagle31_named_drafters"
+"""Where a target keeps its drafters by name, so that they go when it goes. A copy of the target has none."""
+_loading_one = threading.Lock()
 
 
 def install() -> None:
@@ -131,3 +139,49 @@ def _compare_with_plan(call: Call, stats: SpeculationStats) -> None:
         if why not in _logged:
             _logged.add(why)
             logger.warning("eagle31: %s; if memory runs out, drafts get shorter first", why)
+
+
+# --- assistants given by name -----------------------------------------------------------------------------------------
+
+
+def load_named_assistant(model: Any, generation_mode_kwargs: dict[str, Any]) -> None:
+    """Put the drafter in the place of its name, where `generate` got one.
+
+    Raises:
+        UnsupportedGenerationError: another kind of model lies there.
+        CheckpointError, IncompatibleTargetError: as `Eagle31Drafter.from_pretrained`.
+    """
+    name = generation_mode_kwargs.get("assistant_model")
+    if not isinstance(name, (str, os.PathLike)):
+        return
+    if not holds_drafter(name):
+        raise UnsupportedGenerationError(
+            f"assistant_model={os.fspath(name)!r} is a name, and what it names is no EAGLE-3 or EAGLE 3.1 drafter; to "
+            f"use another kind of assistant pass the model itself: AutoModelForCausalLM.from_pretrained("
+            f"{os.fspath(name)!r})"
+        )
+    generation_mode_kwargs["assistant_model"] = drafter_called(name, model)
+
+
+def drafter_called(name: str | os.PathLike[str], model: Any) -> Eagle31Drafter:
+    """The drafter of that name, attached to `model`; loaded at the first call."""
+    key = os.fspath(name)
+    with _loading_one:
+        drafters: dict[str, Eagle31Drafter] = vars(model).setdefault(KEPT_AT, NotCopiedDict())
+        if key not in drafters:
+            drafters[key] = Eagle31Drafter.from_pretrained(key, target=model)
+        return drafters[key]
+
+
+def teach_pipelines() -> None:
+    """Let `pipeline(..., assistant_model="name")` load a drafter as one."""
+    pipelines.load_assistant_model = _loading(pipelines.load_assistant_model)
+
+
+def _loading(stock: Callable) -> Callable:
+    def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
+        if isinstance(assistant_model, (str, os.PathLike)) and model.can_generate() and holds_drafter(assistant_model):
+            return drafter_called(assistant_model, model), None
+        return stock(model, assistant_model, assistant_tokenizer)
+
+    return load_assistant_model

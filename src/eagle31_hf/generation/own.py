@@ -24,11 +24,8 @@ from ..sampling.callers_code import CallersCode, NotFollowedError
 from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
-from .begun_again import asked_ahead, begun_again
-from .call import Call
-from .draft_length import draft_length
-from .model_inputs import left_padding, prompt_forward
-from .output import SpeculativeOutput
+from .call import Call, SpeculativeOutput, draft_length, left_padding, prompt_forward
+from .plain import asked_ahead, begun_again
 from .warm_up import warm_up_for
 
 
