@@ -126,6 +126,11 @@ REMOVED_IN_0_2 = {
     "cache_type fp8": "int8 takes the same bytes and comes closer; use cache_type='int8'",
     "target FILE.gguf": "transformers unpacks it to four times its bytes; name the model's folder or Hub id, and "
     "pack it while loading (--quantization 4bit)",
+    "chat /save": "redirect the output into a file, or use ChatSession.turns from Python",
+    "chat /load": "set ChatSession.turns from Python",
+    "chat /plan": "`eagle31 plan` prints it, as `chat --memory auto` does at its start",
+    "chat /colour": "start with --no-colour",
+    "chat /thoughts": "start with --thoughts",
     "guided_grammar in GBNF": "write the grammar in Lark's notation: start: ...",
     "train --loss": "cross-entropy was never worse than the other losses; leave the option out",
     "train --step-decay": "each step weighs 0.8 of the one before; leave the option out",

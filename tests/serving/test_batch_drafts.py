@@ -141,19 +141,6 @@ def test_a_text_that_joins_is_judged_soon(pair) -> None:
         assert drafted(drafts, 2, right=0, rounds=1) == [4]
 
 
-def test_a_text_by_itself_is_drafted_alike_whatever_came_before_and_what_others_taught_is_kept(pair) -> None:
-    with measured(CHEAP_DRAFTS), configured(pair.drafter, num_assistant_tokens=4):
-        drafts = BatchDrafts(pair.drafter)
-        drafts.text_joins(by_itself=True)
-        first = drafted(drafts, 1, right=2, rounds=30)
-        drafts.text_joins()
-        drafted(drafts, 2, right=0, rounds=120)  # others teach that nothing is ever right
-        drafts.text_joins(by_itself=True)
-        assert drafted(drafts, 1, right=2, rounds=30) == first
-        drafts.text_joins()
-        assert drafted(drafts, 2, right=0, rounds=4) == [0] * 4
-
-
 def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:
     with measured(CHEAP_DRAFTS), configured(pair.drafter, num_assistant_tokens=4):
         batch = TextBatch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)

@@ -10,9 +10,8 @@ import openai
 import pytest
 from test_server_interrupted import wait_until
 
-from eagle31_hf.serving.front_page import ADDRESSES, ELSEWHERE
 from eagle31_hf.serving.request_log import logger
-from loopback import MODEL, QUESTION, chat, error_of, serving
+from loopback import MODEL, QUESTION, chat, error_of
 
 SECRET = "hunter2"
 
@@ -61,32 +60,3 @@ def test_a_line_holds_no_line_ends_of_a_clients(served, lines):
     httpx2.get(f"{served.url}/x%0Ay")
     httpx2.post(f"{served.url}/v1/completions", json={"a\nb": 1, "model": MODEL, "prompt": "x"})
     assert [line.count("\n") for line in lines()] == [0, 0, 0]
-
-
-def test_a_page_says_what_runs_here_and_loads_nothing(served, client):
-    told = httpx2.get(served.url)
-    assert (told.status_code, told.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    for wanted in (MODEL, f"{served.url}/v1", "512 tokens", *(path for _, path, _ in ADDRESSES)):
-        assert wanted in told.text
-    assert not re.search(r"src=|<script|<link|@import", told.text)
-    for method, path, _ in ADDRESSES:
-        assert httpx2.request(method, served.url + path).status_code in (200, 415), "it is there"
-
-
-def test_the_page_of_a_locked_server_says_so_and_holds_no_key(pair):
-    with serving(pair, api_key="sesame") as locked:
-        told = httpx2.get(locked.url).text
-    assert "Authorization: Bearer $EAGLE31_API_KEY" in told
-    assert "sesame" not in told
-
-
-@pytest.mark.parametrize("path", list(ELSEWHERE))
-def test_addresses_of_other_apis_say_what_to_ask_instead(served, path):
-    told = httpx2.post(served.url + path, json={})
-    assert told.status_code == 404
-    assert told.json()["error"]["message"] == f"{path} is not served here: {ELSEWHERE[path]}"
-
-
-def test_responses_of_the_openai_client_are_told_of_chats(client):
-    with pytest.raises(openai.NotFoundError, match=r"client\.chat\.completions\.create"):
-        client.responses.create(model=MODEL, input="Hello")

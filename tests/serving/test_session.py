@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -89,37 +87,6 @@ def test_a_system_prompt_and_a_temperature_count_from_the_next_answer_on(pair, s
     session.ask("And now?")
     with pytest.raises(ConfigurationError, match="from 0"):
         session.set_temperature(-1)
-
-
-def test_a_conversation_is_saved_and_gone_on_with(pair, session, tmp_path):
-    session.system = "You are brief."
-    session.ask(USER_TURNS[0])
-    session.save(tmp_path / "chat.json")
-    other = ChatSession(pair.target, pair.drafter, pair.tokenizer, max_new_tokens=40)
-    other.load(tmp_path / "chat.json")
-    assert other.messages == session.messages
-    assert other.ask(USER_TURNS[1]).content == session.ask(USER_TURNS[1]).content
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        '{"messages": 3}',
-        '{"messages": [{"role": "user"}]}',
-        '{"messages": [{"role": "user", "content": "x"}]}',
-        '{"messages": [{"role": "wizard", "content": "x"}, {"role": "assistant", "content": "y"}]}',
-    ],
-)
-def test_what_is_no_conversation_is_refused_and_the_present_one_kept(session, tmp_path, content):
-    session.ask(USER_TURNS[0])
-    before = json.dumps(session.messages)
-    path = tmp_path / "chat.json"
-    path.write_text(content)
-    with pytest.raises(ConfigurationError, match=r"chat\.json"):
-        session.load(path)
-    assert json.dumps(session.messages) == before
 
 
 def test_a_conversation_that_is_full_says_so_and_stays_as_it_was(pair):

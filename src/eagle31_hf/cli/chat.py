@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,12 +17,12 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigurationError, Eagle31Error
+from ..errors import ConfigurationError, Eagle31Error, removal
 from ..serving.session import Answer, ChatSession, Piece
 from . import terminal
 from .option_groups import expand_options
 from .options import WIDTH, TracebackOption, error_line, make_console, readable_errors
-from .pairs import Drafting, LoadedPair, PairSource, load_pair
+from .pairs import Drafting, PairSource, load_pair
 from .plan import print_decision
 from .wrapped_writer import WrappedWriter
 
@@ -62,7 +61,7 @@ def chat(
         context=None if pair.plan is None else pair.plan.settings.context,
     )
     console.print(f"{pair.described}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
-    Chat(console, session, pair, colour=colour, thoughts=thoughts).run(read)
+    Chat(console, session, colour=colour, thoughts=thoughts).run(read)
 
 
 class Leave(Exception):
@@ -74,13 +73,12 @@ class Chat:
 
     Args:
         session: the conversation.
-        pair: whose plan `/plan` shows.
         colour: mark tokens that were drafted and accepted.
         thoughts: show thoughts instead of folding them.
     """
 
-    def __init__(self, console: Console, session: ChatSession, pair: LoadedPair, *, colour: bool, thoughts: bool):
-        self.console, self.session, self.pair = console, session, pair
+    def __init__(self, console: Console, session: ChatSession, *, colour: bool, thoughts: bool):
+        self.console, self.session = console, session
         self.colours, self.thinking = colour, thoughts
 
     def run(self, read: Callable[[], str]) -> None:
@@ -108,6 +106,8 @@ class Chat:
             return
         name, _, rest = line.partition(" ")
         found = [name] if name in COMMANDS else [command for command in COMMANDS if command.startswith(name)]
+        if removed := removal(f"chat {name}"):
+            raise ConfigurationError(removed)
         if len(found) != 1:
             raise ConfigurationError(f"got {name}; wanted one of {', '.join(found or COMMANDS)}")
         COMMANDS[found[0]](self, rest.strip())
@@ -156,24 +156,6 @@ class Chat:
             raise ConfigurationError("nothing has been answered yet")
         self.console.print(str(self.session.answers[-1].stats), style="dim", markup=False)
 
-    def plan(self, _rest: str) -> None:
-        """the memory plan this chat keeps to"""
-        if self.pair.plan is None:
-            raise ConfigurationError("no plan was asked for; start with --memory auto")
-        print_decision(self.console, self.pair.plan)
-
-    def save(self, rest: str) -> None:
-        """FILE: write the conversation as JSON"""
-        path = _path_in(rest)
-        self.session.save(path)
-        self.console.print(f"written to {path}", style="dim", markup=False)
-
-    def load(self, rest: str) -> None:
-        """FILE: go on with a saved conversation"""
-        self.session.load(_path_in(rest))
-        for message in self.session.messages:
-            self.console.print(f"{message['role']}: {message['content']}", style="dim", markup=False)
-
     def temperature(self, rest: str) -> None:
         """NUMBER: 0 is greedy (nothing: show it)"""
         if rest:
@@ -183,22 +165,12 @@ class Chat:
                 raise ConfigurationError(f"got temperature {rest!r}; wanted a number from 0 (greedy) to 5") from error
         self.console.print(f"temperature {self.session.temperature:g}", style="dim")
 
-    def colour(self, _rest: str) -> None:
-        """colour drafted and accepted tokens, or not"""
-        self.colours = not self.colours
-        self.console.print(terminal.legend() if self.colours else Text("no colours", style="dim"))
-
-    def thoughts(self, _rest: str) -> None:
-        """show what a thinking model thinks, or fold it"""
-        self.thinking = not self.thinking
-        self.console.print("thoughts are shown" if self.thinking else "thoughts are folded", style="dim")
-
     def quit(self, _rest: str) -> None:
         """leave"""
         raise Leave
 
 
-NAMES = "help system reset undo retry stats plan save load temperature colour thoughts quit"
+NAMES = "help system reset undo retry stats temperature quit"
 COMMANDS: dict[str, Callable[[Chat, str], None]] = {f"/{name}": getattr(Chat, name) for name in NAMES.split()}
 
 
@@ -245,7 +217,7 @@ class _AnswerView:
             self._thinking = None
         elif self._folded:
             self._console.control(ERASE_LINE)
-            self._console.print(f"{LABEL}thought {self._folded} words (/thoughts shows them)", style=THOUGHT_STYLE)
+            self._console.print(f"{LABEL}thought {self._folded} words (--thoughts shows them)", style=THOUGHT_STYLE)
             self._folded = 0
 
 
@@ -305,13 +277,6 @@ def _keys_unseen() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-
-
-def _path_in(rest: str) -> Path:
-    words = shlex.split(rest)
-    if len(words) != 1:
-        raise ConfigurationError(f"got {rest!r}; wanted one file name")
-    return Path(words[0]).expanduser()
 
 
 def _reader() -> Callable[[], str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -24,7 +24,6 @@ from .answers import ChatWriter, CompletionWriter
 from .api_errors import ApiError
 from .calls import CallTranslator
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
-from .front_page import ELSEWHERE, front_page
 from .metrics import ServerMetrics
 from .request_log import MOST_NAMED, IgnoredFields, log_answer, log_error, printable
 from .requests import TextEvent, TextRequest, TextUsage
@@ -72,9 +71,6 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         app.add_api_route(path, handler, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", server.models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"], response_model=None)
-    for path in ELSEWHERE:
-        app.add_api_route(path, server.elsewhere, methods=["GET", "POST"], response_model=None)
-    app.add_api_route("/", server.front, methods=["GET"], response_model=None)
     app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", server.metrics, methods=["GET"], response_model=None)
     if settings.allow_origins:
@@ -108,27 +104,6 @@ class _Server:
             "waiting": self.engine.waiting,
         }
         return JSONResponse(told, status_code=200 if alive else 503)
-
-    async def front(self, request: Request) -> Response:
-        """A page for people."""
-        engine = self.engine
-        facts = {
-            "texts at once": f"{engine.settings.max_rows}; now {engine.running}, and {engine.waiting} waiting",
-            "longest text": f"{engine.settings.context:,} tokens, prompt and answer",
-            "tokens a pass": f"{engine.batch.stats.acceptance_length:.2f}" if engine.batch.stats.rounds else "none yet",
-        }
-        page = front_page(
-            model=self.settings.model,
-            base=str(request.base_url).rstrip("/"),
-            facts=facts,
-            needs_key=self.settings.api_key is not None,
-        )
-        return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"})
-
-    async def elsewhere(self, request: Request) -> Response:
-        """An address of another API."""
-        path = request.url.path
-        raise ApiError(f"{path} is not served here: {ELSEWHERE[path]}", status=404, code="unsupported_endpoint")
 
     async def metrics(self, request: Request) -> Response:
         self._check_key(request)
@@ -348,7 +323,7 @@ async def _disconnected(request: Request) -> None:
 
 def _address_meant(request: Request) -> str:
     """`"; did you mean /v1/…?"` for the address whose spelling is nearest, or nothing."""
-    paths = [route.path for route in request.app.routes if isinstance(route, APIRoute) and route.path not in ELSEWHERE]
+    paths = [route.path for route in request.app.routes if isinstance(route, APIRoute)]
     close = get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +35,6 @@ from .requests import TextEvent, TextRequest
 from .written_text import NO_TOKEN, WrittenText, logprobs_of
 
 logger = logging.getLogger(__name__)
-
-
-class HeldRow(NamedTuple):
-    """Tokens that a row of the caches holds; `even` first ones of them were read in whole pieces."""
-
-    tokens: list[int]
-    even: int
 
 
 class TextBatch:
@@ -73,8 +66,7 @@ class TextBatch:
         self.rounds = make_round(drafter, self.caches, self._rows, self.clock, compiled=maker is not None)
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
-        self._parked: dict[int, HeldRow] = {}  # by place
-        self._is_exact = self.binding.compute_dtype == torch.float32
+        self._parked: dict[int, list[int]] = {}  # tokens by place
 
     @property
     def num_bytes(self) -> int:
@@ -86,9 +78,8 @@ class TextBatch:
     def begin(self, text: WrittenText) -> int:
         """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
         self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
-        place, length, even = self._longest_shared(text.request)
+        place, length = self._longest_shared(text.request)
         text.usage = replace(text.usage, cached_tokens=length)
-        text.even_tokens = min(even, self._whole_pieces(length))
         return self._reader.begin(text, place, length)
 
     def read(self, num_tokens: int) -> None:
@@ -100,38 +91,26 @@ class TextBatch:
         """The prompt has been read: its text is written from the next round on."""
         self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
         self.caches.join(self._reading)
-        text = self._reader.text
-        self.texts.append(text)
-        self.drafts.text_joins(by_itself=text.request.is_repeatable and len(self.texts) == 1)
+        self.texts.append(self._reader.text)
+        self.drafts.text_joins()
 
     def drop_reading(self) -> None:
         """Forget the prompt that is being read."""
         self._reader.wipe()
 
-    def _longest_shared(self, request: TextRequest) -> tuple[int, int, int]:
-        """The row to resume from: its place, how many of its tokens (0 for none), and how many of it were read evenly.
+    def _longest_shared(self, request: TextRequest) -> tuple[int, int]:
+        """The row to resume from: its place, and how many of its tokens (0 for none).
 
         One token less than the two share, since the drafter has joined each position with the token after it; and the
         prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
-
-        In half precision a token's keys and values depend a little on how many were computed together. So a text that
-        shall be written alike again is resumed behind whole pieces alone, which would be read the same way again.
         """
-        prompt, best = request.prompt, (0, 0, 0)
-        rows = {place: HeldRow(text.tokens, text.even_tokens) for place, text in enumerate(self.texts)}
-        for place, (tokens, even) in (rows | self._parked).items():
+        prompt, best = request.prompt, (0, 0)
+        rows = {place: text.tokens for place, text in enumerate(self.texts)}
+        for place, tokens in (rows | self._parked).items():
             length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
-            if request.is_repeatable and not self._is_exact:
-                length = min(even, self._whole_pieces(length))
-            if length > best[1]:
-                if not self.caches.can_resume(place, length):
-                    continue
-                best = (place, length, even)
+            if length > best[1] and self.caches.can_resume(place, length):
+                best = (place, length)
         return best
-
-    def _whole_pieces(self, length: int) -> int:
-        """How many of so many tokens lie in whole pieces of a prompt that is read from its beginning."""
-        return length // self.prefill_chunk * self.prefill_chunk
 
     # --- a round -------------------------------------------------------------------------------------------------
 
@@ -169,7 +148,7 @@ class TextBatch:
             self.caches.catch_up()
             self.caches.wipe_row(place)
         parked = self.caches.leave(place)
-        self._parked[parked] = HeldRow(text.tokens, text.even_tokens) if trusted else HeldRow([], 0)
+        self._parked[parked] = text.tokens if trusted else []
         self.texts[place] = self.texts[-1]
         self.texts.pop()
 

@@ -58,7 +58,7 @@ class BatchLookups:
         largest = DraftShape(self.longest if remaining > 1 else 0)
         return self._policy.next_draft(RoundState(largest, range(rows), self._texts, remaining))
 
-    def text_joins(self, *, by_itself: bool = False) -> None:
+    def text_joins(self) -> None:
         """Nothing changes for the others."""
 
     def record_hindsight(self, hindsight: Hindsight) -> None:
@@ -89,7 +89,6 @@ class BatchDrafts:
         self._rows = 0
         self._controller: DraftController | None = None
         self._policy: DraftPolicy = DraftBackoff()
-        self._shared: tuple[DraftController | None, DraftPolicy] | None = None  # while a text is drafted by itself
 
     def length(self, rows: int) -> DraftLength:
         """Of the longest chain for so many rows, and the doubt that ends it earlier."""
@@ -112,20 +111,9 @@ class BatchDrafts:
         depth = min(plan.shape.depth, largest.depth)
         return plan if plan.skips else DraftPlan(DraftShape(depth, min_confidence=length.min_confidence))
 
-    def text_joins(self, *, by_itself: bool = False) -> None:
-        """Another text may be of another kind: what the others have shown is soon looked at again.
-
-        Args:
-            by_itself: what other texts have shown does not count, as long as nobody joins: the same text is then
-                drafted in rounds of the same widths again, on which half precision's rounding depends.
-        """
-        if self._shared is not None:
-            self._controller, self._policy = self._shared
-            self._shared, self._rows = None, 0
-        if by_itself and self._controller is not None:
-            self._shared = (self._controller, self._policy)
-            self._controller, self._rows = None, 0
-        elif self._controller is None:
+    def text_joins(self) -> None:
+        """Another text may be of another kind: what the others have shown is soon looked at again."""
+        if self._controller is None:
             self._policy = DraftBackoff()
         else:
             self._controller.guard.shorten_rest()

@@ -29,7 +29,7 @@ class PromptReader:
         self.cache, self.session = caches.target, caches.drafter
         self._chunks = ChunkedPrefill(self.binding, self.cache, self.session)
         self._reading: PrefillState | None = None
-        self._start = self._position = 0  # of what is read, in the prompt; within what is read
+        self._position = 0  # within what is read
         self._text: WrittenText | None = None
 
     @property
@@ -40,7 +40,7 @@ class PromptReader:
     def begin(self, text: WrittenText, place: int, length: int) -> int:
         """Start behind the first `length` tokens of the row at `place`. Returns how many are left to read."""
         self.reset()
-        self._text, self._start = text, length
+        self._text = text
         if length:
             self.pools.resume(self.caches, place, length)
         rest = list(text.request.prompt[length:])
@@ -55,16 +55,10 @@ class PromptReader:
         while self._position < end:
             stop = min(end, self._position + self.piece)
             self._chunks.read_columns(self._reading, self._position, stop)
-            self._note_piece(self._start + self._position, stop - self._position)
             self._position = stop
         last = self._reading.last_logits[0]
         if last is not None and bool(last.isnan().any()):
             raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
-
-    def _note_piece(self, start: int, length: int) -> None:
-        """So many tokens from `start` on were read together."""
-        if start == self.text.even_tokens and length == self.piece:
-            self.text.even_tokens += length
 
     def wipe(self) -> None:
         """Forget what was read, which may be no numbers, and leave nothing of it."""

@@ -79,11 +79,6 @@ class TextRequest:
         """Tokens that end the text, of a target whose own are `eos_ids`."""
         return self.stop_token_ids | (frozenset() if self.ignore_eos else eos_ids)
 
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether the client wants the same text again: it has given a seed."""
-        return self.sampling.seed is not None
-
 
 @dataclass(frozen=True)
 class TokenLogprob:

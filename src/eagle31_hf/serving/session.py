@@ -6,11 +6,9 @@ After `undo` or `retry` they are cut back to where the texts part.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,42 +223,6 @@ class ChatSession:
         """
         self.temperature = _checked_temperature(temperature)
 
-    def save(self, path: Path) -> None:
-        """Write the conversation as JSON.
-
-        Raises:
-            ConfigurationError: the file cannot be written.
-        """
-        try:
-            path.write_text(json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {str(path)!r}: {error}") from error
-
-    def load(self, path: Path) -> None:
-        """Go on with a conversation that was saved; the present one is dropped.
-
-        Raises:
-            ConfigurationError: the file cannot be read or holds no conversation. The present one is kept.
-        """
-        try:
-            told = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
-        messages = told.get("messages") if isinstance(told, dict) else None
-        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-            raise ConfigurationError(
-                f'{str(path)!r} holds no conversation; wanted {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
-            )
-        turns = [message for message in messages if message["role"] != "system"]
-        roles = [message["role"] for message in turns]
-        if roles != ["user", "assistant"] * (len(roles) // 2):
-            raise ConfigurationError(
-                f"{str(path)!r}: user and assistant have to take turns, an answer last; got {roles}"
-            )
-        systems = [message["content"] for message in messages if message["role"] == "system"]
-        self.system, self.turns = systems[0] if systems else None, turns
-        self._forget_cache()
-
     # --- the cache of the last turn ------------------------------------------------------------------------------
 
     def _forget_cache(self) -> None:
@@ -302,13 +264,6 @@ class ChatSession:
             for compiled in (False, True)
         }
         return max(settings.steered_bounds(length.depth, compiled=by)[1] for by, length in lengths.items())
-
-
-def _is_message(told: Any) -> bool:
-    return isinstance(told, dict) and isinstance(told.get("content"), str) and told.get("role") in _ROLES
-
-
-_ROLES = ("system", "user", "assistant")
 
 
 def _checked_temperature(temperature: float) -> float:

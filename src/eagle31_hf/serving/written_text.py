@@ -26,14 +26,12 @@ class WrittenText:
         writer: tokens so far, and where they end.
         chooser: how the next one is chosen.
         usage: counts so far.
-        even_tokens: of the prompt, how many first ones were read in whole pieces from its beginning on.
     """
 
     request: TextRequest
     writer: TextWriter
     chooser: TokenChooser
     usage: TextUsage = field(init=False)
-    even_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.usage = TextUsage(prompt_tokens=len(self.request.prompt))
