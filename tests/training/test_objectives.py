@@ -102,7 +102,7 @@ def by_hand(drafter: Eagle31Drafter, found: Document) -> tuple[float, list[float
             if at >= ids.shape[1]:
                 break
             target_logits, logits = features.logits[0, at - 1], state.logits[0, 0]
-            reached *= chance(drafter, target_logits, logits, found.temperature)
+            reached *= chance(drafter, target_logits, logits, found, int(ids[0, at]))
             expected += reached
             if int(target_logits.argmax()) in drafter.draft_ids.tolist():
                 log_p = target_logits.log_softmax(-1)[drafter.draft_ids]
@@ -112,13 +112,16 @@ def by_hand(drafter: Eagle31Drafter, found: Document) -> tuple[float, list[float
     return expected, losses
 
 
-def chance(drafter: Eagle31Drafter, target_logits: Tensor, logits: Tensor, temperature: float) -> float:
-    """That the first draft is accepted."""
-    if temperature == 0:
-        best = (drafter.draft_ids == target_logits.argmax()).nonzero()
-        return float(logits.softmax(-1)[best[0, 0]]) if len(best) else 0.0
-    p, q = (top_k_softmax(each / temperature) for each in (target_logits, logits))
-    return float(torch.minimum(p[drafter.draft_ids], q).sum())
+def chance(drafter: Eagle31Drafter, target_logits: Tensor, logits: Tensor, found: Document, token: int) -> float:
+    """That the first draft is the text's token, which the target chose by the same noise."""
+    best = (drafter.draft_ids == (target_logits.argmax() if found.temperature == 0 else token)).nonzero()
+    if not len(best):
+        return 0.0
+    if found.temperature == 0:
+        return float(logits.softmax(-1)[best[0, 0]])
+    p, drafted = (top_k_softmax(each / found.temperature) for each in (target_logits, logits))
+    q = torch.zeros_like(p).scatter(0, drafter.draft_ids, drafted)
+    return float(q[token] / torch.maximum(p * q[token], q * p[token]).sum()) if q[token] > 0 else 0.0
 
 
 def top_k_softmax(scores: Tensor) -> Tensor:
@@ -126,16 +129,28 @@ def top_k_softmax(scores: Tensor) -> Tensor:
     return torch.zeros_like(scores).scatter(0, kept.indices, kept.values.softmax(0))
 
 
-def test_the_objective_is_that_of_drafting_from_every_written_token(drafter: Eagle31Drafter) -> None:
+def written_by(target: Any, name: str, temperature: float) -> Document:
+    """A text that the target continued from its fifth token on."""
+    how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    with seeded(len(name)):
+        opening = torch.randint(3, 96, (1, 5))
+        ids = target.generate(opening, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **how)[0].tolist()
+    return Document(name, ids, [True] * len(ids), 5, temperature)
+
+
+def test_the_objective_is_that_of_drafting_from_every_written_token(target: Any, drafter: Eagle31Drafter) -> None:
     model = AcceptanceModel(drafter, steps=STEPS)
+    documents = [written_by(target, "sampled", 1.0), written_by(target, "greedy", 0.0)]
+    batch = PackedBatch(**collate([pack_row([*documents, document("given", 6, None, None)], 42)]))
     with torch.no_grad():
-        found = model(**vars(a_batch()))
-        documents = [document("sampled", 12, 5, 1.0), document("greedy", 9, 4, 0.0)]
+        found = model(**vars(batch))
         expected, losses = zip(*(by_hand(drafter, each) for each in documents), strict=True)
+    assert min(expected) > 0.01, "chances of both kinds count"
     token_loss = sum(0.8**step * sum(each[step] for each in losses) for step in range(STEPS))
     assert found.loss.item() == pytest.approx(TOKEN_WEIGHT * token_loss - sum(expected) / STEPS, rel=1e-4)
-    assert model.counted(a_batch()).sum() == 10
-    assert found.figures["expected_accepted"] == pytest.approx(sum(expected) / 10, rel=1e-4)
+    starts = int(model.counted(batch).sum())
+    assert starts == 2 * 11
+    assert found.figures["expected_accepted"] == pytest.approx(sum(expected) / starts, rel=1e-4)
 
 
 def test_ascent_along_the_texts_raises_what_all_drafts_get_accepted() -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import TrainerState
 
-from eagle31_hf.training.progress import Counting
+from eagle31_hf.errors import TrainingError
+from eagle31_hf.training import train
+from eagle31_hf.training.progress import Counting, LiveProgress
+from eagle31_hf.training.settings import TrainingSettings
 
 
 @pytest.mark.parametrize(("resumes", "first", "says"), [(False, 4, False), (True, 4, True), (True, 0, False)])
@@ -18,3 +24,34 @@ def test_only_what_an_earlier_run_has_left_is_said_to_be_kept(resumes, first, sa
             counting.advance(count)
     assert ("kept from an earlier run" in log.getvalue()) == says
     assert f"{first + 6} of 10 in" in log.getvalue()
+
+
+def test_the_bar_shows_tokens_while_no_text_has_ended() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=120)
+    with Counting(console, "the target writes prompts", 8) as counting:
+        for _ in range(3):
+            counting.advance(0)
+        counting._bar.refresh()
+        assert "0/8" in written.getvalue()
+        assert "token 3" in written.getvalue()
+
+
+def test_the_bar_ends_where_training_ends_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    run: Any = object.__new__(train._Run)
+    run.settings, run.console, run.trains = TrainingSettings("t", ("x.jsonl",), tmp_path), console, False
+
+    class Failing:
+        def train(self, **_: Any) -> None:
+            run.progress.on_train_begin(None, TrainerState(max_steps=4, is_world_process_zero=True), None)
+            raise TrainingError("the loss is nan")
+
+    def failing(stage: str, *_: Any) -> Failing:
+        run.progress = LiveProgress(console, stage)
+        return Failing()
+
+    monkeypatch.setattr(run, "_trainer", failing)
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        run._train("stage1", None, 4)
+    assert not run.progress._bar.live.is_started

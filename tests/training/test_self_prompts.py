@@ -174,7 +174,7 @@ def test_the_target_writes_distinct_prompts_and_goes_on_after_a_kill(tmp_path: P
 def test_no_more_is_written_than_is_wanted(tmp_path: Path, target, tokenizer, monkeypatch) -> None:
     sizes, write = [], _PromptWriter.write
     monkeypatch.setattr(
-        _PromptWriter, "write", lambda self, batch, size: sizes.append(size) or write(self, batch, size)
+        _PromptWriter, "write", lambda self, batch, size, tell: sizes.append(size) or write(self, batch, size, tell)
     )
     write_prompts(target, tokenizer, tmp_path / "p.jsonl", SelfPromptSettings(count=3, batch_size=64))
     assert max(sizes) == FEWEST_AT_A_TIME

@@ -52,10 +52,12 @@ class Counting:
         self._bar = progress_bar(console)
         self._task = self._bar.add_task(title, total=total, note="")
         self._started_at = self._told_at = time.monotonic()
+        self._steps = 0
 
     def advance(self, count: int = 0) -> None:
-        """So many more are done; to be called with 0, too, where the next one is long in coming."""
-        self._bar.advance(self._task, count)
+        """So many more are done; called with 0 after every token of a batch, so that the bar shows a sign of life."""
+        self._steps += not count
+        self._bar.update(self._task, advance=count, note=f"token {self._steps:,}" if self._steps else "")
         if self._resumes and count:
             self._tell(f"{self._so_far()}, kept from an earlier run")
         elif time.monotonic() - self._told_at >= LINE_EVERY_S:
@@ -128,4 +130,8 @@ class LiveProgress(TrainerCallback):
         say(self._console, f"{self._title}, {line}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the bar, also where training ended by an error."""
         self._bar.stop()

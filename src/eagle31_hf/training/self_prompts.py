@@ -125,7 +125,7 @@ def write_prompts(
     Called again it goes on where it was stopped; asked for more, it adds to those that are there.
 
     Args:
-        on_batch: called with the number of prompts kept since the last call.
+        on_batch: called with the number of prompts kept since the last call, and with 0 after every token.
 
     Raises:
         TrainingError: the tokenizer has no chat template, `path` was written with other settings, or the target writes
@@ -141,7 +141,9 @@ def write_prompts(
     batch, fruitless = (kept[-1]["batch"] + 1 if kept else 0), 0
     while len(kept) < settings.count:
         size = min(settings.batch_size, max(FEWEST_AT_A_TIME, 2 * (settings.count - len(kept))))
-        texts = [text for text in writer.write(batch, size) if sieve.admits(text)][: settings.count - len(kept)]
+        texts = [text for text in writer.write(batch, size, on_batch) if sieve.admits(text)][
+            : settings.count - len(kept)
+        ]
         rows = [{"id": f"{SOURCE}-{len(kept) + i}", "prompt": text, "batch": batch} for i, text in enumerate(texts)]
         append_lines(path, rows)
         kept += rows
@@ -170,7 +172,7 @@ class _PromptWriter:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
-    def write(self, batch: int, size: int) -> list[str]:
+    def write(self, batch: int, size: int, on_token: Callable[[int], None]) -> list[str]:
         """The user's words of a batch of `size`, at one temperature; those that did not end are left out."""
         chance = random.Random(f"prompts {self.settings.seed} {batch}")
         starts = [(chance.choice(SYSTEM_PROMPTS), chance.choice(FIRST_WORDS)) for _ in range(size)]
@@ -180,6 +182,7 @@ class _PromptWriter:
 
         def most_have_ended(written: Tensor, scores: Any, **others: Any) -> Tensor:
             """Few rows that still write would keep all waiting, and they mostly ramble."""
+            on_token(0)
             ended = torch.isin(written[:, longest:], ends.to(written.device)).any(1)
             return ended | (ended.float().mean() >= MOST_ENDED)
 

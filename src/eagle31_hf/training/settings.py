@@ -1,4 +1,4 @@
-"""What a training run is told. Every field's `help` is the text of its command-line option."""
+"""The settings of a training run. Every field's `help` is the text of its command-line option."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 SMALL_TARGET_PARAMETERS = 200_000_000
 
 # Headings of `eagle31 train --help`.
+COMMON = "Options that most runs need"
 DATA = "What it learns from"
 WRITING = "What the target writes"
 DRAFTER = "The drafter"
 STEPS = "Steps"
 MEASURING = "Measuring acceptance"
 MACHINE = "Machine"
-RESULT = "Folder and publishing"
+RESULT = "Publishing and logging"
 
 
-def _told(group: str, help: str, **more: Any) -> dict[str, Any]:
+def _metadata(group: str, help: str, **more: Any) -> dict[str, Any]:
     """What `cli.option_groups` makes a command-line option of."""
     return {"flags": (), "option": {"help": help, "rich_help_panel": group, **more}}
 
 
 def _option(default: Any, group: str, help: str) -> Any:
-    return field(default=default, metadata=_told(group, help, show_default=default not in (None, ())))
+    return field(default=default, metadata=_metadata(group, help, show_default=default not in (None, ())))
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,22 @@ class TrainingSettings:
 
     target: str = field(metadata={"argument": {"help": "target: folder or Hub id", "show_default": False}})
     prompts: tuple[str, ...] = field(
-        metadata=_told(
-            DATA, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
+        metadata=_metadata(
+            COMMON, "JSONL files, folders or Hub data sets with conversations; self or self:N: the target writes them"
         )
     )
-    out: Path = field(metadata=_told(RESULT, "folder for the drafter, its checkpoints and its data"))
+    out: Path = field(metadata=_metadata(COMMON, "folder for the drafter, its checkpoints and its data"))
+    resume: bool = _option(False, COMMON, "go on with what a run has left in the folder")
+    fresh: bool = _option(False, COMMON, "remove what a run has left in the folder, and begin anew")
+    minutes: float | None = _option(
+        None, COMMON, "as many steps as are done and measured so many minutes after the target was loaded"
+    )
+    quantization: str | None = _option(
+        None, COMMON, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
+    )
     stage: str = _option(
         "1", STEPS, "1 (distillation), 2 (expected acceptance, on a trained drafter; not shown to pay) or both"
     )
-    resume: bool = _option(False, RESULT, "go on with what a run has left in the folder")
-    fresh: bool = _option(False, RESULT, "remove what a run has left in the folder, and begin anew")
     drafter: str | None = _option(None, DRAFTER, "start from this drafter (folder or Hub id) instead of a fresh one")
     held_out: tuple[str, ...] = _option(
         (), MEASURING, "prompts to measure acceptance on, as --prompts names them; default: 64 rows kept from those"
@@ -73,9 +80,6 @@ class TrainingSettings:
     ttt_steps: int = _option(4, DRAFTER, "draft steps of the training-time test")
     max_steps: int | None = _option(None, STEPS, "optimiser steps; default: from the number of epochs")
     epochs: float = _option(2.0, STEPS, "passes over the data, if neither max_steps nor minutes is given")
-    minutes: float | None = _option(
-        None, STEPS, "as many steps as are done and measured so many minutes after the target was loaded"
-    )
     batch_rows: int = _option(None, STEPS, "packed rows per forward and process; default 2 if small, else 4")
     accumulate: int = _option(None, STEPS, "forwards per optimiser step; default 1 for a small target, else 4")
     learning_rate: float = _option(
@@ -86,9 +90,6 @@ class TrainingSettings:
         None, MEASURING, "steps between measurements, each with a checkpoint; default 500 if small, else 200"
     )
     eval_new_tokens: int = _option(128, MEASURING, "most tokens written for a held-out prompt")
-    quantization: str | None = _option(
-        None, MACHINE, "load the target in 4bit or 8bit (bitsandbytes), as it will be served"
-    )
     dtype: str = _option(
         "auto", MACHINE, "precision of the target: as stored unless this CPU would emulate it, stored, bf16, fp16, fp32"
     )

@@ -318,13 +318,14 @@ class _Run:
         )
 
     def _trainer(self, stage: str, model: DistillationModel, steps: int) -> DistillationTrainer:
+        self.progress = LiveProgress(self.console, stage)
         trainer = DistillationTrainer(
             model,
             self._arguments(stage, steps),
             self.dataset,
             known=self.known,
             callbacks=[
-                LiveProgress(self.console, stage),
+                self.progress,
                 self.stop,
                 EarlyStoppingCallback(early_stopping_patience=PATIENCE),
             ],
@@ -349,7 +350,10 @@ class _Run:
         self.trains = True
         trainer = self._trainer(stage, model, steps)
         checkpoint = last_checkpoint(folder) if self.settings.resume else None
-        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            self.progress.stop()
         self.stop.leave()
         result = StageResult(stage, trainer.state.global_step, outcome.training_loss, trainer.measure_best())
         trainer.save_model(str(folder))
