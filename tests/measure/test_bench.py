@@ -177,12 +177,12 @@ def test_a_wrong_answer_forbids_the_speedup():
     assert "refused" in shown(result)
 
 
-def shown(result, price=None):
+def shown(result, price=None, width=100):
     from io import StringIO
 
     from rich.console import Console
 
-    console = Console(width=100, file=StringIO(), record=True)
+    console = Console(width=width, file=StringIO(), record=True)
     for part in bench_parts(result, price):
         console.print(part, soft_wrap=not hasattr(part, "columns"))
     return console.export_text()
@@ -218,7 +218,8 @@ def test_figures_are_json_and_in_the_tables(measured_once):
     text = shown(result, 0.5)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
-    assert text.index("same text") < text.index("tokens/s") < text.index("first token") < text.index("per 1M")
+    assert "…" not in shown(result, 0.5, width=80), "a narrow terminal shows every figure"
+    assert text.index("same text") < text.index("tokens/s") < text.index("until the first token") < text.index("per 1M")
     assert next(line for line in lines if line.startswith("drafter ")).split()[1] == "yes"
 
 

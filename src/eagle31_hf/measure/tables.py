@@ -83,19 +83,19 @@ def speed_table(results: Sequence[MethodResult], caption: str = "") -> Table:
 
 
 def cost_table(results: Sequence[MethodResult], price_per_hour: float | None, caption: str = "") -> Table:
-    """What a reader waits for, and what it takes."""
+    """What a reader waits for, in milliseconds, and what it takes."""
     rows = tuple(
         (
             result.method.name,
-            f"{result.first_token_s['p50'] * 1e3:.0f} ms",
-            *(f"{result.gap_s[each] * 1e3:.0f} ms" if result.gap_s else "" for each in ("p50", "p95", "p99")),
+            f"{result.first_token_s['p50'] * 1e3:.0f}",
+            *(f"{result.gap_s[each] * 1e3:.0f}" if result.gap_s else "" for each in ("p50", "p95", "p99")),
             "" if result.peak_bytes is None else f"{result.peak_bytes / 1e9:.2f} GB",
             "" if result.bytes_over_plain is None else f"{result.bytes_over_plain / 1e6:+.0f} MB",
             "" if price_per_hour is None else f"{result.price_per_million(price_per_hour):.2f}",
         )
         for result in results
     )
-    headings = ("", "first token", "gap", "95 %", "99 %", "memory", "beside plain", "per 1M")
+    headings = ("", "first", "gap", "95 %", "99 %", "memory", "over plain", "per 1M")
     return DataTable(caption, headings, rows).filled().on_terminal()
 
 
@@ -120,7 +120,7 @@ def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Ite
         results = result.with_rows(rows)
         where = f"{sampling}, {rows} row{'' if rows == 1 else 's'}"
         yield speed_table(results, where)
-        yield cost_table(results, price_per_hour, f"{where}: waiting and memory")
+        yield cost_table(results, price_per_hour, f"{where}: ms until the first token and between tokens, memory")
         if len(results[0].by_kind) > 1:
             yield kind_table(results, f"{where}: speedup (tokens a pass) by kind")
     yield from bench_notes(result)

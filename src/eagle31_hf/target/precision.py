@@ -87,7 +87,7 @@ def precision_advice(model: Any, facts: Path = PROCESSOR_FACTS) -> str:
         return ""
     return (
         f"this processor multiplies bfloat16 itself ({instructions}): dtype=torch.bfloat16 takes half the memory and "
-        "is mostly quicker, with its own rounding; `eagle31 bench loop --dtype` measures both"
+        "is mostly quicker, with its own rounding; `eagle31 bench --dtype` measures both"
     )
 
 
