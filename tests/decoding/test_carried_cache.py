@@ -22,7 +22,6 @@ from carried_turns import (
 )
 from transformers import DynamicCache
 
-from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.errors import UnsupportedGenerationError
 from helpers import (
     configured,
@@ -31,7 +30,6 @@ from helpers import (
     left_padded,
     oracle_drafts,
     random_prompts,
-    use_fixed_shapes_only,
 )
 
 pytestmark = pytest.mark.contract
@@ -164,53 +162,43 @@ def test_chat_on_the_demo_pair_accepts_as_much_as_without_a_cache():
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("only_new", [False, True])
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
-def test_rows_of_equal_length(name):
-    text, cache = equal_rows(name), new_cache(name)
+def test_a_batch_carries_its_cache_by_plain_decoding(name, only_new):
+    text, cache, theirs = equal_rows(name), new_cache(name), new_cache(name)
     for turn in range(3):
-        truth = plain(name, text)
-        with oracle_drafts(truth, text.shape[1], seed=turn), target_positions(name) as counts:
-            assert torch.equal(ours(name, text, cache), truth)
-        assert counts[0] == (9 if turn == 0 else 6)
-        text = users_turn(truth, turn)
-    assert torch.equal(plain(name, text, past_key_values=copy.deepcopy(cache)), plain(name, text))
-    reordered = copy.deepcopy(cache)
-    reordered.reorder_cache(torch.tensor([2, 0, 1]))
-    assert torch.equal(ours(name, text, reordered), plain(name, text))
+        known = cache.get_seq_length() if only_new else 0
+        mask = torch.ones_like(text)
+        truth = plain(name, text[:, known:], past_key_values=theirs, attention_mask=mask)
+        assert torch.equal(ours(name, text[:, known:], cache, attention_mask=mask), truth)
+        stats = drafter_of(name).stats
+        assert (stats.loop, "batch's" in stats.reason) == ("plain", True)
+        assert_same_contents(cache, theirs)
+        text = users_turn(torch.cat((text[:, :known], truth), 1), turn)
 
 
 @pytest.mark.parametrize("name", [*FULL, *SLIDING])
-def test_rows_that_stay_for_a_graph_are_handed_over_once(name, monkeypatch):
-    """They end in different rounds; what is written beside them afterwards is none of theirs."""
-    use_fixed_shapes_only(monkeypatch)
-    pair = Pair.of(drafter_of(name))
-    monkeypatch.setattr(pair, "graphs", None)
-    with configured(drafter_of(name), acceleration="compile"):
-        test_rows_of_equal_length(name)
-    assert {shape[:2] for shape in pair.graphs.keys} >= {("verify", 3), ("absorb", 3)}
-
-
-@pytest.mark.parametrize("first_to_end", [0, 2])
-def test_rows_that_end_unevenly_leave_the_cache_as_it_was(first_to_end):
-    text, cache = equal_rows("llama"), new_cache("llama")
-    text = users_turn(ours("llama", text, cache))
-    before = copy.deepcopy(cache)
-    eos = int(plain("llama", text)[first_to_end, text.shape[1] + 2])
-    settings = dict(eos_token_id=eos, pad_token_id=0, return_dict_in_generate=True)
-    output = ours("llama", text, cache, **settings)
-    assert torch.equal(output.sequences, plain("llama", text, **settings).sequences)
+def test_a_batch_without_a_cache_of_its_own_is_drafted_and_hands_none_over(name):
+    text = equal_rows(name)
+    truth = plain(name, text)
+    with oracle_drafts(truth, text.shape[1]):
+        output = ours(name, text, None, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, truth)
     assert output.past_key_values is None
-    assert_same_contents(cache, before)
-    assert torch.equal(cache.eagle31_state.token_ids, before.eagle31_state.token_ids)
+    assert drafter_of(name).stats.loop == "own"
 
 
-def test_padded_rows_get_no_cache_and_cannot_continue_one():
-    inputs, cache = left_padded(random_prompts(2, seed=2)), new_cache("llama")
+def test_padded_rows_cannot_continue_a_cache():
+    inputs = left_padded(random_prompts(2, seed=2))
     assert inputs["attention_mask"].min() == 0
-    text = ours("llama", inputs.pop("input_ids"), cache, **inputs)
-    assert cache.get_seq_length() == 0
-    plain("llama", users_turn(text)[:, -9:], past_key_values=cache)
-    mask = torch.ones(2, cache.get_seq_length() + 6)
+    cache = new_cache("llama")
+    text = ours("llama", inputs["input_ids"], cache, attention_mask=inputs["attention_mask"])
+    assert torch.equal(text, plain("llama", inputs["input_ids"], attention_mask=inputs["attention_mask"]))
+    assert drafter_of("llama").stats.loop == "plain"
+    one = inputs["input_ids"][inputs["attention_mask"].min(1).values == 0][:1]
+    text, cache = after_one_turn("llama")
+    mask = torch.ones(1, cache.get_seq_length() + 6)
     mask[0, 0] = 0
-    with pytest.raises(UnsupportedGenerationError, match="equally long and unpadded"):
-        ours("llama", torch.full((2, mask.shape[1]), 5), cache, attention_mask=mask.long())
+    assert len(one) == 1
+    with pytest.raises(UnsupportedGenerationError, match="unpadded"):
+        ours("llama", torch.full((1, mask.shape[1]), 5), cache, attention_mask=mask.long())

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from carried_turns import FULL, SLIDING, after_one_turn, assert_same_contents, ours, plain, target_positions, users_turn
+from carried_turns import (
+    FULL,
+    SLIDING,
+    after_one_turn,
+    assert_same_contents,
+    equal_rows,
+    new_cache,
+    ours,
+    plain,
+    target_positions,
+    users_turn,
+)
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -17,9 +28,10 @@ pytestmark = pytest.mark.contract
 
 
 def test_a_cache_of_other_rows_is_refused():
-    text, cache = after_one_turn("llama")
-    with pytest.raises(UnsupportedGenerationError, match="2 rows"):
-        ours("llama", users_turn(text).expand(2, -1), cache)
+    cache = new_cache("llama")
+    text = users_turn(plain("llama", equal_rows("llama"), past_key_values=cache))
+    with pytest.raises(UnsupportedGenerationError, match="1 rows"):
+        ours("llama", text[:1], cache)
 
 
 def test_a_mask_that_fits_neither_form_is_refused():

@@ -29,7 +29,6 @@ BUDGETS = st.builds(
     draft_tokens=st.integers(0, 64),
     is_tree=st.booleans(),
     chunk=st.integers(1, 8192),
-    hands_over=st.booleans(),
     on_device=st.booleans(),
 )
 
@@ -62,7 +61,6 @@ def test_nothing_is_given_up_twice_or_given_back(budget: Budget, stages: list[St
         assert after.draft_tokens <= before.draft_tokens
         assert after.chunk <= before.chunk
         assert after.is_tree <= before.is_tree
-        assert after.hands_over <= before.hands_over
         assert after.on_device <= before.on_device
         assert (after == before) == (step in (None, FallbackStep.FREE))
 
@@ -83,15 +81,9 @@ def test_chunks_are_cut_down_to_the_smallest_and_no_further() -> None:
 
 
 def test_what_does_not_help_is_not_tried() -> None:
-    budget = Budget(draft_tokens=4, is_tree=True, chunk=512, hands_over=True, on_device=True)
+    budget = Budget(draft_tokens=4, is_tree=True, chunk=512, on_device=True)
     assert FallbackStep.SHORTEN not in way_down(budget, Stage.PREFILL)
     assert FallbackStep.CHUNK not in way_down(budget, Stage.VERIFY)
-    assert way_down(budget, Stage.EXPORT) == [
-        FallbackStep.FREE,
-        FallbackStep.FORGET,
-        FallbackStep.DROP,
-        FallbackStep.HOST,
-    ]
 
 
 def test_workspaces_are_freed_once_per_stage() -> None:

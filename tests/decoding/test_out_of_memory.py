@@ -224,7 +224,7 @@ def test_what_was_read_before_a_failure_is_not_read_again() -> None:
 
 def test_the_cache_moves_to_main_memory_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no other memory to move to on a CPU, but the way there is the same."""
-    monkeypatch.setattr(out_of_memory, "Budget", lambda *values: Budget(*values[:4], on_device=True))
+    monkeypatch.setattr(out_of_memory, "Budget", lambda *values: Budget(*values[:3], on_device=True))
     fault = Fault(times=10**6, holds=lambda layer, *_: layer.kept_on is None)
     steps = assert_survives("llama", "tree", 3, fault.before(FullLayer, "write"), end=True)
     assert list(steps) == [FREED, DROPPED, MOVED]

@@ -12,14 +12,14 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf.cache.speculative import SpeculativeCache
-from eagle31_hf.decoding.carried_cache import CacheExport, CacheResume, CarriedCache
+from eagle31_hf.decoding.carried_cache import CacheResume, CarriedCache
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
+from eagle31_hf.decoding.out_of_memory import NOT_HANDED_OVER
 from eagle31_hf.drafter.session import DraftSession
 from eagle31_hf.trees.draft_tree import DraftTree
 from helpers import configured, drafter_of, oracle_drafts, seeded, target_of
 from memory_faults import (
     DROPPED,
-    FORGOT,
     FREED,
     METHODS,
     SHAPES,
@@ -146,11 +146,9 @@ def two_turns(disturbance: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("owner", "name", "times", "step"),
     [
-        (CacheExport, "take", 1, FREED),
-        (CacheExport, "take", 10**6, FORGOT),
         (CacheResume, "load", 1, FREED),
         (CarriedCache, "close", 1, None),
-        (CarriedCache, "close", 10**6, FORGOT),
+        (CarriedCache, "close", 10**6, NOT_HANDED_OVER),
         (DraftSession, "_absorb", 10**6, DROPPED),
         (SpeculativeCache, "keep", 1, FREED),
     ],
@@ -167,13 +165,3 @@ def test_a_conversation_goes_on(owner: Any, name: str, times: int, step: str | N
         assert two_turns(Fault(times=times).before(owner, name)) == two_turns(nullcontext())
     assert not taken[0]
     assert (step in taken[1]) if step else not taken[1]
-
-
-@pytest.mark.parametrize("place", ["take", "rows"])
-def test_a_batch_whose_rows_end_one_by_one_hands_its_caches_over(place: str) -> None:
-    owner, name = {"take": (CacheExport, "take"), "rows": METHODS["rows of a layer"]}[place]
-    asked = {"return_dict_in_generate": True}
-    for first in (1, 2):
-        with configured(drafter_of("llama"), **SHAPES["tree"]), Fault(first).before(owner, name):
-            output = speculative("llama", 3, end=True, **asked)
-        assert torch.equal(output.sequences, truth_of("llama", 3, True))

@@ -57,9 +57,6 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         num_states: recurrent and convolution states of each layer; default: none anywhere.
         attends: whether each layer keeps keys and values; default: all do.
 
-    Attributes:
-        outlived: the next text will be written over this one's keys and values (`write_in`).
-
     Raises:
         ConfigurationError: a size is not positive, layers that share a mask differ in window, unknown `cache_type`.
     """
@@ -83,7 +80,6 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         if wrong or not layer_windows:
             raise ConfigurationError(f"got {wrong or 'no layers'}; a cache wants at least 1 of each")
         self.capacity, self.slab, self.device = capacity, slab, torch.device(device)
-        self.outlived = False
         self._spans = LayerSpans.from_windows(layer_windows, layer_types, capacity, attends)
         self._placement = Placement(batch_size, min(block, capacity), self.device)
         self._masks, self._workspace = BlockMasks(self._spans, self._placement), Workspace()
@@ -133,7 +129,6 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
 
         Before anything is written.
         """
-        self.outlived = True
         for index, layer in enumerate(self.attending):
             layer.allocate = partial(kept.storages, (name, index))
         for states in self.with_states:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -51,22 +50,6 @@ class HeldLayer:
     @property
     def num_rows(self) -> int:
         return len(next(iter(self.states.values())) if self.keys is None else self.keys)
-
-    def copied(self) -> HeldLayer:
-        """The same in memory of its own."""
-        if self.keys is None or self.values is None:
-            return HeldLayer(states={key: state.clone() for key, state in self.states.items()})
-        return HeldLayer(self.keys.clone(), self.values.clone(), {key: s.clone() for key, s in self.states.items()})
-
-    @classmethod
-    def joined(cls, rows: list[HeldLayer]) -> HeldLayer:
-        """Rows of equal length as one."""
-        first = rows[0]
-        states = {key: torch.cat([row.states[key] for row in rows]) for key in first.states}
-        if first.keys is None:
-            return cls(states=states)
-        keys = torch.cat([row.keys for row in rows if row.keys is not None])
-        return cls(keys, torch.cat([row.values for row in rows if row.values is not None]), states)
 
 
 @dataclass(frozen=True)

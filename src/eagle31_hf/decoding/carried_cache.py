@@ -1,4 +1,5 @@
-"""A cache carried over from the last turn: what of it holds for this prompt, and what is left for the next.
+"""A cache carried over from the last turn: what of it holds for this prompt, and what is left for the next. Of one row:
+a batch that carries one is decoded plainly.
 
 Plain `generate` believes that a cache it is handed belongs to the prompt; an edited history goes unnoticed and the text
 is wrong. Here a cache remembers its text (`cache.eagle31_state`), and is believed only as far as that text and the
@@ -20,8 +21,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from ..cache.speculative import SpeculativeCache
-from ..cache.stock import HeldLayer, LayerStates, StateSnapshot, held_length, read_stock_layers, refill_stock_layers
+from ..cache.stock import LayerStates, StateSnapshot, held_length, read_stock_layers, refill_stock_layers
 from ..drafter.assistant import Assistant
 from ..drafter.packed_linear import packed_tensors
 from ..drafter.session import DraftSession
@@ -51,10 +51,9 @@ class Eagle31CacheState:
     """What a `DynamicCache` remembers as `cache.eagle31_state`. Plain tensors: it can be copied and pickled.
 
     Attributes:
-        token_ids: `(B, L)` on the CPU, the text so far. The cache holds all but its last token.
-        key_checksum: `(B, k, n)` on the CPU, some numbers of the last layer's newest keys, or of its state. A deep key
-            depends on every token before it, so an equal one proves that the cache still holds this text, in these
-            rows.
+        token_ids: `(1, L)` on the CPU, the text so far. The cache holds all but its last token.
+        key_checksum: `(1, k, n)` on the CPU, some numbers of the last layer's newest keys, or of its state. A deep key
+            depends on every token before it, so an equal one proves that the cache still holds this text.
         drafter_cache: the drafter's keys and values of the newest positions before the last token.
         target_fingerprint, drafter_fingerprint: of the weights that computed them.
         snapshot: of a target that keeps states, those shortly before the answer: a next turn may rewrite it.
@@ -73,9 +72,9 @@ class Eagle31CacheState:
         return self.token_ids.shape[1] - 1
 
     def agreement(self, prompts: Tensor) -> int:
-        """How many first tokens of all rows are the same here and in `prompts` `(B, P)`."""
+        """How many first tokens are the same here and in `prompts` `(1, P)`."""
         width = min(self.token_ids.shape[1], prompts.shape[1])
-        same = (self.token_ids[:, :width] == prompts[:, :width].cpu()).all(dim=0)
+        same = self.token_ids[0, :width] == prompts[0, :width].cpu()
         return int(same.long().cumprod(0).sum())
 
     def vouches_for(self, cache: DynamicCache, length: int) -> bool:
@@ -88,7 +87,7 @@ class Eagle31CacheState:
 
 
 def _checksum(cache: DynamicCache) -> Tensor:
-    """`(B, k, n)`: a few numbers of each key that the last layer with keys holds; without any, of its last state."""
+    """`(1, k, n)`: a few numbers of each key that the last layer with keys holds; without any, of its last state."""
     written = list(read_stock_layers(cache).values())
     keys = [layer.keys for layer in written if layer.keys is not None]
     if keys:
@@ -108,7 +107,7 @@ class CacheResume:
         target: what the target's cache starts with; `None` for nothing.
         drafter: the same for the drafter's, often shorter.
         skip: first columns of the prompts that are read already.
-        history: `(B, h)` token ids before the prompts, if only new tokens were passed.
+        history: `(1, h)` token ids before the prompts, if only new tokens were passed.
     """
 
     target: DynamicCache | None = None
@@ -118,7 +117,7 @@ class CacheResume:
 
     @property
     def before_prompts(self) -> int:
-        """Tokens of each row that lie before the prompts' first column."""
+        """Tokens of the text that lie before the prompts' first column."""
         return 0 if self.history is None else self.history.shape[1]
 
     def load(self, cache: SpeculativeCache, session: DraftSession | None) -> None:
@@ -151,7 +150,7 @@ class CarriedCache:
         """Decide what of the cache holds.
 
         Args:
-            prompts: `(B, P)` without padding: the whole text, or only its new tokens.
+            prompts: `(1, P)` without padding: the whole text, or only its new tokens.
             total_length: tokens of the whole text, as the attention mask tells.
 
         Raises:
@@ -223,29 +222,27 @@ class CarriedCache:
 
     # --- where it ends -----------------------------------------------------------------------------------------------
 
-    def close(self, sequences: Tensor) -> DynamicCache | None:
+    def close(
+        self, sequences: Tensor, target: SpeculativeCache, drafter: SpeculativeCache | None
+    ) -> DynamicCache | None:
         """Refill the cache with all but the last token of the text, as plain `generate` leaves it.
 
         Args:
-            sequences: `(B, T)` as `generate` returns them.
+            sequences: `(1, T)` as `generate` returns them.
+            target, drafter: the caches the text was written with.
 
         Returns:
-            The cache, or `None` if no stock cache can hold the rows (they ended at unequal lengths, or were padded) or
-            not all of them were taken. It is then as it was.
+            The cache, or `None` if no stock cache can hold the text. It is then as it was.
         """
         length = self.start.before_prompts + sequences.shape[1] - 1
-        rows = [self.end.rows[row] for row in sorted(self.end.rows)]
-        empty = DynamicCache(config=self.config)
-        is_whole = len(rows) == len(sequences) and all(row.length == length for row in rows)
-        if not is_whole or not _fits(empty, rows[0].target, length):
+        held, empty = target.held_row(0), DynamicCache(config=self.config)
+        if target.lengths[0] != length or not _fits(empty, held, length):
             return None
-        # A drafter that was let go on the way leaves nothing behind, or only that of rows that ended before.
-        of_drafter = [row.drafter for row in rows] if all(row.drafter for row in rows) else [{}]
-        state_of_drafter = _joined(DynamicCache(), of_drafter)
+        state_of_drafter = _cache_of_drafter(drafter)
         self.cache.layers = empty.layers  # lets the old contents go first: two copies of the history, never three
         self.cache.eagle31_state = None  # type: ignore[attr-defined]
         try:
-            _joined(self.cache, [row.target for row in rows], length)
+            refill_stock_layers(self.cache, held, length)
         except BaseException:
             self.cache.layers = DynamicCache(config=self.config).layers  # empty, never half filled
             raise
@@ -261,54 +258,21 @@ class CarriedCache:
         return self.cache
 
 
-@dataclass(frozen=True)
-class EndedRow:
-    """What caches hold of a row that has ended, after `length` tokens."""
-
-    length: int
-    target: LayerStates
-    drafter: LayerStates
-
-
 @dataclass
 class CacheExport:
-    """Rows as they leave the batch, by their number in it, and the states of all shortly before their answers."""
+    """What is kept for the next turn while a text is written: the states shortly before its answer."""
 
-    rows: dict[int, EndedRow] = field(default_factory=dict)
     snapshot: StateSnapshot | None = None
 
-    def take(
-        self, places: Sequence[int], live_rows: Sequence[int], cache: SpeculativeCache, drafter: SpeculativeCache | None
-    ) -> None:
-        """Note the rows at these places of the live batch. Views where possible: the batch is about to move on.
 
-        Args:
-            places: which live rows have ended.
-            live_rows: the number of each live row.
-            cache, drafter: the target's and, if there is one, the drafter's, both up to the last token.
-        """
-        copied = len(places) < len(live_rows) or cache.outlived
-        for place in places:
-            self.rows[live_rows[place]] = EndedRow(
-                length=cache.lengths[place],
-                target=_row_states(cache, place, copied=copied),
-                drafter=_states_of_drafter(drafter, place, copied=copied),
-            )
-
-
-def _states_of_drafter(drafter: SpeculativeCache | None, row: int, *, copied: bool) -> LayerStates:
-    """`_row_states`; nothing where its window has slid: the next turn counts its positions from what it is given."""
-    if drafter is None:
-        return {}
-    held = _row_states(drafter, row, copied=copied)
-    is_whole = all(layer.num_tokens == drafter.lengths[row] for layer in held.values())
-    return held if is_whole else {}
-
-
-def _row_states(cache: SpeculativeCache, row: int, *, copied: bool) -> LayerStates:
-    """What a cache holds of one row, oldest first. Copies where a view would keep the whole batch alive, or would be
-    written over."""
-    return {index: layer.copied() if copied else layer for index, layer in cache.held_row(row).items()}
+def _cache_of_drafter(drafter: SpeculativeCache | None) -> DynamicCache:
+    """What a drafter's cache holds, in memory of its own; nothing where its window has slid: the next turn counts its
+    positions from what it is given."""
+    held: LayerStates = {} if drafter is None else drafter.held_row(0)
+    found, lengths = DynamicCache(), {layer.num_tokens for layer in held.values()}
+    if drafter is not None and lengths == {drafter.lengths[0]}:
+        refill_stock_layers(found, held, drafter.lengths[0])
+    return found
 
 
 # --- stock caches -----------------------------------------------------------------------------------------------------
@@ -353,14 +317,6 @@ def _fits(empty: DynamicCache, held: LayerStates, length: int) -> bool:
         layer.num_tokens in (None, length) or isinstance(empty.layers[index], DynamicSlidingWindowLayer)
         for index, layer in held.items()
     )
-
-
-def _joined(cache: DynamicCache, rows: Sequence[LayerStates], length: int | None = None) -> DynamicCache:
-    """Fill an empty stock cache with rows of equal length, layer by layer."""
-    for index in rows[0]:
-        layer = HeldLayer.joined([row[index] for row in rows])
-        refill_stock_layers(cache, {index: layer}, (layer.num_tokens or 0) if length is None else length)
-    return cache
 
 
 def fingerprint(network: nn.Module) -> str:

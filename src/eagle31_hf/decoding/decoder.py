@@ -25,7 +25,7 @@ from ..stats import NOT_A_NUMBER, DraftEvent, PhaseClock
 from ..target.binding import TargetBinding
 from ..trees.draft_tree import DraftTree
 from .accept import sync_accepted
-from .carried_cache import BEFORE_THE_ANSWER, CacheExport
+from .carried_cache import BEFORE_THE_ANSWER
 from .choosing import Choosing
 from .compiled_round import CompiledRound
 from .eager_round import EagerRound
@@ -213,11 +213,10 @@ class SpeculativeDecoder:
 
     def _snapshot_column(self, texts: Sequence[Sequence[int]]) -> int:
         """Where states are kept for a next turn that rewrites this one's answer; -1: nowhere."""
-        end, width = self.request.end, len(texts[0])
-        is_first = end is not None and end.snapshot is None and len(self.rows) == self.sequences.batch_size
-        alike = all(len(text) == width for text in texts) and not any(self.sequences.new)
-        wanted = is_first and alike and self.caches.target.has_states and self.binding.reads_on
-        return max(width - BEFORE_THE_ANSWER, 0) if wanted else -1
+        end = self.request.end
+        is_first = end is not None and end.snapshot is None and not any(self.sequences.new)
+        wanted = is_first and self.caches.target.has_states and self.binding.reads_on
+        return max(len(texts[0]) - BEFORE_THE_ANSWER, 0) if wanted else -1
 
     def _take_snapshot(self) -> None:
         assert self.request.end is not None, "somebody wants the cache"
@@ -241,7 +240,7 @@ class SpeculativeDecoder:
         self.stage = Stage.COMMIT
         if self.caches.drafter is not None and self._goes_on:
             self.caches.drafter.absorb(*prompts.pair(written))
-        self._after_round(batch)
+        self._after_round()
 
     def choose_first(self, logits: Tensor, batch: RoundBatch) -> list[int]:
         """First token of each row from `(B, V)`."""
@@ -275,7 +274,7 @@ class SpeculativeDecoder:
         self._record(tree, [len(paths[b]) - 1 for b in batch.live], batch)
         if self._goes_on:
             self.round.commit(accepted, verified, written)
-        self._after_round(batch)
+        self._after_round()
 
     def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor:
         """`()` whether the drafter's scores were no numbers; not so where it has made no draft."""
@@ -358,12 +357,9 @@ class SpeculativeDecoder:
         """Whether somebody needs caches that are up to date with the text."""
         return bool(self.unfinished_rows()) or self.request.end is not None
 
-    def _after_round(self, batch: RoundBatch) -> None:
+    def _after_round(self) -> None:
         """Let rows go that have ended."""
         staying = self.unfinished_rows()
-        leaving = sorted(set(batch.live) - set(staying))
-        if leaving and self.request.end is not None:
-            self.export_rows(leaving, self.request.end)
         if not staying:
             self.rows = []
         elif len(staying) < len(self.rows) and not self.round.keeps_ended_rows(len(staying)):
@@ -373,14 +369,6 @@ class SpeculativeDecoder:
         """Places of the rows that need more tokens."""
         live = set(self.sequences.live_rows())
         return [b for b, row in enumerate(self.rows) if row in live]
-
-    def export_rows(self, leaving: Sequence[int], end: CacheExport) -> None:
-        """Give away the caches of rows that have ended."""
-        self.stage, session = Stage.EXPORT, self.caches.drafter
-        if session is not None:
-            session.catch_up()
-        end.take(leaving, self.rows, self.caches.target, None if session is None else session.cache)
-        self.stage = Stage.COMMIT
 
     def drop_rows(self, staying: Sequence[int]) -> None:
         """Go on with the rows at these places."""

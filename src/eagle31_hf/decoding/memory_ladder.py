@@ -3,7 +3,6 @@
     free             workspaces, graphs and what the allocator keeps back
     shorten          a tree becomes a chain, a chain half as long
     chunk            less of the prompt per forward
-    forget           the cache for the next turn is not handed over
     drop             no drafter for the rest of the call: one token per forward over the same cache
     host             keys and values of the target's cache live in main memory
 
@@ -28,7 +27,6 @@ class Stage(Enum):
     DRAFT = "draft"
     VERIFY = "verify"
     COMMIT = "keeping what was accepted"
-    EXPORT = "handing over the cache of a row that has ended"
 
 
 class FallbackStep(Enum):
@@ -37,7 +35,6 @@ class FallbackStep(Enum):
     FREE = "workspaces freed"
     SHORTEN = "draft shortened"
     CHUNK = "prefill chunk cut"
-    FORGET = "cache for the next turn given up"
     DROP = "drafting stopped"
     HOST = "cache moved to main memory"
 
@@ -47,7 +44,6 @@ FALLBACKS = {
     Stage.DRAFT: (FallbackStep.FREE, FallbackStep.SHORTEN, FallbackStep.DROP, FallbackStep.HOST),
     Stage.VERIFY: (FallbackStep.FREE, FallbackStep.SHORTEN, FallbackStep.DROP, FallbackStep.HOST),
     Stage.COMMIT: (FallbackStep.FREE, FallbackStep.SHORTEN, FallbackStep.DROP, FallbackStep.HOST),
-    Stage.EXPORT: (FallbackStep.FREE, FallbackStep.FORGET, FallbackStep.DROP, FallbackStep.HOST),
 }
 
 SMALLEST_CHUNK, CHUNK_DIVISOR = 32, 4
@@ -62,14 +58,12 @@ class Budget:
         draft_tokens: depth of a draft; 0 without a drafter.
         is_tree: whether drafts are trees.
         chunk: prompt tokens per forward.
-        hands_over: whether somebody wants the cache afterwards.
         on_device: whether the cache lies on a device that has a host beside it.
     """
 
     draft_tokens: int
     is_tree: bool
     chunk: int
-    hands_over: bool = False
     on_device: bool = False
 
     def after(self, step: FallbackStep) -> Budget | None:
@@ -78,8 +72,6 @@ class Budget:
             return self._shortened()
         if step is FallbackStep.CHUNK:
             return replace(self, chunk=self._smaller_chunk) if self._smaller_chunk < self.chunk else None
-        if step is FallbackStep.FORGET:
-            return replace(self, hands_over=False) if self.hands_over else None
         if step is FallbackStep.DROP:
             return replace(self, draft_tokens=0, is_tree=False) if self.draft_tokens else None
         if step is FallbackStep.HOST:

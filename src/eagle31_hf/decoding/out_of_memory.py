@@ -22,7 +22,6 @@ from transformers import DynamicCache
 from ..errors import OutOfMemoryError, UnsupportedGenerationError, first_line
 from ..memory.apply_plan import run_ledger
 from ..memory.ledger import MemorySettings
-from ..stats import SpeculationStats
 from .carried_cache import CarriedCache
 from .decoder import SpeculativeDecoder
 from .memory_ladder import (
@@ -41,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 BEFORE_WRITING = (Stage.PREFILL, Stage.DRAFT, Stage.VERIFY)
 HOST = torch.device("cpu")
+NOT_HANDED_OVER = "cache for the next turn given up"
 
 
 class RecoveringDecoder:
@@ -55,7 +55,7 @@ class RecoveringDecoder:
     def __init__(self, decoder: SpeculativeDecoder):
         self.decoder, self.request, self.sequences = decoder, decoder.request, decoder.sequences
         shape, on_device = decoder.largest, self.sequences.prompts.device.type != "cpu"
-        budget = Budget(shape.depth, shape.is_tree, decoder.chunk, self.request.end is not None, on_device)
+        budget = Budget(shape.depth, shape.is_tree, decoder.chunk, on_device)
         self.fallbacks = FallbackPolicy(budget)
         self._on_host = False
         self._held_rows = list(decoder.rows)  # rows the caches held when the running action began
@@ -63,19 +63,18 @@ class RecoveringDecoder:
         self._is_stale = False  # the caches cannot be brought back to any prefix of the text
 
     def run(self) -> Tensor:
-        """As `SpeculativeDecoder.run`.
+        """As `SpeculativeDecoder.run`, within the decoder's `borrowing`.
 
         Raises:
             OutOfMemoryError: nothing is left to give up.
         """
         decoder = self.decoder
-        with decoder.borrowing():
-            self._survive(decoder.prefill)
+        self._survive(decoder.prefill)
+        decoder.stream()
+        while decoder.rows:
+            self._survive(decoder.step)
             decoder.stream()
-            while decoder.rows:
-                self._survive(decoder.step)
-                decoder.stream()
-            return decoder.finish()
+        return decoder.finish()
 
     def _survive(self, action: Callable[[], None]) -> None:
         """Do it, with less and less where memory runs out."""
@@ -125,8 +124,6 @@ class RecoveringDecoder:
             self.fallbacks.budget = replace(budget, draft_tokens=decoder.largest.depth)
         elif step is FallbackStep.CHUNK:
             decoder.chunk = budget.chunk
-        elif step is FallbackStep.FORGET:
-            self.request.end = None
         elif step is FallbackStep.HOST:
             self.request.end, self._on_host = None, True  # what lies in main memory is of no use to the next turn
             decoder.caches.target.move_to(HOST)
@@ -240,46 +237,42 @@ class RecoveringDecoder:
 
     def _start_again(self) -> None:
         """Fresh caches for the rows whose caches are still needed, holding what the turn began with."""
-        decoder, start, end = self.decoder, self.request.start, self.request.end
+        decoder, start = self.decoder, self.request.start
         live = set(self.sequences.live_rows())
-        needed = [row for row in decoder.rows if row in live or (end is not None and row not in end.rows)]
+        needed = [row for row in decoder.rows if row in live or self.request.end is not None]
         with_drafter = decoder.caches.drafter is not None
         decoder.chunk = max(decoder.chunk, min(SMALLEST_CHUNK, self.request.prefill_chunk or SMALLEST_CHUNK))
-        rows = self.sequences.batch_size if start.target is not None else max(len(needed), 1)
-        decoder.renew_caches(rows, with_drafter=with_drafter)
+        decoder.renew_caches(max(len(needed), 1), with_drafter=with_drafter)
         if self._on_host:
             decoder.caches.target.move_to(HOST)
         start.load(decoder.caches.target, decoder.caches.drafter)
-        decoder.rows = list(range(rows)) if start.target is not None else needed
-        if decoder.rows != needed and needed:
-            decoder.drop_rows(needed)
         decoder.rows, self._held_rows, self._is_stale = needed, list(needed), False
 
     def _part_with_ended_rows(self) -> None:
-        decoder, end = self.decoder, self.request.end
+        decoder = self.decoder
         decoder.stage = Stage.COMMIT
         staying = decoder.unfinished_rows()
-        leaving = [b for b in range(len(decoder.rows)) if b not in staying]
-        untaken = [b for b in leaving if end is not None and decoder.rows[b] not in end.rows]
-        if untaken and end is not None:
-            decoder.export_rows(untaken, end)
         if not staying:
             decoder.rows = []
-            return
-        if leaving:
+        elif len(staying) < len(decoder.rows):
             decoder.drop_rows(staying)
 
+    # --- the next turn -------------------------------------------------------------------------------------------
 
-def keep_for_next_turn(carried: CarriedCache, sequences: Tensor, stats: SpeculationStats) -> DynamicCache | None:
-    """`carried.close`, tried twice where memory runs out: the text is written, and is not lost to its cache."""
-    for _ in range(2):
-        try:
-            return carried.close(sequences)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        give_back_memory(sequences.device)
-    what = FallbackStep.FORGET.value
-    stats.memory_steps[what] = stats.memory_steps.get(what, 0) + 1
-    logger.warning("eagle31: memory ran out while the cache was handed back: %s, it is empty", what)
-    return None
+    def keep_for_next_turn(self, carried: CarriedCache, sequences: Tensor) -> DynamicCache | None:
+        """`carried.close`, tried twice where memory runs out: the text is written, and is not lost to its cache."""
+        caches, steps = self.decoder.caches, self.request.stats.memory_steps
+        for _ in range(2):
+            try:
+                session = caches.drafter
+                if session is not None:
+                    session.catch_up()
+                return carried.close(sequences, caches.target, None if session is None else session.cache)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            caches.drafter = None  # what it has read may be more than it has noted
+            give_back_memory(sequences.device)
+        steps[NOT_HANDED_OVER] = steps.get(NOT_HANDED_OVER, 0) + 1
+        logger.warning("eagle31: memory ran out while the cache was handed back: %s, it is empty", NOT_HANDED_OVER)
+        return None

@@ -12,7 +12,7 @@ from ..decoding.calibration.unasked import calibrate_if_due
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
 from ..decoding.kept_graphs import GraphMaker, graph_maker, why_given_up
-from ..decoding.out_of_memory import RecoveringDecoder, keep_for_next_turn
+from ..decoding.out_of_memory import RecoveringDecoder
 from ..decoding.pair import Pair
 from ..decoding.policy_choice import RequestedDraft, choose_policy
 from ..decoding.request import DecodingRequest
@@ -65,16 +65,17 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         if not any(why in told for told in stats.fallbacks):  # compiling just now may have said so
             stats.fall_back(why)
     decoder = SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)
-    with torch.no_grad(), call.drafter.binding.masked_attention():
+    recovering = RecoveringDecoder(decoder)
+    with torch.no_grad(), call.drafter.binding.masked_attention(), decoder.borrowing():
         try:
-            ids = RecoveringDecoder(decoder).run()
+            ids = recovering.run()
         except NotFollowedError as noticed:
             if asked_ahead(request):
                 stats.fall_back(NOT_PLAIN)
             raise LeftToPlain(str(noticed), begun_again(call, request, decoder.shown)) from noticed
         if request.asked.code is not None and request.asked.code.has_drawn:
             stats.fall_back(NOT_PLAIN)
-        cache = None if carried is None else keep_for_next_turn(carried, ids, stats)
+        cache = None if carried is None else recovering.keep_for_next_turn(carried, ids)
     if call.streamer is not None:
         call.streamer.end()
     history = Pair.of(call.drafter).history
@@ -160,7 +161,7 @@ def _carried_cache(call: Call, padding: list[int], stats: SpeculationStats) -> C
     """
     cache, mask = call.cache, call.attention_mask
     wanted = call.generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-    if cache is None or not wanted:
+    if cache is None or not wanted or call.batch_size > 1:  # a batch with a cache of the user's is decoded plainly
         return None
     is_padded = any(padding) or (mask is not None and not bool(mask.all()))
     if held_length(cache) == 0:

@@ -225,6 +225,12 @@ def _has_adapters_by_row(model: Any) -> bool:
     )
 
 
+def _cache_of_a_batch(call: Call) -> str | None:
+    if call.batch_size == 1 or not getattr(call.cache, "_is_user_defined", False):
+        return None
+    return "a cache is carried for one row at a time, and this one is a batch's"
+
+
 AGAINST_OWN: tuple[Objection, ...] = (
     _one_forward_per_token,
     _unknown_noise,
@@ -239,6 +245,7 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _pads_that_are_counted,
     _chunks_that_begin_anew,
     _what_sees_a_batch_as_one,
+    _cache_of_a_batch,
     why_not_continued,
 )
 
