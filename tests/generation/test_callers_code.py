@@ -14,6 +14,7 @@ import transformers as hf
 from torch import Tensor
 
 from eagle31_hf.errors import UnsupportedGenerationError
+from eagle31_hf.sampling import callers_code
 from helpers import configured, drafter_of, left_padded, oracle_drafts, prompts_for, seeded, target_of
 from matrix import pairwise
 
@@ -189,3 +190,19 @@ def test_a_carried_cache_is_left_as_it_was_and_then_filled() -> None:
     (plain, keys), (ours, our_keys) = caches
     assert torch.equal(plain, ours)
     torch.testing.assert_close(keys, our_keys)
+
+
+def test_the_generator_of_the_device_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a card's: what draws from either one is noticed."""
+    dice, card = torch.Generator(), torch.device("cuda")
+    states = {card: dice.get_state, torch.device("cpu"): torch.get_rng_state}
+    monkeypatch.setattr(callers_code, "random_state", lambda device: states[device]())
+    code = callers_code.CallersCode(1, 5, card)
+    assert code.ask(5, lambda: 7).after is None
+    assert not code.has_drawn
+    for generator in (dice, torch.default_generator):
+        with seeded(3):
+            answer = code.ask(5, lambda generator=generator: torch.rand(1, generator=generator))
+        assert answer.after is not None
+        assert set(answer.after) == set(states)
+    assert code.has_drawn
