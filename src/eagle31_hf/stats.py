@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -84,18 +83,6 @@ class SpeculationStats:
     events: list[DraftEvent] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     memory_steps: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def rest_s(self) -> float:
-        """The old name of `other_s`."""
-        warnings.warn("stats.rest_s is called stats.other_s now", DeprecationWarning, stacklevel=2)
-        return self.other_s
-
-    @property
-    def rests(self) -> int:
-        """The old name of `skipped_rounds`."""
-        warnings.warn("stats.rests is called stats.skipped_rounds now", DeprecationWarning, stacklevel=2)
-        return self.skipped_rounds
 
     @property
     def acceptance_length(self) -> float:

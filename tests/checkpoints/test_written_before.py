@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.generation_config import Eagle31GenerationConfig
-from eagle31_hf.stats import SpeculationStats
 
 CONFIG = {
     "model_type": "llama", "tie_word_embeddings": False, "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 64,
@@ -97,11 +96,6 @@ def test_old_names_of_public_fields_work_and_warn():
     assert config.draft_min_confidence == 0.3
     with pytest.warns(DeprecationWarning, match="draft_min_confidence"):
         assert config.draft_confidence_floor == 0.3
-    stats = SpeculationStats(other_s=1.5, skipped_rounds=7)
-    with pytest.warns(DeprecationWarning, match="other_s"):
-        assert stats.rest_s == 1.5
-    with pytest.warns(DeprecationWarning, match="skipped_rounds"):
-        assert stats.rests == 7
 
 
 def test_settings_that_were_never_set_are_read_without_a_warning(recwarn):

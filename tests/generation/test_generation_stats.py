@@ -124,14 +124,6 @@ def test_phase_clock_charges_phases_and_the_rest(monkeypatch: pytest.MonkeyPatch
     assert (stats.draft_s, stats.verify_s, stats.other_s) == (2.0, 0.5, 7.5)
 
 
-def test_old_names_of_figures_are_understood_for_a_version() -> None:
-    stats = SpeculationStats(other_s=2.5, skipped_rounds=3)
-    with pytest.deprecated_call(match="other_s"):
-        assert stats.rest_s == 2.5
-    with pytest.deprecated_call(match="skipped_rounds"):
-        assert stats.rests == 3
-
-
 def test_why_drafting_rested_is_said_as_it_was():
     told = DraftEvent(5, "rest", "drafts would write 0.80 x as fast as none; a draft token is accepted 45% of the time")
     assert "3 passes without drafts: drafts would write 0.80 x" in str(
