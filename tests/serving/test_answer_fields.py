@@ -18,6 +18,11 @@ USAGE = {
 }
 TOKEN = {"token": str, "logprob": float, "bytes": [int]}
 LOGPROBS = {"content": [{**TOKEN, "top_logprobs": [TOKEN]}]}
+TIMINGS = {
+    "cache_n": int, "draft_n": int, "draft_n_accepted": int,
+    **{f"{part}_n": int for part in ("prompt", "predicted")},
+    **{f"{part}_{unit}": float for part in ("prompt", "predicted") for unit in ("ms", "per_token_ms", "per_second")},
+}  # fmt: skip
 SHARED = {"id": str, "created": int, "model": str, "object": str}
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
 TEXT = {"prompt": "A shop", "max_tokens": 2}
@@ -61,7 +66,7 @@ def test_a_chat(served, logprobs):
     choice = {"index": int, "message": message, "finish_reason": str, **told}
     whole = ask(served, "chat/completions", **CHAT, **asked)
     assert whole.headers["content-type"] == "application/json"
-    assert shape(whole.json()) == {**SHARED, "choices": [choice], "usage": USAGE}
+    assert shape(whole.json()) == {**SHARED, "choices": [choice], "usage": USAGE, "timings": TIMINGS}
 
     def chunk(delta, finish=None, **more):
         return {**SHARED, "choices": [{"index": int, "delta": delta, "finish_reason": finish, **more}]}
@@ -70,7 +75,7 @@ def test_a_chat(served, logprobs):
     assert pieces[0] == chunk(message)
     assert all(piece == chunk({"content": str}, **told) for piece in pieces[1:-2])
     assert len(pieces) > 3
-    assert pieces[-2:] == [chunk({}, str), {**SHARED, "choices": [], "usage": USAGE}]
+    assert pieces[-2:] == [chunk({}, str), {**SHARED, "choices": [], "usage": USAGE, "timings": TIMINGS}]
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
@@ -78,12 +83,12 @@ def test_a_completion(served, logprobs):
     asked, told = ({"logprobs": 1}, TOLD_OF_TOKENS) if logprobs else ({}, None)
     choice = {"index": int, "text": str, "finish_reason": str, "logprobs": told}
     whole = ask(served, "completions", **TEXT, **asked).json()
-    assert shape(whole) == {**SHARED, "choices": [choice], "usage": USAGE}
+    assert shape(whole) == {**SHARED, "choices": [choice], "usage": USAGE, "timings": TIMINGS}
     pieces = streamed(served, "completions", **TEXT, **asked, stream_options={"include_usage": True})
     text = {**SHARED, "choices": [choice], "usage": None}
     assert all(piece in (text, {**text, "choices": [choice | {"finish_reason": None}]}) for piece in pieces[:-1])
     assert pieces[-2] == text
-    assert pieces[-1] == {**SHARED, "choices": [], "usage": USAGE}
+    assert pieces[-1] == {**SHARED, "choices": [], "usage": USAGE, "timings": TIMINGS}
 
 
 def test_objects_are_named_as_openai_names_them(served):
@@ -93,3 +98,24 @@ def test_objects_are_named_as_openai_names_them(served):
         json.loads(ask(served, "chat/completions", **CHAT, stream=True).text.split("\n")[0][len("data: ") :])["object"],
     }
     assert names == {"chat.completion", "text_completion", "chat.completion.chunk"}
+
+
+def test_timings_count_what_usage_counts(served):
+    told = ask(served, "chat/completions", messages=MESSAGES, max_tokens=9).json()
+    usage, timings = told["usage"], told["timings"]
+    details = usage["completion_tokens_details"]
+    assert timings["predicted_n"] == usage["completion_tokens"] == 9
+    assert timings["draft_n_accepted"] == details["accepted_prediction_tokens"]
+    assert timings["draft_n"] == timings["draft_n_accepted"] + details["rejected_prediction_tokens"]
+    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"]
+    lines = ask(served, "chat/completions", messages=MESSAGES, max_tokens=9, stream=True).text.split("\n\n")
+    pieces = [json.loads(line[len("data: ") :]) for line in lines[:-2]]
+    assert [("timings" in piece) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1]["timings"]["predicted_n"] == 9
+
+
+def test_the_model_says_what_writes_and_how_much(served):
+    (model,) = httpx2.get(f"{served.url}/v1/models").json()["data"]
+    assert model["target"]
+    assert model["drafter"]
+    assert model["max_model_len"] > 0

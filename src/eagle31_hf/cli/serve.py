@@ -141,7 +141,7 @@ def _calibrate_once(console: Console, pair: LoadedPair) -> None:
         with waiting_for("measuring what rounds take here, once for this pair"):
             calibrate(drafter, compiled=False)
     except (RuntimeError, Eagle31Error) as error:  # the server serves without it
-        console.print(f"Not calibrated, drafts have one length: {error}", style="yellow")
+        console.print(f"Rounds could not be measured, so drafts are not cut to what pays: {error}", style="yellow")
 
 
 def _check_reach(host: str, api_key: str | None) -> None:
@@ -158,13 +158,13 @@ def _check_reach(host: str, api_key: str | None) -> None:
 
 
 def _check_drafting(source: PairSource, drafting: Drafting) -> None:
-    """The running batch drafts eager chains of one length; what else is asked for is not silently left out."""
+    """The running batch drafts chains; what else is asked for is not silently left out."""
     asked = drafting.beyond_chains() | {f"--acceleration {source.acceleration}": source.acceleration == "compile"}
     refused = [option for option, is_asked in asked.items() if is_asked]
     if refused:
         raise ConfigurationError(
-            f"serve cannot do {', '.join(refused)}: texts that join and leave a running batch are drafted as chains, "
-            "without graphs; leave it out (--draft-tokens sets a chain's length), or use it with generate and chat"
+            f"serve cannot do {', '.join(refused)}: texts that join and leave a running batch are drafted as chains; "
+            "leave it out (--draft-tokens sets a chain's length), or use it with generate and chat"
         )
 
 

@@ -40,6 +40,32 @@ def _sum_of(usages: Sequence[TextUsage]) -> Fields:
     }
 
 
+def timings_of(usages: Sequence[TextUsage], prompt_s: float, predicted_s: float) -> Fields:
+    """What an answer took, by llama.cpp's names, which home apps show.
+
+    Args:
+        prompt_s, predicted_s: seconds up to the first tokens, and from then on.
+    """
+    read = max(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+    written = sum(usage.completion_tokens for usage in usages)
+    return {
+        "cache_n": max(usage.cached_tokens for usage in usages),
+        **_timed("prompt", read, prompt_s),
+        **_timed("predicted", written, predicted_s),
+        "draft_n": sum(usage.drafted for usage in usages),
+        "draft_n_accepted": sum(usage.accepted for usage in usages),
+    }
+
+
+def _timed(name: str, tokens: int, seconds: float) -> Fields:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": 1e3 * seconds,
+        f"{name}_per_token_ms": 1e3 * seconds / max(tokens, 1),
+        f"{name}_per_second": tokens / seconds if seconds > 0 else 0.0,
+    }
+
+
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 

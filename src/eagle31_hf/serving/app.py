@@ -20,7 +20,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
-from .answers import ChatWriter, CompletionWriter
+from .answers import ChatWriter, CompletionWriter, timings_of
 from .api_errors import ApiError
 from .calls import CallTranslator
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
@@ -125,6 +125,8 @@ class _Server:
             "created": self.started,
             "owned_by": "eagle31",
             "max_model_len": self.engine.settings.context,
+            "target": self.engine.drafter.binding.model.name_or_path,
+            "drafter": getattr(self.engine.drafter, "name_or_path", None),
         }
 
     # --- chats and completions -------------------------------------------------------------------------------------
@@ -161,7 +163,8 @@ class _Server:
             await _while_connected(request, self._collect(run, writer))
         finally:
             run.end(request)
-        return Response(_json(writer.whole(run.usages)), media_type="application/json", headers=headers)
+        whole = writer.whole(run.usages) | {"timings": run.timings}
+        return Response(_json(whole), media_type="application/json", headers=headers)
 
     def _headers(self, body: Body) -> dict[str, str]:
         """Names of what did not change the answer: fields of the request, settings of the target."""
@@ -187,10 +190,13 @@ class _Server:
                     error = ApiError(event.error, status=500, code="engine_error")
                     yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
                     return
-                for piece in writer.pieces(index, event):
+                pieces = writer.pieces(index, event)
+                if all(run.finishes) and not include_usage:
+                    pieces[-1] |= {"timings": run.timings}
+                for piece in pieces:
                     yield _sse(piece)
             if include_usage:
-                yield _sse(writer.usage(run.usages))
+                yield _sse(writer.usage(run.usages) | {"timings": run.timings})
             yield "data: [DONE]\n\n"
         finally:
             run.end(request)
@@ -243,7 +249,7 @@ class _Run:
         self.finishes: list[str | None] = [None] * len(texts)
         self._tickets: list[Any] = []
         self._events: asyncio.Queue[tuple[int, TextEvent]] = asyncio.Queue()
-        self._started = time.perf_counter()
+        self._started = self._first = time.perf_counter()
         self._last: list[float | None] = [None] * len(texts)
 
     async def start(self) -> None:
@@ -281,7 +287,15 @@ class _Run:
         now, last = time.perf_counter(), self._last[index]
         figures = self.server.figures
         (figures.first_token_s if last is None else figures.gap_s).observe(now - (last or self._started))
+        if not any(self._last):
+            self._first = now
         self._last[index] = now
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """Of the whole answer."""
+        last = max((at for at in self._last if at), default=self._first)
+        return timings_of(self.usages, self._first - self._started, last - self._first)
 
     def end(self, request: Request) -> None:
         """The answer is told, or its client has gone."""
