@@ -302,11 +302,6 @@ class Acceptance:
         """Share of the rounds that drafted a position in which it was accepted."""
         return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True) if d]
 
-    @property
-    def conditional(self) -> list[float]:
-        """Share of the rounds that had accepted everything before a position in which it was accepted, too."""
-        return [a / r for a, r in zip(self.accepted_at, self.reached_at, strict=True) if r]
-
 
 def windows(arrivals: Sequence[tuple[float, int]], size: int = WINDOW_TOKENS) -> list[float]:
     """Seconds of each whole stretch of `size` tokens.

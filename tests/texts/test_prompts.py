@@ -18,24 +18,23 @@ def write(path, *rows):
 
 
 @pytest.mark.parametrize(
-    ("row", "name", "category", "words", "later"),
+    ("row", "name", "category", "words"),
     [
-        ({"question_id": 81, "category": "writing", "turns": ["One.", "Two."]}, "81", "writing", "One.", ("Two.",)),
-        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, "HumanEval/0", "file", "def f():", ()),
-        ({"question": "How many?", "answer": "2"}, "1", "file", "How many?", ()),
+        ({"question_id": 81, "category": "writing", "turns": ["One.", "Two."]}, "81", "writing", "One."),
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}, "HumanEval/0", "file", "def f():"),
+        ({"question": "How many?", "answer": "2"}, "1", "file", "How many?"),
         ({"id": "a", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"},
-                                  {"role": "assistant", "content": "A"}]}, "a", "file", "U", ()),
-        ({"instruction": "Do.", "turns": None}, "1", "file", "Do.", ()),
-        ({"turns": "One."}, "1", "file", "One.", ()),
-        ({"conversations": [{"from": "human", "value": "H"}, {"from": "gpt", "value": "G"}]}, "1", "file", "H", ()),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "P"}]}]}, "1", "file", "P", ()),
+                                  {"role": "assistant", "content": "A"}]}, "a", "file", "U"),
+        ({"instruction": "Do.", "turns": None}, "1", "file", "Do."),
+        ({"turns": "One."}, "1", "file", "One."),
+        ({"conversations": [{"from": "human", "value": "H"}, {"from": "gpt", "value": "G"}]}, "1", "file", "H"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "P"}]}]}, "1", "file", "P"),
     ],
 )  # fmt: skip
-def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, words, later):
+def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, words):
     (prompt,) = read_prompts([write(tmp_path / "file.jsonl", row)])
     assert (prompt.id, prompt.suite, prompt.category) == (f"file/{name}", "file", category)
     assert prompt.messages[-1] == {"role": "user", "content": words}
-    assert prompt.later_turns == later
 
 
 def test_an_opening_ends_with_the_users_third_turn_at_most(tmp_path):
@@ -55,7 +54,6 @@ def test_the_published_files():
     mt_bench = read_prompts([f"mt-bench={folder / 'spec_bench_question.jsonl'}"])
     assert len(mt_bench) == 80
     assert len({prompt.category for prompt in mt_bench}) == 8
-    assert all(len(prompt.later_turns) == 1 for prompt in mt_bench)
     assert len(read_prompts([str(folder / "spec_bench_question.jsonl")])) == 480
     assert len(read_prompts([str(folder / "HumanEval.jsonl"), f"gsm8k={folder / 'gsm8k_test_500.jsonl'}"])) == 664
     few = read_prompts([f"mt-bench={folder / 'spec_bench_question.jsonl'}"], limit=8)

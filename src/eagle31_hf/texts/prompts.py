@@ -39,7 +39,6 @@ class Prompt:
     suite: str  # the data set's name
     category: str  # as the row says, else the suite
     messages: tuple[Message, ...]  # up to the user's first unanswered one
-    later_turns: tuple[str, ...] = ()  # what the user says after each answer
 
     @property
     def opening(self) -> Messages:
@@ -143,19 +142,19 @@ def _prompt(row: Any, suite: str, where: str) -> Prompt:
         row = {**row, "turns": [row["turns"]]}
     try:
         found = conversation_from_row(row, where=where, fallback_id=number, category=suite)
-        chat, later = _asked(found.messages)
+        chat = _asked(found.messages)
     except (TrainingError, ValueError) as error:
         raise ConfigurationError(
             f'{where}: no prompt in {json.dumps(row, default=str)[:80]}; wanted "turns" with the user\'s words, or '
             '"messages" with one of the user\'s, or "prompt" or "question"'
         ) from error
-    if any(PLACEHOLDER in str(text) for text in (*(message["content"] for message in chat), *later)):
+    if any(PLACEHOLDER in str(text) for text in (message["content"] for message in found.messages)):
         raise ConfigurationError(f"{where} is one of SPEED-Bench's placeholders: {SPEED_BENCH_ROUTE}")
-    return Prompt(f"{suite}/{found.id or number}", suite, found.category, chat, later)
+    return Prompt(f"{suite}/{found.id or number}", suite, found.category, chat)
 
 
-def _asked(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """Messages up to the user's last one; or, where the user says all of them, the first, and what he says later.
+def _asked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages up to the user's last one; or, where all of them are the user's, the first.
 
     Raises:
         ValueError: there is no word of the user's.
@@ -164,5 +163,5 @@ def _asked(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[st
     if not users or not all(messages[place]["content"].strip() for place in users):
         raise ValueError("no words")
     if len(users) == len(messages):
-        return messages[:1], tuple(message["content"] for message in messages[1:])
-    return messages[: users[-1] + 1], ()
+        return messages[:1]
+    return messages[: users[-1] + 1]
