@@ -14,7 +14,7 @@ from rich.console import Console
 from eagle31_hf.training.plan import StagePlan, TrainingPlan
 from eagle31_hf.training.record import command_line, learning_curve
 from eagle31_hf.training.settings import TrainingSettings
-from eagle31_hf.training.stopping import StopRequest, describe_kept, telling_what_is_kept
+from eagle31_hf.training.stopping import StopRequest, describe_kept, remove_run, telling_what_is_kept
 
 
 def write_checkpoint(folder: Path, step: int, log_history: list[dict[str, float]] | None = None) -> None:
@@ -31,6 +31,8 @@ def out(tmp_path: Path) -> Path:
     (tmp_path / "data" / "prompts.jsonl").write_text("{}\n{}\n")
     for name in ("conversations.jsonl", "conversations-1.jsonl"):
         (tmp_path / "data" / name).write_text("{}\n")
+    for name in ("prompts", "conversations", "conversations-1"):
+        (tmp_path / "data" / f"{name}.settings.json").write_text("{}")
     write_checkpoint(tmp_path / "stage1", 1500)
     return tmp_path
 
@@ -40,6 +42,17 @@ def test_what_is_kept_is_counted(out: Path, tmp_path: Path) -> None:
     (out / "stage1" / "result.json").touch()
     assert describe_kept(out).endswith("stage1 as a whole")
     assert describe_kept(tmp_path / "none") == ""
+
+
+def test_fresh_removes_what_a_run_has_left_and_nothing_else(out: Path) -> None:
+    for name in ("data/mine.jsonl", "data/conversations-of-others.jsonl", "stages.txt", "rows.jsonl"):
+        (out / name).write_text("{}\n")
+    (out / "stage-photos").mkdir()
+    remove_run(out)
+    left = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
+    assert left == ["data", "data/conversations-of-others.jsonl", "data/mine.jsonl", "rows.jsonl", "stage-photos",
+                    "stages.txt"]  # fmt: skip
+    assert describe_kept(out) == ""
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])

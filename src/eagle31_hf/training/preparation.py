@@ -89,10 +89,10 @@ class Preparation:
             "without anything to learn": documents.unsupervised,
             "with a context too long to answer": len(conversations) - len(written),
         }
-        told = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
+        reasons = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
         further = f" and {documents.rewritten:,} turns that the template rewrites later" if documents.rewritten else ""
         count = len(documents.documents) - documents.rewritten
-        say(self.console, f"text      {count:,} conversations{further}" + (f" ({told})" if told else ""))
+        say(self.console, f"text      {count:,} conversations{further}" + (f" ({reasons})" if reasons else ""))
         return Texts(documents, prompts)
 
     def _read_prompts(self) -> list[Conversation]:
@@ -100,16 +100,16 @@ class Preparation:
         settings = self.settings
         files = [source for source in settings.prompts if self_prompt_count(source) is None]
         count = sum(self_prompt_count(source) or 0 for source in settings.prompts)
-        found = self._read(files) if files else []
-        return with_unique_ids(found + (self._self_prompts(count) if count else []))
+        rows = self._read(files) if files else []
+        return with_unique_ids(rows + (self._self_prompts(count) if count else []))
 
     def _read(self, sources: Sequence[str]) -> list[Conversation]:
         """Conversations of files and the Hub; empty rows are left out, and said."""
         empty: list[str] = []
-        found = read_conversations(sources, limit=self.settings.max_rows, on_empty=empty.append)
+        rows = read_conversations(sources, limit=self.settings.max_rows, on_empty=empty.append)
         if empty:
             say(self.console, f"rows      {len(empty):,} without any text left out, the first: {empty[0]}")
-        return found
+        return rows
 
     def _self_prompts(self, count: int) -> list[Conversation]:
         """Each process writes its share; what several wrote alike is kept once."""
@@ -186,7 +186,7 @@ def load_target(settings: TrainingSettings) -> tuple[PreTrainedModel, PreTrained
     """The frozen target, quantised as it will be served, and its tokenizer.
 
     Raises:
-        CheckpointNotFoundError, IncompatibleTargetError, ConfigurationError: it cannot be found or loaded.
+        CheckpointNotFoundError, IncompatibleTargetError, ConfigurationError: it cannot be rows or loaded.
     """
     device = best_kind() if settings.device == "auto" else settings.device
     quantization = None if settings.quantization is None else packing_config(settings.quantization, torch.bfloat16)

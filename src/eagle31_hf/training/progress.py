@@ -39,19 +39,19 @@ def _left(bar: Progress) -> str:
 
 
 class Counting:
-    """Tells how far some long work is: by a bar on a terminal; elsewhere by a line now and then and at its end.
+    """Shows how far some long work is: by a bar on a terminal; elsewhere by a line now and then and at its end.
 
     Args:
         title: what is done, as in "the target writes answers".
         total: how much there is to do.
-        resumes: whether the first that is told to be done is what an earlier run had done.
+        resumes: whether the first count is what an earlier run had done.
     """
 
     def __init__(self, console: Console, title: str, total: int, *, resumes: bool = False):
         self._console, self._title, self._resumes = console, title, resumes
         self._bar = progress_bar(console)
         self._task = self._bar.add_task(title, total=total, note="")
-        self._started_at = self._told_at = time.monotonic()
+        self._started_at = self._said_at = time.monotonic()
         self._steps = 0
 
     def advance(self, count: int = 0) -> None:
@@ -59,9 +59,9 @@ class Counting:
         self._steps += not count
         self._bar.update(self._task, advance=count, note=f"token {self._steps:,}" if self._steps else "")
         if self._resumes and count:
-            self._tell(f"{self._so_far()}, kept from an earlier run")
-        elif time.monotonic() - self._told_at >= LINE_EVERY_S:
-            self._tell(self._so_far() + _left(self._bar))
+            self._say(f"{self._so_far()}, kept from an earlier run")
+        elif time.monotonic() - self._said_at >= LINE_EVERY_S:
+            self._say(self._so_far() + _left(self._bar))
         self._resumes = False
 
     def __enter__(self) -> Counting:
@@ -72,7 +72,7 @@ class Counting:
         self._bar.stop()
         minutes = (time.monotonic() - self._started_at) / 60
         if kind is None:
-            self._tell(f"{self._so_far()} in {minutes:.1f} minutes")
+            self._say(f"{self._so_far()} in {minutes:.1f} minutes")
         else:
             say(self._console, f"{self._title}: stopped at {self._so_far()}")
 
@@ -80,8 +80,8 @@ class Counting:
         task = self._bar.tasks[0]
         return f"{int(task.completed):,} of {int(task.total or 0):,}"
 
-    def _tell(self, text: str) -> None:
-        self._told_at = time.monotonic()
+    def _say(self, text: str) -> None:
+        self._said_at = time.monotonic()
         if not self._console.is_terminal:
             say(self._console, f"{self._title}: {text}")
 

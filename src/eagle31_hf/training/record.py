@@ -1,4 +1,4 @@
-"""What a run tells of itself in `training_report.json`, from which its card is filled. No path of this machine."""
+"""The record of a run in `training_report.json`, from which its card is filled. It holds no path of this machine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .settings import TrainingSettings
 from .trainer import DRAFT_TOKENS, last_checkpoint
 
 PACKAGES = ("torch", "transformers")
-_OF_ONE_MACHINE = ("resume", "fresh", "device", "push", "report_to")
-_TOLD_ELSEWHERE = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
+_OF_THIS_MACHINE = ("resume", "fresh", "device", "push", "report_to")
+_IN_OTHER_FIELDS = ("target", "target_id", "prompts", "out", "drafter", "held_out", "license")
 
 
-def make_record(settings: TrainingSettings, told: TrainingSettings, *, prompts: int) -> dict[str, Any]:
+def make_record(settings: TrainingSettings, given: TrainingSettings, *, prompts: int) -> dict[str, Any]:
     """The record's facts and figures.
 
     Args:
-        told: the settings the run was given, before those left open were filled.
+        given: the settings the run was given, before those left open were filled.
         prompts: how many acceptance was measured on.
     """
     return {
         "target": target_name(settings),
         "license": settings.license,
         "data": [published_name(source) for source in settings.prompts],
-        "command": command_line(settings, told),
+        "command": command_line(settings, given),
         "recipe": _recipe(settings),
         "conditions": (
             f"{prompts} held-out prompts, greedy, chain of {DRAFT_TOKENS} draft tokens along the target's own texts of "
@@ -49,12 +49,12 @@ def published_name(name: str) -> str:
     return Path(name).resolve().name if Path(name).expanduser().exists() else name
 
 
-def command_line(settings: TrainingSettings, told: TrainingSettings) -> str:
+def command_line(settings: TrainingSettings, given: TrainingSettings) -> str:
     """The command that makes the drafter, with the names others know target and texts by."""
     words = ["eagle31", "train", target_name(settings)]
-    for field in dataclasses.fields(told):
-        value = getattr(told, field.name)
-        if field.name in ("target", "target_id", "out", *_OF_ONE_MACHINE) or value == field.default:
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        if field.name in ("target", "target_id", "out", *_OF_THIS_MACHINE) or value == field.default:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         if value is True:
@@ -84,7 +84,7 @@ def learning_curve(folder: Path, tokens_per_step: float) -> list[dict[str, float
 
 
 def _recipe(settings: TrainingSettings) -> dict[str, str]:
-    hidden = {*_OF_ONE_MACHINE, *_TOLD_ELSEWHERE}
+    hidden = {*_OF_THIS_MACHINE, *_IN_OTHER_FIELDS}
     return {
         field.name: str(getattr(settings, field.name))
         for field in dataclasses.fields(settings)

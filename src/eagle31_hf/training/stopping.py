@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from transformers import TrainerCallback
 
 from .progress import say
 from .trainer import last_checkpoint
+from .writing import settings_beside
 
+STAGE_FOLDERS = ("stage1", "stage2")
 RESULT_FILE = "result.json"
 """In a stage's folder once it is finished."""
 
@@ -27,27 +29,35 @@ RESULT_FILE = "result.json"
 def describe_kept(out: Path) -> str:
     """What lies in a run's folder that `--resume` goes on with; empty if nothing does."""
     lines = {
-        "self-written prompts": _lines(out / "data", "prompts*.jsonl"),
-        "answers": _lines(out / "data", "conversations*.jsonl"),
+        "self-written prompts": _lines(_written(out, "prompts*.jsonl")),
+        "answers": _lines(_written(out, "conversations*.jsonl")),
     }
-    told = [f"{count:,} {what}" for what, count in lines.items() if count]
-    for stage in sorted(out.glob("stage*")):
-        checkpoint = last_checkpoint(stage)
-        if (stage / RESULT_FILE).exists():
-            told.append(f"{stage.name} as a whole")
+    parts = [f"{count:,} {what}" for what, count in lines.items() if count]
+    for stage in STAGE_FOLDERS:
+        checkpoint = last_checkpoint(out / stage)
+        if (out / stage / RESULT_FILE).exists():
+            parts.append(f"{stage} as a whole")
         elif checkpoint is not None:
-            told.append(f"{stage.name} up to step {int(checkpoint.name.rpartition('-')[2]):,}")
-    return ", ".join(told)
+            parts.append(f"{stage} up to step {int(checkpoint.name.rpartition('-')[2]):,}")
+    return ", ".join(parts)
 
 
-def _lines(folder: Path, names: str) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in folder.glob(names))
+def _written(out: Path, names: str) -> list[Path]:
+    """Texts that a run has written, which their settings stand beside: no files of anybody else's."""
+    return [path for path in sorted((out / "data").glob(names)) if settings_beside(path).exists()]
+
+
+def _lines(paths: list[Path]) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in paths)
 
 
 def remove_run(out: Path) -> None:
-    """Remove texts and checkpoints that an earlier run has left in its folder."""
-    for folder in (out / "data", *out.glob("stage*")):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove texts and checkpoints that an earlier run has left in its folder, and nothing else."""
+    for path in (*_written(out, "prompts*.jsonl"), *_written(out, "conversations*.jsonl")):
+        path.unlink()
+        settings_beside(path).unlink()
+    for stage in STAGE_FOLDERS:
+        shutil.rmtree(out / stage, ignore_errors=True)
 
 
 class StopRequest(TrainerCallback):
@@ -68,7 +78,8 @@ class StopRequest(TrainerCallback):
             self.number = number
             self.leave()
         self.number = number
-        say(self._console, "stopping behind this step, with a checkpoint; once more stops at once")
+        with suppress(RuntimeError):  # of a stream that was just being written to
+            say(self._console, "stopping behind this step, with a checkpoint; once more stops at once")
 
     def leave(self) -> None:
         """End the program if a signal came."""
@@ -105,8 +116,8 @@ def telling_what_is_kept(out: Path, console: Console, stop: StopRequest) -> Iter
         yield
     except (KeyboardInterrupt, SystemExit):
         kept = describe_kept(out)
-        told = f"kept in {out}: {kept}; go on with the same options and --resume" if kept else "nothing was kept yet"
-        say(console, f"stopped; {told}")
+        advice = f"kept in {out}: {kept}; go on with the same options and --resume" if kept else "nothing was kept yet"
+        say(console, f"stopped; {advice}")
         raise
     finally:
         if listens:

@@ -74,8 +74,8 @@ class StageResult:
             category: asdict(counts) | {"depth": len(counts.drafted_at), "acceptance_length": counts.acceptance_length}
             for category, counts in self.acceptance.items()
         }
-        told = {"name": self.name, "steps": self.steps, "loss": self.loss, "acceptance": acceptance}
-        return {**told, "curve": list(self.curve)}
+        figures = {"name": self.name, "steps": self.steps, "loss": self.loss, "acceptance": acceptance}
+        return {**figures, "curve": list(self.curve)}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> StageResult:
@@ -133,7 +133,7 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
         raise TrainingError(
             f"{out} holds an earlier run ({kept}); go on with --resume, begin anew with --fresh, or name another folder"
         )
-    elif is_first_process():
+    elif settings.fresh and is_first_process():
         remove_run(out)
     if settings.drafter is not None:
         inspect_checkpoint(settings.drafter)  # before a large target is loaded
@@ -151,15 +151,15 @@ def train_drafter(settings: TrainingSettings, *, console: Console | None = None)
 class _Run:
     def __init__(
         self,
-        told: TrainingSettings,
+        given: TrainingSettings,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
         stop: StopRequest,
     ):
         self.stop = stop
-        self.told, self.settings = told, resolve(told, target)
-        self.precision = precision_of_result(told, target)
+        self.given, self.settings = given, resolve(given, target)
+        self.precision = precision_of_result(given, target)
         self.target, self.tokenizer, self.console = target, tokenizer, console
         self.processes = int(os.environ.get("WORLD_SIZE", "1"))  # as `accelerate launch` says
         self.started = time.monotonic()
@@ -372,7 +372,7 @@ class _Run:
         drafter.name_target(settings.target_id or (target_name(settings) if settings.push else settings.target))
         drafter.save_pretrained(settings.out)
         figures = {name: value for name, value in report.to_dict().items() if name != "folder"}
-        record = make_record(settings, self.told, prompts=len(self.prompts)) | figures
+        record = make_record(settings, self.given, prompts=len(self.prompts)) | figures
         if not self.trains and (settings.out / RECORD_FILE).exists():  # the weights are those of the run told there
             record = json.loads((settings.out / RECORD_FILE).read_text(encoding="utf-8"))
             record["license"] = settings.license or record.get("license")

@@ -137,7 +137,7 @@ class DistillationTrainer(Trainer):
         """Acceptance on known texts: of greedy ones by position and category; at each temperature its length."""
         rounds = self._rounds[self.state.global_step] = self.measure()
         greedy = acceptance_of(rounds[0])
-        found = {
+        figures = {
             "acceptance_length": acceptance_length(rounds[0]),
             "acceptance_error": paired_error(rounds[0]),
             **{f"acceptance_at_{position}": value for position, value in enumerate(greedy.cumulative, 1)},
@@ -146,8 +146,8 @@ class DistillationTrainer(Trainer):
             "served_error": served_error(rounds),
         }
         for texts, each in zip(self.known, rounds, strict=True):
-            found[f"served_length_at_{texts.temperature:g}"] = acceptance_length(each)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+            figures[f"served_length_at_{texts.temperature:g}"] = acceptance_length(each)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -155,8 +155,8 @@ class DistillationTrainer(Trainer):
     def measure(self) -> list[list[TextRounds]]:
         """Rounds by temperature, of the texts of all processes; the same on each."""
         mine = [rounds_of(self.model.drafter, texts, DRAFT_TOKENS) for texts in self.known]
-        everybodys = gather_object([mine])
-        return [[text for rounds in of_one for text in rounds] for of_one in zip(*everybodys, strict=True)]
+        gathered = gather_object([mine])
+        return [[text for rounds in of_one for text in rounds] for of_one in zip(*gathered, strict=True)]
 
     def measure_best(self) -> dict[str, Acceptance]:
         """Greedy acceptance by category of the drafter that training ended with: the last, or a better one."""

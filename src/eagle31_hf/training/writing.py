@@ -198,23 +198,25 @@ class _Writer:
 
         A row's `answer_ids` are empty where nothing could be written.
         """
-        told = _temperature(batch[0], self.settings)  # one of all rows
-        temperature = own_temperature(self.target) if told is None else told
+        drawn = _temperature(batch[0], self.settings)  # the same for all rows
+        temperature = own_temperature(self.target) if drawn is None else drawn
         rows = [_Row(conversation, _answered(conversation, self.settings), temperature) for conversation in batch]
 
-        def tell() -> None:
+        def keep_ended() -> None:
             ended = [row for row in rows if not row.left]
             on_rows([row.to_json() for row in ended])
             for row in ended:
                 rows.remove(row)
 
         while rows:
-            self._write_turn([row for row in rows if row.left], {} if told is None else sampling_options(told), tell)
-            tell()
+            self._write_turn(
+                [row for row in rows if row.left], {} if drawn is None else sampling_options(drawn), keep_ended
+            )
+            keep_ended()
 
     @torch.no_grad()
-    def _write_turn(self, rows: list[_Row], options: dict[str, Any], tell: Callable[[], None]) -> None:
-        """The next answer of each row; `tell` is called after every token."""
+    def _write_turn(self, rows: list[_Row], options: dict[str, Any], on_token: Callable[[], None]) -> None:
+        """The next answer of each row; `on_token` is called after every token."""
         prompts: dict[_Row, list[int]] = {}
         for row in rows:
             prompt = prompt_ids(self.tokenizer, row.conversation, row.context())
@@ -237,7 +239,7 @@ class _Writer:
             last = written[:, -1].tolist()
             for place in [place for place in writing if last[place] in self.ends]:
                 hand_on(place, written)
-            tell()
+            on_token()
             return torch.zeros(len(written), dtype=torch.bool, device=written.device)
 
         first = next(iter(prompts))
@@ -342,7 +344,7 @@ def read_whole_lines(path: Path, header: dict[str, Any], *, identity: str = "id"
     Raises:
         TrainingError: `path` was written with another `header`, or holds a line that cannot be read.
     """
-    notes = path.with_suffix(".settings.json")
+    notes = settings_beside(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         notes.write_text(json.dumps(header), encoding="utf-8")
@@ -367,6 +369,11 @@ def read_whole_lines(path: Path, header: dict[str, Any], *, identity: str = "id"
         return rows
     except (ValueError, KeyError, TypeError) as error:
         raise TrainingError(f"{path} holds a damaged line ({error}); remove the file to write again") from error
+
+
+def settings_beside(path: Path) -> Path:
+    """Where the settings stand that the lines in `path` were written with."""
+    return path.with_suffix(".settings.json")
 
 
 def append_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
