@@ -196,6 +196,15 @@ def test_channels_of_harmony(cut):
         assert parsed(tokenizer, text, cut) == wanted
 
 
+def test_lfm_writes_calls_as_json_too():
+    tokenizer = tokenizer_of("LFM2 (Python)")
+    calls = [("f-2", {"text": "x"}), ("get_weather", {})]
+    text = f"<|tool_call_start|>[{', '.join(map(as_json, calls))}]<|tool_call_end|>Done."
+    assert parsed(tokenizer, text, 2) == ("Done.", "", calls)
+    tokenizer.chat_template = "List of tools: <|tool_list_start|>["
+    assert form_of(tokenizer).name == "LFM2 (Python)"
+
+
 def test_a_tokenizers_own_template_is_taken():
     tokenizer = tokenizer_of("Hermes JSON")
     tokenizer.response_template = {

@@ -82,7 +82,7 @@ def _call(**arguments: Any) -> Template:
 
 def _json(**arguments: Any) -> Template:
     """A field of calls that are JSON as a whole."""
-    return {"repeats": True, "content": "json", **arguments}
+    return {"repeats": True, "content": "json"} | arguments
 
 
 def _form(
@@ -106,6 +106,7 @@ def _escaped(mark: str) -> str:
 
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
 _BARE = _form("JSON alone", None)
+_LFM = _form("LFM2 (Python)", _json(open="<|tool_call_start|>", close="<|tool_call_end|>", content="python-call-list"))
 _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
     # marks in the chat template, the form; the first whose marks are all there
     (("<|channel|>", "<|message|>"), AnswerForm("gpt-oss (harmony)", _template({
@@ -141,9 +142,8 @@ _FORMS: tuple[tuple[tuple[str, ...], AnswerForm], ...] = (
         open_pattern=r"<\|tool_call>call:(?P<name>[\w.-]+)", close="<tool_call|>", content="json",
         content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
     ), ("<|channel>thought\n", "<channel|>"))),
-    (("<|tool_call_start|>",), _form("LFM2 (Python)", _json(
-        open="<|tool_call_start|>", close="<|tool_call_end|>", content="python-call-list"
-    ))),
+    (("<|tool_call_start|>",), _LFM),
+    (("<|tool_list_start|>",), _LFM),
     (("<TOOLCALL>",), _form("Nemotron JSON", _json(open="<TOOLCALL>", close="</TOOLCALL>"))),
     (("[TOOL_CALLS]", "[ARGS]"), _form("Mistral", _call(
         open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",

@@ -124,7 +124,7 @@ class AnswerParser:
         """What lies between marks: calls, or text that only looks like one, in which a sound call may follow."""
         opened = region["opened"]
         whole = opened + region["body"] + region["closed"]
-        if calls := self._calls_in(self._read(whole)):
+        if calls := self._calls_in(self._read(whole)) or self._calls_in(_json_or_none(region["body"])):
             self._said, self._trims, self._spaces = True, True, ""
             yield from (AnswerPart(call=call) for call in calls)
             return

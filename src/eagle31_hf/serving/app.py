@@ -253,11 +253,7 @@ class _Run:
         self._last: list[float | None] = [None] * len(texts)
 
     async def start(self) -> None:
-        """Line all of them up, or none.
-
-        Raises:
-            Eagle31Error: there is no room, or one is too long.
-        """
+        """Line all of them up, or none."""
         loop = asyncio.get_running_loop()
         try:
             for index, text in enumerate(self.texts):

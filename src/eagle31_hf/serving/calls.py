@@ -30,12 +30,7 @@ class CallTranslator:
         self._lock = threading.Lock()
 
     def of_chat(self, body: ChatBody) -> list[TextRequest]:
-        """The texts of a chat, one per choice.
-
-        Raises:
-            ApiError: the template, a tool or a schema cannot be followed.
-            TooLongError: the prompt leaves no room for an answer.
-        """
+        """The texts of a chat, one per choice."""
         read, _ = self._template_kwargs(body)
         try:
             prompt = encode_chat(self._tokenizer, body.for_template, tools=body.offered, **read)
@@ -67,12 +62,7 @@ class CallTranslator:
         return read, [field for name, field in fields.items() if name not in read]
 
     def of_completion(self, body: CompletionBody) -> list[TextRequest]:
-        """The texts of a completion: of each prompt its choices.
-
-        Raises:
-            ApiError: a token id is none of the target's.
-            TooLongError: a prompt leaves no room for an answer.
-        """
+        """The texts of a completion: of each prompt its choices."""
         grammar, texts = self._grammar(body.constraint), []
         for prompt in body.prompts:
             ids: list[int] = prompt if isinstance(prompt, list) else self._encoded(prompt, body.add_special_tokens)

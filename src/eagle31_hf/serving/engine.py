@@ -112,13 +112,7 @@ class Engine:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def submit(self, request: TextRequest, on_event: OnEvent) -> Ticket:
-        """Line a request up; `on_event` is called from the worker's thread, with a `finish` in the last event.
-
-        Raises:
-            TooLongError: it could outgrow the context.
-            QueueFullError: as many wait as may.
-            ShuttingDownError: the engine is being closed.
-        """
+        """Line a request up; `on_event` is called from the worker's thread, with a `finish` in the last event."""
         longest = self.settings.context
         if request.longest > longest:
             raise TooLongError(
@@ -289,10 +283,6 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
 
     None gets so long that the target rotates it, and those beside it, otherwise; and they are written one after the
     other where the target cannot verify batches.
-
-    Raises:
-        UnsupportedGenerationError: it could not be found out how long that is, or no text would fit; or our loop cannot
-            write this target's texts.
     """
     binding = drafter.binding
     if why := binding.tree_unsupported_reason or why_attention_is_unknown(binding.model):

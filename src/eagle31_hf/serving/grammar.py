@@ -94,9 +94,6 @@ class GrammarCompiler:
         """Texts that are JSON by a schema (`"json"`), that a regular expression matches from end to end (`"regex"`),
         that are one of several (`"choice"`), or by a grammar in Lark's notation (`"grammar"`, in which `%json {...}`
         stands for a JSON schema).
-
-        Raises:
-            ConfigurationError: it cannot be followed, or llguidance is not installed.
         """
         matcher, tokenizer = _llguidance().LLMatcher, self._llguidance_tokenizer()
         try:

@@ -31,10 +31,6 @@ def encode_chat(
         tools: JSON schemas of functions the model may call.
         template_options: what the template is told beside these, e.g. `enable_thinking=False`; a template or an
             argument of the tokenizer is refused (`why_not_set`).
-
-    Raises:
-        ConfigurationError: the template cannot be made to hold these messages or tools, or there is no template and
-            the messages have roles that need one.
     """
     _refuse_half_characters(messages)
     for name in template_options:

@@ -61,11 +61,7 @@ CHANGES_NO_TEXT = frozenset({"guided_decoding_backend"})
 
 
 def refuse_unserved(fields: Mapping[str, Any]) -> None:
-    """Of fields that are not read, those that would change the text.
-
-    Raises:
-        ApiError: there is one.
-    """
+    """Of fields that are not read, those that would change the text."""
     for name, value in fields.items():
         guides = name.startswith("guided_") and name not in CHANGES_NO_TEXT
         advice, *neutral = REFUSED.get(name, (_GRAMMAR,) if guides else ("", value))

@@ -87,11 +87,7 @@ class Scheduler:
     _spent: int = 0  # of the budget, since the last round
 
     def submit(self, request: TextRequest, on_event: OnEvent) -> Ticket:
-        """Line up.
-
-        Raises:
-            QueueFullError: the queue is full.
-        """
+        """Line up."""
         waiting = len(self.waiting) - self.free_rows
         if waiting >= self.max_waiting:
             raise QueueFullError(f"{waiting} requests are waiting already, which is all that may; try again later")

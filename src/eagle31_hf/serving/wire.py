@@ -99,11 +99,7 @@ class ChatMessage(_Part):
     reasoning: str | None = None
 
     def for_template(self, index: int) -> Message:
-        """As chat templates take it: text as one string.
-
-        Raises:
-            ApiError: a part is no text, or arguments are no JSON.
-        """
+        """As chat templates take it: text as one string."""
         message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self._text(index)}
         try:
             calls = [call.for_template() for call in self.tool_calls or ()]
@@ -296,11 +292,7 @@ class Body(BaseModel):
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """What the text has to follow, whichever field says so.
-
-        Raises:
-            ApiError: several say so, or one says it wrongly.
-        """
+        """What the text has to follow, whichever field says so."""
         found = self._constraints()
         if len(found) > 1:
             fields = " and ".join(each.field for each in found)
@@ -308,11 +300,7 @@ class Body(BaseModel):
         return found[0] if found else None
 
     def check(self) -> None:
-        """Of fields together, beyond the types of each.
-
-        Raises:
-            ApiError: they contradict each other.
-        """
+        """Refuse fields that contradict each other."""
         _ = self.constraint
 
 
@@ -340,11 +328,7 @@ class ChatBody(Body):
 
     @cached_property
     def for_template(self) -> list[Message]:
-        """The messages as chat templates take them.
-
-        Raises:
-            ApiError: one holds what is no text.
-        """
+        """The messages as chat templates take them."""
         return [message.for_template(index) for index, message in enumerate(self.messages)]
 
     @property
@@ -426,11 +410,7 @@ class CompletionBody(Body):
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The object a body holds.
-
-    Raises:
-        ApiError: it holds no JSON object.
-    """
+    """The object a body holds."""
     try:
         told = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -460,20 +440,12 @@ def _refuse_surrogates(told: dict[str, Any]) -> None:
 
 
 def parse_chat(told: dict[str, Any]) -> ChatBody:
-    """A chat's body.
-
-    Raises:
-        ApiError: a field is missing, of the wrong type or out of range, or would change the text and is not served.
-    """
+    """A chat's body."""
     return _parsed(ChatBody, told)
 
 
 def parse_completion(told: dict[str, Any]) -> CompletionBody:
-    """A completion's body.
-
-    Raises:
-        ApiError: as `parse_chat`.
-    """
+    """A completion's body."""
     return _parsed(CompletionBody, told)
 
 
