@@ -36,7 +36,7 @@ SAID = {
     "windows": RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1000 bytes."),
     "python": MemoryError(),
 }
-FREED, SHORTENED, CHUNKED, DROPPED, MOVED = (step.value for step in FallbackStep)
+FREED, CHUNKED, DROPPED = (step.value for step in FallbackStep)
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_assistant_tokens": 3},
     "tree": {"num_assistant_tokens": 3, "draft_top_k": 2, "draft_tree_size": 8},

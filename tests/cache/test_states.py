@@ -181,7 +181,6 @@ def test_rows_are_selected_and_counted() -> None:
     assert cache.num_bytes == held - 3 * (1 + 2) * 4
     cache.select_rows([2, 0])
     assert states(cache) == ([11, 3], [[5, 6], [1, 2]])
-    cache.move_to(torch.device("cpu"))
     read(cache, [[1.0], [1]])
     cache.commit(1)
     assert states(cache) == ([12, 4], [[6, 1], [2, 1]])

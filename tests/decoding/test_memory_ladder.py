@@ -10,105 +10,54 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.decoding.memory_ladder import (
-    FALLBACKS,
-    SMALLEST_CHUNK,
-    Budget,
-    FallbackPolicy,
-    FallbackStep,
-    Stage,
-    is_out_of_memory,
-)
+from eagle31_hf.decoding.memory_ladder import SMALLEST_CHUNK, FallbackStep, MemoryLadder, Stage, is_out_of_memory
 from eagle31_hf.memory import allocator
 from eagle31_hf.memory.allocator import allocator_advice
 from eagle31_hf.memory.cards import driver_spills
-from eagle31_hf.trees.shape import DraftShape
 
-BUDGETS = st.builds(
-    Budget,
-    draft_tokens=st.integers(0, 64),
-    is_tree=st.booleans(),
-    chunk=st.integers(1, 8192),
-    on_device=st.booleans(),
-)
+LADDERS = st.builds(MemoryLadder, drafts=st.booleans(), chunk=st.integers(1, 8192))
 
 
-def way_down(budget: Budget, stage: Stage) -> list[FallbackStep]:
-    policy, taken = FallbackPolicy(budget), []
-    while (step := policy.step_down(stage)) is not None:
+def way_down(ladder: MemoryLadder, stage: Stage) -> list[FallbackStep]:
+    taken: list[FallbackStep] = []
+    while (step := ladder.step_down(stage)) is not None:
         taken.append(step)
         assert len(taken) < 100
     return taken
 
 
-@given(BUDGETS, st.sampled_from(Stage))
-def test_every_way_ends_and_keeps_its_order(budget: Budget, stage: Stage) -> None:
-    taken = way_down(budget, stage)
-    assert [step for step in FALLBACKS[stage] if step in taken] == list(dict.fromkeys(taken))
-    assert taken == sorted(taken, key=FALLBACKS[stage].index)
-    assert taken[0] is FallbackStep.FREE
-    assert taken.count(FallbackStep.FREE) == taken.count(FallbackStep.DROP) + (budget.draft_tokens == 0)
-    assert (FallbackStep.HOST in taken) == budget.on_device
+@given(LADDERS, st.sampled_from(Stage))
+def test_every_way_ends_and_keeps_its_order(ladder: MemoryLadder, stage: Stage) -> None:
+    drafts = ladder.drafts
+    taken = way_down(ladder, stage)
+    assert taken == sorted(taken, key=[*FallbackStep].index)
+    assert taken.count(FallbackStep.FREE) == 1
+    assert taken.count(FallbackStep.DROP) == drafts
+    assert stage is Stage.PREFILL or FallbackStep.CHUNK not in taken
 
 
-@given(BUDGETS, st.lists(st.sampled_from(Stage), max_size=200))
-def test_nothing_is_given_up_twice_or_given_back(budget: Budget, stages: list[Stage]) -> None:
-    policy = FallbackPolicy(budget)
+@given(LADDERS, st.lists(st.sampled_from(Stage), max_size=200))
+def test_nothing_is_given_up_twice_or_given_back(ladder: MemoryLadder, stages: list[Stage]) -> None:
     for stage in stages:
-        before = policy.budget
-        step = policy.step_down(stage)
-        after = policy.budget
-        assert after.draft_tokens <= before.draft_tokens
-        assert after.chunk <= before.chunk
-        assert after.is_tree <= before.is_tree
-        assert after.on_device <= before.on_device
-        assert (after == before) == (step in (None, FallbackStep.FREE))
-
-
-def test_a_tree_becomes_a_chain_and_chains_are_halved() -> None:
-    policy = FallbackPolicy(Budget(draft_tokens=6, is_tree=True, chunk=2048))
-    seen = []
-    while policy.step_down(Stage.VERIFY) is not None:
-        seen.append((policy.budget.draft_tokens, policy.budget.is_tree))
-    assert seen == [(6, True), (6, False), (3, False), (1, False), (0, False)]
+        before = ladder.drafts, ladder.chunk
+        step = ladder.step_down(stage)
+        assert ladder.drafts <= before[0]
+        assert ladder.chunk <= before[1]
+        assert ((ladder.drafts, ladder.chunk) == before) == (step in (None, FallbackStep.FREE))
 
 
 def test_chunks_are_cut_down_to_the_smallest_and_no_further() -> None:
-    policy, chunks = FallbackPolicy(Budget(draft_tokens=2, is_tree=False, chunk=2048)), []
-    while policy.step_down(Stage.PREFILL) is FallbackStep.FREE or policy.budget.draft_tokens:
-        chunks.append(policy.budget.chunk)
+    ladder, chunks = MemoryLadder(drafts=True, chunk=2048), []
+    while ladder.step_down(Stage.PREFILL) is not FallbackStep.DROP:
+        chunks.append(ladder.chunk)
     assert chunks == [2048, 512, 128, SMALLEST_CHUNK]
 
 
-def test_what_does_not_help_is_not_tried() -> None:
-    budget = Budget(draft_tokens=4, is_tree=True, chunk=512, on_device=True)
-    assert FallbackStep.SHORTEN not in way_down(budget, Stage.PREFILL)
-    assert FallbackStep.CHUNK not in way_down(budget, Stage.VERIFY)
-
-
 def test_workspaces_are_freed_once_per_stage() -> None:
-    policy = FallbackPolicy(Budget(draft_tokens=4, is_tree=False, chunk=512))
-    assert [policy.step_down(stage) for stage in (Stage.PREFILL, Stage.VERIFY, Stage.PREFILL, Stage.VERIFY)] == [
-        FallbackStep.FREE, FallbackStep.FREE, FallbackStep.CHUNK, FallbackStep.SHORTEN,
+    ladder = MemoryLadder(drafts=True, chunk=512)
+    assert [ladder.step_down(stage) for stage in (Stage.PREFILL, Stage.VERIFY, Stage.PREFILL, Stage.VERIFY)] == [
+        FallbackStep.FREE, FallbackStep.FREE, FallbackStep.CHUNK, FallbackStep.DROP,
     ]  # fmt: skip
-
-
-@given(st.integers(1, 8), st.integers(0, 8), st.booleans())
-def test_a_reduced_shape_is_never_larger(depth: int, left: int, is_tree: bool) -> None:
-    shape = DraftShape(depth, top_k=2, size=4 * depth)
-    reduced = shape.reduced_to(left, is_tree=is_tree)
-    assert reduced.depth == min(depth, left)
-    assert reduced.nodes <= shape.nodes
-    assert reduced.draft_block <= shape.draft_block
-    assert reduced.is_tree <= is_tree
-
-
-@given(st.integers(2, 12), st.integers(2, 30))
-def test_a_chain_has_fewer_nodes_than_the_tree_it_was_made_of(depth: int, size: int) -> None:
-    """Which may be deep and have few."""
-    shape = DraftShape(depth, top_k=3, size=size)
-    reduced = shape.reduced_to(depth, is_tree=False)
-    assert reduced.nodes < shape.nodes or reduced.nodes == 2
 
 
 @pytest.mark.parametrize(

@@ -30,16 +30,14 @@ from .slot_moves import SlotMoves, ring_slots_of_last
 class SlotLayer(CacheLayerMixin):
     """Keys `(B, heads, slots, Dk)` and values `(B, heads, slots, Dv)` of one layer; `Dk` and `Dv` may differ (MLA).
 
-    Buffers appear with the first `update`, on the device and in the dtype of its tensors (`kept_on`, once a layer has
-    been moved: what it reads is then brought to where it is attended to, a layer at a time). A layer that shares
-    another layer's keys and values is never updated and stays empty.
+    Buffers appear with the first `update`, on the device and in the dtype of its tensors. A layer that shares another
+    layer's keys and values is never updated and stays empty.
     """
 
     is_compileable = False
     is_sliding = False  # the masks are ours for every layer, so transformers must not size one by a window
     is_croppable = True
     buffer_names: tuple[str, ...] = ("keys", "values")
-    kept_on: torch.device | None = None
     allocate: Callable[[Sequence[Tensor], int], list[Tensor]]  # as `new_storages`, of at least so many slots
     keys: Tensor
     values: Tensor
@@ -78,7 +76,7 @@ class SlotLayer(CacheLayerMixin):
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, self.kept_on or key_states.device
+        self.dtype, self.device = key_states.dtype, key_states.device
         self._replace_buffers(self._zeros_like(self.pack(key_states[:, :, :1], value_states[:, :, :1])))
         self.is_initialized = True
 
@@ -94,7 +92,7 @@ class SlotLayer(CacheLayerMixin):
         Zeros, not empty: a hidden slot has weight 0, and 0 * NaN would still be NaN.
         """
         rows = self.placement.reserved_rows
-        like = [(part if rows is None else part[:1].expand(rows, -1, -1, -1)).to(self.device) for part in parts]
+        like = [part if rows is None else part[:1].expand(rows, -1, -1, -1) for part in parts]
         return self.allocate(like, self.num_slots)
 
     @property
@@ -108,9 +106,8 @@ class SlotLayer(CacheLayerMixin):
         self.make_room()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.write([part.to(self.device) for part in self.pack(key_states, value_states)])
-        keys, values = self.read()
-        return keys.to(key_states.device), values.to(key_states.device)
+        self.write(self.pack(key_states, value_states))
+        return self.read()
 
     def write(self, parts: Sequence[Tensor]) -> None:
         """Put the placed block, packed, into its slots."""
@@ -175,13 +172,6 @@ class SlotLayer(CacheLayerMixin):
     def slots_of(self, length: int) -> list[int]:
         """Slots of the tokens still held of rows of `length`, oldest first."""
         raise NotImplementedError
-
-    def move_to(self, device: torch.device) -> None:
-        """Keep everything there from now on. All buffers are copied before one is replaced."""
-        self.kept_on, self.allocate = device, new_storages
-        if self.is_initialized:
-            self._replace_buffers(storage.to(device) for storage in self.storages)
-            self.device = device
 
     def make_room(self) -> None:
         """Grow to the slots that are reserved; an empty layer stays so."""

@@ -111,10 +111,6 @@ class QuantizedLayer(SlotLayer):
         keys, _, values, _ = parts
         return self._unpack_into(keys.new_empty(keys.numel() + values.numel(), dtype=self.dtype), parts)
 
-    def move_to(self, device: torch.device) -> None:
-        super().move_to(device)
-        self.workspace.clear()  # the one on the old device
-
     def read(self) -> tuple[Tensor, Tensor]:
         """As `SlotLayer.read`, in the workspace: the numbers hold until the next layer reads."""
         space = self.workspace.take(self.keys.numel() + self.values.numel(), self.dtype, self.device)

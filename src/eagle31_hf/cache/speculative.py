@@ -229,11 +229,6 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         for layer in self.with_states:
             layer.release_nodes()
 
-    def move_to(self, device: torch.device) -> None:
-        """Keep keys and values there from now on; masks, positions and states, which are small, stay where they are."""
-        for layer in self.attending:
-            layer.move_to(device)
-
     @property
     def block(self) -> int:
         """Most tokens written between two commits."""

@@ -289,7 +289,7 @@ class SpeculativeDecoder:
         stats.events.append(DraftEvent(stats.accepted + stats.rounds, "stop", NOT_A_NUMBER))
         logger.warning("eagle31: %s", NOT_A_NUMBER)
         self.caches.drafter = None
-        self.largest = self.largest.reduced_to(0, is_tree=False)
+        self.largest = self.largest.cut_to(0)
         self.use_rounds(compiled=False)
 
     def _batch(self) -> RoundBatch:

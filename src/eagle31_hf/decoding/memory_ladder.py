@@ -1,18 +1,16 @@
 """What a generation gives up, and in which order, when memory runs out. Pure: decides, frees nothing itself.
 
-    free             workspaces, graphs and what the allocator keeps back
-    shorten          a tree becomes a chain, a chain half as long
-    chunk            less of the prompt per forward
-    drop             no drafter for the rest of the call: one token per forward over the same cache
-    host             keys and values of the target's cache live in main memory
+    free             workspaces, graphs and what the allocator keeps back; once for each stage
+    chunk            less of the prompt per forward, where it is read
+    drop             no drafts for the rest of the call: one token per forward over the same cache
 
-None of them changes the text. What helps depends on where memory ran out, so every stage has its own way down.
+None of them changes the text.
 """
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -33,83 +31,40 @@ class FallbackStep(Enum):
     """One thing to give up. The value is what `stats.memory_steps` counts it as."""
 
     FREE = "workspaces freed"
-    SHORTEN = "draft shortened"
     CHUNK = "prefill chunk cut"
     DROP = "drafting stopped"
-    HOST = "cache moved to main memory"
 
-
-FALLBACKS = {
-    Stage.PREFILL: (FallbackStep.FREE, FallbackStep.CHUNK, FallbackStep.DROP, FallbackStep.HOST),
-    Stage.DRAFT: (FallbackStep.FREE, FallbackStep.SHORTEN, FallbackStep.DROP, FallbackStep.HOST),
-    Stage.VERIFY: (FallbackStep.FREE, FallbackStep.SHORTEN, FallbackStep.DROP, FallbackStep.HOST),
-    Stage.COMMIT: (FallbackStep.FREE, FallbackStep.SHORTEN, FallbackStep.DROP, FallbackStep.HOST),
-}
 
 SMALLEST_CHUNK, CHUNK_DIVISOR = 32, 4
 """A chunk that failed may have cost a long read: four times smaller at once, and below 32 tokens nothing is saved."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a generation still has to give.
-
-    Attributes:
-        draft_tokens: depth of a draft; 0 without a drafter.
-        is_tree: whether drafts are trees.
-        chunk: prompt tokens per forward.
-        on_device: whether the cache lies on a device that has a host beside it.
-    """
-
-    draft_tokens: int
-    is_tree: bool
-    chunk: int
-    on_device: bool = False
-
-    def after(self, step: FallbackStep) -> Budget | None:
-        """What is left after this step; `None` if there is nothing to take it from."""
-        if step is FallbackStep.SHORTEN:
-            return self._shortened()
-        if step is FallbackStep.CHUNK:
-            return replace(self, chunk=self._smaller_chunk) if self._smaller_chunk < self.chunk else None
-        if step is FallbackStep.DROP:
-            return replace(self, draft_tokens=0, is_tree=False) if self.draft_tokens else None
-        if step is FallbackStep.HOST:
-            return replace(self, on_device=False) if self.on_device else None
-        return self
-
-    def _shortened(self) -> Budget | None:
-        if self.is_tree:
-            return replace(self, is_tree=False)
-        return replace(self, draft_tokens=self.draft_tokens // 2) if self.draft_tokens > 1 else None
-
-    @property
-    def _smaller_chunk(self) -> int:
-        return max(self.chunk // CHUNK_DIVISOR, SMALLEST_CHUNK)
-
-
 @dataclass
-class FallbackPolicy:
+class MemoryLadder:
     """The way down of one generation.
 
     Attributes:
-        budget: what is left to give.
+        drafts: whether anything is drafted.
+        chunk: prompt tokens per forward.
         freed: stages whose workspaces have been freed; what comes back there will come back again.
     """
 
-    budget: Budget
+    drafts: bool
+    chunk: int
     freed: set[Stage] = field(default_factory=set)
 
     def step_down(self, stage: Stage) -> FallbackStep | None:
         """Take the next step for a failure at this stage; `None` when nothing that helps there is left."""
-        for step in FALLBACKS[stage]:
-            left = self.budget.after(step)
-            if left is None or (step is FallbackStep.FREE and stage in self.freed):
-                continue
-            if step is FallbackStep.FREE:
-                self.freed.add(stage)
-            self.budget = left
-            return step
+        if stage not in self.freed:
+            self.freed.add(stage)
+            return FallbackStep.FREE
+        smaller = max(self.chunk // CHUNK_DIVISOR, SMALLEST_CHUNK)
+        if stage is Stage.PREFILL and smaller < self.chunk:
+            self.chunk = smaller
+            return FallbackStep.CHUNK
+        if self.drafts:
+            self.drafts = False
+            return FallbackStep.DROP
         return None
 
 

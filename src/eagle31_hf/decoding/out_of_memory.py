@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -24,22 +22,13 @@ from ..memory.apply_plan import run_ledger
 from ..memory.ledger import MemorySettings
 from .carried_cache import CarriedCache
 from .decoder import SpeculativeDecoder
-from .memory_ladder import (
-    SMALLEST_CHUNK,
-    Budget,
-    FallbackPolicy,
-    FallbackStep,
-    Stage,
-    give_back_memory,
-    is_out_of_memory,
-)
+from .memory_ladder import SMALLEST_CHUNK, FallbackStep, MemoryLadder, Stage, give_back_memory, is_out_of_memory
 from .pair import Pair
 from .text import Snapshot
 
 logger = logging.getLogger(__name__)
 
 BEFORE_WRITING = (Stage.PREFILL, Stage.DRAFT, Stage.VERIFY)
-HOST = torch.device("cpu")
 NOT_HANDED_OVER = "cache for the next turn given up"
 
 
@@ -54,10 +43,7 @@ class RecoveringDecoder:
 
     def __init__(self, decoder: SpeculativeDecoder):
         self.decoder, self.request, self.sequences = decoder, decoder.request, decoder.sequences
-        shape, on_device = decoder.largest, self.sequences.prompts.device.type != "cpu"
-        budget = Budget(shape.depth, shape.is_tree, decoder.chunk, on_device)
-        self.fallbacks = FallbackPolicy(budget)
-        self._on_host = False
+        self.ladder = MemoryLadder(decoder.largest.depth > 0, decoder.chunk)
         self._held_rows = list(decoder.rows)  # rows the caches held when the running action began
         self._snapshot: Snapshot = self.sequences.snapshot()
         self._is_stale = False  # the caches cannot be brought back to any prefix of the text
@@ -99,8 +85,8 @@ class RecoveringDecoder:
         decoder, stage = self.decoder, self.decoder.stage
         if stage is Stage.PREFILL and decoder.reading is not None:  # what was read may be less than a chunk
             longest = max(decoder.reading.to_read)
-            self.fallbacks.budget = replace(self.fallbacks.budget, chunk=min(decoder.chunk, longest))
-        step = self.fallbacks.step_down(stage)
+            self.ladder.chunk = min(decoder.chunk, longest)
+        step = self.ladder.step_down(stage)
         if step is None:
             raise OutOfMemoryError(self._exhausted_message(cause)) from cause
         self._give_up(step)
@@ -116,17 +102,11 @@ class RecoveringDecoder:
         return self._read_text
 
     def _give_up(self, step: FallbackStep) -> None:
-        decoder, budget = self.decoder, self.fallbacks.budget
+        decoder = self.decoder
         if step is FallbackStep.DROP:
-            decoder.caches.drafter = None
-        if step in (FallbackStep.SHORTEN, FallbackStep.DROP):
-            decoder.largest = decoder.largest.reduced_to(budget.draft_tokens, is_tree=budget.is_tree)
-            self.fallbacks.budget = replace(budget, draft_tokens=decoder.largest.depth)
+            decoder.caches.drafter, decoder.largest = None, decoder.largest.cut_to(0)
         elif step is FallbackStep.CHUNK:
-            decoder.chunk = budget.chunk
-        elif step is FallbackStep.HOST:
-            self.request.end, self._on_host = None, True  # what lies in main memory is of no use to the next turn
-            decoder.caches.target.move_to(HOST)
+            decoder.chunk = self.ladder.chunk
         self._free()
 
     def _free(self) -> None:
@@ -142,12 +122,9 @@ class RecoveringDecoder:
         give_back_memory(self.sequences.prompts.device)
 
     def _report(self, step: FallbackStep, cause: Exception) -> None:
-        steps, budget = self.request.stats.memory_steps, self.fallbacks.budget
+        steps = self.request.stats.memory_steps
         steps[step.value] = steps.get(step.value, 0) + 1
-        left = {
-            FallbackStep.SHORTEN: f" to a {'tree' if budget.is_tree else 'chain'} of {budget.draft_tokens}",
-            FallbackStep.CHUNK: f" to {budget.chunk} tokens",
-        }.get(step, "")
+        left = f" to {self.ladder.chunk} tokens" if step is FallbackStep.CHUNK else ""
         logger.warning(
             "eagle31: memory ran out at %s (%s): %s%s; the text goes on unchanged",
             self.decoder.stage.value,
@@ -243,8 +220,6 @@ class RecoveringDecoder:
         with_drafter = decoder.caches.drafter is not None
         decoder.chunk = max(decoder.chunk, min(SMALLEST_CHUNK, self.request.prefill_chunk or SMALLEST_CHUNK))
         decoder.renew_caches(max(len(needed), 1), with_drafter=with_drafter)
-        if self._on_host:
-            decoder.caches.target.move_to(HOST)
         start.load(decoder.caches.target, decoder.caches.drafter)
         decoder.rows, self._held_rows, self._is_stale = needed, list(needed), False
 

@@ -83,16 +83,6 @@ class DraftShape:
             return self
         return DraftShape(depth=0) if depth < 1 else replace(self, depth=depth)
 
-    def reduced_to(self, depth: int, *, is_tree: bool) -> DraftShape:
-        """This shape with no more than `depth` levels; a chain of them unless it may stay a tree.
-
-        A chain has fewer nodes than the tree it was made of, which may have had fewer than levels.
-        """
-        if is_tree and depth == self.depth:
-            return self
-        most = max(1, self.nodes - 2) if self.is_tree else self.depth
-        return replace(self, depth=min(depth, self.depth, most), top_k=1, size=0)
-
 
 USUAL_TREE = DraftShape(5, top_k=2, size=8)
 """What graphs draft for one sampled text where nobody asks for anything."""
