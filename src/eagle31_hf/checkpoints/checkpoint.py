@@ -201,19 +201,14 @@ def inspect_checkpoint(path_or_id: str | os.PathLike[str], *, revision: str | No
     if holds_head(folder) or is_saved_head(folder):
         return _head_summary(str(path_or_id), folder)
     headers = _headers_or_lost_head(folder)
-    infos, config = headers.tensors.infos, headers.config
-    return CheckpointSummary(
-        source=str(path_or_id),
-        format=headers.layout.name,
-        format_title=headers.layout.title,
-        method="EAGLE 3.1" if config.is_eagle31 else "EAGLE-3",
-        config=config,
-        dtype=infos[headers.stored_names["fc.weight"]].dtype,
-        parameters=_count_parameters(infos),
-        stored_bytes=_count_bytes(infos),
-        tensors={name: info.shape for name, info in infos.items()},
-        aux_layers_as_stored=headers.stored_config.layer_ids,
-        notes=_caution_notes(headers),
+    return _summary(
+        str(path_or_id),
+        (headers.layout.name, headers.layout.title, "EAGLE 3.1" if headers.config.is_eagle31 else "EAGLE-3"),
+        headers.config,
+        headers.tensors.infos[headers.stored_names["fc.weight"]].dtype,
+        headers.tensors.infos,
+        headers.stored_config.layer_ids,
+        _caution_notes(headers),
     )
 
 
@@ -239,28 +234,31 @@ def _caution_notes(headers: _Headers) -> tuple[str, ...]:
 
 def _head_summary(source: str, folder: Path) -> CheckpointSummary:
     config, infos = inspect_head(folder)
-    by_itself = is_saved_head(folder)
+    title = "a folder of its own" if is_saved_head(folder) else f"inside its target ({config.family})"
+    return _summary(source, ("mtp", title, "MTP head"), config, str(config.dtype).removeprefix("torch."), infos)
+
+
+def _summary(
+    source: str,
+    kind: tuple[str, str, str],
+    config: Eagle31Config,
+    dtype: str,
+    infos: Mapping[str, TensorInfo],
+    layer_ids: Mapping[str, list[int]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> CheckpointSummary:
+    """`kind`: format, its title, and the method."""
     return CheckpointSummary(
-        source=source,
-        format="mtp",
-        format_title="a folder of its own" if by_itself else f"inside its target ({config.family})",
-        method="MTP head",
+        source,
+        *kind,
         config=config,
-        dtype=str(config.dtype).removeprefix("torch."),
-        parameters=_count_parameters(infos),
-        stored_bytes=_count_bytes(infos),
+        dtype=dtype,
+        parameters=sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES),
+        stored_bytes=sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values()),
         tensors={name: info.shape for name, info in infos.items()},
-        aux_layers_as_stored={},
-        notes=(),
+        aux_layers_as_stored=dict(layer_ids or {}),
+        notes=notes,
     )
-
-
-def _count_parameters(infos: Mapping[str, TensorInfo]) -> int:
-    return sum(math.prod(info.shape) for info in infos.values() if info.dtype in FLOAT_DTYPES)
-
-
-def _count_bytes(infos: Mapping[str, TensorInfo]) -> int:
-    return sum(math.prod(info.shape) * _BYTES.get(info.dtype, 1) for info in infos.values())
 
 
 def _headers_or_lost_head(folder: Path) -> _Headers:
@@ -303,8 +301,7 @@ def _read_headers(folder: Path) -> _Headers:
 def _check_sections(raw_config: Mapping[str, Any]) -> None:
     sections = ("eagle_config", "transformer_layer_config", "speculators_config", "quantization_config")
     wrong = [name for name in sections if not isinstance(raw_config.get(name, {}), dict | None)]
-    architectures = raw_config.get("architectures") or []
-    if not isinstance(architectures, list):
+    if not isinstance(raw_config.get("architectures") or [], list):
         wrong.append("architectures")
     if wrong:
         raise CheckpointFormatError(

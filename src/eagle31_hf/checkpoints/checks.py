@@ -23,29 +23,21 @@ _LISTED = 12  # names in one message
 
 
 def check_tensor_infos(config: Eagle31Config, tensors: Tensors) -> None:
-    """`tensors` by canonical name against what `config` asks for.
-
-    Raises:
-        CheckpointFormatError: tensors missing, spare, of another shape or not of a float dtype; all are listed.
-    """
+    """Raise a `CheckpointFormatError` that lists tensors missing, spare, of another shape or dtype than `config`'s."""
     wanted = expected_shapes(config)
     problems = []
     if missing := sorted(wanted.keys() - tensors.keys()):
         problems.append(f"missing: {_shortened(missing)}")
     if spare := sorted(tensors.keys() - wanted.keys()):
         problems.append(f"spare: {_shortened(spare)}{_hint(spare)}")
-    both = sorted(wanted.keys() & tensors.keys())
-    problems += [
-        f"{name} is {list(tensors[name].shape)}, wanted {list(wanted[name])}"
-        for name in both
-        if tensors[name].shape != wanted[name]
-    ][:_LISTED]
-    kinds = {name: _INTEGER_DTYPES if name == "d2t" else FLOAT_DTYPES for name in both}
-    problems += [
-        f"{name} has dtype {tensors[name].dtype}, wanted one of {', '.join(kinds[name])}"
-        for name in both
-        if tensors[name].dtype not in kinds[name]
-    ][:_LISTED]
+    shapes, kinds = [], []
+    for name in sorted(wanted.keys() & tensors.keys()):
+        got, dtypes = tensors[name], _INTEGER_DTYPES if name == "d2t" else FLOAT_DTYPES
+        if got.shape != wanted[name]:
+            shapes.append(f"{name} is {list(got.shape)}, wanted {list(wanted[name])}")
+        if got.dtype not in dtypes:
+            kinds.append(f"{name} has dtype {got.dtype}, wanted one of {', '.join(dtypes)}")
+    problems += shapes[:_LISTED] + kinds[:_LISTED]
     if problems:
         raise CheckpointFormatError(
             "the weights do not fit config.json, nothing was loaded: " + "; ".join(problems) + ". Correct config.json "
@@ -63,11 +55,7 @@ def check_vocabulary_infos(maps: Tensors) -> None:
 
 
 def check_rope(config: Eagle31Config) -> None:
-    """Rotary tables are made of these settings, once, for the first and the last position.
-
-    Raises:
-        CheckpointFormatError: no tables can be made, or they are not finite or not as wide as a head.
-    """
+    """Raise a `CheckpointFormatError` if no sound rotary tables can be made for the first and the last position."""
     rope: Mapping[str, Any] = config.rope_parameters or {}
     turned = rope.get("partial_rotary_factor")
     if turned not in (None, 1.0) and rope["rope_type"] != "proportional":
@@ -84,7 +72,7 @@ def check_rope(config: Eagle31Config) -> None:
     try:
         cos, sin = LlamaRotaryEmbedding(config)(torch.ones(1), ends)
         sound = bool((cos.isfinite() & sin.isfinite()).all()) and cos.shape[-1] == config.head_dim
-    except Exception as error:  # formulas for settings nobody has looked at may raise anything
+    except Exception as error:  # formulas for settings that were not looked at may raise anything
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
         raise CheckpointFormatError(
             f"config.json: no rotary tables can be made of its rope settings ({reason})"
@@ -119,13 +107,10 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_vocabulary_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> None:
-    """`target_id = i + d2t[i]` must name `Vd` different tokens, the ones set in `t2d` if there is one.
+    """Raise a `CheckpointFormatError` unless `i + d2t[i]` names `Vd` different tokens, the ones set in `t2d`.
 
     Args:
-        d2t: `[Vd]` integer offsets. t2d: `[V]` membership mask. vocab_size: `V`.
-
-    Raises:
-        CheckpointFormatError: the map is none, holds absolute ids, or disagrees with `t2d`.
+        d2t: `[Vd]` integer offsets. t2d: `[V]` membership mask, if there is one. vocab_size: `V`.
     """
     stored = d2t.to(torch.int64)
     ids = stored + torch.arange(len(stored))  # [Vd] target ids

@@ -88,9 +88,9 @@ def _read_field(row: Field, config: Mapping[str, Any]) -> Any:
         found[repeated] = again
     differing = [other for other in found.values() if other is not value and other != value]
     if differing and row.name != "hidden_act":  # Gemma's two name two functions
-        told = ", ".join(f"{path} {shown(value)}" for path, value in found.items())
+        stated = ", ".join(f"{path} {shown(value)}" for path, value in found.items())
         raise CheckpointFormatError(
-            f"config.json contradicts itself: {told}"
+            f"config.json contradicts itself: {stated}"
             + ("" if set(found) & set(row.paths) else f", where {row.stored} is read and missing")
             + "; keep the one the drafter was trained with"
         )
@@ -192,7 +192,7 @@ def write_config_fields(layout: Layout, config: Eagle31Config, metadata: Mapping
     values = {**config.to_dict(), "fc_norm": config.aux_norm == "per_slot"}
     values["norm_before_fc"] = config.aux_norm == "concatenated"
     if not config.own_lm_head and not has_reduced_vocabulary(config):
-        values["draft_vocab_size"] = None  # how SGLang is told to take the target's head
+        values["draft_vocab_size"] = None  # by which SGLang takes the target's head
     for row in layout.fields:
         set_path(written, row.stored, values[row.name])
     rope = config.rope_parameters or {}

@@ -308,7 +308,7 @@ def _replace_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     try:
         new_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(_unshared(tensors), new_weights, metadata={"format": "pt"})
-        new_weights.chmod(new_config.stat().st_mode)  # safetensors lets nobody but the owner read what it writes
+        new_weights.chmod(new_config.stat().st_mode)  # safetensors lets only the owner read what it writes
         # Without its config a folder is no checkpoint: old weights never meet the new config, nor the reverse.
         (folder / CONFIG_FILE).unlink(missing_ok=True)
         for stale in folder.iterdir():

@@ -92,7 +92,7 @@ def refuse_other_contents(folder: Path) -> None:
 
 
 def can_be_hub_id(name: str) -> bool:
-    """Whether a repository on the Hub could have that name (`name` or `owner/name`); nobody is asked."""
+    """Whether a repository on the Hub could have that name (`name` or `owner/name`); the Hub is not asked."""
     try:
         huggingface_hub.utils.validate_repo_id(name)
     except hub.HFValidationError:

@@ -27,12 +27,10 @@ HS_INDEX = "hs index"  # residual stream entering layer i
 COMPLETED_LAYER = "completed layer"  # output of 0-based layer i, which is hs[i + 1]
 SGLANG_RULE = "completed layer if the first id is 1, else hs index"  # SGLang since 2026-05
 
-OTHER_LAYER_IDS = tuple(
-    (path, COMPLETED_LAYER)
-    for path in ("target_layer_ids", "target_hidden_layer_ids", "eagle_config.target_hidden_layer_ids")
-)
+_OTHER_PLACES = ("target_layer_ids", "target_hidden_layer_ids", "eagle_config.target_hidden_layer_ids")
+OTHER_LAYER_IDS = tuple((path, COMPLETED_LAYER) for path in _OTHER_PLACES)
 """Where DeepSpec and verl-SpeCo name the target's layers, whatever else a file is like. Read, never written."""
-LAYER_ID_PLACES = (LAYER_IDS, NESTED_LAYER_IDS, *(path for path, _ in OTHER_LAYER_IDS))
+LAYER_ID_PLACES = (LAYER_IDS, NESTED_LAYER_IDS, *_OTHER_PLACES)
 """Dotted paths of `config.json` that any format or engine reads layer ids from."""
 
 
@@ -98,25 +96,13 @@ def has_reduced_vocabulary(config: Eagle31Config) -> bool:
 
 
 def _layer_fields(prefix: str = "") -> tuple[Field, ...]:
-    rows: tuple[tuple[str, Any], ...] = (
-        ("vocab_size", REQUIRED),
-        ("hidden_size", REQUIRED),
-        ("intermediate_size", REQUIRED),
-        ("num_hidden_layers", None),  # written exactly, never believed: published files say 36 and 40 for one layer
-        ("num_attention_heads", REQUIRED),
-        ("num_key_value_heads", None),
-        ("head_dim", None),
-        ("hidden_act", "silu"),
-        ("rms_norm_eps", 1e-6),
-        ("max_position_embeddings", 2048),
-        ("initializer_range", 0.02),
-        ("attention_bias", False),
-        ("attention_dropout", 0.0),
-        ("mlp_bias", False),
-        ("bos_token_id", None),
-        ("eos_token_id", None),
-        ("pad_token_id", None),
-    )
+    # num_hidden_layers is written and never believed: published files say 36 and 40 for one layer.
+    rows: dict[str, Any] = {
+        "vocab_size": REQUIRED, "hidden_size": REQUIRED, "intermediate_size": REQUIRED, "num_hidden_layers": None,
+        "num_attention_heads": REQUIRED, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "initializer_range": 0.02, "attention_bias": False,
+        "attention_dropout": 0.0, "mlp_bias": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
     spellings = {
         "hidden_act": ("hidden_activation", "activation_function", "mlp_hidden_act"),  # Gemma, GPT-2, Nemotron
         "rms_norm_eps": ("norm_eps", "norm_epsilon", "layernorm_epsilon", "layer_norm_epsilon", "layer_norm_eps"),
@@ -124,7 +110,7 @@ def _layer_fields(prefix: str = "") -> tuple[Field, ...]:
     }
     return tuple(
         Field(name, prefix + name, default, also=tuple(prefix + other for other in spellings.get(name, ())))
-        for name, default in rows
+        for name, default in rows.items()
     )
 
 
@@ -142,16 +128,10 @@ def _drafter_fields(norm_before_residual: bool = False, num_aux: bool = True) ->
 
 _SGLANG_NAMES = (
     *_MIDLAYER,
-    ("fc_norm.0.", "aux_norm_low."),
-    ("fc_norm.1.", "aux_norm_mid."),
-    ("fc_norm.2.", "aux_norm_high."),
+    *((f"fc_norm.{slot}.", f"aux_norm_{name}.") for slot, name in enumerate(("low", "mid", "high"))),
 )
-_MODELOPT_MARKS = (
-    "use_input_layernorm_in_first_layer",
-    "use_last_layernorm",
-    "use_mtp_layernorm",
-    "next_layer_regular",
-)
+_MODELOPT_MARKS = {"use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm",
+                   "next_layer_regular"}  # fmt: skip
 
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
 _LATENT_FIELDS = (
@@ -221,7 +201,7 @@ _TABLE = (
     Layout(
         name="modelopt",
         title="NVIDIA ModelOpt",
-        recognises=lambda config, names: any(mark in (config.get("eagle_config") or {}) for mark in _MODELOPT_MARKS),
+        recognises=lambda config, names: not _MODELOPT_MARKS.isdisjoint(config.get("eagle_config") or ()),
         fields=(*_layer_fields(), *_drafter_fields(num_aux=False)),
         layer_ids=((NESTED_LAYER_IDS, SGLANG_RULE), (LAYER_IDS, HS_INDEX)),
         prefixes=(
@@ -342,7 +322,7 @@ def check_expressible(layout: Layout, config: Eagle31Config) -> None:
 # ---------------------------------------------------------------- tensor names
 
 _UNUSED = re.compile(r"^verifier_(norm|lm_head)\.|\.rotary_emb\.inv_freq$")
-_RENAMED = {"draft_id_to_target_id": "d2t"}  # as vLLM calls it in memory, and whoever saves from there
+_RENAMED = {"draft_id_to_target_id": "d2t"}  # as vLLM calls it in memory
 _SGLANG_EXTRA_LAYER = re.compile(r"^layers\.([1-9]\d*)\.hidden_norm\.")
 
 

@@ -39,8 +39,8 @@ class Upload:
 def prepare_upload(folder: Path, repo_id: str, *, license: str | None = None) -> Upload:
     """Everything that can be refused without a network. Nothing is written.
 
-    A `README.md` that somebody has written or changed is taken as it is; else the card is filled from
-    `training_report.json`, now that the repository is known.
+    A `README.md` that was written or changed by hand is taken as it is; else the card is filled from
+    `training_report.json`, for this repository.
 
     Raises:
         PublishingError: the card lacks evidence or other facts (named), or `repo_id` cannot be a Hub id.
@@ -65,7 +65,7 @@ def _refuse_local_paths(folder: Path) -> None:
         name = get_path(config, f"{place}.name_or_path")
         if isinstance(name, str) and Path(name).expanduser().is_absolute():
             raise PublishingError(
-                f"{CONFIG_FILE} names its target by a path of this machine ({name}), where nobody else finds it; name "
+                f"{CONFIG_FILE} names its target by a path of this machine ({name}), which no other machine has; name "
                 "its Hub id: eagle31 convert FOLDER NEW_FOLDER --target OWNER/NAME"
             )
 
