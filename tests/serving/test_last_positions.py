@@ -13,7 +13,16 @@ from batches import plain, text_of, write_all
 from eagle31_hf.serving.batch import TextBatch
 from eagle31_hf.serving.engine import Engine, EngineSettings
 from families import IDS
-from helpers import configured, demo_tokenizer, left_padded, oracle_drafts, random_drafter, random_target, seeded
+from helpers import (
+    configured,
+    demo_tokenizer,
+    left_padded,
+    oracle_drafts,
+    random_drafter,
+    random_target,
+    seeded,
+    use_fixed_shapes_only,
+)
 from matrix import pairwise
 
 LAST = 40
@@ -31,6 +40,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
     "opt": lambda: hf.OPTConfig(**SIZES, ffn_dim=80, word_embed_proj_dim=64, init_std=0.15),
     "biogpt": lambda: hf.BioGptConfig(**SIZES, intermediate_size=80, initializer_range=0.15),
+    "whisper": lambda: hf.WhisperConfig(
+        vocab_size=96, d_model=64, num_hidden_layers=4, max_target_positions=LAST, init_std=0.15, suppress_tokens=None,
+        begin_suppress_tokens=None, decoder_start_token_id=1, **IDS,
+        **{f"{part}_{name}": size for part in ("encoder", "decoder")
+           for name, size in (("layers", 4), ("attention_heads", 4), ("ffn_dim", 96))},
+    ),
     "ctrl": lambda: hf.CTRLConfig(vocab_size=96, n_positions=LAST, n_embd=64, dff=80, n_layer=4, n_head=4, **IDS),
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"draft_top_k": 2, "draft_tree_size": 12}}
@@ -58,6 +73,21 @@ def test_a_text_may_reach_the_last_position(family: str, rows: int, shape: str, 
             assert torch.equal(wanted, model.generate(**inputs, assistant_model=drafter, **how))
         assert drafter.stats is not None
         assert (drafter.stats.loop, drafter.stats.reason) == ("own", "")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+def test_graphs_keep_to_it_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs look deeper than a text's end."""
+    use_fixed_shapes_only(monkeypatch)
+    model, drafter = pair(family)
+    for rows in (1, 3):
+        inputs = left_padded([list(range(5 + row, 14 + row)) for row in range(rows)])
+        how = {"do_sample": False, "max_new_tokens": LAST - 9, "pad_token_id": 0}
+        wanted = model.generate(**inputs, **how)
+        with configured(drafter, num_assistant_tokens=6, acceleration="compile"), oracle_drafts(wanted, 9, right=3):
+            assert torch.equal(wanted, model.generate(**inputs, assistant_model=drafter, **how))
+        assert drafter.stats is not None
+        assert (drafter.stats.loop, drafter.stats.fallbacks) == ("own", [])
 
 
 def test_what_may_pass_it_is_left_to_plain_decoding() -> None:

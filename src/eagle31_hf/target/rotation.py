@@ -41,7 +41,7 @@ def most_positions(decoder: nn.Module, config: Any) -> int | None:
         decoder: the part of a model that reads text.
         config: of that part.
     """
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     if not isinstance(longest, int):
         return None
     named = chain(decoder.named_parameters(), decoder.named_buffers())
@@ -81,12 +81,14 @@ def _limit(module: Any, kind: str, layer_type: str | None) -> int | None:
     if kind in ALIKE_AT_ANY_LENGTH:
         return None
     if "dynamic" in kind:
-        return module.original_max_seq_len
+        return getattr(module, "original_max_seq_len", 0)
     if kind != "longrope":
         return 0
-    config = module.config
-    fields = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    return fields.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    config = getattr(module, "config", None)
+    fields = getattr(config, "rope_parameters", None) or {}
+    fields = fields if layer_type is None else fields.get(layer_type) or {}
+    name = "original_max_position_embeddings"
+    return fields.get(name) or getattr(config, name, 0)
 
 
 def _twin(module: nn.Module) -> nn.Module:
