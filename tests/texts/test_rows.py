@@ -98,6 +98,17 @@ def test_all_parts_of_a_row_are_read(form: str) -> None:
     assert list(row(**fields).messages) == messages
 
 
+def test_reasoning_has_one_name() -> None:
+    """As `serve` reads it in messages."""
+    for thought in (
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"reasoning_content": "hm", "reasoning": "other"},
+    ):
+        read = row(messages=[SAID[0], {**SAID[1], **thought}]).messages[1]
+        assert read == {**SAID[1], "reasoning_content": "hm"}
+
+
 @pytest.mark.parametrize("not_learned", [{"weight": 0}, {"train": False}, {"loss": False}])
 def test_turns_that_are_not_to_be_learned_are_marked(not_learned: dict[str, Any]) -> None:
     read = row(messages=[SAID[0], {**SAID[1], **not_learned}, *SAID]).messages

@@ -242,6 +242,8 @@ def _message(entry: Any, where: str) -> Message:
     if entry.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call, where) for call in entry["tool_calls"]]
     message.update({name: entry[name] for name in KEPT_OF_A_MESSAGE if entry.get(name)})
+    if isinstance(entry.get("reasoning"), str) and entry["reasoning"]:  # what several servers call it
+        message.setdefault("reasoning_content", entry["reasoning"])
     return message
 
 
