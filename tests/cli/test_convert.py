@@ -9,7 +9,8 @@ from command_line import DRAFTER, TARGET, error_of, run
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from eagle31_hf.checkpoints import read_checkpoint, write_checkpoint
+from eagle31_hf import Eagle31Config
+from eagle31_hf.checkpoints import Checkpoint, expected_shapes, read_checkpoint, write_checkpoint
 from eagle31_hf.cli import app
 
 
@@ -30,6 +31,15 @@ def test_convert_and_inspect_every_layout_that_can_hold_the_drafter(tmp_path, la
     assert after.format == layout
     assert before.tensors.keys() == after.tensors.keys()
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+
+
+def test_latent_attention_is_written_in_the_layout_that_has_it(tmp_path):
+    sizes = {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 4, "v_head_dim": 4, "own_embedding": True}
+    config = Eagle31Config(hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=8, **sizes)
+    tensors = {name: torch.ones(shape) for name, shape in expected_shapes(config).items()}
+    write_checkpoint(Checkpoint(config, tensors), tmp_path / "latent", format="mla")
+    run("convert", tmp_path / "latent", tmp_path / "out")
+    assert read_checkpoint(tmp_path / "out").format == "mla"
 
 
 def test_what_went_is_answered_with_what_to_do(tmp_path):

@@ -88,3 +88,8 @@ def test_inspect_says_what_head_a_target_holds(target, tmp_path):
     assert "bfloat16" in run("inspect", tmp_path / "head").stdout
     AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path / "tuned")
     assert "transformers drops them" in error_of("inspect", tmp_path / "tuned")
+
+
+def test_convert_names_the_command_for_heads(target, tmp_path):
+    assert "eagle31 mtp" in error_of("convert", target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -10,10 +10,19 @@ import typer
 from rich.console import Console
 from transformers import AutoConfig
 
-from ..checkpoints import TARGET_MODEL, WRITTEN_FORMATS, Checkpoint, holds_checkpoint, read_checkpoint, write_checkpoint
+from ..checkpoints import (
+    TARGET_MODEL,
+    WRITTEN_FORMATS,
+    Checkpoint,
+    default_format,
+    holds_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 from ..checkpoints.card import sglang_command, vllm_command
 from ..checkpoints.hub import target_class
 from ..checkpoints.layouts import parts_to_copy, written_layout
+from ..configuration_eagle31 import MtpConfig
 from ..drafter.target_weights import copy_from_target
 from ..errors import CheckpointNotFoundError, ConfigurationError
 from .options import TracebackOption, make_console, readable_errors
@@ -26,7 +35,12 @@ def convert(
     *,
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter.", show_default=False)],
     destination: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False, show_default=False)],
-    format: Annotated[str, typer.Option(help=f"Layout to write: {', '.join(WRITTEN_FORMATS)}.")] = "plain",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Layout to write: {', '.join(WRITTEN_FORMATS)}; default: mla for latent attention, else plain."
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(help="Folder or Hub id of the target, written down for the loaders that ask for it."),
@@ -36,8 +50,13 @@ def convert(
     traceback: TracebackOption = False,
 ) -> None:
     """Write a drafter checkpoint in another layout; "plain" is the one vLLM and SGLang both read."""
-    layout = written_layout(format)  # a misspelt name should not cost a download
+    if format is not None:
+        written_layout(format)  # a misspelt name should not cost a download
     checkpoint = read_checkpoint(source, revision=revision)
+    if isinstance(checkpoint.config, MtpConfig):
+        raise ConfigurationError(f"{source} holds an MTP head, which has one layout: eagle31 mtp {source} --out FOLDER")
+    format = format or default_format(checkpoint.config)
+    layout = written_layout(format)
     if target is not None:
         checkpoint.metadata[TARGET_MODEL] = describe_target(target)
         if parts := parts_to_copy(layout, checkpoint.config):
