@@ -231,6 +231,9 @@ def test_ties_and_steps_down_are_noted(measured_once):
     assert "differs from its token 4 on: a tie (logits 0.01 apart" in text
     assert "served by plain: not today" in text
     assert "served by steps stay eager" in text
+    wrong = replace(tie, verdicts=(Verdict(Kind.DIFFERENT, 2, 1.0, 0.0),))
+    result = summarise(replace(measured_once, calls=[*measured_once.calls, wrong, tie])).methods[-1]
+    assert result.differences[tie.prompts[0]].kind is Kind.DIFFERENT, "an error is not hidden by a tie"
 
 
 def test_the_peak_is_that_of_the_call(monkeypatch, tmp_path):

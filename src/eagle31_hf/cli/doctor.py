@@ -20,7 +20,7 @@ from ..measure.drift import DriftCurve
 from ..measure.origin import origin
 from ..measure.plots import plot_drift
 from ..measure.readings import Subject
-from ..measure.tables import DataTable
+from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
 from .pairs import DeviceName, DTypeName, LoadedPair, PairSource, encode, load_pair
@@ -97,7 +97,7 @@ def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
         for depth, round_s in enumerate(rounds.speculative_s)
     )
     headings = ("draft tokens", "ms a round", "tokens to break even")
-    return DataTable(f"behind {seconds.context} tokens", headings, rows).on_terminal()
+    return figure_table(f"behind {seconds.context} tokens", headings, rows)
 
 
 def _show(console: Console, seen: Examination) -> None:
@@ -126,4 +126,4 @@ def _drift_table(curve: DriftCurve) -> Table:
     }
     rows = tuple((name, *(f"{value:.2f}" for value in values)) for name, values in figures.items())
     headings = ("draft depth", *(str(depth + 1) for depth in range(len(curve.sink))))
-    return DataTable(f"{curve.form}, {curve.condition}", headings, rows).on_terminal()
+    return figure_table(f"{curve.form}, {curve.condition}", headings, rows)

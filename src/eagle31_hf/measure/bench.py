@@ -60,6 +60,11 @@ class Method:
         return self.writer.value + ", by graphs" * bool(self.by_graphs)
 
     @property
+    def drafts(self) -> bool:
+        """Whether it is more than plain decoding."""
+        return self.writer in (Writer.LOOKUP, Writer.DRAFTER)
+
+    @property
     def overrides(self) -> dict[str, Any]:
         """Settings of the assistant while it writes."""
         settings: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 from ..memory.cards import GIB
-from .results import BenchResult, MethodResult, drafts
+from .results import BenchResult, MethodResult
 
 if TYPE_CHECKING:
     from ..memory import MemoryPlan
@@ -29,7 +29,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     Raises:
         ConfigurationError: matplotlib is not installed, or the picture cannot be written.
     """
-    shown = [each for each in result.with_rows(min(result.measured.settings.rows)) if drafts(each.method)]
+    shown = [each for each in result.with_rows(min(result.measured.settings.rows)) if each.method.drafts]
     kinds = list(dict.fromkeys(kind for each in shown for kind in each.by_kind))
     figure = _new_figure(10, max(3.4, 1.2 + 0.3 * len(kinds) * len(shown)))
     left, right = figure.subplots(1, 2)

@@ -200,13 +200,8 @@ def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafte
 
 @dataclass(frozen=True)
 class VocabularyScore:
-    """First drafts as the map of the draft vocabulary has them, against the map that the texts themselves suggest.
-
-    Attributes:
-        as_mapped: share of first drafts that are right.
-        as_seen: share that would be right if each draft id stood for the token that followed it most often in the
-            other half of the texts.
-    """
+    """Share of first drafts that are right as `d2t` maps them, and by the token that followed each draft id most often
+    in the other half of the texts."""
 
     as_mapped: float
     as_seen: float
@@ -221,22 +216,19 @@ def score_vocabulary(
     drafter: Eagle31Drafter, texts: Sequence[TargetText], replays: Sequence[Replay]
 ) -> VocabularyScore:
     """Try the draft vocabulary's map (`d2t`) by the tokens that follow each draft id."""
+    depth, ids = replays[0].drafted.shape[1], drafter.draft_ids
     drafted = torch.cat([one.drafted[:, 0] for one in replays])
-    depth = replays[0].drafted.shape[1]
     followed = torch.cat([text.ids.cpu()[text.starts(depth) + 2] for text in texts])
-    ids = drafter.draft_ids
     mapped = drafted if ids is None else ids.cpu()[drafted]
-    even = torch.arange(len(drafted)) % 2 == 0
-    right = sum(
-        _right_by_majority(drafted[known], followed[known], drafted[~known], followed[~known])
-        for known in (even, ~even)
-    )
+    pairs = list(zip(drafted.tolist(), followed.tolist(), strict=True))
+    right = _right_by_majority(pairs[::2], pairs[1::2]) + _right_by_majority(pairs[1::2], pairs[::2])
     return VocabularyScore(float((mapped == followed).double().mean()), right / max(1, len(drafted)))
 
 
-def _right_by_majority(known: Tensor, known_next: Tensor, asked: Tensor, asked_next: Tensor) -> int:
+def _right_by_majority(known: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
+    """Of pairs of draft id and next token, how many are as most of the known ones with that id."""
     followed: dict[int, Counter[int]] = defaultdict(Counter)
-    for row, token in zip(known.tolist(), known_next.tolist(), strict=True):
+    for row, token in known:
         followed[row][token] += 1
     majority = {row: seen.most_common(1)[0][0] for row, seen in followed.items()}
-    return sum(majority.get(row) == token for row, token in zip(asked.tolist(), asked_next.tolist(), strict=True))
+    return sum(majority.get(row) == token for row, token in others)

@@ -14,7 +14,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from ..stats import Acceptance
-from .bench import PLAIN, Call, Measured, Method, Writer
+from .bench import PLAIN, Call, Measured, Method
 from .exactness import Kind, Verdict
 
 
@@ -52,13 +52,11 @@ class MethodResult:
 
     @property
     def differences(self) -> dict[str, Verdict]:
-        """By prompt, answers whose tokens are not plain `generate`'s: ties and errors."""
-        return {
-            prompt: verdict
-            for call in self.calls
-            for prompt, verdict in zip(call.prompts, call.verdicts, strict=True)
-            if verdict.kind in (Kind.TIE, Kind.DIFFERENT)
-        }
+        """By prompt, answers whose tokens are not plain `generate`'s: ties, and errors before them."""
+        verdicts = [pair for call in self.calls for pair in zip(call.prompts, call.verdicts, strict=True)]
+        ties, errors = ({prompt: verdict for prompt, verdict in verdicts if verdict.kind is kind}
+                        for kind in (Kind.TIE, Kind.DIFFERENT))  # fmt: skip
+        return ties | errors
 
     @cached_property
     def tokens_per_s(self) -> Spread:
@@ -185,11 +183,6 @@ def summarise(measured: Measured) -> BenchResult:
         for (rows, method), calls in grouped.items()
     ]
     return BenchResult(measured, tuple(results))
-
-
-def drafts(method: Method) -> bool:
-    """Whether it is more than plain decoding."""
-    return method.writer in (Writer.LOOKUP, Writer.DRAFTER)
 
 
 def _of(calls: Iterable[Call], kind: str) -> tuple[Call, ...]:

@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from .exactness import Kind
-from .results import BenchResult, MethodResult, drafts
+from .results import BenchResult, MethodResult
 
 REFUSED = "refused"
 """In place of a speedup that may not be told."""
-_OF_HEADINGS = {"speedup": "bold"}
 _OF_CELLS = {REFUSED: "bold red", "NO": "bold red", "yes": "green", "yes, up to ties": "green"}
 
 
-@dataclass(frozen=True)
-class DataTable:
-    """A caption, headings and rows; the first cell of a row is its heading."""
+def figure_table(
+    caption: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]], *, wraps: bool = False
+) -> Table:
+    """Rows of cells, the first of each its heading, without columns that no row has anything for.
 
-    caption: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def filled(self, blank: str = "") -> DataTable:
-        """Without columns that no row has anything for; other empty cells are `blank`."""
-        kept = [place for place in range(len(self.headings)) if any(row[place] for row in self.rows)]
-        rows = tuple(tuple(row[place] or blank for place in kept) for row in self.rows)
-        return DataTable(self.caption, tuple(self.headings[place] for place in kept), rows)
-
-    def on_terminal(self, *, left: int = 1, wraps: bool = False) -> Table:
-        """As rich draws it, the first `left` columns to the left; `wraps`: further ones may take several lines."""
-        table = make_table(self.caption, self.headings[:left], self.headings[left:])
-        for column in table.columns[left:]:
-            column.no_wrap, column.style = not wraps, _OF_HEADINGS.get(str(column.header), "")
-        for row in self.rows:
-            table.add_row(*(Text(cell, style=_OF_CELLS.get(cell, "")) for cell in row))
-        return table
-
-
-def make_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=f"\n{title}" if title else None, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    table.pad_edge = table.show_edge = False
-    table.padding = (0, 1, 0, 0)
-    for heading in left:
-        table.add_column(heading, no_wrap=True)
-    for heading in right:
-        table.add_column(heading, justify="right", no_wrap=True)
+    Args:
+        wraps: cells may take several lines.
+    """
+    table = Table(
+        title=f"\n{caption}" if caption else None, title_justify="left", title_style="bold", box=SIMPLE_HEAD,
+        pad_edge=False, show_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    kept = [place for place in range(len(headings)) if any(row[place] for row in rows)]
+    for place in kept:
+        style = "bold" if headings[place] == "speedup" else ""
+        justify: JustifyMethod = "right" if place else "left"
+        table.add_column(headings[place], justify=justify, no_wrap=not (wraps and place), style=style)
+    for row in rows:
+        table.add_row(*(Text(row[place], style=_OF_CELLS.get(row[place], "")) for place in kept))
     return table
 
 
@@ -74,12 +60,12 @@ def speed_table(results: Sequence[MethodResult], caption: str = "") -> Table:
             f"{result.tokens_per_s.median:.1f}",
             f"{result.tokens_per_s.low:.0f}–{result.tokens_per_s.high:.0f}",
             speedup_text(result),
-            _number(result.tokens_per_pass if drafts(result.method) else None, ".2f"),
+            _number(result.tokens_per_pass if result.method.drafts else None, ".2f"),
         )
         for result in results
     )
     headings = ("", "same text", "tokens/s", "spread", "speedup", "tokens a pass")
-    return DataTable(caption, headings, rows).filled().on_terminal()
+    return figure_table(caption, headings, rows)
 
 
 def cost_table(results: Sequence[MethodResult], price_per_hour: float | None, caption: str = "") -> Table:
@@ -96,12 +82,12 @@ def cost_table(results: Sequence[MethodResult], price_per_hour: float | None, ca
         for result in results
     )
     headings = ("", "first", "gap", "95 %", "99 %", "memory", "over plain", "per 1M")
-    return DataTable(caption, headings, rows).filled().on_terminal()
+    return figure_table(caption, headings, rows)
 
 
 def kind_table(results: Sequence[MethodResult], caption: str = "") -> Table:
     """Speedup and tokens a pass by kind of prompt, of the methods that draft."""
-    drafting = [result for result in results if drafts(result.method)]
+    drafting = [result for result in results if result.method.drafts]
 
     def cell(part: MethodResult) -> str:
         length = part.tokens_per_pass
@@ -109,7 +95,7 @@ def kind_table(results: Sequence[MethodResult], caption: str = "") -> Table:
 
     kinds = dict.fromkeys(kind for result in drafting for kind in result.by_kind)
     rows = tuple((kind, *(cell(result.by_kind[kind]) for result in drafting)) for kind in kinds)
-    return DataTable(caption, ("kind", *(result.method.name for result in drafting)), rows).on_terminal(wraps=True)
+    return figure_table(caption, ("kind", *(result.method.name for result in drafting)), rows, wraps=True)
 
 
 def bench_parts(result: BenchResult, price_per_hour: float | None = None) -> Iterator[Table | Text]:
@@ -140,7 +126,7 @@ def bench_notes(result: BenchResult) -> Iterator[Text]:
             for prompt, found in each.differences.items()
         ]
         lines += [f"{each.method.name}: served by {loop}." for loop in each.served_by]
-        if drafts(each.method) and each.speedup is not None and each.speedup.median < 1:
+        if each.method.drafts and each.speedup is not None and each.speedup.median < 1:
             lines.append(f"{each.method.name}: slower than plain here; try graphs, or fewer --draft-tokens.")
     yield from (Text(line, style="dim") for line in lines)
 
