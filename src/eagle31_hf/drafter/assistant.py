@@ -3,7 +3,8 @@ an `Eagle31Drafter`; without one, it is `NoDrafter`."""
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,12 @@ from ..memory import MemoryPlan
 from ..stats import LastStats, SpeculationStats
 from ..target.binding import TargetBinding
 from ..target.self_test import probe_tree_verification
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing from Python 3.11 on
+
+DEFAULT_AT = "_eagle31_default"
+"""Where a target keeps the assistant that drafts by default, so that it goes with it. A copy of the target has none."""
 
 
 class _NotCopied:
@@ -67,8 +74,27 @@ class Assistant(nn.Module):
     def detach(self) -> None:
         """Let go of the target: hooks removed, nothing shared any more."""
         for binding in self._bindings:
+            default = vars(binding.model).get(DEFAULT_AT, {})
+            if default.get("assistant") is self:
+                default.clear()
             binding.close()
         self._bindings = NotCopiedList()
+
+    def use_by_default(self: Self) -> Self:
+        """From now on every `generate` of the target drafts, whoever calls it: a pipeline, an evaluation, a trainer.
+
+        A call that names an assistant of its own, `assistant_model=None` included, or another way to draft (`use_mtp`,
+        prompt lookup) does as it says. A call that cannot be drafted for is written plainly, with the reason in
+        `stats`. `detach` undoes it.
+
+        Raises:
+            NotAttachedError: there is no target.
+        """
+        default = vars(self.binding.model).setdefault(DEFAULT_AT, NotCopiedDict())
+        if default.get("assistant") not in (None, self):
+            warnings.warn("this target had another default assistant, which no longer drafts for it", stacklevel=2)
+        default["assistant"] = self
+        return self
 
     def _hold(self, binding: TargetBinding) -> None:
         """Let go of the target before, and find out what this one can do."""

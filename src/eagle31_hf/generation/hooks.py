@@ -10,20 +10,22 @@ model of the target's family, with weights it makes up for those that are missin
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.pipelines import base as pipelines
 
 from ..checkpoints import holds_drafter
-from ..drafter.assistant import Assistant, NotCopiedDict
+from ..drafter.assistant import DEFAULT_AT, Assistant, NotCopiedDict
 from ..drafter.drafter import Eagle31Drafter
-from ..errors import UnsupportedGenerationError
+from ..errors import UnsupportedGenerationError, first_line
 from ..memory.allocator import advise_once
 from ..memory.apply_plan import plan_mismatch_reason
 from ..stats import SpeculationStats
@@ -35,8 +37,13 @@ from .routes import ASKED_FOR, Route, check_before_work, choose_route, not_serve
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
+_default_call = threading.local()
+"""Of a call that an assistant was put into by default: `has_begun`, once something was written."""
+
 KEPT_AT = "_eagle31_named_drafters"
 """Where a target keeps its drafters by name, so that they go when it goes. A copy of the target has none."""
+OTHER_DRAFTS = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+"""Arguments of `generate` that name another way to draft, or to decode."""
 _loading_one = threading.Lock()
 
 
@@ -44,10 +51,41 @@ def install() -> None:
     """Wrap the methods of `GenerationMixin` through which an assistant model is served. Idempotent."""
     if getattr(GenerationMixin._assisted_decoding, "_eagle31", False):
         return
+    GenerationMixin.generate = _defaulting(GenerationMixin.generate)  # type: ignore[method-assign]
     GenerationMixin._assisted_decoding = _dispatching(GenerationMixin._assisted_decoding)  # type: ignore[method-assign]
     GenerationMixin._prepare_generation_config = _preparing(GenerationMixin._prepare_generation_config)  # type: ignore[method-assign]
     GenerationMixin._validate_generation_mode = _validating(GenerationMixin._validate_generation_mode)  # type: ignore[method-assign]
     teach_pipelines()
+
+
+def _defaulting(stock: Callable) -> Callable:
+    """`generate` that is given the target's default assistant (`Assistant.use_by_default`) where it is given none."""
+    place = list(inspect.signature(stock).parameters).index("assistant_model")
+
+    @functools.wraps(stock)
+    def generate(self, *args, **kwargs):
+        assistant = vars(self).get(DEFAULT_AT, {}).get("assistant")
+        if assistant is None or len(args) > place or _chooses_otherwise(self, args, kwargs):
+            return stock(self, *args, **kwargs)
+        outer, _default_call.has_begun = getattr(_default_call, "has_begun", None), False
+        try:
+            return stock(self, *args, **kwargs, assistant_model=assistant)
+        except Exception as error:
+            if _default_call.has_begun:
+                raise
+            assistant.stats = SpeculationStats(loop="plain", reason=f"cannot be drafted for: {first_line(error)}")
+        finally:
+            _default_call.has_begun = outer
+        return stock(self, *args, **kwargs)  # raises what is wrong without an assistant, too
+
+    return generate
+
+
+def _chooses_otherwise(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call says by itself who drafts for it, if anything does."""
+    config = kwargs.get("generation_config") or next((arg for arg in args if isinstance(arg, GenerationConfig)), None)
+    settings = kwargs, vars(config or model.generation_config)
+    return "assistant_model" in kwargs or any(of.get(name) is not None for of in settings for name in OTHER_DRAFTS)
 
 
 def _dispatching(stock: Callable) -> Callable:
@@ -102,6 +140,7 @@ def _serve(call: Call) -> Any:
     advise_once(call.input_ids.device)
     _compare_with_plan(call, stats)
     _log_once(route)
+    _default_call.has_begun = True
     if route.loop == "own":
         try:
             return write_own(call, stats)

@@ -1,0 +1,130 @@
+"""A drafter that drafts for every `generate` of its target, whoever calls it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextGenerationPipeline
+
+from eagle31_hf import Eagle31Drafter, NoDrafter
+from helpers import DEMO_DRAFTER, demo_tokenizer, target_of
+
+CHAT = [{"role": "user", "content": "What is the weather going to be like in Portland this weekend?"}]
+
+
+@pytest.fixture
+def eagle() -> Iterator[Eagle31Drafter]:
+    drafter = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target_of("demo-target")).use_by_default()
+    yield drafter
+    drafter.detach()
+
+
+@pytest.fixture
+def target(eagle: Eagle31Drafter) -> Any:
+    return eagle.binding.model
+
+
+def written(model: Any, **kwargs: Any) -> Any:
+    inputs = demo_tokenizer().apply_chat_template(
+        CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    torch.manual_seed(7)
+    return model.generate(**inputs, max_new_tokens=24, **kwargs)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_call_drafts_and_writes_plains_text(eagle, target, sampled):
+    plain = written(target, do_sample=sampled, assistant_model=None)
+    assert eagle.stats is None, "no assistant for this one call"
+    assert torch.equal(written(target, do_sample=sampled), plain)
+    assert eagle.stats.loop == "own"
+    assert eagle.stats.passes < eagle.stats.new_tokens - 4
+
+
+def test_a_pipeline_drafts(eagle, target):
+    pipeline = TextGenerationPipeline(model=target, tokenizer=demo_tokenizer())
+    said = pipeline(CHAT, max_new_tokens=24, do_sample=False)[0]["generated_text"]
+    assert eagle.stats.passes < eagle.stats.new_tokens - 4
+    eagle.detach()
+    assert pipeline(CHAT, max_new_tokens=24, do_sample=False)[0]["generated_text"] == said
+
+
+def test_detach_ends_it(eagle, target):
+    eagle.detach()
+    written(target, do_sample=False)
+    assert eagle.stats is None
+
+
+def test_an_assistant_or_a_way_to_draft_of_the_calls_own_wins(eagle, target):
+    other = NoDrafter(target)
+    written(target, do_sample=False, assistant_model=other)
+    assert other.stats.loop == "own"
+    written(target, do_sample=False, prompt_lookup_num_tokens=3)
+    assert eagle.stats is None
+    other.detach()
+
+
+def test_the_second_takes_the_firsts_place(eagle, target):
+    second = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
+    with pytest.warns(UserWarning, match="another default assistant"):
+        second.use_by_default()
+    written(target, do_sample=False)
+    assert (eagle.stats, second.stats.loop) == (None, "own")
+    eagle.detach()  # of one that is the default no more
+    written(target, do_sample=False)
+    assert second.stats.loop == "own"
+    second.detach()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}, {"dola_layers": "low"},
+     {"penalty_alpha": 0.6, "top_k": 4}],
+    ids=["beams", "no cache", "static cache", "dola", "contrastive"],
+)  # fmt: skip
+def test_what_cannot_be_drafted_for_is_as_it_would_be_without(eagle, target, kwargs):
+    def outcome(**assistant: Any) -> Any:
+        try:
+            return written(target, do_sample=False, **kwargs, **assistant).tolist()
+        except Exception as error:
+            return type(error), str(error)
+
+    plain = outcome(assistant_model=None)
+    assert outcome() == plain
+    if isinstance(plain, list):
+        assert eagle.stats.loop == "plain"
+        assert eagle.stats.reason
+
+
+def test_errors_of_a_text_that_was_begun_are_passed_on(eagle, target):
+    class Fails(StoppingCriteria):
+        asked = 0
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            self.asked += 1
+            if self.asked == 5:
+                raise RuntimeError("a rule of one's own")
+            return torch.zeros(1, dtype=torch.bool)
+
+    rule = Fails()
+    with pytest.raises(RuntimeError, match="a rule of one's own"):
+        written(target, do_sample=False, stopping_criteria=StoppingCriteriaList([rule]))
+    assert rule.asked == 5, "asked once only"
+
+
+def test_a_drafter_that_no_longer_fits_is_left_out(eagle, target):
+    plain = written(target, do_sample=False, assistant_model=None)
+    eagle.generation_config.draft_top_k = 0
+    assert torch.equal(written(target, do_sample=False), plain)
+    assert "draft_top_k" in eagle.stats.reason
+
+
+def test_copies_of_the_target_have_no_assistant(eagle, target):
+    for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        assert torch.equal(written(twin, do_sample=False), written(target, do_sample=False, assistant_model=None))
+        assert eagle.stats is None
