@@ -37,6 +37,18 @@ def test_rows_are_read_as_they_are_published(tmp_path, row, name, category, word
     assert prompt.messages[-1] == {"role": "user", "content": words}
 
 
+def test_user_turns_alone_are_asked_by_the_first_also_behind_a_system_prompt(tmp_path):
+    rows = {"system": "Be brief.", "turns": ["t", "u"]}, {"turns": ["t", "u"]}
+    prompts = read_prompts([write(tmp_path / "file.jsonl", *rows)])
+    assert [[turn["content"] for turn in prompt.messages] for prompt in prompts] == [["Be brief.", "t"], ["t"]]
+
+
+def test_a_part_of_a_prompt_that_cannot_be_read_is_named(tmp_path):
+    row = {"question": "Who?", "context": {"title": ["Anna"]}}
+    with pytest.raises(ConfigurationError, match=r"line 1: no prompt in .*\(.*context: content is dict; wanted text\)"):
+        read_prompts([write(tmp_path / "file.jsonl", row)])
+
+
 def test_an_opening_ends_with_the_users_third_turn_at_most(tmp_path):
     turns = [{"role": "assistant" if i % 2 else "user", "content": str(i)} for i in range(8)]
     rows = {"conversations": turns}, {"conversations": turns[:2]}, {"turns": ["t", "u"]}

@@ -311,6 +311,8 @@ def test_evaluation_prompts_end_with_an_early_user_message(tokenizer) -> None:
     (prompt,) = evaluation_prompts([Conversation("long", "a", turns)], tokenizer)
     text = tokenizer.decode(prompt.input_ids)
     assert text.endswith("turn 4<|end|><|assistant|>")
+    (alone,) = evaluation_prompts([Conversation("turns", "a", (turns[0], turns[2], turns[4]))], tokenizer)
+    assert tokenizer.decode(alone.input_ids).endswith("turn 0<|end|><|assistant|>"), "the first is not answered yet"
     with pytest.raises(TrainingError, match="late has no user message"):
         evaluation_prompts([Conversation("late", "a", turns[1:2])], tokenizer)
 

@@ -17,7 +17,7 @@ from typing import Any
 from ..demo import CONVERSATIONS, Messages
 from ..errors import ConfigurationError, TrainingError, first_line
 from .conversations import file_rows
-from .rows import Message, conversation_from_row
+from .rows import Message, conversation_from_row, until_unanswered
 
 MT_BENCH_ROWS = 80
 """MT-bench is the first so many rows of Spec-Bench."""
@@ -144,9 +144,10 @@ def _prompt(row: Any, suite: str, where: str) -> Prompt:
         found = conversation_from_row(row, where=where, fallback_id=number, category=suite)
         chat = _asked(found.messages)
     except (TrainingError, ValueError) as error:
+        reason = first_line(error).removeprefix(f"{where}: ")
         raise ConfigurationError(
-            f'{where}: no prompt in {json.dumps(row, default=str)[:80]}; wanted "turns" with the user\'s words, or '
-            '"messages" with one of the user\'s, or "prompt" or "question"'
+            f'{where}: no prompt in {json.dumps(row, default=str)[:80]} ({reason}); wanted "turns" with the user\'s '
+            'words, or "messages" with one of the user\'s, or "prompt" or "question"'
         ) from error
     if any(PLACEHOLDER in str(text) for text in (message["content"] for message in found.messages)):
         raise ConfigurationError(f"{where} is one of SPEED-Bench's placeholders: {SPEED_BENCH_ROUTE}")
@@ -154,7 +155,7 @@ def _prompt(row: Any, suite: str, where: str) -> Prompt:
 
 
 def _asked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages up to the user's last one; or, where all of them are the user's, the first.
+    """Messages up to the user's last one, or the first that goes unanswered.
 
     Raises:
         ValueError: there is no word of the user's.
@@ -162,6 +163,5 @@ def _asked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not users or not all(messages[place]["content"].strip() for place in users):
         raise ValueError("no words")
-    if len(users) == len(messages):
-        return messages[:1]
-    return messages[: users[-1] + 1]
+    answered = until_unanswered(messages[: users[-1] + 1])
+    return tuple(answered)

@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ..errors import TrainingError
@@ -97,6 +98,12 @@ def conversation_from_row(row: Any, *, where: str, fallback_id: str, category: s
         tools=_tools_of(row, where),
         template_kwargs=_object(row.get("chat_template_kwargs") or {}, f"{where}, chat_template_kwargs"),
     )
+
+
+def until_unanswered(messages: Sequence[Message]) -> list[Message]:
+    """Messages up to the first of the user's that another one of the user's follows: rows of user turns alone."""
+    pairs = enumerate(pairwise(message["role"] for message in messages), start=1)
+    return list(messages[: next((end for end, pair in pairs if pair == ("user", "user")), len(messages))])
 
 
 def _tools_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:

@@ -29,7 +29,7 @@ from ..sampling.logits_processing import DraftWarping, ScoreProcessing
 from ..stats import Acceptance
 from ..target.binding import TargetBinding
 from ..target.served_processing import processing_of, sampling_options
-from ..texts.rows import Conversation, Message
+from ..texts.rows import Conversation, Message, until_unanswered
 from .data import prompt_ids
 from .writing import end_ids, generate_padded, until_end
 
@@ -63,13 +63,14 @@ def evaluation_prompts(
 
 
 def context_of(conversation: Conversation) -> list[Message]:
-    """The messages up to the last user message no later than `LAST_MESSAGE`."""
-    users = [i for i, message in enumerate(conversation.messages) if message["role"] == "user" and i <= LAST_MESSAGE]
+    """The messages up to the last user message no later than `LAST_MESSAGE`, or the first that goes unanswered."""
+    messages = until_unanswered(conversation.messages)
+    users = [i for i, message in enumerate(messages) if message["role"] == "user" and i <= LAST_MESSAGE]
     if not users:
         raise TrainingError(
             f"{conversation.id} has no user message among its first {LAST_MESSAGE + 1}; mend or remove it"
         )
-    return list(conversation.messages[: users[-1] + 1])
+    return messages[: users[-1] + 1]
 
 
 @dataclass(frozen=True, eq=False)
