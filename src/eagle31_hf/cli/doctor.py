@@ -119,10 +119,10 @@ def _table(findings: list[Finding]) -> Table:
 
 def _drift_table(curve: DriftCurve) -> Table:
     figures = {
-        "attention on the prompt's first tokens": curve.sink,
-        "attention on the draft itself": curve.own,
-        "length of the fed-back state": curve.feedback_norm,
-        "accepted, given all before": curve.acceptance,
+        "looks at the prompt's start": curve.sink,
+        "looks at the draft itself": curve.own,
+        "length of its feedback": curve.feedback_norm,
+        "accepted behind accepted": curve.acceptance,
     }
     rows = tuple((name, *(f"{value:.2f}" for value in values)) for name, values in figures.items())
     headings = ("draft depth", *(str(depth + 1) for depth in range(len(curve.sink))))
