@@ -31,7 +31,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "penalised": {"do_sample": True, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "suppress_tokens": [7, 9]},
     "rare": {"do_sample": True, "typical_p": 0.8, "epsilon_cutoff": 1e-3, "min_new_tokens": 6, "top_k": 0,
              "bad_words_ids": [[11, 12], [13]], "sequence_bias": [[[15], 4.0]], "encoder_no_repeat_ngram_size": 2},
-    "least length": {"min_length": 20, "begin_suppress_tokens": [40], "exponential_decay_length_penalty": [4, 1.2]},
+    "least length": {"min_length": 20, "begin_suppress_tokens": [40]},
 }  # fmt: skip
 FIELDS = st.fixed_dictionaries(
     {},

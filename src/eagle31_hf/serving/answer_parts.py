@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
 from .answer_forms import AnswerForm, Template
@@ -66,7 +67,10 @@ class AnswerParser:
         else:
             prefix = form.think[0] if ends_in_thought(tokenizer, form, prompt) else ""
         self._found = _found_only(self._template, form.around)
+        close = self._found["fields"].get("tool_calls", {}).get("close_pattern")
+        self._close = regex.compile(close, regex.DOTALL) if close else None
         self._parser = tokenizer.get_response_parser(self._found, prefix=prefix)
+        self._raw, self._at = "", 0  # all text, and where the last call in it ended
         self._held = ""  # an answer that may turn out to be a call in JSON alone
         self._spaces = ""  # at the end of what was said or thought: of nobody if the region ends there
         self._depth = 0  # of marks within what looked like a call
@@ -75,6 +79,7 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[AnswerPart]:
         """What `text` completes."""
+        self._raw += text
         return _only(self._parts(self._parser.feed(text)))
 
     def finish(self) -> list[AnswerPart]:
@@ -98,7 +103,7 @@ class AnswerParser:
             elif kind == "region_chunk" and field in ("content", "plain"):
                 yield from self._say(event["text"])
             elif kind == "region_close" and field == "tool_calls":
-                yield from self._close_call(event["value"])
+                yield from self._close_call(event["value"]["opened"], event["value"]["body"])
             if kind == "region_close" and field in _THOUGHTS:
                 self._spaces, self._trims = "", True
 
@@ -120,11 +125,13 @@ class AnswerParser:
         self._said = self._said or bool(said)
         yield AnswerPart(content=said)
 
-    def _close_call(self, region: dict[str, str]) -> Iterator[AnswerPart]:
+    def _close_call(self, opened: str, body: str) -> Iterator[AnswerPart]:
         """What lies between marks: calls, or text that only looks like one, in which a sound call may follow."""
-        opened = region["opened"]
-        whole = opened + region["body"] + region["closed"]
-        if calls := self._calls_in(self._read(whole)) or self._calls_in(_json_or_none(region["body"])):
+        begin = self._raw.index(opened + body, self._at)
+        closed = self._close.match(self._raw, begin + len(opened + body)) if self._close else None
+        self._at = closed.end() if closed else len(self._raw)
+        whole = self._raw[begin : self._at]
+        if calls := self._calls_in(self._read(whole)) or self._calls_in(_json_or_none(body)):
             self._said, self._trims, self._spaces = True, True, ""
             yield from (AnswerPart(call=call) for call in calls)
             return
@@ -133,10 +140,11 @@ class AnswerParser:
         if self._depth == MOST_MARKS:
             yield from self._say(rest)
             return
-        self._depth += 1
         inner = self._tokenizer.get_response_parser(self._found, prefix="")
+        outer = self._raw, self._at
+        self._depth, self._raw, self._at = self._depth + 1, rest, 0
         yield from self._parts([*inner.feed(rest), *inner.finalize()[1]])
-        self._depth -= 1
+        self._depth, (self._raw, self._at) = self._depth - 1, outer
 
     def _read(self, region: str) -> Any:
         try:
@@ -172,12 +180,12 @@ def _found_only(template: Template, around: tuple[str, str] | None) -> Template:
     if (calls := fields.get("tool_calls")) is not None:
         calls = calls if around is None else {"open": around[0], "close": around[1]}
         fields["tool_calls"] = {
-            "open_pattern": f"(?P<opened>{_pattern(calls, 'open')})(?P<closed>)",
-            **({"close_pattern": f"(?P<closed>{close})"} if (close := _pattern(calls, "close")) else {}),
+            "open_pattern": f"(?P<opened>{_pattern(calls, 'open')})",
+            **({"close_pattern": close} if (close := _pattern(calls, "close")) else {}),
             "repeats": True,
             "content": "text",
             "content_args": {"strip": False},
-            "transform": {"opened": "{opened}", "body": "{content}", "closed": "{closed}"},
+            "transform": {"opened": "{opened}", "body": "{content}"},
         }
     return template | {"fields": fields}
 
