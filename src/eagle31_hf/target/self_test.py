@@ -1,7 +1,7 @@
 """Can this target verify a tree? Asked once, when a drafter is attached, by trying it.
 
 One four-node tree is verified in one forward and compared with plain forwards along its two paths. The answer decides
-between our loop and the fallbacks, so it is found by measurement and not by a list of model families. Where layers keep
+between our loop and plain decoding, so it is measured and not looked up in a list of model families. Where layers keep
 states (`state_test`), what rounds leave in them is compared, too, and whether prompts may be read in chunks.
 """
 
