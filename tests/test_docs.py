@@ -65,7 +65,7 @@ def test_what_is_looked_for(line: str, unknown: list[str]) -> None:
 
 # --- what a reader is asked to read ----------------------------------------------------------------------------------
 
-WITHOUT_COMMANDS = {"LOG.md", "api.md"}
+WITHOUT_COMMANDS = {"api.md"}
 """Pages to look things up in."""
 
 

@@ -42,7 +42,7 @@ class DraftLength:
 COMPILED = DraftLength(LONGEST_OF_GRAPHS)
 COMPILED_SAMPLED = DraftLength(USUAL_TREE.depth, top_k=USUAL_TREE.top_k, tree_size=USUAL_TREE.size)
 """By graphs, which draft one shape whatever the drafter is sure of. Both have the 8 nodes that are verified anyway.
-Drafts of a sampled text are rejected sooner, so a second guess is worth more than two more steps (docs/LOG.md)."""
+Drafts of a sampled text are rejected sooner, so a second guess is worth more than two more steps."""
 
 
 class Eagle31GenerationConfig(GenerationConfig):
@@ -134,7 +134,7 @@ class Eagle31GenerationConfig(GenerationConfig):
     ) -> DraftLength:
         """How long this round's drafts may get.
 
-        The smallest confidence was chosen on the embedded pair (docs/LOG.md): its drafter doubts itself more than it
+        The smallest confidence was chosen on the embedded pair: its drafter doubts itself more than it
         errs, so a small one saves the steps that are almost never accepted and no others.
 
         Args:

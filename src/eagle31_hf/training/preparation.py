@@ -243,14 +243,14 @@ def resolve(settings: TrainingSettings, target: PreTrainedModel) -> TrainingSett
         "max_length": min(length, trained_context(config) or length),
         "draft_vocab_size": vocabulary // 2 if vocabulary <= 32_000 else min(32_000, vocabulary),
         "accumulate": 1 if small else 4,
-        # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/LOG.md, 2026-11-22).
+        # 3.99 accepted where 4 rows and 8e-3 gave 3.37 for the same tokens (docs/developing/decisions.md, 2026-11-22).
         "batch_rows": 2 if small else 4,
         "learning_rate": 2e-3 if small else 1e-4,
         "eval_steps": 500 if small else 200,
     }
     if not getattr(target.generation_config, "do_sample", False):
         # Whether it will be served greedily or sampled is not known; texts of both kinds made the acceptance length
-        # at temperature 1 7 % greater in the one comparison made (docs/LOG.md, 2026-11-21).
+        # at temperature 1 7 % greater in the one comparison made (docs/developing/decisions.md, 2026-11-21).
         defaults["temperature"] = (0.0, 1.0)
     left_open = {name: value for name, value in defaults.items() if getattr(settings, name) in (None, ())}
     return replace(settings, **left_open)
