@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import write_checkpoint
-from eagle31_hf.checkpoints.card import check_card, fill_card
-from eagle31_hf.checkpoints.publish import prepare_upload
+from eagle31_hf.checkpoints.card import check_card, fill_card, prepare_upload
 from eagle31_hf.cli import app
 from eagle31_hf.demo import target_path
 from eagle31_hf.errors import ConfigurationError, PublishingError

@@ -9,7 +9,7 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
-from ..checkpoints.publish import prepare_upload, upload
+from ..checkpoints.card import prepare_upload, upload
 from .options import JsonOption, TracebackOption, make_console, readable_errors, write_json
 
 

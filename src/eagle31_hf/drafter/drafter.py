@@ -18,7 +18,7 @@ from ..checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from ..checkpoints.publish import publish_checkpoint, publish_folder
+from ..checkpoints.card import publish_checkpoint, publish_folder
 from ..configuration_eagle31 import Eagle31Config, MtpConfig
 from ..errors import ConfigurationError
 from ..generation_config import Eagle31GenerationConfig
