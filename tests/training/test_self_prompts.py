@@ -20,7 +20,7 @@ from eagle31_hf.training.self_prompts import (
     FEWEST_AT_A_TIME,
     FIRST_WORDS,
     MOST_SEEN,
-    PromptSieve,
+    PromptFilter,
     SelfPromptSettings,
     _PromptWriter,
     grams,
@@ -43,7 +43,7 @@ def target():
     return AutoModelForCausalLM.from_pretrained(target_path(), dtype="float32").eval().requires_grad_(False)
 
 
-# --- the sieve --------------------------------------------------------------------------------------------------------
+# --- the filter -------------------------------------------------------------------------------------------------------
 
 WORDS = st.sampled_from(["how", "do", "the", "apples", "fall", "write", "a", "poem", "on", "rain", "7"])
 TEXTS = st.lists(st.lists(WORDS, max_size=30).map(" ".join), max_size=30)
@@ -51,15 +51,15 @@ TEXTS = st.lists(st.lists(WORDS, max_size=30).map(" ".join), max_size=30)
 
 @given(texts=TEXTS)
 def test_what_is_kept_is_distinct_long_enough_and_does_not_repeat_itself(texts: list[str]) -> None:
-    sieve = PromptSieve()
-    kept = [text for text in texts if sieve.admits(text)]
-    assert len(kept) + sieve.left_out.total() == len(texts), "each is kept or counted"
+    prompt_filter = PromptFilter()
+    kept = [text for text in texts if prompt_filter.admits(text)]
+    assert len(kept) + prompt_filter.left_out.total() == len(texts), "each is kept or counted"
     for number, text in enumerate(kept):
         assert len(words_of(text)) >= 3
         assert repetition(words_of(text)) <= 0.3
         before = set().union(*(grams(other) for other in kept[:number])) if number else set()
         assert len(grams(text) & before) < MOST_SEEN * len(grams(text))
-    assert not any(sieve.admits(text) for text in kept), "nothing is kept twice"
+    assert not any(prompt_filter.admits(text) for text in kept), "nothing is kept twice"
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_what_is_kept_is_distinct_long_enough_and_does_not_repeat_itself(texts: 
     ],
 )  # fmt: skip
 def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
-    sieve = PromptSieve()
-    assert not sieve.admits(text)
-    assert sieve.left_out == {reason: 1}
-    assert sieve.told() == f"1 {reason}"
+    prompt_filter = PromptFilter()
+    assert not prompt_filter.admits(text)
+    assert prompt_filter.left_out == {reason: 1}
+    assert prompt_filter.summary() == f"1 {reason}"
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_what_is_left_out_is_counted_by_reason(text: str, reason: str) -> None:
     ],
 )
 def test_prompts_of_any_language_and_code_are_kept(text: str) -> None:
-    sieve = PromptSieve()
-    assert sieve.admits(text), sieve.told()
-    assert not sieve.admits(text)
+    prompt_filter = PromptFilter()
+    assert prompt_filter.admits(text), prompt_filter.summary()
+    assert not prompt_filter.admits(text)
 
 
 def test_a_prompt_like_one_before_is_left_out() -> None:
@@ -104,10 +104,10 @@ def test_a_prompt_like_one_before_is_left_out() -> None:
         ("How do I bake a loaf of bread at home on a stone?", "How do I bake a loaf of bread at home on a tray?"),
         ("请写一首关于秋天的落叶和思念的诗歌", "请写一首关于秋天的落叶和思念的短诗"),
     ):  # fmt: skip
-        sieve = PromptSieve()
-        assert sieve.admits(first)
-        assert not sieve.admits(second)
-        assert sieve.left_out == {"like one before": 1}
+        prompt_filter = PromptFilter()
+        assert prompt_filter.admits(first)
+        assert not prompt_filter.admits(second)
+        assert prompt_filter.left_out == {"like one before": 1}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

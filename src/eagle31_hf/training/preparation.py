@@ -31,7 +31,7 @@ from ..texts.rows import Conversation
 from .data import Document, Documents, build_vocabulary, count_supervised, coverage, render_documents
 from .measure import EvaluationPrompt, evaluation_prompts
 from .progress import Counting, say
-from .self_prompts import SOURCE, PromptSieve, SelfPromptSettings, self_prompt_count, write_prompts
+from .self_prompts import SOURCE, PromptFilter, SelfPromptSettings, self_prompt_count, write_prompts
 from .settings import SMALL_TARGET_PARAMETERS, TrainingSettings
 from .writing import RegenerationSettings, disk_bytes, regenerate
 
@@ -122,8 +122,8 @@ class Preparation:
         )
         with Counting(self.console, "the target writes prompts", share, resumes=True) as counting:
             mine = write_prompts(self.target, self.tokenizer, path, how, on_batch=counting.advance)
-        sieve = PromptSieve()
-        written = [row for row in gather_object(mine) if sieve.admits(row.messages[0]["content"])]
+        prompt_filter = PromptFilter()
+        written = [row for row in gather_object(mine) if prompt_filter.admits(row.messages[0]["content"])]
         return [replace(row, id=f"{SOURCE}-{number}") for number, row in enumerate(written)]
 
     def _regenerate(self, conversations: Sequence[Conversation]) -> list[Conversation]:

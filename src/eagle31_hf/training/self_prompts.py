@@ -134,14 +134,14 @@ def write_prompts(
     writer = _PromptWriter(target, tokenizer, settings)
     header = {**asdict(settings), "temperatures": list(TEMPERATURES), "target": target.name_or_path}
     kept = read_whole_lines(path, {name: value for name, value in header.items() if name != "count"})
-    sieve = PromptSieve()
+    prompt_filter = PromptFilter()
     for row in kept:
-        sieve.admits(row["prompt"])
+        prompt_filter.admits(row["prompt"])
     on_batch(min(len(kept), settings.count))
     batch, fruitless = (kept[-1]["batch"] + 1 if kept else 0), 0
     while len(kept) < settings.count:
         size = min(settings.batch_size, max(FEWEST_AT_A_TIME, 2 * (settings.count - len(kept))))
-        texts = [text for text in writer.write(batch, size, on_batch) if sieve.admits(text)][
+        texts = [text for text in writer.write(batch, size, on_batch) if prompt_filter.admits(text)][
             : settings.count - len(kept)
         ]
         rows = [{"id": f"{SOURCE}-{len(kept) + i}", "prompt": text, "batch": batch} for i, text in enumerate(texts)]
@@ -152,7 +152,7 @@ def write_prompts(
         if fruitless == FRUITLESS_BATCHES:
             raise TrainingError(
                 f"the target wrote {len(kept)} prompts that can be used, and in {fruitless} batches no more "
-                f"({sieve.told()}); ask for fewer (self:{max(1, len(kept))}), or name files"
+                f"({prompt_filter.summary()}); ask for fewer (self:{max(1, len(kept))}), or name files"
             )
     return [
         Conversation(id=row["id"], category=SOURCE, messages=({"role": "user", "content": row["prompt"]},))
@@ -220,7 +220,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]|(?:(?![{_UNSPACED}])\w)+")
 """Scripts that put no spaces between words (Thai, Khmer, Japanese, Chinese) are counted by their letters."""
 
 
-class PromptSieve:
+class PromptFilter:
     """Admits a text once. `left_out` counts the others by reason."""
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class PromptSieve:
             self.left_out[reason] += 1
         return reason is None
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How many were left out, and why."""
         return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common()) or "none left out"
 
