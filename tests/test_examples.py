@@ -14,14 +14,17 @@ from typing import Any
 import huggingface_hub
 import pytest
 import typer
+from transformers import AutoTokenizer
 
 from eagle31_hf import plan_memory
 from eagle31_hf.cli import app
 from eagle31_hf.cli.serve import READING_ROWS
+from eagle31_hf.demo import target_path
 from eagle31_hf.memory.cards import one_card
 from eagle31_hf.memory.known_targets import known_targets
 from eagle31_hf.training.settings import TrainingSettings
 from helpers import seeded
+from mtp_targets import target_with_head
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -34,6 +37,11 @@ PRINTED = {"convert": "speculators: EAGLE 3.1", "agent_loop": "tool: book_table"
 
 def arguments_of(example: Path, folder: Path) -> list[str]:
     """What an example is called with; most need nothing."""
+    if example.stem == "mtp":
+        tokenizer = AutoTokenizer.from_pretrained(target_path())
+        tokenizer.save_pretrained(folder / "target")
+        target_with_head("qwen3_5_text", folder / "target", vocab_size=len(tokenizer))
+        return [str(folder / "target")]
     if example.stem != "train_demo_drafter":
         return []
     chats = folder / "chats.jsonl"
