@@ -8,8 +8,7 @@ docs/figures.toml says for each page which of its numbers stands in which record
 
 `line` is a row of a table or a piece of a line of the page, `{}` a number in it; one that stands on a page more than
 once has an entry for each time, in their order. `python docs/figures.py` (`make figures`) writes the records' values
-into the pages, with as many digits as stand there; the tests only look. The log's figures are history: nobody compares
-them again.
+into the pages, with as many digits as stand there; the tests only look.
 """
 
 from __future__ import annotations
