@@ -11,13 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from eagle31_hf.cache.speculative import SpeculativeCache
@@ -65,6 +68,12 @@ TARGETS: dict[str, PreTrainedConfig] = {
                                    sliding_window=1024),
     "mixtral": MixtralConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
                              num_key_value_heads=8, num_local_experts=8, vocab_size=32000),
+    # Gate and up in one matrix; narrow experts beside one that all tokens pass.
+    "phi3": Phi3Config(hidden_size=3072, intermediate_size=8192, num_attention_heads=32, vocab_size=32064, **COMMON),
+    "qwen3 moe": Qwen3MoeConfig(hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, num_experts=16,
+                                moe_intermediate_size=768, vocab_size=151936, head_dim=128, **COMMON),
+    "glm4 moe": Glm4MoeConfig(hidden_size=4096, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
+                              n_routed_experts=16, first_k_dense_replace=1, vocab_size=151552, **COMMON),
 }  # fmt: skip
 DRAFTER = Eagle31Config(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
@@ -89,7 +98,8 @@ class Run:
 
 
 RUNS = (Run(2048, 2048, 7), Run(8192, 1024, 8), Run(16384, 512, 60), Run(4096, 256, 24), Run(2048, 512, 8, batch=2))
-LONG_RUNS = {"gemma3 27B": RUNS[:3], "mixtral": (RUNS[0], RUNS[3]), "mistral, window": (RUNS[1], RUNS[3])}
+LONG_RUNS = {"gemma3 27B": RUNS[:3], "mixtral": (RUNS[0], RUNS[3]), "mistral, window": (RUNS[1], RUNS[3]),
+             "phi3": RUNS[:2], "qwen3 moe": RUNS[:2], "glm4 moe": RUNS[:2]}  # fmt: skip
 COMBINATIONS = [(name, run) for name in TARGETS for run in LONG_RUNS.get(name, RUNS)]
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.stock import StateSnapshot
 from eagle31_hf.errors import MemoryPlanError
-from eagle31_hf.memory import state_bytes
+from eagle31_hf.memory import dry_run
 from eagle31_hf.memory.activation_bytes import Block, full_cache_bytes, target_forward_bytes
 from eagle31_hf.memory.apply_plan import plan_of_run
 from eagle31_hf.memory.cards import Card
@@ -182,9 +182,9 @@ def test_a_model_that_does_not_run_without_memory_is_named(monkeypatch: pytest.M
     def failing(*_: object) -> int:
         raise RuntimeError("elements are asked for")
 
-    monkeypatch.setattr(state_bytes, "_forward_bytes", failing)
-    state_bytes._found.cache_clear()
-    with pytest.raises(MemoryPlanError, match=r"Qwen3_5ForCausalLM cannot be counted .* \(elements are asked for\)"):
+    monkeypatch.setattr(dry_run, "_taken", failing)
+    dry_run._forward_bytes.cache_clear()
+    with pytest.raises(MemoryPlanError, match=r"Qwen3_5ForCausalLM takes cannot be .* \(elements are asked for\)"):
         read_target(recurrent_config("qwen3_5_text"))
 
 

@@ -30,15 +30,14 @@ class DecoderShape:
     Attributes:
         windows: per layer, tokens it sees back, or `None` for all.
         key_dim, value_dim: per head; they differ for latent attention.
-        mlp_units: widest MLP intermediate per token, in elements (for experts: over all chosen ones).
-        rotary_tables: distinct cosine/sine pairs.
+        token_bytes: of a pass over many tokens, for each: what is alive at most, keys and values aside.
         element_bytes: of activations and of an unquantised cache.
         score_bytes: held per attention score by attention without a fused kernel; 0 with one.
         kv_by_layer: per layer, heads its cache tells apart and the elements a slot of one of them takes; empty: as
             above. Latent attention caches less than it attends to; where layers differ, above are the widest's sizes;
             a layer that does not attend keeps nothing.
         states: of layers that keep recurrent and convolution states; `None`: there are none.
-        logit_bytes: of a logit, if the model gives them in another precision; 0: in its own.
+        logit_bytes: of a logit; 0: in the model's precision.
     """
 
     hidden_size: int
@@ -46,10 +45,9 @@ class DecoderShape:
     kv_heads: int
     key_dim: int
     value_dim: int
-    mlp_units: int
+    token_bytes: int
     vocab_size: int
     windows: tuple[int | None, ...]
-    rotary_tables: int = 1
     element_bytes: int = 2
     score_bytes: int = 0
     kv_by_layer: tuple[tuple[int, int], ...] = ()
@@ -125,14 +123,10 @@ def resident_mask_bytes(shape: DecoderShape, queries: int, capacity: int) -> int
 def target_forward_bytes(shape: DecoderShape, block: Block, *, taps: int) -> int:
     """Peak of the decoder layers of a stock model; `taps` hidden states are kept for the drafter."""
     b, rows = shape.element_bytes, block.rows
-    rotary = 2 * shape.rotary_tables * rows * shape.key_dim * b
-    always = rotary + mask_bytes(shape, block) + taps * rows * shape.hidden_size * b
-    mlp = rows * (4 * shape.hidden_size + shape.mlp_units) * b
-    norm = rows * (3 * b + 12) * shape.hidden_size  # fp32 copy, its square, the normed product
-    attention = 3 * rows * shape.hidden_size * b + _attention_bytes(shape, block)
-    states = shape.states
-    mixers = 0 if states is None else max(rows * states.forward_token, block.batch * states.forward_step)
-    return always + max(mlp, norm, attention, mixers)
+    always = mask_bytes(shape, block) + taps * rows * shape.hidden_size * b
+    attention = rows * (2 * shape.key_dim + 3 * shape.hidden_size) * b + _attention_bytes(shape, block)
+    steps = 0 if shape.states is None else block.batch * shape.states.forward_step
+    return always + max(rows * shape.token_bytes, attention, steps)
 
 
 def _attention_bytes(shape: DecoderShape, block: Block) -> int:
@@ -186,7 +180,7 @@ class DrafterShape:
     """Sizes of a drafter; see `Eagle31Config`.
 
     Attributes:
-        decoder: its own layers, as those of any decoder. `mlp_units` counts gate and up in one, activation, product.
+        decoder: its own layers, as those of any decoder.
         aux_width: `A * Ht`, what it reads of the target per position.
         draft_vocab: `Vd`.
     """
@@ -213,11 +207,9 @@ def draft_step_bytes(shape: DrafterShape, block: Block) -> int:
 
 def _drafter_pass_bytes(shape: DecoderShape, block: Block) -> int:
     b, rows, width = shape.element_bytes, block.rows, shape.hidden_size
-    always = 2 * rows * shape.key_dim * b + mask_bytes(shape, block)
-    mlp = rows * (7 * width + shape.mlp_units) * b
     fused_qkv = (shape.q_heads + 2 * shape.kv_heads) * shape.key_dim
-    attention = rows * (5 * width + fused_qkv) * b + _attention_bytes(shape, block)
-    return always + max(mlp, attention)
+    attention = rows * (2 * shape.key_dim + 5 * width + fused_qkv) * b + _attention_bytes(shape, block)
+    return mask_bytes(shape, block) + max(rows * shape.token_bytes, attention)
 
 
 # --- captured steps ---------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def drafter_facts(config: Eagle31Config, element_bytes: int) -> DrafterFacts:
         kv_heads=1 if latent else kv_heads,
         key_dim=filled(config.kv_lora_rank) + head_dim if latent else head_dim,
         value_dim=filled(config.kv_lora_rank) if latent else head_dim,
-        mlp_units=4 * config.intermediate_size,
+        token_bytes=element_bytes * (2 * head_dim + 7 * config.hidden_size + 4 * config.intermediate_size),
         vocab_size=config.vocab_size,
         windows=(config.sliding_window,) * config.num_hidden_layers,
         element_bytes=element_bytes,

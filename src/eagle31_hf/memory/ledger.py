@@ -56,7 +56,8 @@ ROUND = (VERIFY, ACCEPT, UPDATE, DRAFT)
 # Checkpoints of the other methods are packed already.
 _PACKED_WHILE_LOADING = ("bnb-int8", "bnb-nf4", "bnb-fp4")
 _LAYER_FORMULA = (
-    "rope, masks, taps + b*T * max(4H + 3I, 3H + 2*n_q*d) with masks repeated n_q/n_kv times; recurrent layers: as seen"
+    "masks, taps + B*T * max(a token's, counted by a run without memory; b * (3H + 2*n_q*d) with masks repeated "
+    "n_q/n_kv times)"
 )
 _DRAFTER_FORMULA = "hidden states + b*T * max(7H + 4I, attention)"
 

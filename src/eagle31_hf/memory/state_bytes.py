@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
 
 from ..cache.state_tape import Kernels, kernels_of
 from ..cache.states import RECURRENT
 from ..cache.stock import read_stock_layers
 from ..errors import MemoryPlanError, first_line
-from .storage_counter import StorageCounter
+from .dry_run import cache_in
 from .weight_bytes import config_json, meta_model
 
 
@@ -35,7 +33,7 @@ class StateShape:
         taped: of layers that keep a record of a chain instead.
         rebuilding: what moving these on by a record takes; `rebuilding_token`: and of each token in it.
         tape: of a record, whatever its length; `tape_token`: of each token in it.
-        forward_token: most bytes a forward over many tokens takes for each; 0 where it is not known.
+        columns: what a recorded convolution's window is wide: it lies once more beside each token of a chunk.
         forward_step: most that a kernel takes which reads one token after the other, whatever their number.
     """
 
@@ -46,7 +44,7 @@ class StateShape:
     rebuilding_token: int
     tape: int
     tape_token: int
-    forward_token: int = 0
+    columns: int = 0
     forward_step: int = 0
 
     @property
@@ -84,23 +82,13 @@ def state_shape(config: PreTrainedConfig, element_bytes: int) -> StateShape:
     """
     config_class: Any = type(config)
     found = _found(config_class, config_json(config))
-    layers = [layer.shape(element_bytes) for layer in found.layers]
+    layers = [layer.shape(element_bytes) for layer in found]
     every = StateShape(*map(sum, zip(*(vars(layer).values() for layer in layers), strict=True)))
-    return replace(
+    return replace(  # one layer after the other
         every,
-        forward_token=found.forward_token * element_bytes // 2,
-        forward_step=max((layer.forward_step for layer in layers), default=0),  # one layer after the other
+        columns=max((layer.columns for layer in layers), default=0),
+        forward_step=max((layer.forward_step for layer in layers), default=0),
     )
-
-
-def logit_bytes(config: PreTrainedConfig) -> int:
-    """Bytes of a logit of a model with states, if it gives them in another precision than its own; else 0.
-
-    Raises:
-        MemoryPlanError: as of `state_shape`.
-    """
-    config_class: Any = type(config)
-    return _found(config_class, config_json(config)).logit_bytes
 
 
 class _State(NamedTuple):
@@ -138,89 +126,31 @@ class _StateLayer(NamedTuple):
             rebuilding_token=sum(self.kernels.token_bytes(state.shape) for state in recurrent),
             tape=sum(column * state.shape[1] for column, state in zip(columns, windows, strict=True)),
             tape_token=sum(columns) + sum(self.kernels.gate_bytes(state.shape, element_bytes) for state in recurrent),
+            columns=max((column // 2 for column in columns), default=0),
             forward_step=self.kernels.step_copies * max((math.prod(state.shape) * 4 for state in recurrent), default=0),
         )
 
 
-class _Found(NamedTuple):
-    """What a bf16 model was seen to keep, and to take for each token of a forward."""
-
-    layers: tuple[_StateLayer, ...]
-    forward_token: int
-    logit_bytes: int
-
-
 @lru_cache(maxsize=32)
-def _found(config_class: Any, config_json: str) -> _Found:
+def _found(config_class: Any, config_json: str) -> tuple[_StateLayer, ...]:
+    """What a bf16 model was seen to keep."""
     model = meta_model(config_class, config_json)
     kernels = {getattr(mixer, "layer_idx", None): kernels_of(mixer) for mixer in model.modules() if kernels_of(mixer)}
     try:
-        states_of, logits = _states_of_a_token(model)
-        forward_token = _forward_token_bytes(model) if kernels else 0
+        states_of = _states_of_a_token(model)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise MemoryPlanError(
             f"the states of {type(model).__name__} cannot be counted without running it "
             f"({first_line(error)[:160]}); drafting works without a plan"
         ) from error
-    layers = tuple(_StateLayer(states, kernels.get(index)) for index, states in states_of.items())
-    # A chunk that goes on from another lies beside its convolution's window once more.
-    columns = max(
-        (2 * state.shape[0] for layer in layers for state in layer.states if not state.is_recurrent), default=0
-    )
-    other = 0 if logits == torch.bfloat16 else logits.itemsize
-    return _Found(layers, forward_token + columns if forward_token else 0, other)
+    return tuple(_StateLayer(states, kernels.get(index)) for index, states in states_of.items())
 
 
-def _forward_token_bytes(model: Any) -> int:
-    """Of the reference kernels, which read many tokens in chunks of up to 256. `model` is of no use afterwards."""
-    _skip_layers_alike(model)
-    few, many = (_forward_bytes(model, tokens) for tokens in (256, 512))
-    return (many - few) // 256
-
-
-def _skip_layers_alike(model: Any) -> None:
-    """Of layers with parameters of the same names and shapes only the first computes: all take the same."""
-    text = model.config.get_text_config(decoder=True)
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    layers: Any = next((each for each in lists if len(each) == text.num_hidden_layers), ())
-    width: dict[Any, int] = {}  # of the tuple that layers of a kind return; 0: a tensor
-
-    def note(kind: Any, output: Any) -> None:
-        width[kind] = 0 if isinstance(output, Tensor) else len(output)
-
-    def skip(kind: Any, hidden_states: Any, *_args: Any, **_others: Any) -> Any:
-        return (hidden_states, *[None] * (width[kind] - 1)) if width[kind] else hidden_states
-
-    for layer in layers:
-        kind = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        if kind in width:
-            layer.forward = partial(skip, kind)
-        else:
-            width[kind] = 0
-            layer.register_forward_hook(lambda _layer, _args, output, kind=kind: note(kind, output))
-
-
-def _forward_bytes(model: Any, tokens: int) -> int:
-    """Most alive in a forward over so many, keys and values aside."""
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")  # else elements are asked for
-    with torch.no_grad(), StorageCounter() as counter:
-        cache = _cache_in(model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1))
-    held = (tensor for layer in read_stock_layers(cache).values() for tensor in (layer.keys, layer.values))
-    return counter.peak_bytes - sum(tensor.nbytes for tensor in held if tensor is not None)
-
-
-def _cache_in(output: Any) -> Any:
-    """The cache that a model has filled, whatever it calls it."""
-    (cache,) = [value for value in output.values() if isinstance(value, Cache)]
-    return cache
-
-
-def _states_of_a_token(model: Any) -> tuple[dict[int, tuple[_State, ...]], Any]:
-    """By layer, what is cached after one token, and the precision of its logits."""
+def _states_of_a_token(model: Any) -> dict[int, tuple[_State, ...]]:
+    """By layer, what is cached after one token."""
     with torch.no_grad():
         output = model(torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)
-    states = {
+    return {
         index: tuple(
             _State(
                 kind == RECURRENT,
@@ -229,7 +159,6 @@ def _states_of_a_token(model: Any) -> tuple[dict[int, tuple[_State, ...]], Any]:
             )
             for (kind, _), state in layer.states.items()
         )
-        for index, layer in read_stock_layers(_cache_in(output)).items()
+        for index, layer in read_stock_layers(cache_in(output)).items()
         if layer.states
     }
-    return states, output.logits.dtype

@@ -17,10 +17,11 @@ from ..checkpoints.files import refuse_drafter_as_target
 from ..checkpoints.hub import can_be_hub_id
 from ..errors import IncompatibleTargetError, MemoryPlanError
 from .activation_bytes import DecoderShape
+from .dry_run import forward_bytes
 from .known_targets import close_names, find_known_target, known_targets
 from .layer_sizes import sizes_by_layer, trained_context
 from .quantization_schemes import AS_STORED, SCHEMES, Quantization, packed_as_stored, scheme
-from .state_bytes import logit_bytes, state_shape
+from .state_bytes import state_shape
 from .weight_bytes import WeightBytes, count_weights, storage_bytes, weight_inventory
 
 _REQUIRED_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -171,24 +172,20 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
     windows, attends, num_states = _kept_by_layer(text)
     layers = sizes_by_layer(text)
     widest = max(layers, key=lambda layer: layer.cached_heads * layer.cached_elements)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    rope = getattr(text, "rope_parameters", None) or {}
     sharing = getattr(text, "num_kv_shared_layers", None) or 0  # the last attend to others' keys
     keeping = len(layers) - sharing
-    width = max(layer.intermediate_size for layer in layers) * (2 if sharing and _is_doubled(text) else 1)
-    states, of_logits = None, 0
-    if any(num_states):
-        states, of_logits = state_shape(config, packing.dtype_bytes), logit_bytes(config)
+    states = state_shape(config, packing.dtype_bytes) if any(num_states) else None
+    columns = 0 if states is None else states.columns  # a chunk that goes on lies beside a convolution's window, too
+    forward = forward_bytes(config, packing.dtype_bytes)
     return DecoderShape(
         hidden_size=text.hidden_size,
         q_heads=widest.attention_heads,
         kv_heads=widest.kv_heads,
         key_dim=widest.key_dim,
         value_dim=widest.value_dim,
-        mlp_units=_mlp_units(text, width),
+        token_bytes=forward.token + columns,
         vocab_size=text.vocab_size,
         windows=windows,
-        rotary_tables=max(1, len(kinds & set(rope))),
         element_bytes=packing.dtype_bytes,
         score_bytes=_score_bytes(
             text.model_type, attention, getattr(text, "_attn_implementation", None), packing.dtype_bytes
@@ -198,13 +195,8 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
             for index, (layer, is_attention) in enumerate(zip(layers, attends, strict=True))
         ),
         states=states,
-        logit_bytes=of_logits,
+        logit_bytes=forward.logit,
     )
-
-
-def _is_doubled(text: PreTrainedConfig) -> bool:
-    """Whether MLPs are twice as wide in layers that share keys and values (Gemma 4)."""
-    return bool(getattr(text, "use_double_wide_mlp", False))
 
 
 def _kept_by_layer(text: PreTrainedConfig) -> tuple[tuple[int | None, ...], Sequence[bool], Sequence[int]]:
@@ -222,13 +214,6 @@ def _score_bytes(model_type: str, attention: str | None, configured: str | None,
         return 3 * element_bytes  # scores with the sink column, less their maximum, softmax in the same dtype
     implementation = attention or configured or "sdpa"
     return 3 * element_bytes + 4 if implementation == "eager" else 0  # scores, masked, fp32 softmax, its cast back
-
-
-def _mlp_units(text: PreTrainedConfig, width: int) -> int:
-    """Elements per token at an MLP's widest: gate, up, product; for experts, of every chosen one and its input."""
-    chosen = getattr(text, "num_experts_per_tok", None)
-    expert_width = getattr(text, "moe_intermediate_size", None) or width
-    return chosen * (4 * expert_width + text.hidden_size) if chosen else 3 * width
 
 
 def target_fingerprint(config: PreTrainedConfig) -> str:
