@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -14,10 +13,10 @@ import pytest
 from hypothesis import settings
 
 from eagle31_hf.cli import progress
-from eagle31_hf.decoding.calibration.store import CACHE_VARIABLE, cache_folder
+from eagle31_hf.decoding.kept_folder import CACHE_VARIABLE
 from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.stats import PhaseClock
 from helpers import SHARED
 from hub_stand_in import hub
 from slices import shared_out, sliced, spread
@@ -130,7 +129,7 @@ def _waits_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_learnt_before(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
+def _nothing_learnt_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pairs that many tests share learnt in one of them decides nothing in the next: workers run any order."""
     met: WeakSet[Pair] = WeakSet()
     pair_of = Pair.of
@@ -139,12 +138,16 @@ def _nothing_learnt_before(monkeypatch: pytest.MonkeyPatch) -> Generator[None, N
         pair = pair_of(drafter)
         if pair not in met:
             met.add(pair)
-            pair.history = PairHistory()
+            pair.costs.clear()
         return pair
 
     monkeypatch.setattr(Pair, "of", of)
-    yield
-    shutil.rmtree(cache_folder() / "calibrations", ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands still: what is drafted depends on counts and bytes alone, so tests can count rounds."""
+    monkeypatch.setattr(PhaseClock, "now", staticmethod(lambda: 0.0))
 
 
 @pytest.fixture

@@ -25,13 +25,9 @@ from torch import Tensor
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured
-from eagle31_hf.decoding import decoder, kept_graphs
-from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
-from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.decoding.pair_history import PairHistory
+from eagle31_hf.decoding import decoder, drafting, kept_graphs
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
-from eagle31_hf.generation import own
 from eagle31_hf.target.binding import TargetBinding
 from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.trees.draft_tree import DraftTree
@@ -109,7 +105,7 @@ def demo_tokenizer() -> Any:
 
 
 def random_drafter(target: Any, seed: int = 1, **overrides: Any) -> Eagle31Drafter:
-    """An untrained drafter attached to `target`."""
+    """An untrained drafter attached to `target`, which drafts all the same."""
     with seeded(seed):
         drafter = Eagle31Drafter.from_target(target, **overrides).eval()
         if drafter.draft_ids is not None:
@@ -117,6 +113,7 @@ def random_drafter(target: Any, seed: int = 1, **overrides: Any) -> Eagle31Draft
             drafter.d2t.copy_(torch.randperm(vocabulary)[:size].sort().values - torch.arange(size))
             drafter._draft_ids = None
             drafter.attach(target)  # again: rows of a shared head are gathered by these ids
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"  # rounds have drafts though these are in vain
     return drafter
 
 
@@ -233,26 +230,12 @@ def switching_policies() -> Iterator[list[SwitchingPolicy]]:
     """While open, every generation of our loop has one, whatever its schedule; those made so far."""
     made: list[SwitchingPolicy] = []
 
-    def choose(_drafter: Any, settings: Any, _stats: Any) -> SwitchingPolicy:
-        made.append(SwitchingPolicy(settings.shape, seed=len(made)))
+    def choose(_drafter: Any, shape: Any, **_how: Any) -> SwitchingPolicy:
+        made.append(SwitchingPolicy(shape, seed=len(made)))
         return made[-1]
 
-    with mock.patch.object(own, "choose_policy", choose):
+    with mock.patch.object(drafting, "planner_of", choose):
         yield made
-
-
-CHEAP_DRAFTS = Calibration((ContextSeconds(64, ((1, 1.0), (64, 1.3)), 0.05, 0.06),), 0.02, 0.01)
-DEAR_DRAFTS = Calibration((ContextSeconds(64, ((1, 1.0), (2, 1.6), (64, 40.0)), 0.4, 0.5),), 0.1, 0.01)
-
-
-@contextmanager
-def calibrated(drafter: Eagle31Drafter, calibration: Calibration = CHEAP_DRAFTS) -> Iterator[PairHistory]:
-    """While open, the pair costs this; what it has learnt before is set aside."""
-    with (
-        mock.patch.object(Pair.of(drafter), "history", PairHistory()),
-        mock.patch.object(PairHistory, "calibration", return_value=calibration),
-    ):
-        yield Pair.of(drafter).history
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured
 from eagle31_hf.compiled.captured import Recording
-from eagle31_hf.decoding import draft_backoff, kept_graphs
+from eagle31_hf.decoding import kept_graphs
+from eagle31_hf.drafting import planner
 
 
 class Recorder:
@@ -59,5 +60,5 @@ def record_steps(monkeypatch: pytest.MonkeyPatch, *, gives_up: bool = True) -> R
     monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
     monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
     if not gives_up:
-        monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+        monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
     return made

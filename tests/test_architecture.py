@@ -14,10 +14,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "developing" / "architecture.md"
 LEVELS = [  # a room may import from itself and from rooms of the levels above it
     {"errors", "demo"},
     {"stats", "configuration_eagle31", "generation_config", "trees", "texts"},
-    {"sampling", "cache", "checkpoints"},
+    {"sampling", "cache", "checkpoints", "drafting"},
     {"memory", "target"},
     {"drafter"},
-    {"drafting"},
     {"compiled"},
     {"decoding"},
     {"generation"},

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
-import torch
 from policy_replay import (
     MACHINES,
-    WAYS,
     DraftTrace,
     KeptText,
     RoundSeconds,
     compare,
     count,
-    default_of,
     plain_s,
     planner_of,
     read_kept,
     replay,
 )
-from policy_texts import as_row, untrained
+from policy_texts import as_row
 
-from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
-from eagle31_hf.demo import CONVERSATIONS, drafter_path
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
-from eagle31_hf.stats import SpeculationStats
-from eagle31_hf.training.measure import EvaluationPrompt, chains_along, write_texts
 from eagle31_hf.trees.shape import DraftShape
-from helpers import CHEAP_DRAFTS, DEAR_DRAFTS, calibrated, configured, demo_tokenizer, seeded, target_of
-from matrix import pairwise
 
 NEW_TOKENS = 48
 TABLE = RoundSeconds(speculative_s=(1.0, 1.5, 1.75, 2.0), lookup_s=(1.0, 1.25, 1.25, 1.5), reading_s=0.25)
@@ -91,66 +79,6 @@ def test_doubt_ends_a_chain() -> None:
     assert trace.drafted(0, DraftShape(3)) == trace.drafted(1, DraftShape(3, min_confidence=0.3)) == 3
 
 
-@pytest.fixture(scope="module")
-def drafter() -> Eagle31Drafter:
-    return Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32, target=target_of("demo-target"))
-
-
-@pytest.fixture(scope="module")
-def ignorant() -> Eagle31Drafter:
-    """A drafter that was never trained."""
-    with seeded(0):
-        return untrained(
-            Eagle31Drafter.from_pretrained(drafter_path(), dtype=torch.float32, target=target_of("demo-target"))
-        )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "dear", "trained"),
-    pairwise(("constant", "calibrated", "pid", "heuristic"), (False, True), (True, False)),
-)
-@pytest.mark.thorough(every=6)
-def test_greedy_rounds_are_those_of_generate(
-    schedule: str, dear: bool, trained: bool, request: pytest.FixtureRequest
-) -> None:
-    """What is decided depends on counts alone: a text that is gone through again has the rounds it was written in."""
-    costs = DEAR_DRAFTS if dear else CHEAP_DRAFTS
-    chats = demo_tokenizer().apply_chat_template(list(CONVERSATIONS[:3]), add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
-    prompts = [EvaluationPrompt(ids, "chat") for ids in sorted(chats, key=len)]
-    drafter: Eagle31Drafter = request.getfixturevalue("drafter" if trained else "ignorant")
-    binding, settings = drafter.binding, drafter.generation_config
-    drafter.eval()
-    with (
-        configured(drafter, num_assistant_tokens=4, num_assistant_tokens_schedule=schedule),
-        mock.patch.object(binding.model.generation_config, "eos_token_id", None),
-    ):
-        texts = write_texts(binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
-        length = settings.draft_length(device_type="cpu", batch_size=1, compiled=False)
-        for known in texts.texts:
-            prompt = known.text.ids[None, : known.text.prompt_length]
-            with calibrated(drafter, costs):
-                out = binding.model.generate(
-                    prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter
-                )
-            assert torch.equal(out[0], known.text.ids)
-            requested = RequestedDraft.of(
-                drafter, length, rows=1, context=prompt.shape[1], sampled=False, compiled=False
-            )
-            chains = chains_along(drafter, known, texts, requested.shape.depth)
-            trace = DraftTrace.of(known, chains)
-            rests_at_once = any(event.new_tokens == 0 and event.what == "rest" for event in drafter.stats.events)
-            assert rests_at_once or not dear or schedule == "constant"
-            with calibrated(drafter, costs):
-                policy = choose_policy(drafter, requested, SpeculationStats())
-            table = costs.costs(prompt.shape[1]).rounds(requested.shape.depth)
-            found = replay(policy, trace, table, requested.shape)
-            assert len(found.rounds) == drafter.stats.rounds
-            assert sum(done.drafted for done in found.rounds) == drafter.stats.drafted
-            assert sum(not done.drafted for done in found.rounds[:-1]) == drafter.stats.skipped_rounds
-
-
 def test_kept_texts_hold_their_repetitions_and_nothing_else() -> None:
     trace = DraftTrace((1, 0), ((0.951, 0.004, 0.9), (0.5,)), prompt=(700, 12, 700), written=(12, 5))
     row = as_row(KeptText("chat", 0.0, "trained", trace))
@@ -168,16 +96,6 @@ def test_the_kept_counts_are_of_texts_of_both_drafters() -> None:
         for rows in by_machine.values():
             written = [row.rounds + row.accepted for row in rows]
             assert written == [len(text.trace) for text in kept.texts], "one each round beside the accepted"
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("machine", MACHINES)
-def test_the_default_is_as_fast_as_the_kept_one(way: str, machine: str, drafter: Eagle31Drafter) -> None:
-    kept = read_kept()
-    chosen = range(0, len(kept.texts), 14)  # one of each kind, temperature and drafter
-    found = count(default_of(drafter, knows_costs=WAYS[way]), [kept.texts[at] for at in chosen], MACHINES[machine])
-    before = [kept.counts[way][machine][at].seconds for at in chosen]
-    assert compare(found, before)["ratio"] >= 0.98
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.checkpoints import WRITTEN_FORMATS, inspect_checkpoint
-from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
+from eagle31_hf.drafting import planner
 from eagle31_hf.errors import ConfigurationError, Eagle31Error
 from eagle31_hf.measure.origin import origin
 from eagle31_hf.texts.prompts import read_prompts
@@ -182,7 +182,7 @@ def saved_drafter(given: argparse.Namespace, target: Any) -> Path:
 def all_ways(
     given: argparse.Namespace, target: Any, drafter: Eagle31Drafter, engines: dict[str, EngineProcess]
 ) -> dict[str, Way]:
-    draft_backoff.ROUNDS_IN_VAIN = sys.maxsize  # others draft in every round, in vain or not: counts are compared
+    planner.VAIN_ROUNDS = sys.maxsize  # others draft in every round, in vain or not: counts are compared
     chain = {
         "num_assistant_tokens": given.draft_tokens,
         "num_assistant_tokens_schedule": "constant",

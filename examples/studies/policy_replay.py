@@ -19,26 +19,13 @@ import gzip
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
-from transformers import AutoModelForCausalLM
-
-from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding.adaptive.costs import RoundCosts
-from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.decoding.pair_history import PairHistory
-from eagle31_hf.decoding.policy_choice import RequestedDraft, choose_policy
-from eagle31_hf.demo import drafter_path, target_path
-from eagle31_hf.drafter.hindsight import MOST_JUDGED, Hindsight
-from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU
-from eagle31_hf.drafting.costs import RoundCosts as DraftCosts
+from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, WIDTH_ON_CPU, RoundCosts
 from eagle31_hf.drafting.plan import DraftPlan, DraftPolicy, RoundState, RoundStats
 from eagle31_hf.drafting.planner import Planner
-from eagle31_hf.stats import SpeculationStats
 from eagle31_hf.trees.shape import DraftShape
 
 STEP_SHARE = 0.1
@@ -149,11 +136,6 @@ class DraftTrace:
     def __len__(self) -> int:
         return len(self.right)
 
-    def judged(self, at: int, unread: int) -> Hindsight:
-        """A drafter that reads, before root `at`, so many positions: behind the last of them nothing is written yet."""
-        first = at - min(max(unread - 1, 0), MOST_JUDGED)
-        return Hindsight(at - first, sum(right > 0 for right in self.right[first:at]))
-
     def drafted(self, at: int, shape: DraftShape) -> int:
         """Tokens of a chain behind root `at`, which doubt may end; as `propose_chain` ends it."""
         if not shape.min_confidence or not self.sure:
@@ -230,46 +212,37 @@ def replay(
     table: RoundSeconds,
     largest: DraftShape,
     *,
-    reads_at_once: bool = False,
     clock: Callable[[], float] = lambda: 1.0,
 ) -> ReplayedText:
     """Write the trace's text by the policy's plans for one row of chains.
 
-    The drafter's first draft after a round without any waits until it has read what it missed, unless it was judged
-    just before, for which it reads as much. Behind a round of other drafts it takes what the table says of resuming.
+    The drafter's first draft after a round without any waits until it has read what it missed.
+    Behind a round of other drafts it takes what the table says of resuming.
 
     Args:
         policy: a new one, as for a generation of its own.
         table: seconds of rounds, for drafts as long as `largest`.
         largest: the largest draft that the policy is offered.
-        reads_at_once: a round of its own drafts ends with the drafter reading what was written, as by graphs; else it
-            reads that before it drafts again, which the table's rounds count.
         clock: by how much the seconds that the policy is given exceed those of the table, as on a busy machine.
     """
     tokens = trace.written or (0,) * len(trace)
     sequences = WrittenText(trace.prompt or (0,))
     (new,) = sequences.new
     seconds, rounds = 0.0, []
-    unread = 0  # positions that the drafter has not read
     resume_s = 0.0  # what its next draft takes beyond others
     while len(new) < len(tokens):
         remaining = len(tokens) - len(new)
         state = RoundState(largest, [0], sequences, remaining)
         plan = policy.next_draft(state) if remaining > 1 else None
-        if plan is not None and plan.looks_back:
-            policy.record_hindsight(trace.judged(len(new), unread))
-            seconds, unread, resume_s = seconds + table.reading_s, 0, max(table.resume_s - table.reading_s, 0.0)
-            plan = policy.next_draft(state)
         done = _round(plan, trace, len(new), remaining)
         rounds.append(done)
         round_s = (table.lookup_s if done.looked_up else table.speculative_s)[done.drafted]
         is_its_own = done.drafted > 0 and not done.looked_up
         if is_its_own:
-            round_s, unread, resume_s = round_s + resume_s, 0, 0.0
+            round_s, resume_s = round_s + resume_s, 0.0
         else:
             resume_s = table.resume_s if done.drafted else max(table.resume_s, table.reading_s)
         seconds += round_s
-        unread += 0 if is_its_own and reads_at_once else done.accepted + 1
         new.extend(tokens[done.at : done.at + done.accepted + 1])
         if plan is not None:
             policy.record(RoundStats(plan, done.drafted, done.drafted, (0,), (done.accepted,), round_s * clock()))
@@ -340,7 +313,7 @@ def count(make: MakePolicy, texts: Sequence[KeptText], machine: Machine) -> list
     found = []
     for text in texts:
         policy, largest = make(text, machine)
-        replayed = replay(policy, text.trace, machine.rounds(), largest, reads_at_once=machine.graphs)
+        replayed = replay(policy, text.trace, machine.rounds(), largest)
         found.append(replayed.counts)
     return found
 
@@ -348,53 +321,27 @@ def count(make: MakePolicy, texts: Sequence[KeptText], machine: Machine) -> list
 # --- the default of this checkout -------------------------------------------------------------------------------------
 
 
-def default_of(drafter: Eagle31Drafter, *, knows_costs: bool) -> MakePolicy:
-    """What `generate` chooses by default for one text, on a machine whose costs it knows or has not measured yet."""
-
-    def make(text: KeptText, machine: Machine) -> tuple[DraftPolicy, DraftShape]:
-        context, compiled = len(text.trace.prompt), machine.graphs
-        sampled = text.temperature > 0 and not compiled  # by graphs sampled texts have trees; here are chains
-        length = drafter.generation_config.draft_length(
-            device_type="cpu", batch_size=1, sampled=sampled, compiled=compiled
-        )
-        requested = RequestedDraft.of(drafter, length, rows=1, context=context, sampled=sampled, compiled=compiled)
-        with _costs_known(drafter, machine if knows_costs else None):
-            return choose_policy(drafter, requested, SpeculationStats()), requested.shape
-
-    return make
-
-
 def planner_of(machine: Machine) -> MakePolicy:
     """Planners that share what they time, as the texts of a process do."""
     shape = DraftShape(7) if machine.graphs else DraftShape(LONGEST, min_confidence=0.02)
     width = WIDTH_IN_HALF if machine is MACHINES["bfloat16"] else WIDTH_ON_CPU
-    costs = DraftCosts(STEP_SHARE, shape.depth, WIDTH if machine.graphs else width)
+    costs = RoundCosts(STEP_SHARE, shape.depth, WIDTH if machine.graphs else width)
     lengths = (shape.depth,) if machine.graphs else ()
     return lambda _text, _machine: (Planner(shape, lambda _rows: costs, lengths=lengths), shape)
 
 
-def _costs_known(drafter: Eagle31Drafter, machine: Machine | None) -> AbstractContextManager:
-    """While open, the pair has written nothing yet, and costs what it does on this machine."""
-    history = PairHistory()
-    if machine is not None:
-        fields = {name: value for name, value in asdict(machine).items() if name != "graphs"}
-        costs = RoundCosts(**fields, in_buckets=machine.graphs)
-        history.calibration = lambda *args, **kwargs: mock.Mock(costs=lambda context: costs)
-    else:
-        history.calibration = lambda *args, **kwargs: None
-    return mock.patch.object(Pair.of(drafter), "history", history)
+WAYS = ("default", "default, costs known")
+"""Whose counts are kept: those of the default before planners, on a machine that was not measured, and on one that
+was."""
 
 
-WAYS = {"default": False, "default, costs known": True}
-"""The ways whose counts are kept, and whether the machine has been measured."""
-
-
-def default_counts(drafter: Eagle31Drafter, texts: Sequence[KeptText]) -> dict[str, dict[str, list[Counts]]]:
-    """By way and machine, of each text. The drafter is one attached to any target: its settings alone are read."""
-    return {
-        way: {name: count(default_of(drafter, knows_costs=knows), texts, each) for name, each in MACHINES.items()}
-        for way, knows in WAYS.items()
-    }
+def default_counts(texts: Sequence[KeptText]) -> dict[str, list[Counts]]:
+    """By machine, of each text; those of one drafter are written by one process."""
+    found: dict[str, list[Counts]] = {}
+    for name, machine in MACHINES.items():
+        made = {drafter: planner_of(machine) for drafter in dict.fromkeys(text.drafter for text in texts)}
+        found[name] = count(lambda text, each, made=made: made[text.drafter](text, each), texts, machine)
+    return found
 
 
 def compare(ours: Sequence[Counts], theirs: Sequence[float]) -> dict[str, float]:
@@ -403,14 +350,14 @@ def compare(ours: Sequence[Counts], theirs: Sequence[float]) -> dict[str, float]
     return {"ratio": sum(theirs) / sum(counts.seconds for counts in ours), "least": min(ratios)}
 
 
-def show(kept: Kept, found: dict[str, dict[str, list[Counts]]]) -> None:
+def show(kept: Kept, found: dict[str, list[Counts]]) -> None:
     """A line for each kept way, machine and drafter."""
     for way, by_machine in kept.counts.items():
-        print(f"speed of today's {way!r} over the kept one's (least of a text), and over plain decoding")
+        print(f"speed of today's default over the kept {way!r} (least of a text), and over plain decoding")
         for name, before in by_machine.items():
             for drafter in dict.fromkeys(text.drafter for text in kept.texts):
                 chosen = [at for at, text in enumerate(kept.texts) if text.drafter == drafter]
-                ours = [found[way][name][at] for at in chosen]
+                ours = [found[name][at] for at in chosen]
                 then = compare(ours, [before[at].seconds for at in chosen])
                 over = compare(ours, [plain_s(kept.texts[at], MACHINES[name]) for at in chosen])
                 print(f"  {name:9} {drafter:9} {then['ratio']:.3f} ({then['least']:.3f})   {over['ratio']:.3f}")
@@ -421,11 +368,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="counts of each text, as the kept ones are")
     options = parser.parse_args()
     kept = read_kept()
-    target = AutoModelForCausalLM.from_pretrained(target_path())
-    found = default_counts(Eagle31Drafter.from_pretrained(drafter_path(), target=target), kept.texts)
+    found = default_counts(kept.texts)
     show(kept, found)
     if options.json:
-        options.json.write_text(json.dumps(counts_as_rows(found)) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(counts_as_rows({"planned": found})) + "\n", encoding="utf-8")
 
 
 def counts_as_rows(counts: dict[str, dict[str, list[Counts]]]) -> dict[str, dict[str, list[list[float]]]]:

@@ -133,7 +133,7 @@ def main() -> None:
     rows = [as_row(text) for text in texts]
     write_file(options.out, rows, {})
     stored = read_kept(options.out).texts  # as they will be replayed
-    write_file(options.out, rows, default_counts(drafters["trained"], stored))
+    write_file(options.out, rows, {"default": default_counts(stored)})
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ MIN_CONFIDENCE = 0.02
 ACCELERATIONS = ("auto", "eager", "compile")
 LOOPS = ("auto", "own", "plain")
 CACHE_TYPES = ("auto", "full", "int8")
-SCHEDULES = ("calibrated", "constant", "pid", "heuristic")
+SCHEDULES = ("planned", "constant", "pid")
 LONGEST_STEERED = 12
-"""Longest draft of the schedules that steer its length, unless told otherwise."""
+"""Longest draft that a schedule steers to where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,11 @@ class Eagle31GenerationConfig(GenerationConfig):
         draft_min_confidence: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
-        num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/adaptive.md). `"calibrated"`
-            (default) takes the length that writes fastest by what was measured on this machine, up to
-            `num_assistant_tokens`, and is `"constant"` until something was; `"pid"` and `"heuristic"` (transformers'
-            own: two more or one less) start from it; `"constant"` keeps it, and pauses where drafts are in vain. All
-            but the last rest below break-even, and draft from the text itself where it repeats. Our own loop only.
-        draft_length_bounds: shortest and longest draft of a schedule that steers; `None` (default): 1 and
-            `num_assistant_tokens` (`"calibrated"`), or 12 if that is more.
+        num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/adaptive.md). `"planned"`
+            (default) takes the length that is expected to write fastest, up to `num_assistant_tokens`, rests where
+            drafts do not pay, and drafts from the text itself where it repeats; `"pid"` does the same with a length
+            that a controller steers, from `num_assistant_tokens` up to 12; `"constant"` keeps one length, and rests
+            after eight rounds in vain. Our own loop only.
         draft_top_k: children per tree node; 1 drafts a chain. A tree keeps the nodes the drafter is surest of
             (EAGLE-2). `None` (default): 2 where `draft_tree_size` is given, and, in trees of 8 nodes, where graphs
             draft for one sampled text and nothing else is said of drafts; elsewhere 1.
@@ -86,14 +84,15 @@ class Eagle31GenerationConfig(GenerationConfig):
         self.draft_min_confidence: float | None = kwargs.pop("draft_min_confidence", None)
         if (earlier := kwargs.pop("draft_confidence_floor", None)) is not None:  # saved or written before the renaming
             self.draft_confidence_floor = earlier
-        self.draft_length_bounds: tuple[int, int] | None = kwargs.pop("draft_length_bounds", None)
+        if kwargs.pop("draft_length_bounds", None) is not None:  # saved by an earlier version, most likely as null
+            raise ConfigurationError(removal("draft_length_bounds"))
         self.draft_tree_size: int | None = kwargs.pop("draft_tree_size", None)
         self.draft_window: int | None = kwargs.pop("draft_window", None)
         _refuse_static_trees(kwargs.pop("draft_tree", "dynamic"))
         self.speculation_loop: str = kwargs.pop("speculation_loop", "auto")
         self.acceleration: str = kwargs.pop("acceleration", "auto")
         self.cache_type: str = kwargs.pop("cache_type", "auto")
-        kwargs.setdefault("num_assistant_tokens_schedule", "calibrated")
+        kwargs.setdefault("num_assistant_tokens_schedule", "planned")
         super().__init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -146,7 +145,7 @@ class Eagle31GenerationConfig(GenerationConfig):
             by_graphs: what graphs draft of themselves for this pair; default: what pays on a CPU.
         """
         depth, top_k, least = asked or self.num_assistant_tokens, self.asked_top_k or 1, self.draft_min_confidence
-        steered = self.num_assistant_tokens_schedule in ("pid", "heuristic") or self.draft_length_bounds is not None
+        steered = self.num_assistant_tokens_schedule == "pid"
         told = DraftLength(depth or FIXED_DEPTH, least or 0.0, top_k, self.draft_tree_size if top_k > 1 else None)
         if depth is not None or top_k > 1:
             return told
@@ -166,22 +165,6 @@ class Eagle31GenerationConfig(GenerationConfig):
         size = length.tree_size or default_tree_size(length.depth, length.top_k)
         return DraftShape(depth=length.depth, top_k=length.top_k, size=size)
 
-    def steered_bounds(self, start: int, *, compiled: bool) -> tuple[int, int]:
-        """Shortest and longest draft of a schedule that starts from, or is asked for, `start` tokens.
-
-        Args:
-            compiled: whether rounds are computed by graphs.
-        """
-        schedule = self.num_assistant_tokens_schedule
-        if schedule == "constant":
-            return start, start
-        if self.draft_length_bounds is not None:
-            shortest, longest = self.draft_length_bounds
-            return shortest, longest
-        if schedule == "calibrated" or (self.asked_top_k or 1) > 1 or compiled:
-            return 1, start
-        return 1, max(start, LONGEST_STEERED)
-
     @property
     def stored_cache_type(self) -> str:
         """`cache_type` as the cache takes it."""
@@ -195,7 +178,6 @@ class Eagle31GenerationConfig(GenerationConfig):
         for name in ("draft_top_k", "num_assistant_tokens", "prefill_chunk_size", "draft_window"):
             if (value := getattr(self, name)) is not None:
                 require_count(name, value)
-        self._check_bounds()
         size = self.draft_tree_size
         if size is not None and (not isinstance(size, int) or size < 2):
             raise ConfigurationError(f"draft_tree_size is {size!r}; wanted at least 2 (root and one draft token)")
@@ -221,25 +203,6 @@ class Eagle31GenerationConfig(GenerationConfig):
                 "stores keys and values in 8 bits: leave speculation_loop at 'auto', or cache_type at 'full'"
             )
 
-    def _check_bounds(self) -> None:
-        bounds, asked = self.draft_length_bounds, self.num_assistant_tokens
-        if bounds is None:
-            return
-        whole = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(type(each) is int for each in bounds)
-        if not whole or not 1 <= bounds[0] <= bounds[1]:
-            raise ConfigurationError(
-                f"draft_length_bounds is {bounds!r}; wanted shortest and longest draft as two whole numbers: (1, 8)"
-            )
-        if self.num_assistant_tokens_schedule == "constant":
-            raise ConfigurationError(
-                f"draft_length_bounds is {bounds!r}, but num_assistant_tokens_schedule 'constant' has one length; "
-                "choose 'calibrated', 'pid' or 'heuristic', or leave the bounds at None"
-            )
-        if asked is not None and not bounds[0] <= asked <= bounds[1]:
-            raise ConfigurationError(
-                f"num_assistant_tokens is {asked} and draft_length_bounds {bounds!r}; wanted a length within its bounds"
-            )
-
 
 def require_count(name: str, value: Any) -> None:
     """Raise a `ConfigurationError` unless the field's value is a whole number of at least 1."""
@@ -263,7 +226,6 @@ def _is_number(value: Any) -> bool:
 OWN_FIELDS = (
     "draft_top_k",
     "draft_min_confidence",
-    "draft_length_bounds",
     "draft_tree_size",
     "draft_window",
     "speculation_loop",

@@ -56,7 +56,7 @@ class SpeculationStats:
             accepted all before it, and those that accepted it too.
         arrivals: of our own loop, after the first token and after each pass: seconds since the call began, and tokens
             written since the time before, summed over rows.
-        skipped_rounds: passes that drafted nothing because it would have been in vain (`decoding.draft_backoff`).
+        skipped_rounds: passes that drafted nothing because it would have been in vain (`drafting.planner`).
         events: every change of what is drafted, with its reason, in order.
         fallbacks: every step down that was taken, in order.
         memory_steps: what was given up because memory ran out, and how often; empty where it did not.
@@ -209,6 +209,8 @@ class PhaseClock:
         self._started = time.perf_counter()
         self._noted = 0  # tokens
         self.inside_s = 0.0  # seconds of phases within the one that is open
+        self.round_s = 0.0  # of the last round, from the wait before it to its own
+        self._round_began = self._waited = self._rest_s = 0.0
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charge the block to `name`, one of `"prefill"`, `"draft"`, `"verify"`; a phase inside it has its own time."""
@@ -229,6 +231,24 @@ class PhaseClock:
         if total > self._noted:
             self._stats.arrivals.append((time.perf_counter() - self._started, total - self._noted))
             self._noted = total
+
+    @staticmethod
+    def now() -> float:
+        """Seconds, of any origin."""
+        return time.perf_counter()
+
+    def begin_round(self) -> None:
+        """What lies between two rounds belongs to neither."""
+        self._round_began = self.now()
+
+    def note_wait(self) -> None:
+        """The host has waited for the device, as it does once a round."""
+        self._waited = self.now()
+        self.round_s = self._rest_s + self._waited - self._round_began
+
+    def end_round(self) -> None:
+        """What was done behind the wait is seen by the next one."""
+        self._rest_s = self.now() - self._waited
 
     def stop(self) -> None:
         """Charge to `other_s` what no phase claimed."""

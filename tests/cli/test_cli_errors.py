@@ -129,7 +129,6 @@ def test_serve_takes_a_context_without_a_plan(monkeypatch):
         raise Stop
 
     monkeypatch.setattr("eagle31_hf.serving.engine.Engine", stop)
-    monkeypatch.setattr("eagle31_hf.cli.serve._calibrate_once", lambda *_: None)
     for told in (["--context", 512], []):
         with pytest.raises(Stop):
             run("serve", "--port", 0, *told)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle31_hf.compiled.draft_graphs import ChosenBy
 from eagle31_hf.compiled.round_graphs import RoundGraph
-from eagle31_hf.decoding import draft_backoff
+from eagle31_hf.drafting import planner
 from eagle31_hf.sampling.acceptance import Acceptance, accept_chosen
 from eagle31_hf.sampling.draw import argmax, choose
 from eagle31_hf.trees.draft_tree import DraftTree
@@ -25,7 +25,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Acceptance, Acceptance]]:
     """What graphs accept from now on, and what the eager rule accepts by the same noise."""
-    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
     kept: list[tuple[Acceptance, Acceptance]] = []
     in_a_graph = RoundGraph.__call__
 

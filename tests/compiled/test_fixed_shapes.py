@@ -19,9 +19,9 @@ from eagle31_hf.compiled.graph_makers import GraphKey
 from eagle31_hf.compiled.graphs import Graphs
 from eagle31_hf.compiled.round_graphs import RoundGraph
 from eagle31_hf.compiled.verify import CompiledVerification
-from eagle31_hf.decoding import draft_backoff
 from eagle31_hf.decoding.pair import Pair, current_graphs, maker_at_hand
 from eagle31_hf.decoding.round import Accepted, RoundBatch, RoundWrapper
+from eagle31_hf.drafting import planner
 from eagle31_hf.target.binding import TargetOutput
 from eagle31_hf.target.verify import Verification
 from eagle31_hf.trees.draft_tree import DraftTree, ancestors_from_parents
@@ -228,7 +228,7 @@ def test_sampling_draws_the_same_tokens(
 ) -> None:
     """Of one row that never rests, that is: in a batch rows that have ended take numbers where they stand still, and
     none where not, as does a graph that drafts ahead of a rest."""
-    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
     drafter = pair_of(family, **({"draft_vocab_size": 40} if family == "qwen3" else {}))
     target = drafter.binding.model
     for seed in range(3):

@@ -9,7 +9,7 @@ import pytest
 
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import captured
-from eagle31_hf.decoding.default_length import default_length
+from eagle31_hf.decoding.drafting import default_length
 from eagle31_hf.generation_config import COMPILED, LONGEST_CHAIN, USUAL_TREE
 from eagle31_hf.trees.shape import DraftShape
 from helpers import CONFIGS, configured, drafter_of, random_drafter, random_target
@@ -40,7 +40,7 @@ def test_graphs_draft_trees_for_a_sampled_text() -> None:
     "told",
     [
         {"draft_top_k": 1}, {"num_assistant_tokens": 5}, {"draft_min_confidence": 0.1},
-        {"draft_length_bounds": (1, 4)}, {"num_assistant_tokens_schedule": "pid"},
+        {"num_assistant_tokens_schedule": "pid"},
     ],
 )  # fmt: skip
 def test_who_asks_for_something_gets_chains(told: dict[str, Any]) -> None:
@@ -53,12 +53,12 @@ def test_a_card_drafts_as_deep_as_its_bytes_say(on_a_card: None) -> None:
     greedy = drafted(drafter, sampled=False)
     assert not greedy.is_tree
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle31_hf.decoding.default_length.longest_worthwhile", lambda *_, **__: 4)
+        patch.setattr("eagle31_hf.decoding.drafting.longest_worthwhile", lambda *_, **__: 4)
         assert drafted(drafter) == DraftShape(4, top_k=2, size=8)
         drafter.binding.model.hf_quantizer = object()
         assert drafted(drafter) == DraftShape(4), "packed weights make a product dearer with its rows"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eagle31_hf.decoding.default_length.longest_worthwhile", lambda *_, **__: 1)
+        patch.setattr("eagle31_hf.decoding.drafting.longest_worthwhile", lambda *_, **__: 1)
         del drafter.binding.model.hf_quantizer
         assert drafted(drafter) == DraftShape(1)
 

@@ -13,26 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
-from policy_replay import DraftTrace, replay
-
-from eagle31_hf.decoding.adaptive.controller import DraftController
-from eagle31_hf.decoding.adaptive.costs import RoundCosts, RoundTable
-from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule, LengthSchedule
-from eagle31_hf.decoding.adaptive_policy import AdaptivePolicy
-from eagle31_hf.trees.shape import DraftShape
+from policy_replay import MACHINES, DraftTrace, Machine
 
 LONGEST = 12
 
-# Two AVX2 cores without bf16 arithmetic, SmolLM2-135M (seconds): in float32 width is nearly free from 2 on, in
-# bfloat16 it is dear. The third is a GPU that waits for its memory; the fourth a graph that always verifies 8.
-COSTS = {
-    "fp32": RoundCosts(((1, 0.075), (2, 0.121), (8, 0.126), (16, 0.159), (24, 0.177)), 0.006, 0.008, 0.002, 0.001),
-    "bf16": RoundCosts(((1, 0.050), (2, 0.073), (4, 0.114), (8, 0.199), (24, 0.570)), 0.005, 0.006, 0.002, 0.001),
-    "gpu": RoundCosts(((1, 0.025), (8, 0.026), (16, 0.027), (64, 0.035)), 0.0016, 0.002, 0.001, 0.0005),
-    "graph": RoundCosts(((1, 0.045), (8, 0.055), (16, 0.08)), 0.0032, 0.004, 0.001, 0.001, in_buckets=True),
-}
+COSTS = {name: MACHINES[name] for name in ("float32", "bfloat16", "card", "graphs")}
 
 
 @dataclass(frozen=True)
@@ -123,37 +109,7 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Written:
-    """A policy's way through a trace: `seconds`, and at which token each round began with which draft length."""
-
-    seconds: float
-    rounds: tuple[tuple[int, int], ...]
-    events: tuple[tuple[str, str], ...] = ()
-
-
-def write(
-    trace: Trace, costs: RoundCosts, make: Callable[[RoundTable], LengthSchedule] | None = None, **settings: Any
-) -> Written:
-    """Write the trace's text by a controller's decisions, with the schedule that `make` makes."""
-    events: list[tuple[str, str]] = []
-    table = costs.rounds(LONGEST)
-    controller = DraftController(
-        table,
-        (make or calibrated)(table),
-        on_event=lambda what, why: events.append((what, why)),
-        **settings,
-    )
-    largest = DraftShape(LONGEST)
-    replayed = replay(AdaptivePolicy(controller, largest, looks_up=False), trace, table, largest)
-    return Written(replayed.seconds, tuple((done.at, done.drafted) for done in replayed.rounds), tuple(events))
-
-
-def calibrated(table: RoundTable) -> LengthSchedule:
-    return CalibratedSchedule(table, range(1, LONGEST + 1))
-
-
-def fixed_s(trace: Trace, costs: RoundCosts, depth: int, start: int = 0, end: int | None = None) -> float:
+def fixed_s(trace: Trace, costs: Machine, depth: int, start: int = 0, end: int | None = None) -> float:
     """Seconds of always drafting `depth` tokens between two positions."""
     at, rounds, end = start, 0, len(trace) if end is None else end
     while at < end:
@@ -162,12 +118,12 @@ def fixed_s(trace: Trace, costs: RoundCosts, depth: int, start: int = 0, end: in
     return rounds * costs.rounds(LONGEST).speculative_s[depth]
 
 
-def best_fixed_s(trace: Trace, costs: RoundCosts, start: int = 0, end: int | None = None) -> float:
+def best_fixed_s(trace: Trace, costs: Machine, start: int = 0, end: int | None = None) -> float:
     """Of the best fixed length in hindsight, none included."""
     return min(fixed_s(trace, costs, depth, start, end) for depth in range(LONGEST + 1))
 
 
-def oracle_s(trace: Trace, costs: RoundCosts) -> float:
+def oracle_s(trace: Trace, costs: Machine) -> float:
     """Of the best fixed length for each phase."""
     bounds = [0, *trace.phases, len(trace)]
     return sum(best_fixed_s(trace, costs, start, end) for start, end in pairwise(bounds))

@@ -18,13 +18,12 @@ from draft_traces import LONGEST
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle31_hf import Eagle31Drafter
-from eagle31_hf.decoding import decoder
-from eagle31_hf.decoding.calibration.measure import InTurn
+from eagle31_hf.decoding import decoder, drafting
+from eagle31_hf.decoding.meet_graphs import InTurn
 from eagle31_hf.decoding.round import RoundBatch, RoundWrapper
 from eagle31_hf.demo import CONVERSATIONS, drafter_path, target_path
 from eagle31_hf.drafter import propose
 from eagle31_hf.drafting.plan import DraftPlan
-from eagle31_hf.generation import own
 from eagle31_hf.trees.draft_tree import DraftTree
 from eagle31_hf.trees.shape import DraftShape
 
@@ -89,7 +88,7 @@ def record(target, eagle, inputs) -> dict[str, list]:
     plan = DraftPlan(DraftShape(depth=LONGEST, min_confidence=1e-12))
     with (
         mock.patch.object(decoder, "make_round", recording),
-        mock.patch.object(own, "choose_policy", return_value=InTurn(plan)),
+        mock.patch.object(drafting, "planner_of", return_value=InTurn(plan)),
     ):
         out = target.generate(
             **inputs, max_new_tokens=160, eos_token_id=None, pad_token_id=0, do_sample=False, assistant_model=eagle

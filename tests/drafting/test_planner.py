@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from policy_replay import DraftTrace, ReplayedText, replay
 
 import eagle31_hf.drafting
-from eagle31_hf.drafting.costs import RoundCosts
+from eagle31_hf.drafting.costs import WIDTH, WIDTH_IN_HALF, RoundCosts
 from eagle31_hf.drafting.plan import RoundState, RoundStats
 from eagle31_hf.drafting.planner import LONGEST_REST, Planner, Steering, steer
 from eagle31_hf.trees.shape import DraftShape
@@ -30,7 +30,8 @@ def write(
     shape = how.pop("shape", DraftShape(LONGEST))
     if not trace.written:  # nothing in it repeats itself
         trace = DraftTrace(trace.right, trace.sure, written=tuple(range(1, len(trace) + 1)))
-    costs = costs or RoundCosts(0.1, shape.depth)
+    width = WIDTH_IN_HALF if machine == "bfloat16" else WIDTH
+    costs = costs or RoundCosts(0.1, shape.depth, width)
     planner = Planner(shape, lambda rows: costs, **how)
     return replay(planner, trace, COSTS[machine].rounds(LONGEST), shape, clock=clock)
 
@@ -60,7 +61,7 @@ def test_a_drafter_that_is_never_right_costs_little(machine: str) -> None:
     assert fixed_s(never, COSTS[machine], 0) >= 0.95 * write(never, machine, costs=costs).seconds
 
 
-@pytest.mark.parametrize("machine", ["gpu", "graph"])
+@pytest.mark.parametrize("machine", ["card", "graphs"])
 @pytest.mark.parametrize("busy", [0.1, 0.3, 0.5])
 @pytest.mark.parametrize("lengths", [(), (7,)], ids=["any length", "one length"])
 def test_a_busy_machine_does_not_make_a_good_drafter_rest(machine: str, busy: float, lengths: tuple[int, ...]) -> None:
@@ -81,7 +82,7 @@ def test_a_busy_machine_does_not_make_a_good_drafter_rest(machine: str, busy: fl
 
 
 def test_rests_get_longer_until_something_is_accepted() -> None:
-    rounds = write(synthetic("never", 400), "gpu").rounds
+    rounds = write(synthetic("never", 400), "card").rounds
     drafts = [done.at for done in rounds if done.drafted]
     rests = [after - before - 1 for before, after in pairwise(drafts) if after - before > 2]
     assert rests[:4] == [8, 16, 32, 48]
@@ -90,37 +91,37 @@ def test_rests_get_longer_until_something_is_accepted() -> None:
 
 def test_a_drafter_that_knows_the_text_again_is_back_within_a_rest() -> None:
     trace = bernoulli(lambda t: 0.0 if t < 300 else 1.0, 600, 0)
-    first = next(done.at for done in write(trace, "gpu").rounds if done.at >= 300 and done.drafted > 2)
+    first = next(done.at for done in write(trace, "card").rounds if done.at >= 300 and done.drafted > 2)
     assert first <= 300 + LONGEST_REST + 4
 
 
 def test_a_text_that_repeats_itself_is_looked_up() -> None:
     text = tuple(range(40)) * 4
     trace = DraftTrace((0,) * 120, prompt=text[:40], written=text[40:])
-    rounds = write(trace, "gpu").rounds
+    rounds = write(trace, "card").rounds
     assert sum(done.accepted for done in rounds if done.looked_up) > 80
-    assert not any(done.looked_up for done in write(trace, "gpu", schedule="constant").rounds)
+    assert not any(done.looked_up for done in write(trace, "card", schedule="constant").rounds)
 
 
 def test_without_a_drafter_the_text_alone_is_drafted_from() -> None:
     text = tuple(range(40)) * 2
     trace = DraftTrace((9,) * 40, prompt=text[:40], written=text[40:])
-    rounds = write(trace, "gpu", has_drafter=False).rounds
+    rounds = write(trace, "card", has_drafter=False).rounds
     assert all(done.looked_up for done in rounds if done.drafted)
     assert sum(done.accepted for done in rounds) > 25
 
 
 def test_constant_drafts_one_length_and_rests_after_eight_rounds_in_vain() -> None:
-    rounds = write(synthetic("never", 60), "gpu", shape=DraftShape(5), schedule="constant").rounds
+    rounds = write(synthetic("never", 60), "card", shape=DraftShape(5), schedule="constant").rounds
     assert [done.drafted for done in rounds[:17]] == [5] * 8 + [0] * 8 + [5]
-    good = write(synthetic("good", 300), "gpu", shape=DraftShape(5), schedule="constant").rounds
+    good = write(synthetic("good", 300), "card", shape=DraftShape(5), schedule="constant").rounds
     assert {done.drafted for done in good[:-2]} == {5}
 
 
 def test_pid_follows_acceptance_to_both_ends() -> None:
-    long = write(synthetic("always", 600), "gpu", schedule="pid", shape=DraftShape(LONGEST)).rounds
+    long = write(synthetic("always", 600), "card", schedule="pid", shape=DraftShape(LONGEST)).rounds
     assert long[-4].drafted == LONGEST
-    short = write(bernoulli(lambda t: 0.4, 600, 0), "gpu", schedule="pid", shape=DraftShape(LONGEST)).rounds
+    short = write(bernoulli(lambda t: 0.4, 600, 0), "card", schedule="pid", shape=DraftShape(LONGEST)).rounds
     assert 1 <= sum(done.drafted for done in short[-60:-1]) / 59 <= 4
     state = Steering(5.0, 5.0)
     assert steer(state, 1.0, 0.4, 12).length > 5.0 > steer(state, 0.0, 0.4, 12).length
@@ -128,9 +129,9 @@ def test_pid_follows_acceptance_to_both_ends() -> None:
 
 def test_plain_rounds_are_timed_until_their_seconds_are_known() -> None:
     costs = RoundCosts(0.1, LONGEST)
-    first = write(synthetic("always", 200), "gpu", costs=costs)
+    first = write(synthetic("always", 200), "card", costs=costs)
     assert sum(not done.drafted for done in first.rounds[:-1]) == 2
-    assert sum(not done.drafted for done in write(synthetic("always", 200), "gpu", costs=costs).rounds[:-1]) == 0
+    assert sum(not done.drafted for done in write(synthetic("always", 200), "card", costs=costs).rounds[:-1]) == 0
 
 
 @given(st.integers(0, 2**16), st.sampled_from(["planned", "constant", "pid"]), st.sampled_from([0.0, 0.02]))
@@ -151,7 +152,7 @@ def test_asking_twice_changes_nothing(seed: int, schedule: str, doubt: float) ->
 
 def test_one_way_with_one_sequence() -> None:
     trace: Trace = recorded("switching")
-    assert write(trace, "gpu") == write(trace, "gpu")
+    assert write(trace, "card") == write(trace, "card")
 
 
 @pytest.mark.parametrize("path", sorted(Path(eagle31_hf.drafting.__path__[0]).glob("*.py")), ids=lambda path: path.stem)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from draft_traces import COSTS, LONGEST
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.decoding.adaptive.controller import Decision, DraftController, Source
-from eagle31_hf.decoding.adaptive.schedules import CalibratedSchedule
 from eagle31_hf.drafting.lookup import (
     LONGEST_MATCH,
     NOTHING,
@@ -61,14 +58,6 @@ def test_a_repeated_run_goes_on() -> None:
     assert TextIndex([]).lookup(5) == TextIndex([1]).lookup(5) == NOTHING
 
 
-def controller(machine: str = "fp32") -> DraftController:
-    table = COSTS[machine].rounds(LONGEST)
-    return DraftController(table, CalibratedSchedule(table, range(1, LONGEST + 1)))
-
-
-LONG_MATCH = Lookup(LONGEST_MATCH, tuple(range(10)))
-
-
 def test_lookups_are_judged_without_being_drafted() -> None:
     rates = LookupRates()
     before = rates.reach(4, 3)
@@ -80,54 +69,6 @@ def test_lookups_are_judged_without_being_drafted() -> None:
         rates.record(4, [1, 2, 3], [7])
     assert rates.reach(4, 3)[0] < 0.2
     assert rates.reach(2, 1)[0] == LookupRates().reach(2, 1)[0], "short matches were not tried"
-
-
-@pytest.mark.parametrize("machine", COSTS)
-def test_the_router_takes_what_writes_faster(machine: str) -> None:
-    route = controller(machine)
-    for _ in range(30):  # the drafter is right every other time, the text repeats itself
-        route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, LONG_MATCH.tokens)
-        route.record(Decision(Source.DRAFTER, 3), 3, [1])
-    assert route.decide(LONG_MATCH).source is Source.LOOKUP
-    assert route.decide(LONG_MATCH) == route.decide(LONG_MATCH), "asking changes nothing"
-    for _ in range(200):
-        route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, [99])
-    assert route.decide(LONG_MATCH).source is not Source.LOOKUP
-
-
-def test_leaving_the_drafter_costs_its_return() -> None:
-    """Where a draft behind other rounds takes longer, a lookup must be right for longer to pay, and then goes on."""
-    table, drafting = COSTS["fp32"].rounds(LONGEST), Decision(Source.DRAFTER, 3)
-    routes = {}
-    for share in (0.0, 0.25, 4.0):
-        dear = table._replace(resume_s=share * table.plain_s)
-        routes[share] = route = DraftController(dear, CalibratedSchedule(dear, range(1, LONGEST + 1)))
-        for _ in range(30):
-            route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, [0, 1, 99])
-            route.record(drafting, 3, [1])
-    free, cheap, dear = routes.values()
-    assert free.decide(LONG_MATCH).source is cheap.decide(LONG_MATCH).source is Source.LOOKUP
-    assert dear.decide(LONG_MATCH).source is Source.DRAFTER
-    dear.record(Decision(Source.LOOKUP, 3), 3, [2])
-    assert dear.decide(LONG_MATCH).source is Source.LOOKUP, "one that was left already is paid for by either"
-
-
-def test_a_rest_of_the_drafter_is_no_rest_of_the_text() -> None:
-    route = controller()
-    while not route.guard.rests:
-        route.record(route.decide(), route.decide().depth, [0])
-    assert route.decide() == Decision(Source.NOTHING)
-    for _ in range(30):
-        route.lookup_rates.record(LONGEST_MATCH, LONG_MATCH.tokens, LONG_MATCH.tokens)
-    assert route.decide(LONG_MATCH).source is Source.LOOKUP
-
-
-def test_a_perfect_drafter_is_not_left_for_a_short_match() -> None:
-    route = controller("gpu")
-    for _ in range(30):
-        depth = route.decide().depth
-        route.record(route.decide(), depth, [depth])
-    assert route.decide(Lookup(2, (5, 6, 7))).source is Source.DRAFTER
 
 
 def test_reach_falls_with_depth_and_longer_matches_are_likelier_right() -> None:

@@ -17,10 +17,10 @@ from transformers import LlamaConfig
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled.ahead import packages
 from eagle31_hf.compiled.ahead.compiler_processes import CompilerProcesses
-from eagle31_hf.decoding import draft_backoff
-from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding import kept_folder
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.drafting import planner
 from eagle31_hf.generation.warm_up import warm_up
 from helpers import GROUPED, left_padded, random_drafter, random_prompts, random_target
 
@@ -35,7 +35,7 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9}
 
 def leave_the_compiler_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
-    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
     monkeypatch.setattr(CompilerProcesses, "compile", write_exported)
     monkeypatch.setattr(packages, "load_package", load_exported)
 
@@ -108,7 +108,7 @@ def kinds(drafter: Eagle31Drafter) -> set[str]:
 
 
 def kept_files(ending: str) -> list[Path]:
-    return sorted((store.cache_folder() / "graphs").rglob(f"*{ending}"))
+    return sorted((kept_folder.cache_folder() / "graphs").rglob(f"*{ending}"))
 
 
 def failing(failure: Exception) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def failing(failure: Exception) -> Callable[..., Any]:
 
 def keep_graphs(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """`folder`, with this pair's graphs for greedy and drawn texts."""
-    patch.setenv(store.CACHE_VARIABLE, str(folder))
+    patch.setenv(kept_folder.CACHE_VARIABLE, str(folder))
     leave_the_compiler_out(patch)
     for how in (GREEDY, SAMPLING):
         assert len(warm_up(make_pair(), tokens=100, **how)) >= 2

@@ -182,7 +182,7 @@ def test_single_tokens(make_pair: Callable[[str], Eagle31Drafter], recorder: Rec
     """The model alone, by graphs: states after one token are those of the node it is."""
     for family in ("qwen3_5_text", "bamba", "lfm2"):
         alone, inputs = NoDrafter(target_of(family)), prompts((9,), 0)
-        for schedule, sizes in (("constant", {1}), ("calibrated", set(range(1, 12)))):
+        for schedule, sizes in (("constant", {1}), ("planned", set(range(1, 12)))):
             with configured(alone, num_assistant_tokens_schedule=schedule):
                 call = {"max_new_tokens": 32, "pad_token_id": 0, **GREEDY}
                 plain = target_of(family).generate(**inputs, **call)

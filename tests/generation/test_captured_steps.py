@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +28,6 @@ from eagle31_hf.compiled import captured, graphs
 from eagle31_hf.compiled.ahead import packages
 from eagle31_hf.compiled.captured import Recording
 from eagle31_hf.decoding.accept import Acceptor, GoingDown
-from eagle31_hf.decoding.calibration import store, unasked
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
@@ -56,22 +54,6 @@ def test_the_plain_text(rows: int, pair: Eagle31Drafter, recorder: Recorder) -> 
     assert pair.stats is not None
     assert pair.stats.fallbacks == []
     assert recorder.replayed > 20
-
-
-def test_rounds_are_measured_as_they_are_captured(
-    pair: Eagle31Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """On a card what adapts goes by captured rounds, unasked and in time; nothing is compiled for it."""
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(unasked, "PASSES_BEFORE_PIECE", 10)
-    history = Pair.of(pair).history
-    with configured(pair, num_assistant_tokens_schedule="calibrated"):
-        assert torch.equal(write(pair), write(None))
-        measured = history.calibration(pair, compiled=True)
-        assert measured is not None
-        assert [width for width, _ in measured.contexts[0].forward_s] == [1, 4], "blocks are not padded"
-        assert history.calibration(pair, compiled=False) is None, "nobody would go by it"
-        assert torch.equal(write(pair, 1), write(None, 1))
 
 
 def test_drawn_texts_are_plains(pair: Eagle31Drafter, recorder: Recorder) -> None:

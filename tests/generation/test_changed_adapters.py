@@ -14,9 +14,9 @@ from transformers import LlamaConfig
 from adapter_changes import CHANGES, adapted
 from eagle31_hf.cache import graph_sizes
 from eagle31_hf.compiled import captured
-from eagle31_hf.decoding import draft_backoff, kept_graphs
-from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding import kept_folder, kept_graphs
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.drafting import planner
 from eagle31_hf.generation.warm_up import warm_up
 from helpers import GROUPED, random_drafter, random_target
 from recorder import record_operations
@@ -37,7 +37,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with graphs of the pair while its first adapter is at work."""
     folder = tmp_path_factory.mktemp("kept") / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(store.CACHE_VARIABLE, str(folder))
+        patch.setenv(kept_folder.CACHE_VARIABLE, str(folder))
         leave_the_compiler_out(patch)
         _, drafter = make_pair()
         assert len(warm_up(drafter, tokens=64, do_sample=False)) >= 2
@@ -46,9 +46,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def by_kept_graphs(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
     leave_the_compiler_out(monkeypatch)
-    shutil.copytree(kept, store.cache_folder())
+    shutil.copytree(kept, kept_folder.cache_folder())
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def by_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured.CAPTURES, "cpu", record_operations)
     monkeypatch.setattr(kept_graphs, "FEWEST_CAPTURED_TOKENS", 10)
     monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 128)
-    monkeypatch.setattr(draft_backoff, "ROUNDS_IN_VAIN", 1000)
+    monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)
 
 
 @pytest.mark.parametrize("way", ["by_kept_graphs", "by_recordings"])

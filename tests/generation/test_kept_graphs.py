@@ -43,21 +43,19 @@ from eagle31_hf.cli.generate import was_written_by_kept_graphs
 from eagle31_hf.compiled import graphs
 from eagle31_hf.compiled.ahead import packages
 from eagle31_hf.compiled.ahead.compiler_processes import CompilerProcesses
-from eagle31_hf.decoding import kept_graphs
-from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding import kept_folder, kept_graphs
 from eagle31_hf.decoding.decoder import SpeculativeDecoder
 from eagle31_hf.decoding.pair import Pair
-from eagle31_hf.decoding.pair_history import PairHistory
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.errors import ConfigurationError
 from eagle31_hf.generation import warm_up as warm_up_module
 from eagle31_hf.generation.warm_up import prompt_lengths, warm_up
-from helpers import DEAR_DRAFTS, configured
+from helpers import configured
 
 
 @pytest.fixture(autouse=True)
 def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
     leave_the_compiler_out(monkeypatch)
 
 
@@ -76,7 +74,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def warmed(kept: Path, pair: Eagle31Drafter) -> Eagle31Drafter:
     """The pair, its graphs kept, in a process that knows nothing of them yet."""
-    shutil.copytree(kept, store.cache_folder())
+    shutil.copytree(kept, kept_folder.cache_folder())
     return pair
 
 
@@ -91,7 +89,7 @@ def test_auto_is_eager_until_graphs_are_kept_and_writes_the_same_text(
     assert pair.generation_config.acceleration == "auto"
     assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
     assert not kinds(pair)
-    shutil.copytree(kept, store.cache_folder())
+    shutil.copytree(kept, kept_folder.cache_folder())
     assert all(torch.equal(write(pair, seed), text) for seed, text in enumerate(texts))
     assert kinds(pair) == {"absorb", "chain", "verify", "advance"}
     assert pair.stats is not None
@@ -123,11 +121,9 @@ def test_switching_between_rounds_writes_the_plain_text(
 
 
 def test_drafts_adapt_to_what_kept_graphs_take(warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warming up has timed rounds by them: a drafter that is never right rests, by the graph of single tokens."""
+    """A drafter that is never right rests, by the graph of single tokens."""
     monkeypatch.setattr(packages.GraphPackages, "compile", failing(AssertionError("auto compiles nothing")))
-    with configured(warmed, num_assistant_tokens_schedule="calibrated"):
-        assert Pair.of(warmed).history.calibration(warmed, compiled=True) is not None
-        monkeypatch.setattr(PairHistory, "calibration", lambda *_, **__: DEAR_DRAFTS)
+    with configured(warmed, num_assistant_tokens_schedule="planned"):
         assert torch.equal(write(warmed), write(None))
     assert warmed.stats is not None
     assert warmed.stats.skipped_rounds > 5
@@ -157,7 +153,7 @@ def test_what_is_kept_later_waits_for_the_next_text(warmed: Eagle31Drafter, monk
 def test_a_seed_writes_one_text_whatever_is_kept(pair: Eagle31Drafter, kept: Path) -> None:
     """Graphs that another process has kept meanwhile serve the next text, and it is the same."""
     before = write(pair, **SAMPLING)
-    shutil.copytree(kept, store.cache_folder())
+    shutil.copytree(kept, kept_folder.cache_folder())
     assert torch.equal(write(pair, **SAMPLING), before)
     assert kinds(pair)
 
@@ -197,17 +193,6 @@ def test_graphs_are_found_whatever_was_written_before(monkeypatch: pytest.Monkey
     fresh = make()
     assert torch.equal(write(fresh), write(None))
     assert "advance" in kinds(fresh)
-
-
-def test_texts_that_warm_up_say_nothing_of_the_drafter(warmed: Eagle31Drafter) -> None:
-    forgotten(warmed)
-    write(warmed)
-    history = Pair.of(warmed).history
-    before = history.passes, history.prior
-    assert before[0]
-    assert before[1]
-    warm_up(warmed, tokens=100, **GREEDY)
-    assert (history.passes, history.prior) == before
 
 
 @pytest.mark.parametrize("tries_products", [False, True])
@@ -443,7 +428,7 @@ def test_what_others_may_write_is_not_loaded(
     of: str, warmed: Eagle31Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Graphs are machine code."""
-    for path in [store.cache_folder()] if of == "folder" else kept_files(".pt2"):
+    for path in [kept_folder.cache_folder()] if of == "folder" else kept_files(".pt2"):
         path.chmod(path.stat().st_mode | 0o022)
     monkeypatch.setattr(packages, "load_package", failing(AssertionError("loaded")))
     with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
@@ -540,8 +525,8 @@ def test_without_a_compiler_or_room_nothing_is_kept(
 def test_a_folder_that_cannot_be_used(pair: Eagle31Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder")
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(file))
-    with pytest.raises(ConfigurationError, match=rf"cannot be kept in .*{store.CACHE_VARIABLE}"):
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(file))
+    with pytest.raises(ConfigurationError, match=rf"cannot be kept in .*{kept_folder.CACHE_VARIABLE}"):
         warm_up(pair, tokens=100, **GREEDY)
     assert torch.equal(write(pair), write(None))
 
@@ -575,7 +560,7 @@ def test_compiled_packages(
     monkeypatch.undo()
     monkeypatch.setattr(graphs, "FROZEN_BYTES", largest_held)
     monkeypatch.setattr(kept_graphs.CompilesAhead, "can_make", lambda _, key: key.kind in compiled and key.size > 1)
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path))
     pair = make_pair(draft_vocab_size=40)
     assert {key.kind for key in warm_up(pair, tokens=100, **how)} == compiled
     forgotten(pair)

@@ -25,7 +25,7 @@ from kept_pairs import (
 )
 
 from eagle31_hf.compiled import graphs
-from eagle31_hf.decoding.calibration import store
+from eagle31_hf.decoding import kept_folder
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 
@@ -41,10 +41,10 @@ def kept_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lent(kept_pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle31Drafter:
     """The pair as one too large for graphs that hold its weights, and its graphs as pieces."""
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(graphs, "FROZEN_BYTES", 0)
     leave_the_compiler_out(monkeypatch)
-    shutil.copytree(kept_pieces, store.cache_folder())
+    shutil.copytree(kept_pieces, kept_folder.cache_folder())
     return make_pair()
 
 

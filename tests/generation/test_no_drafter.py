@@ -14,8 +14,7 @@ from transformers import DynamicCache
 
 from eagle31_hf import NoDrafter
 from eagle31_hf.decoding import decoder as decoders
-from eagle31_hf.decoding.calibration import store
-from eagle31_hf.decoding.calibration.calibration import Calibration, ContextSeconds
+from eagle31_hf.decoding import kept_folder
 from eagle31_hf.decoding.kept_graphs import compiling_ahead
 from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.text import Sequences
@@ -27,11 +26,9 @@ from eagle31_hf.target.cache_argument import CACHE_ARGUMENT
 from eagle31_hf.texts.prompts import Prompt
 from families import recurrent_target
 from helpers import (
-    CHEAP_DRAFTS,
     CONFIGS,
     FAMILIES,
     VOCABULARY,
-    calibrated,
     configured,
     drafter_of,
     left_padded,
@@ -41,8 +38,6 @@ from helpers import (
     use_fixed_shapes_only,
 )  # fmt: skip
 from recorder import Recorder, record_steps
-
-DEAR_LOOKUPS = Calibration((ContextSeconds(64, ((1, 1.0), (8, 90.0)), 0.0, 0.0),), 0.0, 0.0, in_buckets=True)
 
 FEW_WORDS: dict[str, Any] = {"suppress_tokens": [0, 1, 2, *range(11, VOCABULARY)]}
 """A text of eight different tokens repeats itself soon."""
@@ -273,20 +268,19 @@ def test_steps_of_fixed_shape_write_the_plain_text(family: str, rows: int, monke
 
 def test_graphs_are_kept_for_a_target_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`eagle31 warmup --drafter none`: a later process loads what it left, whatever is drawn."""
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path))
     leave_the_compiler_out(monkeypatch)
     made = warm_up(NoDrafter(kept_target()), tokens=100)
     assert sorted((key.kind, key.size) for key in made) == [("verify", 1), ("verify", 8)]
     for how in (GREEDY, SAMPLING):
         later = NoDrafter(kept_target())
-        with calibrated(later, CHEAP_DRAFTS):
-            ours, plain = texts(kept_target(), later, 1, how), texts(kept_target(), None, 1, how)
+        ours, plain = texts(kept_target(), later, 1, how), texts(kept_target(), None, 1, how)
         assert all(map(torch.equal, ours, plain))
         assert {key.size for key in Pair.of(later).graphs.keys} == {1, 8}
 
 
 def test_who_compiles_ahead_is_told_how_many_graphs_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path))
     leave_the_compiler_out(monkeypatch)
     alone, told = NoDrafter(kept_target()), list[tuple[int, int]]()
     with compiling_ahead(alone, on_made=lambda made, of: told.append((made, of))) as ahead:
@@ -295,28 +289,8 @@ def test_who_compiles_ahead_is_told_how_many_graphs_are_made(monkeypatch: pytest
     assert told[-1] == (len(ahead.made), len(ahead.made)) > (0, 0)
 
 
-def test_drafts_are_looked_up_where_they_pay_by_what_was_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Warming up times rounds with and without; a later process goes by that."""
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
-    leave_the_compiler_out(monkeypatch)
-    warm_up(NoDrafter(kept_target()), tokens=100)
-    later = NoDrafter(kept_target())
-    timed = Pair.of(later).history.calibration(later, compiled=True)
-    assert timed is not None
-    (plain_width, plain_s), (width, lookup_s) = timed.contexts[0].forward_s
-    assert (plain_width, width) == (1, 8)
-    assert 0 < plain_s <= lookup_s
-    drafted = {}
-    for name, costs in {"cheap": CHEAP_DRAFTS, "dear": DEAR_LOOKUPS}.items():
-        with calibrated(later, costs):
-            assert all(map(torch.equal, texts(kept_target(), later, 1, GREEDY), texts(kept_target(), None, 1, GREEDY)))
-        assert later.stats is not None
-        drafted[name] = later.stats.drafted
-    assert drafted["cheap"] > 0 == drafted["dear"]
-
-
 def test_a_benchmark_writes_it_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(kept_folder.CACHE_VARIABLE, str(tmp_path))
     leave_the_compiler_out(monkeypatch)
     tasks = [Task(Prompt("one", "random", "random", ()), torch.tensor(random_prompts(1)[0]))]
     methods = (PLAIN, PLAIN_BY_GRAPHS, Method(Writer.LOOKUP, by_graphs=True))

@@ -16,7 +16,7 @@ from eagle31_hf import Eagle31Drafter, MemoryPlan, plan_memory
 from eagle31_hf.compiled import captured
 from eagle31_hf.compiled.draft_graphs import GraphChoice
 from eagle31_hf.compiled.round_graphs import RoundStep
-from eagle31_hf.decoding.default_length import default_length
+from eagle31_hf.decoding.drafting import default_length
 from eagle31_hf.decoding.prefill import ChunkedPrefill
 from eagle31_hf.drafter import drafter
 from eagle31_hf.errors import MemoryPlanError

@@ -10,10 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..decoding.adaptive.costs import RoundCosts
-from ..decoding.calibration.calibration import ContextSeconds
-from ..decoding.calibration.unasked import calibrate
-from ..decoding.kept_graphs import captured_graphs
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
 from ..measure.doctor import CONVERSATIONS, Examination, Finding, examine
 from ..measure.drift import DriftCurve
@@ -23,7 +19,7 @@ from ..measure.readings import Subject
 from ..measure.tables import figure_table
 from ..texts.prompts import read_prompts
 from .options import JsonOption, TracebackOption, count, make_console, readable_errors, write_json
-from .pairs import DeviceName, DTypeName, LoadedPair, PairSource, encode, load_pair
+from .pairs import DeviceName, DTypeName, PairSource, encode, load_pair
 from .progress import waiting_for
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -42,9 +38,6 @@ def doctor(
         typer.Option(min=1, help="Most prompts; default: 20 of a file, spread over its rows, or all own ones."),
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=16, help="Tokens written after each prompt.")] = 48,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Only measure what rounds take here, and keep it for later runs.")
-    ] = False,
     drift: Annotated[bool, typer.Option("--drift", help="Also probe for attention drift.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the drift plot to this PNG or SVG.")] = None,
     dtype: Annotated[DTypeName, typer.Option(help="Precision; auto is what is quick here.")] = "auto",
@@ -57,9 +50,6 @@ def doctor(
     # The prompts first: a wrong path should not cost loading a model.
     given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []
     pair = load_pair(PairSource(target, drafter, dtype, device))
-    if calibrate:
-        _calibrate(console, pair, json_path)
-        return
     subject = Subject(
         drafter=pair.eagle,
         tokenizer=pair.tokenizer,
@@ -77,27 +67,6 @@ def doctor(
         console.print(f"plot: {plot}")
     if seen.problems:
         raise typer.Exit(1)
-
-
-def _calibrate(console: Console, pair: LoadedPair, json_path: Path | None) -> None:
-    """Measure the pair, keep it, and show what drafts must bring."""
-    compiled = captured_graphs(pair.eagle) is not None
-    with waiting_for("measuring forwards"):
-        measured = calibrate(pair.eagle, compiled=compiled)
-    write_json(json_path, {**origin(), "target": pair.name, "compiled": compiled, **measured.to_dict()})
-    for each in measured.contexts:
-        console.print(_cost_table(each, measured.costs(each.context)))
-
-
-def _cost_table(seconds: ContextSeconds, costs: RoundCosts) -> Table:
-    """Rounds by draft length: what they take, and the tokens from which they beat plain decoding."""
-    rounds = costs.rounds(8)
-    rows = tuple(
-        (str(depth or "none"), f"{1e3 * round_s:.1f}", f"{rounds.break_even_tokens(depth):.2f}")
-        for depth, round_s in enumerate(rounds.speculative_s)
-    )
-    headings = ("draft tokens", "ms a round", "tokens to break even")
-    return figure_table(f"behind {seconds.context} tokens", headings, rows)
 
 
 def _show(console: Console, seen: Examination) -> None:

@@ -133,8 +133,8 @@ class Drafting:
     draft_tokens: int | None = field(default=None, metadata=option("Tokens drafted in a round.", min=1))
     tree_width: int | None = field(default=None, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
     tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree.", min=2))
-    schedule: Literal["calibrated", "constant", "pid", "heuristic"] = field(
-        default="calibrated", metadata=option("How the draft length follows what is accepted; serve drafts one length.")
+    schedule: Literal["planned", "constant", "pid"] = field(
+        default="planned", metadata=option("How the draft length follows what is accepted; serve drafts one length.")
     )
 
     def apply_to(self, drafter: Assistant) -> None:
@@ -153,7 +153,7 @@ class Drafting:
     def beyond_chains(self) -> dict[str, bool]:
         """Options that are not for chains of one length, and whether they were given."""
         return {
-            f"--schedule {self.schedule}": self.schedule in ("pid", "heuristic"),
+            f"--schedule {self.schedule}": self.schedule == "pid",
             f"--tree-width {self.tree_width}": (self.tree_width or 1) > 1,
             f"--tree-size {self.tree_size}": self.tree_size is not None,
         }

@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from ..decoding.calibration.unasked import calibrate
-from ..decoding.pair import Pair
-from ..drafter.drafter import Eagle31Drafter
-from ..errors import ConfigurationError, Eagle31Error
+from ..errors import ConfigurationError
 from .option_groups import expand_options
 from .options import TracebackOption, make_console, readable_errors
 from .pairs import Drafting, LoadedPair, PairSource, load_pair
 from .plan import print_decision
-from .progress import waiting_for
 
 DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK = 4096, 256
 READING_ROWS = 1
@@ -71,7 +66,6 @@ def serve(
     pair = load_pair(
         loaded, drafting, batch=rows, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
     )
-    _calibrate_once(console, pair)
     from ..serving.answer_forms import form_of
     from ..serving.app import ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
@@ -126,22 +120,6 @@ def _print_requests() -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-
-
-def _calibrate_once(console: Console, pair: LoadedPair) -> None:
-    """Measure what rounds take on this machine, unless that is known: a batch rests where drafts do not pay."""
-    if not isinstance(pair.drafter, Eagle31Drafter):
-        return
-    history, drafter = Pair.of(pair.drafter).history, pair.drafter
-    if drafter.generation_config.num_assistant_tokens_schedule == "constant":
-        return
-    if history.calibration(drafter, compiled=False) is not None:
-        return
-    try:
-        with waiting_for("measuring what rounds take here, once for this pair"):
-            calibrate(drafter, compiled=False)
-    except (RuntimeError, Eagle31Error) as error:  # the server serves without it
-        console.print(f"Rounds could not be measured, so drafts are not cut to what pays: {error}", style="yellow")
 
 
 def _check_reach(host: str, api_key: str | None) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..compiled.graph_makers import GraphMaker
-from ..drafter.hindsight import FirstDrafts
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import argmax, choose, likeliest
 from ..sampling.logits_processing import ScoreProcessing
@@ -99,9 +98,6 @@ class Choosing(Protocol):
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         """Which tokens each row has, `(B, V)`; `None` where no rule asks."""
-
-    def first_drafts(self, batch: RoundBatch) -> FirstDrafts | None:
-        """How a draft's first token is chosen; `None` where that depends on more than the drafter's scores."""
 
 
 def only_one(rules: Sequence[ChoiceRule]) -> ChoiceRule | None:

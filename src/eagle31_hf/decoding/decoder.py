@@ -259,6 +259,7 @@ class SpeculativeDecoder:
 
     def step(self) -> None:
         """One round: draft, verify, accept; from then on the text is longer, and the caches follow."""
+        self.clock.begin_round()
         self.stage, batch = Stage.DRAFT, self._batch()
         batch = replace(batch, plan=self._plan(batch))
         tree = self.round.draft(batch)
@@ -266,6 +267,7 @@ class SpeculativeDecoder:
         verified = self.round.verify(tree)
         accepted = self.round.accept(tree, verified, batch)
         paths, emitted, is_broken = sync_accepted(accepted, partial(self._is_broken, tree, batch))
+        self.clock.note_wait()
         if is_broken:
             self._stop_drafting()
         self._collect_scores(accepted, verified.logits, paths, batch)
@@ -275,6 +277,7 @@ class SpeculativeDecoder:
         if self._goes_on:
             self.round.commit(accepted, verified, written)
         self._after_round()
+        self.clock.end_round()
 
     def _is_broken(self, tree: DraftTree, batch: RoundBatch) -> Tensor:
         """`()` whether the drafter's scores were no numbers; not so where it has made no draft."""
@@ -301,11 +304,8 @@ class SpeculativeDecoder:
         remaining = max(self.sequences.remaining_tokens(row) for row in live_rows)
         if remaining < 2 or self.largest.depth < 1:
             return None
-        policy, state = self.request.policy, RoundState(self.largest, live_rows, self.sequences, remaining)
-        plan = policy.next_draft(state)
-        if plan.looks_back:
-            policy.record_hindsight(self.round.look_back(batch))
-            plan = policy.next_draft(state)
+        assert self.request.policy is not None, "every request has one"
+        plan = self.request.policy.next_draft(RoundState(self.largest, live_rows, self.sequences, remaining))
         shape = plan.shape.within(self.largest)
         return plan if shape is plan.shape else replace(plan, shape=shape)
 
@@ -315,7 +315,9 @@ class SpeculativeDecoder:
         if plan is not None:
             stats.skipped_rounds += plan.skips
             rows = tuple(self.rows[b] for b in batch.live)
-            self.request.policy.record(RoundStats(plan, depth, nodes, rows, tuple(accepted)))
+            assert self.request.policy is not None, "it has planned the round"
+            seconds = self.clock.round_s
+            self.request.policy.record(RoundStats(plan, depth, nodes, rows, tuple(accepted), seconds))
 
     def _write(self, emitted: list[list[int]], batch: RoundBatch) -> list[list[int]]:
         """Add each live row's new tokens to the text. Returns those of them that come before the row's end."""

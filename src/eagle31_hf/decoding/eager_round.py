@@ -12,7 +12,6 @@ from torch import Tensor
 from ..drafter.assistant import Assistant
 from ..drafter.draft_scores import InGrammar, draft_scores, scores_in_grammars
 from ..drafter.drafter import Eagle31Drafter
-from ..drafter.hindsight import Hindsight
 from ..drafter.propose import DraftChoice, DraftScores, DraftStepper, grow_tree, propose_chain
 from ..drafter.session import absorbed
 from ..generation_config import DraftLength
@@ -73,13 +72,6 @@ class EagerRound:
     def keep(self, written: Written) -> None:
         """Commit the target's keys, values and states."""
         self.caches.target.keep(written.paths, written.counts)
-
-    def look_back(self, batch: RoundBatch) -> Hindsight:
-        session = self.caches.drafter
-        if session is None:
-            return Hindsight()
-        with self.clock.phase("draft"):
-            return session.catch_up(first=self.choosing.first_drafts(batch))
 
     def absorb(self, tokens: Sequence[Sequence[int]], aux: Tensor | None) -> None:
         """Leave it to the next draft to read this: before a pause that need not be soon, at a text's end never."""

@@ -16,6 +16,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -34,10 +35,9 @@ from ..drafter.assistant import Assistant
 from ..drafter.drafter import Eagle31Drafter
 from ..errors import ConfigurationError
 from ..sampling.logits_processing import ScoreProcessing
-from .calibration.store import CACHE_VARIABLE, cache_folder, calibration_key, digest_of
+from ..trees.shape import DraftShape
+from .kept_folder import CACHE_VARIABLE, cache_folder, digest_of, pair_key, setting_of
 from .pair import Pair, current_graphs
-from .pair_history import setting_of
-from .policy_choice import RequestedDraft
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -147,6 +147,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class RequestedDraft(NamedTuple):
+    """What a generation drafts where rounds are computed by graphs: the largest draft, for so many rows, drawn or
+    not."""
+
+    shape: DraftShape
+    rows: int
+    sampled: bool
+
+
 FEWEST_CAPTURED_TOKENS = 48
 """New tokens from which on the first text's steps are captured, which takes about as long as half a dozen rounds."""
 
@@ -229,7 +238,7 @@ def why_unsuited(drafter: Assistant, requested: RequestedDraft, processing: Scor
         return "graphs draft chains of one length and dynamic trees, and doubt may end these drafts earlier"
     if not (captures or processing.warps_drafts):
         return "a logits processor of this call asks for the tokens before each position, which graphs do not tell"
-    if schedule in ("pid", "heuristic"):
+    if schedule == "pid":
         return f"graphs draft one length, and num_assistant_tokens_schedule={schedule!r} steers it"
     return ""
 
@@ -282,17 +291,17 @@ def refusal(drafter: Assistant, graphs: Graphs) -> str:
 def pair_folder(drafter: Assistant, state: ModelState) -> Path:
     """Of a pair's graphs in this `state` of the target, whatever its weights: by configurations, precision, versions
     and machine."""
-    history, binding = Pair.of(drafter).history, drafter.binding
+    names, binding = Pair.of(drafter).folder_names, drafter.binding
     network = repr(state.told)
     # What the key is made of, as it lies there: to make the key takes a millisecond.
     own = str(vars(drafter.config)) if isinstance(drafter, Eagle31Drafter) else ""
-    known_by = setting_of(drafter, compiled=True), network, str(vars(binding.text_config)), own
-    if known_by not in history.folder_names:
-        key = calibration_key(drafter, compiled=True) | {"processor": _processor(), "network": network}
+    known_by = setting_of(drafter), network, str(vars(binding.text_config)), own
+    if known_by not in names:
+        key = pair_key(drafter) | {"processor": _processor(), "network": network}
         key["steps"] = STEPS
         key["adapters"] = _versions_of("peft", "accelerate")
-        history.folder_names[known_by] = digest_of(key)
-    return cache_folder() / FOLDER / history.folder_names[known_by]
+        names[known_by] = digest_of(key)
+    return cache_folder() / FOLDER / names[known_by]
 
 
 def weights_digest(drafter: Assistant, graphs: Graphs) -> str:

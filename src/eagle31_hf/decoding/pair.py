@@ -1,26 +1,30 @@
-"""What this process keeps of a target and its assistant: what it has learnt of the two, and their graphs."""
+"""What this process keeps of a target and its assistant: what rounds of the two take, and their graphs."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 from ..compiled.captured import CAPTURES, CapturesSteps
 from ..compiled.graph_makers import GraphMaker
 from ..compiled.graphs import Graphs
 from ..compiled.seen_state import ModelState
 from ..drafter.assistant import Assistant
-from .pair_history import PairHistory
+from ..drafting.costs import RoundCosts
 
 
 class Pair:
     """What is kept of an assistant and the target it is attached to. It goes when the two part.
 
     Attributes:
-        history: what was learnt of the pair.
+        costs: of rounds, as this process has timed them: by graphs or not, by shape, by rows.
+        folder_names: of its kept graphs, by the pair's state (`kept_graphs.pair_folder`).
         graphs: those that were last asked for; `None` before, and once memory ran out.
         ahead: compiles graphs ahead while `kept_graphs.compiling_ahead` is open.
     """
 
     def __init__(self) -> None:
-        self.history = PairHistory()
+        self.costs: dict[Hashable, RoundCosts] = {}
+        self.folder_names: dict[Hashable, str] = {}
         self.graphs: Graphs | None = None
         self.ahead: GraphMaker | None = None
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..compiled.graph_makers import GraphMaker
-from ..drafter.hindsight import FirstDrafts
+from ..drafting.costs import RoundCosts
 from ..drafting.plan import DraftPolicy
+from ..drafting.planner import Planner
 from ..sampling.asked_once import AskedOnce
 from ..sampling.draw import PositionNoise
 from ..sampling.logits_processing import ScoreProcessing
@@ -19,7 +20,6 @@ from ..target.prompt_forward import PromptForward
 from ..trees.shape import DraftShape
 from .carried_cache import CacheExport, CacheResume
 from .choosing import ChoiceRule
-from .draft_backoff import DraftBackoff
 from .round import RoundBatch
 from .text import Sequences
 
@@ -33,7 +33,7 @@ class DecodingRequest:
         prompts: the same as the model's own first forward reads them; `None` where they are tokens and nothing else.
         processing: logits processors.
         shape: the largest draft of a round; caches are made for it.
-        policy: decides what to draft in each round.
+        policy: decides what to draft in each round; `None`: as much as there is room for.
         do_sample: sample from the target's distribution instead of taking its arg-max.
         prefill_chunk: prompt columns per target forward; `None` for all at once.
         on_tokens: called with `(row, tokens)` as they are written (streaming).
@@ -50,7 +50,7 @@ class DecodingRequest:
     sequences: Sequences
     processing: ScoreProcessing
     shape: DraftShape
-    policy: DraftPolicy = field(default_factory=DraftBackoff)
+    policy: DraftPolicy | None = None
     prompts: PromptForward | None = None
     do_sample: bool = False
     prefill_chunk: int | None = None
@@ -64,6 +64,11 @@ class DecodingRequest:
     asked: AskedOnce = field(default_factory=AskedOnce)
     noise: PositionNoise | None = None
     seen: SeenTokens | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is None:
+            costs = RoundCosts(0.0, self.shape.depth)
+            self.policy = Planner(self.shape, lambda _rows: costs, schedule="constant")
 
     def begin(self, vocabulary: int) -> None:
         """Before the first token, for scores of so many: follow torch's generator if the text is sampled, and the
@@ -103,12 +108,3 @@ class DecodingRequest:
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
         """Which tokens each row has, `(B, V)`; `None` where nobody asks."""
         return None if self.seen is None else self.seen.of(batch.rows, self.sequences.new)
-
-    def first_drafts(self, batch: RoundBatch) -> FirstDrafts | None:
-        """As `Choosing` has it."""
-        if not self.processing.fits_draft_vocabulary:
-            return None
-        if not self.do_sample:
-            return FirstDrafts(self.shape.top_k)
-        warping = self.processing.draft_warping.of_nodes
-        return FirstDrafts(self.shape.top_k, warping, lambda count: self.noise_for(batch, count, behind=count))

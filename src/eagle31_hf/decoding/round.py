@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..drafter.hindsight import Hindsight
 from ..drafting.plan import DraftPlan
 from ..sampling.acceptance import Acceptance
 from ..target.binding import TargetOutput
@@ -143,10 +142,6 @@ class Round(Protocol):
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         """Keep what was written in the target's cache; by its next draft the drafter has read it, too."""
 
-    def look_back(self, batch: RoundBatch) -> Hindsight:
-        """Let the drafter read what it missed, and judge it by that, at no position where nothing can be said. Before
-        a round's `draft`."""
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the caches only."""
 
@@ -175,9 +170,6 @@ class RoundWrapper:
 
     def commit(self, accepted: Accepted, verified: TargetOutput, written: Written) -> None:
         self.inner.commit(accepted, verified, written)
-
-    def look_back(self, batch: RoundBatch) -> Hindsight:
-        return self.inner.look_back(batch)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.inner.select_rows(rows)

@@ -18,7 +18,6 @@ from ..cache.speculative import SpeculativeCache
 from ..trees.host_numbers import on_device
 from .draft_state import DraftState
 from .drafter import Eagle31Drafter
-from .hindsight import MOST_JUDGED, FirstDrafts, Hindsight
 from .unread import UnreadPositions
 
 logger = logging.getLogger(__name__)
@@ -103,27 +102,18 @@ class DraftSession:
         """Positions of each row that were put off."""
         return self._unread.count
 
-    def catch_up(
-        self, *, read: Read | None = None, first: FirstDrafts | None = None, at_once: int | None = None
-    ) -> Hindsight:
+    def catch_up(self, *, read: Read | None = None, at_once: int | None = None) -> None:
         """Absorb what was put off.
 
         Args:
             read: as `absorb` takes it.
-            first: how the first token of a draft would have been chosen; default: nothing is judged.
             at_once: most positions that `read` is given; default: as many as the cache takes.
-
-        Returns:
-            Hindsight: how often that token would have been the one that follows, at the last positions of each row
-                that are read at once. What follows the very last is not known yet.
         """
         if not self._unread.count:
-            return Hindsight()
+            return
         tokens, aux = self._unread.tokens, self._unread.aux
-        counts = [tokens.shape[1]] * tokens.shape[0]
-        found = self._absorb(tokens, aux, counts, read=read, first=first, at_once=at_once)
+        self._absorb(tokens, aux, [tokens.shape[1]] * tokens.shape[0], read=read, at_once=at_once)
         self._unread.clear()  # not before: this may run out of memory, and is then tried again
-        return found
 
     def _absorb(
         self,
@@ -132,30 +122,20 @@ class DraftSession:
         counts: Sequence[int],
         *,
         read: Read | None = None,
-        first: FirstDrafts | None = None,
         at_once: int | None = None,
-    ) -> Hindsight:
+    ) -> None:
         """Read at once what the cache takes at once, or less."""
         tokens, aux = tokens.to(self.device), aux.to(device=self.device, dtype=self.dtype)
-        block, found = min(at_once or self.cache.block, self.cache.block), Hindsight()
+        block = min(at_once or self.cache.block, self.cache.block)
         for start in range(0, tokens.shape[1], block):
             end = min(start + block, tokens.shape[1])
             valid = [min(max(count - start, 0), end - start) for count in counts]
             if start and not any(valid):
                 break
             cos, sin = self.rotary_ahead(end - start)
-            told = tokens[:, start:end], aux[:, start:end], (cos[:, : end - start], sin[:, : end - start]), valid
-            judged = min(MOST_JUDGED, min(valid) - 1)
-            if first is None or judged < 1:
-                state = (read or self.read)(*told)
-            else:
-                state = self.read(*told, before=judged)
-                places = _last_places(valid, judged - 1, self.device)
-                right = first.accepted(state.logits[:, :-1], told[0].gather(1, places), self.draft_ids)
-                found = Hindsight.of(places.numel(), right, state.logits)
-                state = DraftState(state.logits[:, -1:], state.feedback)
+            rotary = cos[:, : end - start], sin[:, : end - start]
+            state = (read or self.read)(tokens[:, start:end], aux[:, start:end], rotary, valid)
             self.commit(state, (cos, sin), valid, end - start)
-        return found
 
     def commit(
         self, state: DraftState, rotary: tuple[Tensor, Tensor] | None, counts: Sequence[int], width: int
@@ -179,29 +159,16 @@ class DraftSession:
             _warn_of_length(self.drafter)
             self._trained_length = sys.maxsize  # said
 
-    def read(
-        self,
-        tokens: Tensor,
-        aux: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        counts: Sequence[int],
-        *,
-        before: int = 0,
-    ) -> DraftState:
-        """One pass over `absorb`'s positions, not yet committed; the state after each row's last.
-
-        Args:
-            before: positions before the last one whose logits are given, too, `(B, before + 1, Vd)`; of a row that has
-                fewer the first one stands in for those that are missing.
-        """
+    def read(self, tokens: Tensor, aux: Tensor, rotary: tuple[Tensor, Tensor], counts: Sequence[int]) -> DraftState:
+        """One pass over `absorb`'s positions, not yet committed; the state after each row's last."""
         normed, feedback = self._decode(tokens, self.drafter.fuse_aux(aux), rotary, after=0)
-        if not before and _may_view(counts, tokens.shape[1]):
+        if _may_view(counts, tokens.shape[1]):
             last = slice(counts[0] - 1, counts[0])
             normed, feedback = normed[:, last], feedback[:, last]
         else:
-            places = _last_places(counts, before, self.device)
+            places = on_device([max(count - 1, 0) for count in counts], self.device)[:, None]
             rows = torch.arange(len(counts), device=self.device)[:, None]
-            normed, feedback = normed[rows, places], feedback[rows, places[:, -1:]]  # (B, before + 1, H), (B, 1, H)
+            normed, feedback = normed[rows, places], feedback[rows, places]  # (B, 1, H)
         return DraftState(self.drafter.draft_logits(normed), feedback)
 
     def _merged(self, state: DraftState, counts: Sequence[int]) -> DraftState:
@@ -333,12 +300,6 @@ def _warn_of_length(drafter: Eagle31Drafter) -> None:
         trained,
         advice,
     )
-
-
-def _last_places(counts: Sequence[int], before: int, device: torch.device) -> Tensor:
-    """Of each row's last position and so many before it, `(B, before + 1)`; none before a row's first."""
-    last = on_device(counts, device)[:, None] - 1
-    return (last + torch.arange(-before, 1, device=device)).clamp(min=0)
 
 
 def _columns_from(tables: tuple[Tensor, Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:

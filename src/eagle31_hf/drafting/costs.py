@@ -25,6 +25,9 @@ FEWEST, MANY, LATEST = 2, 8, 48
 DEAREST_OF_FEW = 2.0
 """By how much fewer than `MANY` rounds may be dearer than by their bytes."""
 
+PLAIN_ROUNDS = (4, 8, 12)
+"""Of the first timed rounds these are to be without a draft, until such were timed."""
+
 Kind = tuple[bool, int]
 """Whether the drafter drafted, and how many tokens; `(False, n)` were looked up, or none."""
 
@@ -41,13 +44,14 @@ class RoundCosts:
     """
 
     def __init__(self, share: float, longest: int, width: float = WIDTH):
-        self.share, self.longest, self.width = share, longest, width
+        self.share, self.longest, self.width, self._rounds = share, longest, width, 0
         # By kind, lengths together with those up to twice as long: length, and seconds over the cost by bytes.
         self._timed: dict[Kind, deque[tuple[int, float]]] = {}
         self._tables: dict[bool, list[float]] = {}
 
     def record(self, kind: Kind, seconds: float) -> None:
         """A round of this kind took so long."""
+        self._rounds += 1
         drafts, depth = kind
         alike = self._timed.setdefault((drafts, depth.bit_length()), deque(maxlen=LATEST))
         alike.append((depth, seconds / self._by_bytes(kind)))
@@ -57,6 +61,11 @@ class RoundCosts:
     def knows_plain(self) -> bool:
         """Whether rounds without a draft were timed."""
         return len(self._timed.get(PLAIN, ())) >= FEWEST
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether the next round had better be one without a draft, for its seconds."""
+        return self._rounds in PLAIN_ROUNDS and not self.knows_plain
 
     def drafted(self, depth: int) -> float:
         """Of a round in which the drafter drafts so many tokens, 0 for none."""

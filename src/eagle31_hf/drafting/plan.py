@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..drafter.hindsight import Hindsight
 from ..trees.shape import DraftShape
 
 
@@ -53,22 +52,19 @@ class DraftPlan:
         tokens: drafts that are there already instead of the drafter's, one chain per row of `RoundState.rows`, of any
             length up to `shape.depth` (prompt lookup).
         skips: nothing is drafted because it would be in vain (`stats.skipped_rounds` counts these).
-        looks_back: before that is decided the drafter reads what it missed, and is judged by it: the policy is told
-            (`record_hindsight`) and asked again.
     """
 
     shape: DraftShape
     tokens: tuple[tuple[int, ...], ...] | None = None
     skips: bool = False
-    looks_back: bool = False
 
     @staticmethod
-    def skip(*, looks_back: bool = False) -> DraftPlan:
+    def skip() -> DraftPlan:
         """Draft nothing: one token per row, as plain decoding."""
-        return _SKIPS_LOOKING_BACK if looks_back else _SKIPS
+        return _SKIPS
 
 
-_SKIPS, _SKIPS_LOOKING_BACK = (DraftPlan(DraftShape(depth=0), skips=True, looks_back=looks) for looks in (False, True))
+_SKIPS = DraftPlan(DraftShape(depth=0), skips=True)
 
 
 class RoundStats(NamedTuple):
@@ -101,10 +97,6 @@ class DraftPolicy(Protocol):
     def next_draft(self, state: RoundState) -> DraftPlan:
         """What to draft in the coming round."""
         ...
-
-    def record_hindsight(self, hindsight: Hindsight) -> None:
-        """Learn how often the first token of a draft would have been right lately, where a plan looks back."""
-        return
 
     def record(self, stats: RoundStats) -> None:
         """Learn what became of it."""

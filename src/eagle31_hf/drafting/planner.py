@@ -32,9 +32,6 @@ SHORTEST_REST, LONGEST_REST = 8, 48
 VAIN_ROUNDS = 8
 """Rounds in a row without an accepted token after which `"constant"` rests."""
 
-TIMED_ROUNDS = (4, 8, 12)
-"""Rounds of a text without a draft, until such rounds were timed in this process."""
-
 DOUBT_STEP = 0.35
 """By how much a draft that doubt ended too early lowers the logarithm of the doubt that ends one, at most."""
 
@@ -78,6 +75,7 @@ class Planner:
         costs: of rounds, by the number of rows that need tokens.
         schedule: `"planned"`, `"constant"` or `"pid"`.
         lengths: of chains that may be drafted; default: all up to `shape`. By graphs each is a graph of its own.
+        start: draft tokens that `"pid"` begins with; default: the longest.
         has_drafter: without one, drafts come from the texts alone.
         on_event: called with what changed and why.
     """
@@ -89,6 +87,7 @@ class Planner:
         *,
         schedule: str = "planned",
         lengths: Sequence[int] = (),
+        start: int | None = None,
         has_drafter: bool = True,
         on_event: Callable[[str, str], None] | None = None,
     ):
@@ -97,10 +96,12 @@ class Planner:
         self._lengths = lengths or range(1, shape.depth + 1)
         self._is_constant = schedule == "constant"
         self.rates, self._lookup_rates = DraftRates(shape.depth), LookupRates()
-        self._steering = Steering(float(shape.depth), float(shape.depth))
+        first = float(min(start or shape.depth, shape.depth))
+        self._steering = Steering(first, first)
+        self._rows = 1
         self._doubt: float | None = None  # least confidence of a draft that goes on
         self._won, self._paid = 8.0, 8.0  # tokens of the drafter's rounds lately, and their costs
-        self._rounds, self._drafted_depth, self._source = 0, 0, "drafter"
+        self._drafted_depth, self._source = 0, "drafter"
         self._rest_left, self._next_rest = 0, SHORTEST_REST
         self._lost, self._has_won, self._is_trial = 0.0, False, False
         self._texts: dict[Hashable, RepeatingText] = {}  # that drafts may be looked up in
@@ -110,7 +111,8 @@ class Planner:
 
     def next_draft(self, state: RoundState) -> DraftPlan:
         """What to draft."""
-        self.costs = self._costs_of(len(state.rows))
+        self._rows = len(state.rows)
+        self.costs = self._costs_of(self._rows)
         depth = 0 if self.rests or self._times_plain() else self._next_length()
         chances = self._look_up(state)
         if any(chances):
@@ -130,7 +132,7 @@ class Planner:
         self._rest_left = min(self._rest_left, SHORTEST_REST)
 
     def _times_plain(self) -> bool:
-        return self._rounds in TIMED_ROUNDS and not self._is_constant and not self.costs.knows_plain
+        return self.costs.wants_plain and not self._is_constant
 
     def _next_length(self) -> int:
         """Of the drafter's next draft: the shortest where little speaks for it."""
@@ -138,7 +140,7 @@ class Planner:
         return self._lengths[0] if self._is_trial and is_free else self._length()
 
     def _length(self) -> int:
-        if self.shape.is_tree or self._is_constant or self.shape.min_confidence:
+        if self.shape.is_tree or self._is_constant or self._doubts:
             return self.shape.depth
         if self.schedule == "pid":
             return max(
@@ -149,9 +151,14 @@ class Planner:
     def _shape(self, depth: int) -> DraftShape:
         """A chain of so many tokens, which ends earlier where the drafter doubts it."""
         shape = self.shape.cut_to(depth)
-        if not shape.min_confidence or self._is_constant:
-            return shape
-        return replace(shape, min_confidence=self._least_confidence())
+        if not self._doubts:
+            return replace(shape, min_confidence=0.0) if shape.min_confidence else shape
+        return shape if self._is_constant else replace(shape, min_confidence=self._least_confidence())
+
+    @property
+    def _doubts(self) -> bool:
+        """Whether doubt ends drafts: a single row's."""
+        return self.shape.min_confidence > 0.0 and self._rows == 1
 
     def _tokens(self, depth: int) -> float:
         """Expected of a round with a draft of the drafter's."""
@@ -159,7 +166,7 @@ class Planner:
 
     def _speedup(self) -> float:
         """Expected of drafts over plain decoding; where doubt ends them, as it was lately."""
-        if self.shape.min_confidence:
+        if self._doubts:
             return self._won / self._paid
         length = self._length()
         return self._tokens(length) / self.costs.drafted(length)
@@ -202,7 +209,6 @@ class Planner:
         """Learn what became of a plan."""
         plan, tokens = stats.plan, 1.0 + sum(stats.accepted) / len(stats.accepted)
         drafted = stats.depth if plan.tokens is None else 0
-        self._rounds += 1
         if stats.seconds > 0.0:
             self.costs.record((drafted > 0, stats.depth), stats.seconds)
         self._judge_lookups(stats.rows)

@@ -11,11 +11,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..decoding.default_length import default_length
 from ..decoding.text import StopRules
 from ..drafter.assistant import Assistant
 from ..errors import UnsupportedGenerationError
-from ..generation_config import DraftLength
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT, OF_STATES_ALONE
@@ -226,17 +224,9 @@ def remember_draft_tokens(
     setattr(prepared, REMEMBERED, asked)
 
 
-def draft_length(
-    drafter: Assistant, generation_config: GenerationConfig, *, batch_size: int, compiled: bool | None = None
-) -> DraftLength:
-    """How long drafts may get: what the `generate` call asks for, else the drafter's own settings."""
-    return default_length(
-        drafter,
-        batch_size=batch_size,
-        sampled=bool(generation_config.do_sample),
-        asked=getattr(generation_config, REMEMBERED, getattr(generation_config, NAME, None)),
-        compiled=compiled,
-    )
+def asked_tokens(generation_config: GenerationConfig) -> int | None:
+    """Draft tokens that a call asks for; `None`: as the drafter's settings say."""
+    return getattr(generation_config, REMEMBERED, getattr(generation_config, NAME, None))
 
 
 # --- what it returns --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..decoding.drafting import default_length
 from ..drafter.draft_scores import draft_scores
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.propose import DraftChoice, propose_chain
@@ -17,7 +18,7 @@ from ..drafter.session import DraftSession, positions_read_at_once
 from ..generation_config import DraftLength
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import SpeculationStats
-from .call import draft_length
+from .call import asked_tokens
 
 
 class Eagle31CandidateGenerator(CandidateGenerator):
@@ -47,7 +48,13 @@ class Eagle31CandidateGenerator(CandidateGenerator):
     ):
         self.drafter, self.binding, self.generation_config = drafter, drafter.binding, generation_config
         self.processing, self.stats = ScoreProcessing(logits_processor), stats
-        self.length = draft_length(drafter, generation_config, batch_size=1)
+        self.length = default_length(
+            drafter,
+            batch_size=1,
+            sampled=bool(generation_config.do_sample),
+            asked=asked_tokens(generation_config),
+            compiled=False,
+        )
         self._session: DraftSession | None = None
         self._drafted = 0
         self._forward_started = time.perf_counter()

@@ -8,23 +8,19 @@ from typing import Any
 import torch
 
 from ..cache.stock import held_length
-from ..decoding.calibration.unasked import calibrate_if_due
 from ..decoding.carried_cache import CacheResume, CarriedCache
 from ..decoding.decoder import SpeculativeDecoder
-from ..decoding.kept_graphs import GraphMaker, graph_maker, why_given_up
+from ..decoding.drafting import Drafting, by_graphs, drafting
 from ..decoding.out_of_memory import RecoveringDecoder
-from ..decoding.pair import Pair
-from ..decoding.policy_choice import RequestedDraft, choose_policy
 from ..decoding.request import DecodingRequest
 from ..decoding.text import Sequences
-from ..drafter.drafter import Eagle31Drafter
 from ..errors import UnsupportedGenerationError
 from ..sampling.asked_once import AskedOnce
 from ..sampling.callers_code import CallersCode, NotFollowedError
 from ..sampling.draw import NOT_PLAIN
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
-from .call import Call, SpeculativeOutput, draft_length, left_padding, prompt_forward
+from .call import Call, SpeculativeOutput, asked_tokens, left_padding, prompt_forward
 from .plain import asked_ahead, begun_again
 from .warm_up import warm_up_for
 
@@ -54,17 +50,15 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
     padding = left_padding(call.input_ids, call.attention_mask)
     carried = _carried_cache(call, padding, stats)
     if call.drafter.generation_config.acceleration == "compile":
-        stats.fall_back(warm_up_for(call, _requested(call, compiled=True)))
+        sampled, depth = bool(call.generation_config.do_sample), asked_tokens(call.generation_config)
+        asked = by_graphs(call.drafter, rows=call.batch_size, sampled=sampled, depth=depth)
+        stats.fall_back(warm_up_for(call, asked))
         call.drafter.stats = stats  # warming up writes texts, too
-    requested, maker = requested_draft(call)
-    request = _request(call, requested, padding, carried, stats)
-    if maker is not None:
-        request.graph_maker = maker
-    else:
-        why = why_given_up(call.drafter)
-        if not any(why in told for told in stats.fallbacks):  # compiling just now may have said so
-            stats.fall_back(why)
-    decoder = SpeculativeDecoder(call.drafter, request, compiled=requested.compiled)
+    drafts = drafting_of(call, stats)
+    request = _request(call, drafts, padding, carried, stats)
+    if not any(drafts.why in told for told in stats.fallbacks):  # compiling just now may have said so
+        stats.fall_back(drafts.why)
+    decoder = SpeculativeDecoder(call.drafter, request, compiled=drafts.graphs is not None)
     recovering = RecoveringDecoder(decoder)
     with torch.no_grad(), call.drafter.binding.masked_attention(), decoder.borrowing():
         try:
@@ -78,11 +72,6 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
         cache = None if carried is None else recovering.keep_for_next_turn(carried, ids)
     if call.streamer is not None:
         call.streamer.end()
-    history = Pair.of(call.drafter).history
-    history.record(stats)
-    is_steered = call.drafter.generation_config.num_assistant_tokens_schedule != "constant"
-    if is_steered and isinstance(call.drafter, Eagle31Drafter):
-        calibrate_if_due(call.drafter, compiled=requested.compiled)
     if not call.generation_config.return_dict_in_generate:
         return ids
     sequences = request.sequences
@@ -96,7 +85,7 @@ def write_own(call: Call, stats: SpeculationStats) -> Any:
 
 
 def _request(
-    call: Call, requested: RequestedDraft, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
+    call: Call, drafts: Drafting, padding: list[int], carried: CarriedCache | None, stats: SpeculationStats
 ) -> DecodingRequest:
     config, start = call.generation_config, CacheResume() if carried is None else carried.start
     pad, prompts = getattr(config, "_pad_token_tensor", None), call.input_ids
@@ -106,10 +95,11 @@ def _request(
     return DecodingRequest(
         sequences=Sequences(prompts, padding, call.rules, None if pad is None else int(pad), code),
         processing=call.processing,
-        shape=requested.shape,
-        policy=choose_policy(call.drafter, requested, stats),
+        shape=drafts.shape,
+        policy=drafts.planner,
+        graph_maker=drafts.graphs,
         prompts=prompt_forward(call, padding),
-        do_sample=requested.sampled,
+        do_sample=bool(call.generation_config.do_sample),
         prefill_chunk=config.prefill_chunk_size or call.drafter.generation_config.prefill_chunk_size,
         on_tokens=None if call.streamer is None else _streaming(call.streamer),
         keep_scores=bool(config.return_dict_in_generate and config.output_scores),
@@ -121,27 +111,16 @@ def _request(
     )
 
 
-def requested_draft(call: Call) -> tuple[RequestedDraft, GraphMaker | None]:
-    """What the call and the drafter's `generation_config` ask of drafts, and where graphs for them come from.
-
-    `None`: rounds are eager.
-    """
-    by_graphs = _requested(call, compiled=True)
-    new_tokens = call.rules.max_length - call.input_ids.shape[1]
-    maker = graph_maker(call.drafter, by_graphs, call.processing, new_tokens=new_tokens)
-    if maker is None:
-        return _requested(call, compiled=False), None
-    return by_graphs, maker
-
-
-def _requested(call: Call, *, compiled: bool) -> RequestedDraft:
-    return RequestedDraft.of(
+def drafting_of(call: Call, stats: SpeculationStats | None = None) -> Drafting:
+    """What the call and the drafter's `generation_config` ask of drafts."""
+    return drafting(
         call.drafter,
-        draft_length(call.drafter, call.generation_config, batch_size=call.batch_size, compiled=compiled),
         rows=call.batch_size,
-        context=call.input_ids.shape[1],
         sampled=bool(call.generation_config.do_sample),
-        compiled=compiled,
+        processing=call.processing,
+        new_tokens=call.rules.max_length - call.input_ids.shape[1],
+        depth=asked_tokens(call.generation_config),
+        stats=stats,
     )
 
 

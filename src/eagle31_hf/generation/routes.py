@@ -29,7 +29,7 @@ from ..sampling.draw import why_noise_is_unknown
 from ..target.attention_functions import why_attention_is_unknown
 from .call import READ_WITH_THE_PROMPT, Call, beside_tokens, has_positions_of_its_own, left_padding
 from .continuation import why_not_continued
-from .own import requested_draft
+from .own import drafting_of
 
 Loop = Literal["own", "plain"]
 # Why our loop must not have a call; `None` if it may.
@@ -127,7 +127,7 @@ def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
     if binding.rotates_alike_up_to is None:
         return None
     is_eager = binding.head_device.type == "cpu" and settings.acceleration != "compile"
-    requested, _ = requested_draft(call)
+    requested = drafting_of(call)
     room = binding.rotates_alike_up_to - call.longest_text
     if (is_eager and call.batch_size == 1) or requested.shape.depth <= room:
         return None
@@ -333,7 +333,7 @@ def _check_without_drafter(assistant: Assistant) -> None:
     settings = assistant.generation_config
     told = {name: getattr(settings, name) for name in ("draft_tree_size", "draft_min_confidence", "draft_window")}
     told["draft_top_k"] = settings.draft_top_k if (settings.draft_top_k or 1) > 1 else None
-    if settings.num_assistant_tokens_schedule in ("pid", "heuristic"):
+    if settings.num_assistant_tokens_schedule == "pid":
         told["num_assistant_tokens_schedule"] = settings.num_assistant_tokens_schedule
     asked = [f"{name}={value!r}" for name, value in told.items() if value is not None]
     if asked:

@@ -1,7 +1,4 @@
-"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for, written by `generate`.
-
-Then rounds by these graphs are timed: drafts adapt to what they take, and rest or look the text up where that pays.
-"""
+"""Compiling a pair's graphs ahead: short texts of every length that graphs are made for, written by `generate`."""
 
 from __future__ import annotations
 
@@ -17,12 +14,10 @@ from ..cache import graph_sizes
 from ..compiled.captured import CAPTURES
 from ..compiled.graph_makers import GraphKey
 from ..compiled.verify import why_states_are_eager
-from ..decoding.calibration.measure import measure_graphs, meet_graphs
-from ..decoding.default_length import default_length
-from ..decoding.kept_graphs import compiling_ahead, refusal, why_unsuited
+from ..decoding.kept_folder import setting_of
+from ..decoding.kept_graphs import RequestedDraft, compiling_ahead, refusal, why_unsuited
+from ..decoding.meet_graphs import meet_graphs
 from ..decoding.pair import Pair, current_graphs, last_graphs
-from ..decoding.pair_history import setting_of
-from ..decoding.policy_choice import RequestedDraft
 from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
 from ..target.served_processing import processing_of
@@ -39,7 +34,7 @@ NEW_TOKENS = 24
 def warm_up(
     drafter: Assistant, *, tokens: int, on_compile: Callable[[GraphKey], None] = lambda key: None, **how: Any
 ) -> list[GraphKey]:
-    """Compile what texts of up to `tokens` tokens take and calibrate it; both is kept, for `acceleration="auto"`.
+    """Compile what texts of up to `tokens` tokens take, and keep it for `acceleration="auto"`.
 
     Args:
         drafter: attached, or `NoDrafter`, whose drafts are looked up; its settings say what is drafted.
@@ -55,7 +50,7 @@ def warm_up(
     """
     model: Any = drafter.binding.model
     config = how.get("generation_config", model.generation_config)
-    measuring: dict[str, Any] = {
+    met: dict[str, Any] = {
         "processing": processing_of(model, **how),
         "sampled": bool(how.get("do_sample", config.do_sample)),
         "contexts": prompt_lengths(tokens),
@@ -64,16 +59,12 @@ def warm_up(
     def meet() -> None:
         for length in prompt_lengths(tokens):
             _write(drafter, length, how)
-        meet_graphs(drafter, **measuring)
+        meet_graphs(drafter, **met)
 
-    history = Pair.of(drafter).history
-    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]), history.learning_nothing():
+    with compiling_ahead(drafter, on_compile) as maker, torch.random.fork_rng(devices=[]):
         maker.until_compiled(meet)
         _require_graphs(drafter)
-        drafts = default_length(drafter, batch_size=1, sampled=measuring["sampled"], compiled=True).depth > 0
-        measured = measure_graphs(drafter, **measuring) if drafts else None
-    if measured is not None:
-        history.keep(drafter, measured, compiled=True)
+    Pair.of(drafter).costs.clear()  # beside compilers, and by eager code
     return maker.made
 
 
@@ -131,7 +122,7 @@ def warm_up_for(call: Call, requested: RequestedDraft) -> str:
         return "steps are not compiled: graphs for a CPU serve single rows"
     sampling = requested.sampled, call.processing.draft_warping.key
     bucket = graph_sizes.slot_bucket(call.longest_text)
-    wanted = setting_of(drafter, compiled=True), requested.shape, sampling, bucket
+    wanted = setting_of(drafter), requested.shape, sampling, bucket
     with _one_at_a_time:
         graphs = current_graphs(drafter)
         if wanted in graphs.warmed:

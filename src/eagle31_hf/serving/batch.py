@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from ..drafter.assistant import Assistant
 from ..drafting.plan import DraftPlan
 from ..stats import PhaseClock, SpeculationStats
 from ..trees.draft_tree import DraftTree
-from ..trees.shape import DraftShape
-from .batch_drafts import batch_drafts, longest_draft
+from .batch_drafts import BatchDrafts, batch_shape
 from .batch_texts import BatchTexts
 from .pooled_caches import PooledCaches
 from .prompt_reader import PromptReader
@@ -52,7 +50,7 @@ class TextBatch:
         self.max_rows, self.context, self.prefill_chunk = max_rows, context, prefill_chunk
         self.stats = SpeculationStats()
         self.clock = PhaseClock(self.stats)
-        shape = DraftShape(longest_draft(drafter))
+        shape = batch_shape(drafter, compiled=captured_graphs(drafter) is not None)
         sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
         self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, **sizes)
@@ -62,7 +60,7 @@ class TextBatch:
         maker = None if self.graphs is None else self.graphs.maker
         self._rows = BatchTexts(self.binding, shape, self.stats, maker)
         self.texts = self._rows.texts  # by place
-        self.drafts = batch_drafts(drafter, self._rows)
+        self.drafts = BatchDrafts(drafter, self._rows, shape, compiled=maker is not None)
         self.rounds = make_round(drafter, self.caches, self._rows, self.clock, compiled=maker is not None)
         self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
         self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
@@ -116,6 +114,7 @@ class TextBatch:
 
     def round(self) -> list[tuple[WrittenText, TextEvent]]:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
+        self.clock.begin_round()
         rows = range(len(self.texts))
         batch = RoundBatch(self._rows, rows, rows)
         batch = replace(batch, plan=self._plan(batch))
@@ -125,6 +124,7 @@ class TextBatch:
         paths, emitted, _ = sync_accepted(
             accepted, lambda: torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
         )
+        self.clock.note_wait()
         outputs = [self._write(b, tree, verified.logits, paths[b], emitted[b]) for b in rows]
         kept = [list(output.tokens) or [0] for output in outputs]  # a row that fails leaves, whatever it holds
         self.rounds.commit(accepted, verified, Written(paths, kept))
@@ -134,6 +134,7 @@ class TextBatch:
         for text, output in told:
             if output.finish is not None:
                 self.leave(text, trusted=not output.error)
+        self.clock.end_round()
         return told
 
     def leave(self, text: WrittenText, *, trusted: bool = True) -> None:
@@ -163,16 +164,11 @@ class TextBatch:
 
     def _plan(self, batch: RoundBatch) -> DraftPlan:
         remaining = max(text.writer.remaining for text in self.texts)
-        ask = partial(self.drafts.next_draft, len(self.texts), context=max(self.cache.lengths), remaining=remaining)
-        plan = ask()
-        if plan.looks_back:
-            self.drafts.record_hindsight(self.rounds.look_back(batch))
-            plan = ask()
-        return plan
+        return self.drafts.next_draft(len(self.texts), remaining=remaining)
 
     def _record(self, plan: DraftPlan | None, tree: DraftTree, accepted: list[int]) -> None:
         assert plan is not None, "every round has one"
-        self.drafts.record(plan, tree.max_depth, accepted)
+        self.drafts.record(plan, tree.max_depth, accepted, self.clock.round_s)
         self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
         self.stats.skipped_rounds += plan.skips
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..compiled.graph_makers import GraphMaker
-from ..decoding.choosing import ChoiceRule, warp_drafts
+from ..decoding.choosing import ChoiceRule
 from ..decoding.round import RoundBatch
-from ..drafter.hindsight import FirstDrafts
 from ..sampling.seen_tokens import SeenTokens
 from ..stats import SpeculationStats
 from ..target.binding import TargetBinding
@@ -116,14 +115,3 @@ class BatchTexts:
             prompts = [text.request.prompt for text in self.texts]
             self._seen = list(self.texts), seen_in(prompts, self._scores)
         return self._seen[1].of(range(len(self.texts)), self.new)
-
-    def first_drafts(self, batch: RoundBatch) -> FirstDrafts:
-        if not any(chooser.draws for chooser in self._choosers):
-            return FirstDrafts()
-
-        rules = self.choice_rules(batch)
-
-        def warping(logits: Tensor) -> Tensor:
-            return torch.stack([warp_drafts(rules, each.float()) for each in logits.unbind(1)], 1)
-
-        return FirstDrafts(1, warping, lambda count: self.noise_for(batch, count, behind=count))

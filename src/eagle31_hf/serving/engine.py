@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..decoding.kept_graphs import captured_graphs
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..target.attention_functions import why_attention_is_unknown
 from .batch import TextBatch
-from .batch_drafts import longest_draft
+from .batch_drafts import batch_shape
 from .choosing import choose_as_generate, unfollowed
 from .requests import OnEvent, TextEvent, TextRequest, TextUsage
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
@@ -299,7 +300,7 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
     limit = binding.rotates_alike_up_to
     if limit is None:
         return settings
-    room = limit - longest_draft(drafter)
+    room = limit - batch_shape(drafter, compiled=captured_graphs(drafter) is not None).depth
     if room < 2:
         raise UnsupportedGenerationError(
             f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "

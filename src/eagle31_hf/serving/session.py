@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.assistant import Assistant
 from ..errors import ConfigurationError
+from ..generation_config import LONGEST_STEERED
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.served_processing import sampling_options
@@ -259,11 +260,10 @@ class ChatSession:
 
     def _longest_draft(self) -> int:
         settings, device = self.drafter.generation_config, self.drafter.device.type
-        lengths = {
-            compiled: settings.draft_length(device_type=device, batch_size=1, compiled=compiled)
-            for compiled in (False, True)
-        }
-        return max(settings.steered_bounds(length.depth, compiled=by)[1] for by, length in lengths.items())
+        lengths = [
+            settings.draft_length(device_type=device, batch_size=1, compiled=compiled) for compiled in (False, True)
+        ]
+        return max(LONGEST_STEERED, *(length.depth for length in lengths))
 
 
 def _checked_temperature(temperature: float) -> float:
