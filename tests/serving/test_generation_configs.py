@@ -107,6 +107,17 @@ def test_served_texts_are_generates(engine: Engine, name: str) -> None:
         check()
 
 
+def test_a_field_that_is_set_to_nothing_counts(engine: Engine) -> None:
+    """0 is no value left out."""
+    body = {"temperature": 1.5, "min_tokens": 0, "min_p": 0, "top_k": 0}
+    fields: dict[str, Any] = {"do_sample": True, "min_new_tokens": 6, "min_p": 0.2, "top_k": 4, "bad_words_ids": [[13]]}
+    with generation_config(engine.drafter.binding.model, **fields):
+        for seed in range(4):
+            prompt, tokens = served(engine, {**body, "seed": seed})
+            assert tokens == generated(engine, prompt, seed, body)
+            assert tokens != served(engine, {"seed": seed})[1]
+
+
 def test_what_cannot_be_followed_is_named(engine: Engine) -> None:
     fields: dict[str, Any] = {"guidance_scale": 1.5, "num_beams": 3, "max_time": 5.0, "temperature": 0.5}
     with generation_config(engine.drafter.binding.model, **fields):

@@ -83,7 +83,7 @@ class CallTranslator:
             )
         room = longest - len(prompt)
         most = body.max_new_tokens or min(default_tokens or self._engine.default_new_tokens or room, room)
-        if body.min_tokens > most:
+        if (body.min_tokens or 0) > most:
             raise ApiError(f"min_tokens is {body.min_tokens}, and {most} are written at most", param="min_tokens")
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         self._check_ids(body.allowed_token_ids, "allowed_token_ids")

@@ -107,7 +107,7 @@ def choose_as_generate(
     ends = sorted(request.end_ids(eos_ids))
     config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
     config.max_length = request.longest
-    if request.min_new_tokens:
+    if request.min_new_tokens is not None:
         config.min_new_tokens = request.min_new_tokens
     if request.bad_words:
         config.bad_words_ids = [*(config.bad_words_ids or ()), *map(list, request.bad_words)]

@@ -46,7 +46,8 @@ class TextRequest:
         keep_stop: leave the string or token that ended the text in it.
         stop_token_ids: tokens that end the text, beside the target's own.
         ignore_eos: write on after an end-of-sequence token.
-        min_new_tokens: so many are written before anything ends the text.
+        min_new_tokens: so many are written before anything ends the text; `None`: as the target's generation config
+            has it.
         skip_special_tokens: leave special tokens out of the text.
         marks: special tokens that are shown all the same: the answer is taken apart by them.
         bad_words: token sequences that are not written.
@@ -62,7 +63,7 @@ class TextRequest:
     keep_stop: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     skip_special_tokens: bool = True
     marks: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()

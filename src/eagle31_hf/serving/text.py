@@ -184,7 +184,7 @@ class TextWriter:
 
     @property
     def _may_end(self) -> bool:
-        return len(self.tokens) > self._request.min_new_tokens
+        return len(self.tokens) > (self._request.min_new_tokens or 0)
 
 
 class TokenTexts:

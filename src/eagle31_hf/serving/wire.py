@@ -246,7 +246,7 @@ class Body(BaseModel):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(default_factory=dict)
 
     ignore_eos: StrictBool = False
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
     allowed_token_ids: list[TokenId] = Field(default_factory=list)
     bad_words: list[Text] = Field(default_factory=list, max_length=MAX_TOKEN_LIST)
