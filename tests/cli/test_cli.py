@@ -66,7 +66,7 @@ def test_generate_compares_any_pair(tmp_path):
     plain, eagle = record["methods"]
     assert (plain["answers"], eagle["answers"]) == ({"reference": 3}, {"same": 3})
     assert plain["new_tokens"] == eagle["new_tokens"] == generate.REPEATS * 12
-    assert len(eagle["accepted_at"]) == 3
+    assert 1 <= len(eagle["accepted_at"]) <= 3, "as many as are expected to pay"
 
 
 def test_generate_without_comparison_samples_a_tree(tmp_path):

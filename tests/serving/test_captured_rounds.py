@@ -15,6 +15,7 @@ from eagle31_hf.decoding.pair import Pair
 from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.drafter import Eagle31Drafter
+from eagle31_hf.drafting import planner
 from eagle31_hf.serving.batch import TextBatch, WrittenText
 from eagle31_hf.serving.requests import Sampling
 from eagle31_hf.trees.draft_tree import DraftTree
@@ -44,6 +45,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setitem(captured.CAPTURES, "cpu", made)
     monkeypatch.setattr(graph_sizes, "SLOT_BUCKET", 16)
+    monkeypatch.setattr(planner, "VAIN_ROUNDS", 1000)  # rounds at rest have graphs of their own
     return made
 
 
