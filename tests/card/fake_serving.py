@@ -12,11 +12,10 @@ from fake_rounds import ACCEPTED, buffers_of
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.compiled import captured, seen_process
 from eagle31_hf.sampling.draw import PositionNoise
-from eagle31_hf.serving import shared_noise
-from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.choosing import choose_as_generate
-from eagle31_hf.serving.requests import Sampling, TextRequest
-from eagle31_hf.serving.written_text import WrittenText
+from eagle31_hf.serving import rows as batch_rows
+from eagle31_hf.serving.batch import Batch
+from eagle31_hf.serving.rows import Row, choose_as_generate
+from eagle31_hf.serving.text import Request, Sampling
 
 DRAFTED = 5
 
@@ -44,12 +43,12 @@ def serve(
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
     with (
         mock.patch.dict(captured.CAPTURES, {"cuda": counting.capture}),
-        mock.patch.object(shared_noise, "fresh_generator", return_value=None),  # a card's are not there
+        mock.patch.object(batch_rows, "fresh_generator", return_value=None),  # a card's are not there
         mock.patch.object(seen_process, "open_modes", list),  # those that count: graphs would not run another's
         drafter.binding.masked_attention(),
         torch.no_grad(),
     ):
-        batch = TextBatch(drafter, max_rows=rows, context=4096, prefill_chunk=512)
+        batch = Batch(drafter, max_rows=rows, context=4096, prefill_chunk=512)
         for row in range(rows):
             read(batch, [5] * (1100 + 10 * row), sampling)
         works = []
@@ -61,12 +60,12 @@ def serve(
     return works, batch.stats.fallbacks
 
 
-def read(batch: TextBatch, prompt: list[int], sampling: Sampling) -> None:
-    request = TextRequest(tuple(prompt), 100, sampling, ignore_eos=True)
+def read(batch: Batch, prompt: list[int], sampling: Sampling) -> None:
+    request = Request(tuple(prompt), 100, sampling, ignore_eos=True)
     writer: Any = Writer()
     chooser = choose_as_generate(batch.binding.model, request, device=torch.device("cpu"))
     chooser._noise = PositionNoise(1, batch.binding.text_config.vocab_size, CARD)  # a card's generators are not there
-    left = batch.begin(WrittenText(request, writer, chooser))
+    left = batch.begin(Row(request, writer, chooser))
     while left > 0:
         batch.read(min(left, 512))
         left -= 512

@@ -1,4 +1,4 @@
-"""Texts for a `TextBatch` without the engine around it."""
+"""Texts for a `Batch` without the engine around it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from eagle31_hf.serving.batch import TextBatch, WrittenText
-from eagle31_hf.serving.choosing import TokenChooser, choose_as_generate
-from eagle31_hf.serving.requests import Sampling, TextRequest
-from eagle31_hf.serving.text import TextWriter
+from eagle31_hf.serving.batch import Batch, Row
+from eagle31_hf.serving.rows import TokenChooser, choose_as_generate
+from eagle31_hf.serving.text import Request, Sampling, Writer
 from helpers import demo_tokenizer
 
 PIECE = 8
 
 
-def chosen(request: TextRequest, target: Any = None) -> TokenChooser:
+def chosen(request: Request, target: Any = None) -> TokenChooser:
     """As `target` would choose, or any whose generation config says nothing."""
     return choose_as_generate(target or _says_nothing(), request, device=torch.device("cpu"))
 
@@ -32,10 +31,10 @@ def _says_nothing() -> Any:
         )
 
 
-def text_of(prompt: list[int], new_tokens: int, sampling: Sampling | None = None) -> WrittenText:
-    request = TextRequest(tuple(prompt), new_tokens, sampling or Sampling(temperature=0), ignore_eos=True)
-    writer = TextWriter(demo_tokenizer(), request, frozenset())
-    return WrittenText(request, writer, chosen(request))
+def text_of(prompt: list[int], new_tokens: int, sampling: Sampling | None = None) -> Row:
+    request = Request(tuple(prompt), new_tokens, sampling or Sampling(temperature=0), ignore_eos=True)
+    writer = Writer(demo_tokenizer(), request, frozenset())
+    return Row(request, writer, chosen(request))
 
 
 def plain(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
@@ -45,7 +44,7 @@ def plain(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
     return written[0, len(prompt) :].tolist()
 
 
-def read_in_pieces(batch: TextBatch, text: WrittenText, *, writing: bool) -> None:
+def read_in_pieces(batch: Batch, text: Row, *, writing: bool) -> None:
     left = batch.begin(text)
     while left:
         batch.read(min(left, PIECE))
@@ -55,7 +54,7 @@ def read_in_pieces(batch: TextBatch, text: WrittenText, *, writing: bool) -> Non
     batch.join()
 
 
-def write_all(batch: TextBatch, texts: Sequence[WrittenText]) -> list[list[int]]:
+def write_all(batch: Batch, texts: Sequence[Row]) -> list[list[int]]:
     """Each joins as soon as there is a row for it, while others are written."""
     with torch.inference_mode():
         for text in texts:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
-from eagle31_hf.serving.answer_forms import call_grammar, form_of
-from eagle31_hf.serving.answer_parts import AnswerParser
+from eagle31_hf.serving.answers import AnswerParser
+from eagle31_hf.serving.forms import call_grammar, form_of
 from eagle31_hf.serving.grammar import GrammarCompiler
 from eagle31_hf.serving.text import IncrementalDecoder
 from helpers import demo_tokenizer

@@ -9,12 +9,9 @@ from batches import chosen
 from eagle31_hf import Eagle31Drafter
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.drafting.planner import SHORTEST_REST, VAIN_ROUNDS
-from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.batch_drafts import BatchDrafts, batch_shape
-from eagle31_hf.serving.prompts import encode_chat
-from eagle31_hf.serving.requests import Sampling, TextRequest
-from eagle31_hf.serving.text import TextWriter
-from eagle31_hf.serving.written_text import WrittenText
+from eagle31_hf.serving.batch import Batch, BatchDrafts, batch_shape
+from eagle31_hf.serving.rows import Row
+from eagle31_hf.serving.text import Request, Sampling, Writer, encode_chat
 from helpers import configured
 
 
@@ -22,10 +19,10 @@ def ids_of(pair, number: int) -> list[int]:
     return encode_chat(pair.tokenizer, CONVERSATIONS[number % len(CONVERSATIONS)][:1])
 
 
-def start(pair, batch: TextBatch, prompt: list[int], new_tokens: int, sampling: Sampling) -> WrittenText:
-    request = TextRequest(tuple(prompt), new_tokens, sampling, ignore_eos=True)
-    writer = TextWriter(pair.tokenizer, request, frozenset())
-    text = WrittenText(request, writer, chosen(request))
+def start(pair, batch: Batch, prompt: list[int], new_tokens: int, sampling: Sampling) -> Row:
+    request = Request(tuple(prompt), new_tokens, sampling, ignore_eos=True)
+    writer = Writer(pair.tokenizer, request, frozenset())
+    text = Row(request, writer, chosen(request))
     batch.read(batch.begin(text))
     batch.join()
     return text
@@ -52,7 +49,7 @@ def test_texts_that_come_and_go_while_the_drafter_rests_are_its_own(pair, untrai
     lengths, texts = (90, 30, 60, 20, 50), {}
     for schedule, depth in (("planned", 5), ("constant", 1)):
         with configured(untrained, num_assistant_tokens=depth, num_assistant_tokens_schedule=schedule):
-            batch = TextBatch(untrained, max_rows=2, context=256, prefill_chunk=32)
+            batch = Batch(untrained, max_rows=2, context=256, prefill_chunk=32)
             texts[schedule] = []
             for number, length in enumerate(lengths):
                 while len(batch.texts) == 2:
@@ -69,7 +66,7 @@ def test_texts_that_come_and_go_while_the_drafter_rests_are_its_own(pair, untrai
 @torch.inference_mode()
 def test_drafts_that_are_right_go_on(pair) -> None:
     with configured(pair.drafter, num_assistant_tokens=5):
-        batch = TextBatch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
+        batch = Batch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
         for number in range(2):
             start(pair, batch, ids_of(pair, number), 60, Sampling(temperature=0))
         while batch.texts:
@@ -119,7 +116,7 @@ def test_a_text_that_joins_is_tried_soon(pair) -> None:
 
 def test_the_end_of_all_texts_cuts_a_draft(pair) -> None:
     with configured(pair.drafter, num_assistant_tokens=4):
-        batch = TextBatch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
+        batch = Batch(pair.drafter, max_rows=2, context=256, prefill_chunk=64)
         texts = [start(pair, batch, ids_of(pair, number), 2 + number, Sampling(temperature=0)) for number in range(2)]
         with torch.inference_mode():
             batch.round()

@@ -12,7 +12,7 @@ from batches import plain, read_in_pieces, text_of, write_all
 from eagle31_hf.cache.row_pool import RowPool
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.drafter.session import DraftSession
-from eagle31_hf.serving.batch import TextBatch
+from eagle31_hf.serving.batch import Batch
 from families import recurrent_target
 from helpers import CONFIGS, random_drafter, random_prompts, random_target
 from memory_faults import Fault
@@ -28,10 +28,10 @@ LEAVING: dict[str, Callable[[], AbstractContextManager[Fault]]] = {
 }
 
 
-def batch_of(family: str, rows: int = 2) -> TextBatch:
+def batch_of(family: str, rows: int = 2) -> Batch:
     target = random_target(CONFIGS[family]()) if family in CONFIGS else recurrent_target(family)
     drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    return TextBatch(drafter, max_rows=rows, context=96, prefill_chunk=16)
+    return Batch(drafter, max_rows=rows, context=96, prefill_chunk=16)
 
 
 @pytest.mark.parametrize("where", JOINING)

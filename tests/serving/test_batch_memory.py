@@ -7,10 +7,9 @@ from batches import chosen
 from eagle31_hf.cli.pairs import Drafting, PairSource, load_pair
 from eagle31_hf.cli.serve import READING_ROWS
 from eagle31_hf.memory.storage_counter import StorageCounter
-from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.requests import Sampling, TextRequest
-from eagle31_hf.serving.text import TextWriter
-from eagle31_hf.serving.written_text import WrittenText
+from eagle31_hf.serving.batch import Batch
+from eagle31_hf.serving.rows import Row
+from eagle31_hf.serving.text import Request, Sampling, Writer
 from peak_runs import StorageMeter
 
 ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
@@ -18,9 +17,9 @@ ROWS, CONTEXT, NEW_TOKENS = 2, 1024, 16
 
 def start_text(pair, batch, prompt, new_tokens):
     """Read a prompt, and let its text join."""
-    request = TextRequest(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
-    writer = TextWriter(pair.tokenizer, request, frozenset())
-    text = WrittenText(request, writer, chosen(request))
+    request = Request(tuple(prompt), new_tokens, Sampling(temperature=0), ignore_eos=True)
+    writer = Writer(pair.tokenizer, request, frozenset())
+    text = Row(request, writer, chosen(request))
     batch.read(batch.begin(text))
     batch.join()
 
@@ -28,7 +27,7 @@ def start_text(pair, batch, prompt, new_tokens):
 @torch.inference_mode()
 def fill(pair, chunk):
     """Write texts that fill every row; bytes of all caches then."""
-    batch = TextBatch(pair.drafter, max_rows=ROWS, context=CONTEXT, prefill_chunk=chunk)
+    batch = Batch(pair.drafter, max_rows=ROWS, context=CONTEXT, prefill_chunk=chunk)
     for row in range(ROWS):
         ids = torch.randint(10, 8000, (CONTEXT - NEW_TOKENS,), generator=torch.manual_seed(row))
         start_text(pair, batch, ids.tolist(), NEW_TOKENS)
@@ -44,7 +43,7 @@ def test_texts_that_come_and_go_leave_nothing_behind():
     pair = load_pair(PairSource())
     alive = []
     with StorageCounter() as counter:
-        batch = TextBatch(pair.drafter, max_rows=ROWS, context=128, prefill_chunk=32)
+        batch = Batch(pair.drafter, max_rows=ROWS, context=128, prefill_chunk=32)
         for number in range(24):
             while len(batch.texts) == ROWS:
                 batch.round()

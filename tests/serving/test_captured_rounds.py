@@ -16,8 +16,8 @@ from eagle31_hf.decoding.round import Round, RoundBatch, RoundWrapper
 from eagle31_hf.demo import target_path
 from eagle31_hf.drafter.drafter import Eagle31Drafter
 from eagle31_hf.drafting import planner
-from eagle31_hf.serving.batch import TextBatch, WrittenText
-from eagle31_hf.serving.requests import Sampling
+from eagle31_hf.serving.batch import Batch, Row
+from eagle31_hf.serving.text import Sampling
 from eagle31_hf.trees.draft_tree import DraftTree
 from families import recurrent_target
 from helpers import (
@@ -57,13 +57,13 @@ def drafter() -> Eagle31Drafter:
     return made
 
 
-def new_texts(sampling: Sampling | None = None) -> list[WrittenText]:
+def new_texts(sampling: Sampling | None = None) -> list[Row]:
     prompts = random_prompts(7, seed=3, longest=30)
     return [text_of(prompt, 9 + 5 * number, sampling) for number, prompt in enumerate(prompts)]
 
 
-def batch_of(drafter: Eagle31Drafter) -> TextBatch:
-    return TextBatch(drafter, max_rows=ROWS, context=96, prefill_chunk=16)
+def batch_of(drafter: Eagle31Drafter) -> Batch:
+    return Batch(drafter, max_rows=ROWS, context=96, prefill_chunk=16)
 
 
 def test_greedy_texts_are_plains(drafter: Eagle31Drafter, recorder: Recorder) -> None:
@@ -182,7 +182,7 @@ def test_targets_that_see_a_window_are_captured(family: str, sampling: Sampling 
 class OracleRound(RoundWrapper):
     """Drafts that follow what texts will be, for a while: so that states are moved on by more than a token."""
 
-    def __init__(self, inner: Round, texts: list[WrittenText], wanted: dict[tuple[int, ...], list[int]]):
+    def __init__(self, inner: Round, texts: list[Row], wanted: dict[tuple[int, ...], list[int]]):
         super().__init__(inner)
         self._texts, self._wanted, self._dice = texts, wanted, torch.Generator().manual_seed(0)
 

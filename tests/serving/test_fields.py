@@ -8,10 +8,9 @@ import httpx2
 import openai
 import pytest
 
+from eagle31_hf.serving.api import Translator
 from eagle31_hf.serving.api_errors import ApiError
-from eagle31_hf.serving.calls import CallTranslator
-from eagle31_hf.serving.refusals import REFUSED
-from eagle31_hf.serving.wire import ChatBody, CompletionBody, parse_chat, parse_completion, parse_json
+from eagle31_hf.serving.bodies import REFUSED, ChatBody, CompletionBody, parse_chat, parse_completion, parse_json
 from loopback import MESSAGES, MODEL, QUESTION, TOOL_TEMPLATE, chat, error_of
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -33,7 +32,7 @@ TEMPLATE = TOOL_TEMPLATE + "{% if shouts %}!{% endif %}{{ reasoning_effort }}"
 @pytest.fixture
 def texts_of(served, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
-    translator = CallTranslator(served.engine)
+    translator = Translator(served.engine)
     return lambda **more: translator.of_chat(parse_chat({"model": MODEL, "messages": MESSAGES, **more}))
 
 
@@ -49,7 +48,7 @@ def test_a_field_that_is_read_reaches_the_text(texts_of, name):
 
 
 def test_of_completions_they_reach_the_text_too(served):
-    translator = CallTranslator(served.engine)
+    translator = Translator(served.engine)
 
     def texts_of(**more):
         return translator.of_completion(parse_completion({"model": MODEL, "prompt": "A shop", **more}))
@@ -193,7 +192,7 @@ def test_nulls_of_tools_are_left_out(served, monkeypatch):
     function = {"name": "f", "description": None, "parameters": None, "strict": None}
     body = parse_chat({"model": MODEL, "messages": MESSAGES, "tools": [{"type": "function", "function": function}]})
     assert body.offered == [{"type": "function", "function": {"name": "f"}}]
-    assert CallTranslator(served.engine).of_chat(body)
+    assert Translator(served.engine).of_chat(body)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from test_no_numbers import Listener
 from transformers import GenerationConfig, LlamaConfig
 
-from eagle31_hf.serving.calls import CallTranslator
-from eagle31_hf.serving.choosing import unfollowed
+from eagle31_hf.serving.api import Translator
+from eagle31_hf.serving.bodies import parse_completion
 from eagle31_hf.serving.engine import Engine, EngineSettings
-from eagle31_hf.serving.wire import parse_completion
+from eagle31_hf.serving.rows import unfollowed
 from helpers import demo_tokenizer, random_drafter, random_target, seeded
 
 NEW_TOKENS = 12
@@ -70,7 +70,7 @@ def generation_config(target: Any, **fields: Any) -> Iterator[None]:
 def served(engine: Engine, body: dict[str, Any]) -> tuple[list[int], list[int]]:
     """The prompt's ids, and those written."""
     asked = parse_completion({"model": "x", "prompt": "Once upon a time", "max_tokens": NEW_TOKENS, **body})
-    (request,) = CallTranslator(engine).of_completion(asked)
+    (request,) = Translator(engine).of_completion(asked)
     listener = Listener()
     engine.submit(request, listener)
     assert listener.ended.wait(60)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from eagle31_hf.serving.engine import Engine
-from eagle31_hf.serving.prompts import encode_chat
-from eagle31_hf.serving.requests import Sampling, TextRequest
+from eagle31_hf.serving.text import Request, Sampling, encode_chat
 from loopback import MESSAGES, SIZES
 
 LENGTH = 64
@@ -50,7 +49,7 @@ def poisoned(pair):
 
 def ask(engine, prompt, sampling, most=60, **more):
     listener = Listener()
-    engine.submit(TextRequest(tuple(prompt), most, sampling, ignore_eos=True, **more), listener)
+    engine.submit(Request(tuple(prompt), most, sampling, ignore_eos=True, **more), listener)
     return listener
 
 

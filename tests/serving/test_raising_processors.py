@@ -9,10 +9,9 @@ from test_no_numbers import LENGTH, ask, victims_of
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from eagle31_hf.serving import choosing
+from eagle31_hf.serving import rows
 from eagle31_hf.serving.engine import Engine
-from eagle31_hf.serving.prompts import encode_chat
-from eagle31_hf.serving.requests import Sampling
+from eagle31_hf.serving.text import Sampling, encode_chat
 from loopback import MESSAGES, SIZES
 
 BEYOND = 10**6
@@ -93,7 +92,7 @@ def test_a_row_whose_text_cannot_be_decoded_ends_alone(pair, engine, wanted, kno
 @pytest.mark.parametrize("how", list(RAISING))
 @pytest.mark.thorough(every=4)
 def test_a_row_whose_processor_raises_ends_alone(pair, engine, wanted, monkeypatch, how):
-    monkeypatch.setattr(choosing, "GrammarProcessor", lambda grammar, *_: grammar)
+    monkeypatch.setattr(rows, "GrammarProcessor", lambda grammar, *_: grammar)
     victims = victims_of(engine, encode_chat(pair.tokenizer, MESSAGES))
     attacker = ask(engine, range(10, 10 + PROMPT_LENGTH), **RAISING[how])
     assert attacker.ended.wait(60)

@@ -10,7 +10,7 @@ import openai
 import pytest
 from test_server_interrupted import wait_until
 
-from eagle31_hf.serving.request_log import logger
+from eagle31_hf.serving.app import logger
 from loopback import MODEL, QUESTION, chat, error_of
 
 SECRET = "hunter2"

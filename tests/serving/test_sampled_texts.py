@@ -10,11 +10,9 @@ import torch
 from batches import chosen
 
 from eagle31_hf.demo import CONVERSATIONS
-from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.prompts import encode_chat
-from eagle31_hf.serving.requests import Sampling, TextRequest
-from eagle31_hf.serving.text import TextWriter
-from eagle31_hf.serving.written_text import WrittenText
+from eagle31_hf.serving.batch import Batch
+from eagle31_hf.serving.rows import Row
+from eagle31_hf.serving.text import Request, Sampling, Writer, encode_chat
 from helpers import configured, seeded
 
 LENGTH = 5
@@ -26,16 +24,16 @@ def prompt_of(pair, number: int) -> list[int]:
     return encode_chat(pair.tokenizer, CONVERSATIONS[number % len(CONVERSATIONS)][:1])
 
 
-def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[WrittenText], TextBatch]:
+def write(pair, samplings: list[Sampling], *, rows: int) -> tuple[list[Row], Batch]:
     """One text for each, in a batch of so many rows that others join as there is room."""
-    batch, texts = TextBatch(pair.drafter, max_rows=rows, context=512, prefill_chunk=32), []
+    batch, texts = Batch(pair.drafter, max_rows=rows, context=512, prefill_chunk=32), []
     for number, sampling in enumerate(samplings):
         while len(batch.texts) == rows:
             batch.round()
         prompt = prompt_of(pair, number)
-        request = TextRequest(tuple(prompt), NEW_TOKENS, sampling, ignore_eos=True)
-        writer = TextWriter(pair.tokenizer, request, frozenset())
-        texts.append(WrittenText(request, writer, chosen(request, pair.target)))
+        request = Request(tuple(prompt), NEW_TOKENS, sampling, ignore_eos=True)
+        writer = Writer(pair.tokenizer, request, frozenset())
+        texts.append(Row(request, writer, chosen(request, pair.target)))
         batch.read(batch.begin(texts[-1]))
         batch.join()
         batch.round()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle31_hf.serving.requests import TextRequest
 from eagle31_hf.serving.scheduler import QueueFullError, Scheduler
+from eagle31_hf.serving.text import Request
 
 
 def scheduler(**sizes):
@@ -13,7 +13,7 @@ def scheduler(**sizes):
 
 
 def submit(made):
-    return made.submit(TextRequest(prompt=(1,), max_new_tokens=1), lambda event: None)
+    return made.submit(Request(prompt=(1,), max_new_tokens=1), lambda event: None)
 
 
 def read_to_the_end(made, tokens):

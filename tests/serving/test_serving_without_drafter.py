@@ -7,10 +7,9 @@ import torch
 from batches import text_of, write_all
 
 from eagle31_hf import NoDrafter
-from eagle31_hf.serving.batch import TextBatch
-from eagle31_hf.serving.prompts import encode_chat
-from eagle31_hf.serving.requests import Sampling
+from eagle31_hf.serving.batch import Batch
 from eagle31_hf.serving.session import ChatSession
+from eagle31_hf.serving.text import Sampling, encode_chat
 from helpers import seeded
 from loopback import LoadedPair, chat, serving
 
@@ -47,7 +46,7 @@ def generated(pair: LoadedPair, prompt: list[int], sampling: Sampling) -> list[i
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.thorough(every=2)
 def test_texts_are_plains_alone_and_in_a_crowd(rows: int, pair: LoadedPair, alone: NoDrafter) -> None:
-    batch = TextBatch(alone, max_rows=rows, context=512, prefill_chunk=32)
+    batch = Batch(alone, max_rows=rows, context=512, prefill_chunk=32)
     asked = [(prompt, sampling) for prompt in prompts_of(pair) for sampling in SAMPLINGS]
     texts = [text_of(prompt, NEW_TOKENS, sampling) for prompt, sampling in asked]
     assert write_all(batch, texts) == [generated(pair, *each) for each in asked]
@@ -67,7 +66,7 @@ def test_it_answers_by_the_api(pair: LoadedPair, alone: NoDrafter) -> None:
 
 
 def test_a_prompt_of_one_token(pair: LoadedPair, alone: NoDrafter) -> None:
-    batch = TextBatch(alone, max_rows=2, context=512, prefill_chunk=32)
+    batch = Batch(alone, max_rows=2, context=512, prefill_chunk=32)
     asked = [([5], SAMPLINGS[0]), ([7], SAMPLINGS[1])]
     assert write_all(batch, [text_of(prompt, NEW_TOKENS, how) for prompt, how in asked]) == [
         generated(pair, *each) for each in asked
@@ -76,7 +75,7 @@ def test_a_prompt_of_one_token(pair: LoadedPair, alone: NoDrafter) -> None:
 
 def test_a_text_that_fails_leaves_nothing(pair: LoadedPair, alone: NoDrafter) -> None:
     """After a reset the same rows write the same texts."""
-    batch = TextBatch(alone, max_rows=2, context=512, prefill_chunk=32)
+    batch = Batch(alone, max_rows=2, context=512, prefill_chunk=32)
     prompt = prompts_of(pair)[0]
     with torch.inference_mode():
         first = text_of(prompt, NEW_TOKENS)

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from eagle31_hf.sampling.noise_size import KEPT_BEHIND
-from eagle31_hf.serving.shared_noise import SharedNoise
+from eagle31_hf.serving.rows import SharedNoise
 
 CPU = torch.device("cpu")
 VOCABULARY = 9

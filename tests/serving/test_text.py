@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle31_hf.serving.requests import TextRequest
-from eagle31_hf.serving.text import IncrementalDecoder, StopScanner, TextWriter, TokenTexts
+from eagle31_hf.serving.text import IncrementalDecoder, Request, StopScanner, TokenTexts, Writer
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
@@ -30,7 +29,7 @@ def test_text_goes_through_up_to_the_first_stop_however_it_is_cut(text, stops, d
 
 
 def writer_of(pair, most, **request):
-    return TextWriter(pair.tokenizer, TextRequest((1,), most, **request), frozenset([2]))
+    return Writer(pair.tokenizer, Request((1,), most, **request), frozenset([2]))
 
 
 def test_a_text_ends_in_the_middle_of_a_round(pair):
@@ -83,10 +82,10 @@ def ids_of(tokenizer, *words):
 
 def test_a_text_begins_with_the_space_that_its_first_word_has(sentencepiece):
     prompt = ids_of(sentencepiece, "<s>", "▁Once")
-    request = TextRequest(tuple(prompt), 30)
+    request = Request(tuple(prompt), 30)
     words = ids_of(sentencepiece, "▁upon", "▁a", "▁time", "s")
-    assert TextWriter(sentencepiece, request, frozenset()).append(words)[1] == " upon a times"
-    alone = TextWriter(sentencepiece, TextRequest((1,), 30), frozenset())
+    assert Writer(sentencepiece, request, frozenset()).append(words)[1] == " upon a times"
+    alone = Writer(sentencepiece, Request((1,), 30), frozenset())
     assert alone.append(words)[1] + alone.append([2])[1] == "upon a times", "at a text's beginning there is no space"
 
 

@@ -86,9 +86,9 @@ def test_tools_may_be_json_text(tool_tokenizer) -> None:
 
 
 def test_a_rows_tokens_are_those_that_serving_sends(tool_tokenizer) -> None:
-    wire, prompts = pytest.importorskip("eagle31_hf.serving.wire"), pytest.importorskip("eagle31_hf.serving.prompts")
-    body = wire.parse_chat({**TOOL_ROW, "model": "m", "messages": TOOL_ROW["messages"][:3]})
-    sent = prompts.encode_chat(tool_tokenizer, body.for_template, tools=body.offered, **body.chat_template_kwargs)
+    bodies, text = pytest.importorskip("eagle31_hf.serving.bodies"), pytest.importorskip("eagle31_hf.serving.text")
+    body = bodies.parse_chat({**TOOL_ROW, "model": "m", "messages": TOOL_ROW["messages"][:3]})
+    sent = text.encode_chat(tool_tokenizer, body.for_template, tools=body.offered, **body.chat_template_kwargs)
     ids, mask = render(tool_tokenizer, row(**TOOL_ROW))
     assert ids[: len(sent)] == sent
     assert not mask[len(sent) - 1]

@@ -21,7 +21,7 @@ from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import best_kind, one_card
-from ..serving.prompts import encode_chat
+from ..serving.text import encode_chat
 from ..target.loading import dtype_here, load_target, packing_config
 from ..target.precision import SHORT_NAMES
 from .option_groups import option

@@ -66,10 +66,9 @@ def serve(
     pair = load_pair(
         loaded, drafting, batch=rows, on_plan=lambda plan: print_decision(console, plan), may_lack_drafter=True
     )
-    from ..serving.answer_forms import form_of
-    from ..serving.app import ServerSettings, make_app
+    from ..serving.app import HttpServer, ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
-    from ..serving.http_server import HttpServer
+    from ..serving.forms import form_of
 
     settings = EngineSettings(
         max_rows=max_batch,
@@ -113,7 +112,7 @@ def _check_packages() -> None:
 
 def _print_requests() -> None:
     """A line for each, to standard error."""
-    from ..serving.request_log import logger
+    from ..serving.app import logger
 
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

@@ -1,19 +1,231 @@
-"""Events of texts as answers in the shape of OpenAI's API: pieces of a stream, or one whole."""
+"""Events of texts as answers in the shape of OpenAI's API: pieces of a stream, or one whole.
+
+A chat's text is taken apart by transformers' response parser: thoughts, what is said, calls. The parser finds where
+calls begin and end; each is then read by itself, so that one which is none is content and takes nothing else along. An
+answer that is JSON alone calls functions, too, if they are among the tools.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
-from .answer_forms import form_of
-from .answer_parts import AnswerParser, AnswerPart
-from .requests import TextEvent, TextRequest, TextUsage, TokenLogprob
-from .text import TokenTexts
-from .wire import ChatBody
+from .bodies import ChatBody
+from .forms import AnswerForm, Template, form_of
+from .text import Event, Request, TokenLogprob, TokenTexts, Usage
+
+MOST_MARKS = 16
+"""Marks of calls inside one another that are looked behind for a sound call."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call the model wants made; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """What a piece of text turned out to be: one of the three."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+
+
+def ends_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, prompt: Sequence[int]) -> bool:
+    """Whether what is written to a prompt begins inside a thought."""
+    tail = str(tokenizer.decode(list(prompt[-16:]))).rstrip()
+    return bool(prompt) and tail.endswith(form.think[0].rstrip())
+
+
+class AnswerParser:
+    """See the module's description.
+
+    Args:
+        prompt: token ids of the chat that is answered.
+        tools: as the template was given them; empty: nothing is taken for a call.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        form: AnswerForm,
+        prompt: Sequence[int] = (),
+        tools: Sequence[Any] = (),
+    ):
+        self._tokenizer, self._tools = tokenizer, [*tools]
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._template = _never_missing(form.template if tools else form.without_calls)
+        if form.is_own:
+            prefix = str(tokenizer.decode(list(prompt)))
+        else:
+            prefix = form.think[0] if ends_in_thought(tokenizer, form, prompt) else ""
+        self._found = _found_only(self._template, form.around)
+        close = self._found["fields"].get("tool_calls", {}).get("close_pattern")
+        self._close = regex.compile(close, regex.DOTALL) if close else None
+        self._parser = tokenizer.get_response_parser(self._found, prefix=prefix)
+        self._raw, self._at = "", 0  # all text, and where the last call in it ended
+        self._held = ""  # an answer that may turn out to be a call in JSON alone
+        self._spaces = ""  # at the end of what was said or thought: of nobody if the region ends there
+        self._depth = 0  # of marks within what looked like a call
+        self._said = False  # content or a call has been given out
+        self._trims = bool(prefix)  # white space at the beginning of what comes now is dropped
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        """What `text` completes."""
+        self._raw += text
+        return _only(self._parts(self._parser.feed(text)))
+
+    def finish(self) -> list[AnswerPart]:
+        """What is left at the answer's end."""
+        return _only([*self._parts(self._parser.finalize()[1]), *self._last()])
+
+    def _last(self) -> Iterator[AnswerPart]:
+        if self._held:
+            calls = self._calls_in(_json_or_none(self._held))
+            yield from (AnswerPart(call=call) for call in calls) if calls else [AnswerPart(content=self._held)]
+        else:
+            yield AnswerPart(content=self._spaces)
+
+    def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[AnswerPart]:
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if kind == "region_open" and field in _THOUGHTS:
+                self._spaces, self._trims = "", True
+            elif kind == "region_chunk" and field in _THOUGHTS:
+                yield AnswerPart(reasoning=self._trimmed(event["text"]))
+            elif kind == "region_chunk" and field in ("content", "plain"):
+                yield from self._say(event["text"])
+            elif kind == "region_close" and field == "tool_calls":
+                yield from self._close_call(event["value"]["opened"], event["value"]["body"])
+            if kind == "region_close" and field in _THOUGHTS:
+                self._spaces, self._trims = "", True
+
+    def _trimmed(self, text: str) -> str:
+        """Without white space at a region's beginning, and holding back what may be at its end."""
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        text = self._spaces + text
+        kept = text.rstrip()
+        self._spaces = text[len(kept) :]
+        return kept
+
+    def _say(self, text: str) -> Iterator[AnswerPart]:
+        if self._held or (self._names and not self._said and text.lstrip()[:1] in ("{", "[")):
+            self._held += text
+            return
+        said = self._trimmed(text)
+        self._said = self._said or bool(said)
+        yield AnswerPart(content=said)
+
+    def _close_call(self, opened: str, body: str) -> Iterator[AnswerPart]:
+        """What lies between marks: calls, or text that only looks like one, in which a sound call may follow."""
+        begin = self._raw.index(opened + body, self._at)
+        closed = self._close.match(self._raw, begin + len(opened + body)) if self._close else None
+        self._at = closed.end() if closed else len(self._raw)
+        whole = self._raw[begin : self._at]
+        if calls := self._calls_in(self._read(whole)) or self._calls_in(_json_or_none(body)):
+            self._said, self._trims, self._spaces = True, True, ""
+            yield from (AnswerPart(call=call) for call in calls)
+            return
+        yield from self._say(opened)
+        rest = whole[len(opened) :]
+        if self._depth == MOST_MARKS:
+            yield from self._say(rest)
+            return
+        inner = self._tokenizer.get_response_parser(self._found, prefix="")
+        outer = self._raw, self._at
+        self._depth, self._raw, self._at = self._depth + 1, rest, 0
+        yield from self._parts([*inner.feed(rest), *inner.finalize()[1]])
+        self._depth, (self._raw, self._at) = self._depth - 1, outer
+
+    def _read(self, region: str) -> Any:
+        try:
+            found = self._tokenizer.parse_response(region, self._template, prefix="", tools=self._tools)
+        except (ValueError, KeyError, RecursionError):
+            return None
+        return found.get("tool_calls")
+
+    def _calls_in(self, found: Any) -> list[ToolCall]:
+        """Calls in one of the shapes models write; none if one of them is no call of the tools."""
+        listed = found if isinstance(found, list) else [found]
+        flat = [each for entry in listed for each in (entry if isinstance(entry, list) else [entry])]
+        calls = [self._call(each) for each in flat]
+        return [call for call in calls if call] if all(calls) else []
+
+    def _call(self, found: Any) -> ToolCall | None:
+        inner = found.get("function") if isinstance(found, dict) else None
+        function = inner if isinstance(inner, dict) else found
+        if not isinstance(function, dict) or function.get("name") not in self._names:
+            return None
+        arguments = function.get("arguments", function.get("parameters", {}))
+        as_json = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return ToolCall(function["name"], as_json)
+
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a thought's field in published templates."""
+
+
+def _found_only(template: Template, around: tuple[str, str] | None) -> Template:
+    """The template with calls as text between their marks, or those `around` several, which is never refused."""
+    fields = dict(template["fields"])
+    if (calls := fields.get("tool_calls")) is not None:
+        calls = calls if around is None else {"open": around[0], "close": around[1]}
+        fields["tool_calls"] = {
+            "open_pattern": f"(?P<opened>{_pattern(calls, 'open')})",
+            **({"close_pattern": close} if (close := _pattern(calls, "close")) else {}),
+            "repeats": True,
+            "content": "text",
+            "content_args": {"strip": False},
+            "transform": {"opened": "{opened}", "body": "{content}"},
+        }
+    return template | {"fields": fields}
+
+
+def _pattern(field: Template, end: str) -> str:
+    """The regular expression of a region's `"open"` or `"close"`, without names; empty where it has none."""
+    if f"{end}_pattern" in field:
+        return re.sub(r"\(\?P<\w+>", "(?:", str(field[f"{end}_pattern"]))
+    marks = field.get(end, [])
+    return "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
+
+
+def _never_missing(template: Template) -> Template:
+    """The template for answers that end before they have all parts, and have parts that are not as they should be."""
+    marks = ("open", "open_pattern", "close", "close_pattern")
+    fields = {
+        name: {**field, "optional": True} if name == "tool_calls" else {
+            **{mark: re.sub(r"\(\?P<\w+>", "(?:", field[mark]) if "pattern" in mark else field[mark]
+               for mark in marks if mark in field}, "repeats": True, "content": "text",
+        }
+        for name, field in template["fields"].items()
+    }  # fmt: skip
+    return template | {"fields": fields}
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _only(parts: Iterator[AnswerPart] | Sequence[AnswerPart]) -> list[AnswerPart]:
+    return [part for part in parts if part.content or part.reasoning or part.call]
+
 
 Fields = dict[str, Any]
 
@@ -23,7 +235,7 @@ def _shared_fields(model: str, kind: str) -> Fields:
     return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
 
-def _sum_of(usages: Sequence[TextUsage]) -> Fields:
+def _sum_of(usages: Sequence[Usage]) -> Fields:
     """Of the texts of one answer: a prompt that several were written to counts once."""
     prompt = max(usage.prompt_tokens for usage in usages)
     written = sum(usage.completion_tokens for usage in usages)
@@ -40,7 +252,7 @@ def _sum_of(usages: Sequence[TextUsage]) -> Fields:
     }
 
 
-def timings_of(usages: Sequence[TextUsage], prompt_s: float, predicted_s: float) -> Fields:
+def timings_of(usages: Sequence[Usage], prompt_s: float, predicted_s: float) -> Fields:
     """What an answer took, by llama.cpp's names, which home apps show.
 
     Args:
@@ -72,7 +284,7 @@ def _timed(name: str, tokens: int, seconds: float) -> Fields:
 class ChatWriter:
     """Of a chat completion."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, call: ChatBody, texts: Sequence[TextRequest]):
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, call: ChatBody, texts: Sequence[Request]):
         self._shared = _shared_fields(model, "chatcmpl")
         self._choices = [_ChatChoice(index, tokenizer, call, text) for index, text in enumerate(texts)]
 
@@ -80,15 +292,15 @@ class ChatWriter:
         """Pieces before the first event."""
         return [self._chunk([choice.piece({"role": "assistant", "content": ""})]) for choice in self._choices]
 
-    def pieces(self, index: int, event: TextEvent) -> list[Fields]:
+    def pieces(self, index: int, event: Event) -> list[Fields]:
         """What one event of text `index` adds to a stream."""
         return [self._chunk([piece]) for piece in self._choices[index].pieces(event)]
 
-    def usage(self, usages: Sequence[TextUsage]) -> Fields:
+    def usage(self, usages: Sequence[Usage]) -> Fields:
         """The last piece of a stream that counts tokens."""
         return self._chunk([]) | {"usage": _sum_of(usages)}
 
-    def whole(self, usages: Sequence[TextUsage]) -> Fields:
+    def whole(self, usages: Sequence[Usage]) -> Fields:
         """The answer in one piece."""
         choices = [choice.whole() for choice in self._choices]
         return {**self._shared, "object": "chat.completion", "choices": choices, "usage": _sum_of(usages)}
@@ -100,7 +312,7 @@ class ChatWriter:
 class _ChatChoice:
     """One choice, put together from its parts."""
 
-    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, call: ChatBody, text: TextRequest):
+    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, call: ChatBody, text: Request):
         self._index, self._one_call = index, not call.parallel_tool_calls
         self._tells_logprobs = call.logprobs
         form = form_of(tokenizer)
@@ -112,7 +324,7 @@ class _ChatChoice:
         self._logprobs: list[Fields] = []
         self._finish: str | None = None
 
-    def pieces(self, event: TextEvent) -> list[Fields]:
+    def pieces(self, event: Event) -> list[Fields]:
         """What an event adds."""
         parts = self._parser.feed(event.text)
         if event.finish is not None:
@@ -192,7 +404,7 @@ def _finite(logprob: float) -> float:
 class CompletionWriter:
     """Of a completion; methods as `ChatWriter`'s."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[TextRequest]):
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Request]):
         self._shared = _shared_fields(model, "cmpl") | {"object": "text_completion"}
         self._tokens = [TokenTexts(tokenizer, text.prompt) for text in texts]
         self._choices: list[Fields] = []
@@ -203,7 +415,7 @@ class CompletionWriter:
     def opening(self) -> list[Fields]:
         return []
 
-    def pieces(self, index: int, event: TextEvent) -> list[Fields]:
+    def pieces(self, index: int, event: Event) -> list[Fields]:
         choice = self._choices[index]
         new = {"index": index, "text": event.text, "finish_reason": event.finish, "logprobs": None}
         choice["text"] += event.text
@@ -215,10 +427,10 @@ class CompletionWriter:
         adds = event.text or event.finish is not None or event.logprobs
         return [{**self._shared, "choices": [new], "usage": None}] if adds else []
 
-    def usage(self, usages: Sequence[TextUsage]) -> Fields:
+    def usage(self, usages: Sequence[Usage]) -> Fields:
         return {**self._shared, "choices": [], "usage": _sum_of(usages)}
 
-    def whole(self, usages: Sequence[TextUsage]) -> Fields:
+    def whole(self, usages: Sequence[Usage]) -> Fields:
         return {**self._shared, "choices": self._choices, "usage": _sum_of(usages)}
 
 

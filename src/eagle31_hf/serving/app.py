@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
+from urllib.parse import quote
 
-from fastapi import FastAPI, Request
+import uvicorn
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
@@ -21,13 +26,71 @@ from starlette.exceptions import HTTPException
 
 from ..errors import ConfigurationError, Eagle31Error, UnsupportedGenerationError
 from .answers import ChatWriter, CompletionWriter, timings_of
+from .api import Translator
 from .api_errors import ApiError
-from .calls import CallTranslator
+from .bodies import Body, parse_chat, parse_completion, parse_json
 from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
 from .metrics import ServerMetrics
-from .request_log import MOST_NAMED, IgnoredFields, log_answer, log_error, printable
-from .requests import TextEvent, TextRequest, TextUsage
-from .wire import Body, parse_chat, parse_completion, parse_json
+from .text import Event, Request, Usage
+
+MOST_NAMED, MOST_REMEMBERED = 64, 1000
+"""Fields that a header or a line names, and that a server remembers having named."""
+
+logger = logging.getLogger("eagle31_hf.requests")
+
+
+def log_answer(request: HttpRequest, finishes: Sequence[str | None], usages: Sequence[Usage], seconds: float) -> None:
+    """Of texts that were written.
+
+    Args:
+        finishes: how each ended; `None` for one whose client went away.
+        usages: of each.
+        seconds: since the request came.
+    """
+    request.state.is_logged = True
+    ended = ", ".join(dict.fromkeys(finish or "cancelled" for finish in finishes))
+    written = sum(usage.completion_tokens for usage in usages)
+    rounds = sum(usage.rounds for usage in usages)
+    prompt, cached = max(u.prompt_tokens for u in usages), max(u.cached_tokens for u in usages)
+    speed = f" ({written / seconds:.1f}/s)" if seconds > 0 else ""
+    passes = f", {written / rounds:.2f} a pass" if rounds else ""
+    logger.info(
+        "%s %s: %d prompt tokens (%d held already), %d written in %.2f s%s%s",
+        _who(request), ended, prompt, cached, written, seconds, speed, passes,
+    )  # fmt: skip
+
+
+def log_error(request: HttpRequest, error: ApiError) -> None:
+    """Of a request that got an error instead; its message may quote the body, so it is not told."""
+    if getattr(request.state, "is_logged", False):
+        return
+    at = f" at {ascii(error.param)[:60]}" if error.param else ""
+    logger.info("%s %d %s%s", _who(request), error.status, error.code or "error", at)
+
+
+class IgnoredFields:
+    """Fields of requests that are not read: each is named once."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def log(self, names: Sequence[str]) -> None:
+        """Name those that have not been."""
+        new = [name for name in map(printable, names) if name not in self._named]
+        if new and len(self._named) < MOST_REMEMBERED:
+            self._named.update(new)
+            logger.info("not read, and so ignored, in requests: %s", ", ".join(new[:MOST_NAMED]))
+
+
+def printable(name: str) -> str:
+    """A client's name for a field, as a header or a line can hold it."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:64])
+
+
+def _who(request: HttpRequest) -> str:
+    host = request.client.host if request.client else "?"
+    return f"{host} {request.method} {quote(request.url.path)}"
+
 
 AnswerWriter = ChatWriter | CompletionWriter
 
@@ -88,7 +151,7 @@ class _Server:
 
     def __init__(self, engine: Engine, settings: ServerSettings):
         self.engine, self.settings = engine, settings
-        self.translator = CallTranslator(engine)
+        self.translator = Translator(engine)
         self.figures = ServerMetrics(engine)
         self.started, self.ignored = int(time.time()), IgnoredFields()
 
@@ -105,15 +168,15 @@ class _Server:
         }
         return JSONResponse(told, status_code=200 if alive else 503)
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: HttpRequest) -> Response:
         self._check_key(request)
         return Response(self.figures.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: HttpRequest) -> Response:
         self._check_key(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
 
-    async def model(self, request: Request, name: str) -> Response:
+    async def model(self, request: HttpRequest, name: str) -> Response:
         self._check_key(request)
         self._check_model(name)
         return JSONResponse(self._model())
@@ -131,7 +194,7 @@ class _Server:
 
     # --- chats and completions -------------------------------------------------------------------------------------
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: HttpRequest) -> Response:
         """`POST /v1/chat/completions`."""
         self._check_key(request)
         body = parse_chat(parse_json(await self._body(request)))
@@ -141,7 +204,7 @@ class _Server:
         writer = ChatWriter(self.settings.model, self.engine.tokenizer, body, texts)
         return await self._answer(request, body, texts, writer)
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: HttpRequest) -> Response:
         """`POST /v1/completions`."""
         self._check_key(request)
         body = parse_completion(parse_json(await self._body(request)))
@@ -151,7 +214,7 @@ class _Server:
         return await self._answer(request, body, texts, writer)
 
     async def _answer(
-        self, request: Request, body: Body, texts: Sequence[TextRequest], writer: AnswerWriter
+        self, request: HttpRequest, body: Body, texts: Sequence[Request], writer: AnswerWriter
     ) -> Response:
         headers = self._headers(body)
         run = _Run(self, texts)
@@ -180,7 +243,7 @@ class _Server:
             writer.pieces(index, event)
 
     async def _stream(
-        self, request: Request, run: _Run, writer: AnswerWriter, include_usage: bool
+        self, request: HttpRequest, run: _Run, writer: AnswerWriter, include_usage: bool
     ) -> AsyncIterator[str]:
         try:
             for piece in writer.opening():
@@ -203,7 +266,7 @@ class _Server:
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
-    def _check_key(self, request: Request) -> None:
+    def _check_key(self, request: HttpRequest) -> None:
         wanted = self.settings.api_key
         if wanted is None:
             return
@@ -226,7 +289,7 @@ class _Server:
                 param="model",
             )
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: HttpRequest) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also what keeps web pages of others from asking without the browser's leave
             raise ApiError(
@@ -243,12 +306,12 @@ class _Server:
 class _Run:
     """The texts of one answer on their way through the engine."""
 
-    def __init__(self, server: _Server, texts: Sequence[TextRequest]):
+    def __init__(self, server: _Server, texts: Sequence[Request]):
         self.server, self.texts = server, texts
-        self.usages = [TextUsage(len(text.prompt)) for text in texts]
+        self.usages = [Usage(len(text.prompt)) for text in texts]
         self.finishes: list[str | None] = [None] * len(texts)
         self._tickets: list[Any] = []
-        self._events: asyncio.Queue[tuple[int, TextEvent]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._started = self._first = time.perf_counter()
         self._last: list[float | None] = [None] * len(texts)
 
@@ -262,14 +325,14 @@ class _Run:
             self.cancel()
             raise
 
-    def _listener(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[TextEvent], None]:
-        def tell(event: TextEvent) -> None:
+    def _listener(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Event], None]:
+        def tell(event: Event) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return tell
 
-    async def events(self) -> AsyncIterator[tuple[int, TextEvent]]:
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Until all texts have ended."""
         left = len(self.texts)
         while left:
@@ -293,7 +356,7 @@ class _Run:
         last = max((at for at in self._last if at), default=self._first)
         return timings_of(self.usages, self._first - self._started, last - self._first)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: HttpRequest) -> None:
         """The answer is told, or its client has gone."""
         self.cancel()
         log_answer(request, self.finishes, self.usages, time.perf_counter() - self._started)
@@ -312,7 +375,7 @@ def _json(piece: dict[str, Any]) -> str:
     return to_json(piece, inf_nan_mode="null").decode()
 
 
-async def _while_connected(request: Request, work: Awaitable[None]) -> None:
+async def _while_connected(request: HttpRequest, work: Awaitable[None]) -> None:
     """Do it, unless the client goes away."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -326,19 +389,19 @@ async def _while_connected(request: Request, work: Awaitable[None]) -> None:
             each.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _disconnected(request: HttpRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _address_meant(request: Request) -> str:
+def _address_meant(request: HttpRequest) -> str:
     """`"; did you mean /v1/…?"` for the address whose spelling is nearest, or nothing."""
     paths = [route.path for route in request.app.routes if isinstance(route, APIRoute)]
     close = get_close_matches(request.url.path, paths, n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-async def _as_response(request: Request, error: Exception) -> Response:
+async def _as_response(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         meant = _address_meant(request) if error.status_code == 404 else ""
         error = ApiError(f"{request.method} {request.url.path}: {error.detail}{meant}", status=error.status_code)
@@ -355,3 +418,39 @@ async def _as_response(request: Request, error: Exception) -> Response:
         error = ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error")
     log_error(request, error)
     return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+TELLING_S = 5.0
+"""What connections get to be told how their text ended, once none is written any more."""
+
+
+class HttpServer(uvicorn.Server):
+    """See above.
+
+    uvicorn waits for connections before it ends an application, so the engine would hear of the end only after streams
+    had been torn off. Here it hears of it first.
+
+    Args:
+        app: to serve.
+        engine: that writes its texts.
+        grace_s: what running texts get to end in.
+    """
+
+    def __init__(self, app: FastAPI, engine: Engine, *, grace_s: float, port: int = 8000):
+        config = uvicorn.Config(
+            app,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=int(grace_s + TELLING_S) + 1,
+        )
+        super().__init__(config)
+        self._engine, self._grace_s = engine, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, let texts end within their grace, cancel the rest, close."""
+        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, self._grace_s))
+        await super().shutdown(sockets)
+        if self.force_exit:  # asked twice: no grace is left
+            await asyncio.to_thread(self._engine.close, 0.0)
+        await closing

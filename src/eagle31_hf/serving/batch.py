@@ -10,32 +10,236 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cache.row_pool import RowPool, resume_row
 from ..decoding.accept import sync_accepted
 from ..decoding.decoder import make_round
+from ..decoding.drafting import default_length, planner_of
 from ..decoding.kept_graphs import captured_graphs
 from ..decoding.pair_caches import PairCaches
+from ..decoding.prefill import ChunkedPrefill, PrefillState
 from ..decoding.round import RoundBatch, Written
 from ..drafter.assistant import Assistant
-from ..drafting.plan import DraftPlan
+from ..drafter.draft_state import DraftState
+from ..drafter.drafter import Eagle31Drafter
+from ..drafter.session import DraftSession
+from ..drafting.plan import DraftPlan, ReadTexts, RoundState, RoundStats
+from ..errors import UnsupportedGenerationError
 from ..stats import PhaseClock, SpeculationStats
 from ..trees.draft_tree import DraftTree
-from .batch_drafts import BatchDrafts, batch_shape
-from .batch_texts import BatchTexts
-from .pooled_caches import PooledCaches
-from .prompt_reader import PromptReader
-from .requests import TextEvent, TextRequest
-from .written_text import NO_TOKEN, WrittenText, logprobs_of
+from ..trees.shape import DraftShape
+from .rows import NO_TOKEN, Row, Rows, logprobs_of
+from .text import Event, Request
+
+
+class PooledDraftSession(DraftSession):
+    """The drafter's side of a batch whose rows come and go."""
+
+    cache: RowPool
+    cache_kind = RowPool
+
+    def join(self, other: DraftSession) -> None:
+        """Take the only row of another session behind the others; where memory runs out, nothing has changed."""
+        self.catch_up()
+        own, new = self._root, other.root
+        joined = new if own is None else DraftState(
+            torch.cat((own.logits, new.logits)), torch.cat((own.feedback, new.feedback))
+        )  # fmt: skip
+        self.cache.join(other.cache)
+        self._root, self._rotary = joined, None
+
+    def leave(self, place: int) -> None:
+        """Let a row go; the last one takes its place."""
+        self.catch_up()
+        rows = list(range(self.cache.batch_size))
+        self.cache.leave(place)
+        rows[place] = rows[-1]
+        self._take_root(rows[:-1])
+
+    def empty(self) -> None:
+        """Forget all rows."""
+        self.rollback(self.cache.lengths)  # and what was put off
+        self.cache.empty()
+        self._root = None
+
+
+@dataclass
+class PooledCaches(PairCaches):
+    """Pools of rows for target and drafter, of which none is live yet."""
+
+    target: RowPool
+    drafter: PooledDraftSession | None
+    target_kind = RowPool
+    session_kind = PooledDraftSession
+
+    def join(self, other: PairCaches) -> int:
+        """Take the only row of others behind the live ones, on both sides or on neither. Returns its place."""
+        place = self.target.join(other.target)
+        try:
+            if self.drafter is not None and other.drafter is not None:
+                self.drafter.join(other.drafter)
+        except BaseException:
+            self.target.leave(place)
+            raise
+        return place
+
+    def leave(self, place: int) -> int:
+        """Park a live row behind the others; the last one takes its place. Returns where the parked row lies."""
+        parked = self.target.leave(place)
+        if self.drafter is not None:
+            self.drafter.leave(place)
+        return parked
+
+    def empty(self) -> None:
+        """Forget all rows, whatever state a failure has left them in."""
+        self.target.empty()
+        if self.drafter is not None:
+            self.drafter.empty()
+
+    def can_resume(self, place: int, length: int) -> bool:
+        """As `RowPool.can_resume`, on both sides."""
+        of_drafter = self.drafter is None or self.drafter.cache.can_resume(place, length)
+        return of_drafter and self.target.can_resume(place, length)
+
+    def resume(self, other: PairCaches, place: int, length: int) -> None:
+        """Begin others, of one row, with the first `length` tokens of a row here, live or parked."""
+        resume_row(other.target, self.target, place, length)
+        if self.drafter is not None and other.drafter is not None:
+            resume_row(other.drafter.cache, self.drafter.cache, place, length)
+            other.drafter._rotary = None
+
+
+class PromptReader:
+    """Reads one prompt after the other, in caches of one row, all but the last token: a round begins with that.
+
+    Args:
+        drafter: attached.
+        caches: of one row.
+        pools: of the batch, whose rows prompts may be resumed from.
+        piece: most prompt tokens of one forward.
+    """
+
+    def __init__(self, drafter: Assistant, caches: PairCaches, pools: PooledCaches, *, piece: int):
+        self.binding, self.caches, self.pools, self.piece = drafter.binding, caches, pools, piece
+        self.cache, self.session = caches.target, caches.drafter
+        self._chunks = ChunkedPrefill(self.binding, self.cache, self.session)
+        self._reading: PrefillState | None = None
+        self._position = 0  # within what is read
+        self._text: Row | None = None
+
+    @property
+    def text(self) -> Row:
+        assert self._text is not None, "begin comes first"
+        return self._text
+
+    def begin(self, text: Row, place: int, length: int) -> int:
+        """Start behind the first `length` tokens of the row at `place`. Returns how many are left to read."""
+        self.reset()
+        self._text = text
+        if length:
+            self.pools.resume(self.caches, place, length)
+        rest = list(text.request.prompt[length:])
+        self._reading = PrefillState([rest], unread=1, device=self.binding.input_device)
+        if len(rest) == 1 and self.session is not None:
+            _start_midway(self.session)
+        return len(rest) - 1
+
+    def read(self, num_tokens: int) -> None:
+        assert self._reading is not None
+        end = self._position + num_tokens
+        while self._position < end:
+            stop = min(end, self._position + self.piece)
+            self._chunks.read_columns(self._reading, self._position, stop)
+            self._position = stop
+        last = self._reading.last_logits[0]
+        if last is not None and bool(last.isnan().any()):
+            raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
+
+    def wipe(self) -> None:
+        """Forget what was read, which may be no numbers, and leave nothing of it."""
+        self.caches.wipe_row(0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was read."""
+        self.cache.reset()
+        if self.session is not None:
+            self.session.rollback([0])
+            self.session._root = None
+        self._reading, self._position, self._text = None, 0, None
+
+
+def _start_midway(session: DraftSession) -> None:
+    """A prompt of one token: the drafter knows nothing yet, and guesses until the first round has told it more."""
+    drafter = session.drafter
+    hidden = torch.zeros(1, 1, drafter.config.hidden_size, device=drafter.device, dtype=drafter.dtype)
+    session._root = DraftState(drafter.draft_logits(hidden), hidden)
+
 
 logger = logging.getLogger(__name__)
 
 
-class TextBatch:
+def batch_shape(drafter: Assistant, *, compiled: bool) -> DraftShape:
+    """The longest chain of any round; of a single row, where no graph drafts, doubt may end it.
+
+    Args:
+        compiled: rounds are computed by graphs.
+    """
+    make = partial(default_length, drafter, sampled=False, compiled=compiled)
+    lengths = [make(batch_size=rows) for rows in (1, 2)]  # one row, and more of them
+    return DraftShape(max(each.depth for each in lengths), min_confidence=lengths[0].min_confidence)
+
+
+class BatchDrafts:
+    """What texts have shown outlives them.
+
+    Args:
+        drafter: attached, or `NoDrafter`.
+        texts: of the batch.
+        shape: of the largest draft.
+        compiled: rounds are computed by graphs.
+    """
+
+    def __init__(self, drafter: Assistant, texts: ReadTexts, shape: DraftShape, *, compiled: bool):
+        self.shape = shape
+        self._texts = None if isinstance(drafter, Eagle31Drafter) else texts
+        self.planner = planner_of(drafter, shape, compiled=compiled, on_event=_tell)
+
+    def next_draft(self, rows: int, *, remaining: int) -> DraftPlan:
+        """What to draft for so many rows.
+
+        Args:
+            remaining: most tokens that one of them may still get; the round itself cuts the draft to that.
+        """
+        if remaining < 2 or not self.shape.depth:
+            return DraftPlan(DraftShape(0))
+        return self.planner.next_draft(RoundState(self.shape, range(rows), self._texts, remaining))
+
+    def text_joins(self) -> None:
+        """Another text may be of another kind: a drafter that rests is soon tried again."""
+        self.planner.shorten_rest()
+
+    def record(self, plan: DraftPlan, drafted: int, accepted: list[int], seconds: float) -> None:
+        """Learn what became of a plan: `drafted` tokens one after another, so many `accepted` by each row."""
+        if plan.skips or drafted:
+            rows = tuple(range(len(accepted)))
+            self.planner.record(RoundStats(plan, drafted, drafted, rows, tuple(accepted), seconds))
+
+
+def _tell(what: str, why: str) -> None:
+    logger.info("eagle31: the batch's drafts: %s, %s", what, why)
+
+
+logger = logging.getLogger(__name__)
+
+
+class Batch:
     """The texts that are being written, and the one whose prompt is being read.
 
     Args:
@@ -58,7 +262,7 @@ class TextBatch:
         windows = self.session is not None and self.session.cache.has_windows
         self.graphs = None if windows else captured_graphs(drafter)
         maker = None if self.graphs is None else self.graphs.maker
-        self._rows = BatchTexts(self.binding, shape, self.stats, maker)
+        self._rows = Rows(self.binding, shape, self.stats, maker)
         self.texts = self._rows.texts  # by place
         self.drafts = BatchDrafts(drafter, self._rows, shape, compiled=maker is not None)
         self.rounds = make_round(drafter, self.caches, self._rows, self.clock, compiled=maker is not None)
@@ -73,7 +277,7 @@ class TextBatch:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def begin(self, text: WrittenText) -> int:
+    def begin(self, text: Row) -> int:
         """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
         self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
         place, length = self._longest_shared(text.request)
@@ -96,7 +300,7 @@ class TextBatch:
         """Forget the prompt that is being read."""
         self._reader.wipe()
 
-    def _longest_shared(self, request: TextRequest) -> tuple[int, int]:
+    def _longest_shared(self, request: Request) -> tuple[int, int]:
         """The row to resume from: its place, and how many of its tokens (0 for none).
 
         One token less than the two share, since the drafter has joined each position with the token after it; and the
@@ -112,7 +316,7 @@ class TextBatch:
 
     # --- a round -------------------------------------------------------------------------------------------------
 
-    def round(self) -> list[tuple[WrittenText, TextEvent]]:
+    def round(self) -> list[tuple[Row, Event]]:
         """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
         self.clock.begin_round()
         rows = range(len(self.texts))
@@ -137,7 +341,7 @@ class TextBatch:
         self.clock.end_round()
         return told
 
-    def leave(self, text: WrittenText, *, trusted: bool = True) -> None:
+    def leave(self, text: Row, *, trusted: bool = True) -> None:
         """Let a text go. What was computed for it stays until its place is needed.
 
         Args:
@@ -172,16 +376,16 @@ class TextBatch:
         self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
         self.stats.skipped_rounds += plan.skips
 
-    def _write(self, b: int, *round_of: Any) -> TextEvent:
+    def _write(self, b: int, *round_of: Any) -> Event:
         """`_add_to_text`; what its tokenizer raises, say, ends this text alone."""
         try:
             return self._add_to_text(b, *round_of)
         except Exception as error:
             logger.exception("eagle31: a text could not be written")
             failure = f"{type(error).__name__}: {error}"
-            return TextEvent("", (), self.texts[b].usage, finish="error", error=failure)
+            return Event("", (), self.texts[b].usage, finish="error", error=failure)
 
-    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> TextEvent:
+    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
         """Add a row's tokens to its text, up to where that ends."""
         text = self.texts[b]
         fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
@@ -197,7 +401,7 @@ class TextBatch:
         logprobs = () if top is None else logprobs_of(logits[b, path[:count]], emitted[:count], top)
         fails = fails and text.writer.finish is None
         finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
-        return TextEvent(shown, tuple(emitted[:count]), text.usage, logprobs, finish, error)
+        return Event(shown, tuple(emitted[:count]), text.usage, logprobs, finish, error)
 
 
 def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -19,13 +19,10 @@ from ..decoding.kept_graphs import captured_graphs
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..target.attention_functions import why_attention_is_unknown
-from .batch import TextBatch
-from .batch_drafts import batch_shape
-from .choosing import choose_as_generate, unfollowed
-from .requests import OnEvent, TextEvent, TextRequest, TextUsage
+from .batch import Batch, batch_shape
+from .rows import Row, choose_as_generate, unfollowed
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
-from .text import TextWriter
-from .written_text import WrittenText
+from .text import Event, OnEvent, Request, Usage, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ class Totals:
     text_rounds: int = 0
     round_s: float = 0.0
 
-    def add(self, usage: TextUsage, finish: str) -> None:
+    def add(self, usage: Usage, finish: str) -> None:
         """Count a text that has ended."""
         self.requests[finish] = self.requests.get(finish, 0) + 1
         self.prompt_tokens += usage.prompt_tokens
@@ -99,7 +96,7 @@ class Engine:
         settings = self.settings
         self.eos_ids = end_tokens(drafter, tokenizer)
         self.totals = Totals()
-        self.batch = TextBatch(
+        self.batch = Batch(
             drafter, max_rows=settings.max_rows, context=settings.context, prefill_chunk=settings.prefill_chunk
         )
         self.scheduler = Scheduler(
@@ -112,7 +109,7 @@ class Engine:
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
-    def submit(self, request: TextRequest, on_event: OnEvent) -> Ticket:
+    def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         """Line a request up; `on_event` is called from the worker's thread, with a `finish` in the last event."""
         longest = self.settings.context
         if request.longest > longest:
@@ -242,10 +239,10 @@ class Engine:
         if joins:
             self.batch.join()
 
-    def _new_text(self, request: TextRequest) -> WrittenText:
+    def _new_text(self, request: Request) -> Row:
         binding = self.drafter.binding
         chooser = choose_as_generate(binding.model, request, device=binding.head_device, eos_ids=self.eos_ids)
-        return WrittenText(request, TextWriter(self.tokenizer, request, request.end_ids(self.eos_ids)), chooser)
+        return Row(request, Writer(self.tokenizer, request, request.end_ids(self.eos_ids)), chooser)
 
     def _round(self) -> None:
         self._let_cancelled_go()
@@ -265,10 +262,10 @@ class Engine:
             self._end(ticket, "cancelled")
 
     def _end(self, ticket: Ticket, finish: str, error: str = "") -> None:
-        usage = TextUsage(len(ticket.request.prompt)) if ticket.text is None else ticket.text.usage
-        self._tell(ticket, TextEvent(text="", tokens=(), usage=usage, finish=finish, error=error))
+        usage = Usage(len(ticket.request.prompt)) if ticket.text is None else ticket.text.usage
+        self._tell(ticket, Event(text="", tokens=(), usage=usage, finish=finish, error=error))
 
-    def _tell(self, ticket: Ticket, event: TextEvent) -> None:
+    def _tell(self, ticket: Ticket, event: Event) -> None:
         if event.finish is not None:
             with self._work:
                 self.scheduler.leave(ticket)

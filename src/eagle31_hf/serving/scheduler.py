@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import Eagle31Error
-from .requests import OnEvent, TextRequest
+from .text import OnEvent, Request
 
 if TYPE_CHECKING:
-    from .written_text import WrittenText
+    from .rows import Row
 
 PROMPTS_IN_A_BUDGET = 4
 """Most prompts begun between two rounds."""
@@ -40,9 +40,9 @@ class Ticket:
         cancelled: its client has gone.
     """
 
-    request: TextRequest
+    request: Request
     on_event: OnEvent
-    text: WrittenText | None = None
+    text: Row | None = None
     to_read: int = 0
     cancelled: bool = False
 
@@ -86,7 +86,7 @@ class Scheduler:
     writing: list[Ticket] = field(default_factory=list)
     _spent: int = 0  # of the budget, since the last round
 
-    def submit(self, request: TextRequest, on_event: OnEvent) -> Ticket:
+    def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         """Line up."""
         waiting = len(self.waiting) - self.free_rows
         if waiting >= self.max_waiting:

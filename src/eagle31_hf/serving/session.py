@@ -28,10 +28,9 @@ from ..generation_config import LONGEST_STEERED
 from ..stats import SpeculationStats
 from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.served_processing import sampling_options
-from .answer_forms import form_of
-from .answer_parts import AnswerParser, AnswerPart
-from .prompts import Message, encode_chat
-from .text import IncrementalDecoder
+from .answers import AnswerParser, AnswerPart
+from .forms import form_of
+from .text import IncrementalDecoder, Message, encode_chat
 
 __all__ = ["Answer", "ChatSession", "Piece"]
 

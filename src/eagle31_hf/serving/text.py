@@ -1,12 +1,235 @@
-"""Token by token to text: characters that are whole, stop strings that may span tokens, ends."""
+"""Prompts in and texts out: requests, chats as token ids, tokens as characters that are whole, stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .requests import TextRequest
+from ..errors import ConfigurationError
+
+FinishReason = str
+"""`"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"` or `"error"`."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a request says of how tokens are chosen; `None`: as the target's generation config has it.
+
+    Attributes:
+        temperature: 0 takes the likeliest token, any other draws.
+        seed: of this text's random numbers: the same seed writes the same text, up to rounding. `None`: any.
+        top_k: 0 for all.
+        logit_bias: added to the scores of these ids.
+        presence_penalty, frequency_penalty: taken off the scores of tokens written so far, once or per occurrence.
+        repetition_penalty: divides (multiplies, if negative) the scores of all tokens seen, prompt included.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to write.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: most tokens to write.
+        stop: strings that end the text and are cut off it.
+        keep_stop: leave the string or token that ended the text in it.
+        stop_token_ids: tokens that end the text, beside the target's own.
+        ignore_eos: write on after an end-of-sequence token.
+        min_new_tokens: so many are written before anything ends the text; `None`: as the target's generation config
+            has it.
+        skip_special_tokens: leave special tokens out of the text.
+        marks: special tokens that are shown all the same: the answer is taken apart by them.
+        bad_words: token sequences that are not written.
+        allowed_tokens: if any, no others are written.
+        top_logprobs: how many alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
+        grammar: a constraint on what may be written (`serving.grammar`), `None` for none.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    keep_stop: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_new_tokens: int | None = None
+    skip_special_tokens: bool = True
+    marks: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
+    top_logprobs: int | None = None
+    grammar: Any = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens the text may grow to, prompt included."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end the text, of a target whose own are `eos_ids`."""
+        return self.stop_token_ids | (frozenset() if self.ignore_eos else eos_ids)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A written token, its log-probability under the target (natural logarithm, before temperature), and others."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a text took.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of the prompt, and how many of them needed not be read again.
+        completion_tokens: written, an end-of-sequence token included.
+        drafted, accepted: draft tokens verified for this text, and those that the target agreed with.
+        rounds: verification passes this text took part in.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a round brought for one text.
+
+    Attributes:
+        text: new characters; what may turn out to be the beginning of a stop string is held back.
+        tokens: new token ids; the last of a round is the target's own, those before it were drafted and accepted.
+        logprobs: of the tokens, if asked for.
+        finish: why the text has ended, `None` if it goes on.
+        error: what went wrong, with `finish` `"error"`.
+        usage: so far.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+
+
+OnEvent = Callable[[Event], None]
+
+
+Message = dict[str, Any]
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    **template_options: Any,
+) -> list[int]:
+    """Token ids of a chat up to where the answer begins.
+
+    Without a chat template (a base model) the contents are joined by line ends, as they are.
+
+    Args:
+        tools: JSON schemas of functions the model may call.
+        template_options: what the template is told beside these, e.g. `enable_thinking=False`; a template or an
+            argument of the tokenizer is refused (`why_not_set`).
+    """
+    _refuse_half_characters(messages)
+    for name in template_options:
+        if why := why_not_set(tokenizer, name):
+            raise ConfigurationError(why)
+        if not is_read(tokenizer, name):
+            raise ConfigurationError(f"this model's chat template does not read {name!r}; leave it out")
+    if not tokenizer.chat_template:
+        return _without_template(tokenizer, messages, tools)
+    if tools and not template_takes_tools(tokenizer):
+        raise ConfigurationError(
+            "this model's chat template has no place for tools; leave tools out, or give a template that has "
+            "(--chat-template)"
+        )
+    try:
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]
+            list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **template_options,
+        )
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
+
+
+def _refuse_half_characters(messages: Sequence[Message]) -> None:
+    """What a terminal or a client could not decode; no tokenizer takes it."""
+    for number, message in enumerate(messages):
+        try:
+            json.dumps(message, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(
+                f"message {number} holds {error.object[error.start]!a}, which is no character; wanted text in the "
+                "encoding of the terminal, or UTF-8"
+            ) from error
+
+
+def _without_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+) -> list[int]:
+    roles = {message["role"] for message in messages}
+    if tools or roles - {"user"}:
+        raise ConfigurationError(
+            f"this model has no chat template, so it knows no roles (got {', '.join(sorted(roles))}) and no tools; "
+            "pass the text as one prompt, or give a template (--chat-template)"
+        )
+    return tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+
+
+def why_not_set(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """Why a client may not set a variable of this name; empty if it may.
+
+    Names of `apply_chat_template`'s own arguments may not be set, so that no chat brings a template along.
+    """
+    if name == "messages" or name in inspect.signature(tokenizer.apply_chat_template).parameters:
+        return f"{name!r} is the server's own to set; only variables that the chat template reads can be given"
+    return ""
+
+
+def is_read(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the chat template reads a variable of this name."""
+    return name in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or ""))
+
+
+def template_takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template does anything with tools."""
+    template = tokenizer.chat_template
+    return (isinstance(template, dict) and "tool_use" in template) or "tools" in str(template)
+
 
 PROMPT_TAIL = 64
 """Tokens of a prompt that are decoded with the first of its text: enough that one of them is no special token."""
@@ -125,7 +348,7 @@ def begun_at_end(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class TextWriter:
+class Writer:
     """One text as it grows: which of a round's tokens belong to it, what can be shown, and why it ends.
 
     Args:
@@ -134,7 +357,7 @@ class TextWriter:
         end_ids: tokens after which it ends; empty to write on.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: TextRequest, end_ids: frozenset[int]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: Request, end_ids: frozenset[int]):
         self.tokens: list[int] = []
         self.finish: str | None = None
         self._request, self._end_ids = request, end_ids

@@ -10,17 +10,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError
-from .answer_forms import AnswerForm, call_grammar, form_of
-from .answer_parts import ends_in_thought
+from .answers import ends_in_thought
 from .api_errors import ApiError
+from .bodies import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody, Constraint
 from .engine import Engine, TooLongError
+from .forms import AnswerForm, call_grammar, form_of
 from .grammar import Grammar, GrammarCompiler, OpenThought
-from .prompts import encode_chat, is_read, why_not_set
-from .requests import Sampling, TextRequest
-from .wire import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody, Constraint
+from .text import Request, Sampling, encode_chat, is_read, why_not_set
 
 
-class CallTranslator:
+class Translator:
     """Translates for one engine. May be used from several threads."""
 
     def __init__(self, engine: Engine):
@@ -29,7 +28,7 @@ class CallTranslator:
         self._grammars = GrammarCompiler(engine.tokenizer, self._vocabulary, engine.eos_ids)
         self._lock = threading.Lock()
 
-    def of_chat(self, body: ChatBody) -> list[TextRequest]:
+    def of_chat(self, body: ChatBody) -> list[Request]:
         """The texts of a chat, one per choice."""
         read, _ = self._template_kwargs(body)
         try:
@@ -61,7 +60,7 @@ class CallTranslator:
         read = {name: value for name, value in values.items() if is_read(self._tokenizer, name)}
         return read, [field for name, field in fields.items() if name not in read]
 
-    def of_completion(self, body: CompletionBody) -> list[TextRequest]:
+    def of_completion(self, body: CompletionBody) -> list[Request]:
         """The texts of a completion: of each prompt its choices."""
         grammar, texts = self._grammar(body.constraint), []
         for prompt in body.prompts:
@@ -75,7 +74,7 @@ class CallTranslator:
 
     def _choices(
         self, prompt: Sequence[int], body: Body, grammar: Grammar | None, default_tokens: int | None = None
-    ) -> list[TextRequest]:
+    ) -> list[Request]:
         longest = self._engine.settings.context
         if len(prompt) >= longest:
             raise TooLongError(
@@ -88,7 +87,7 @@ class CallTranslator:
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         self._check_ids(body.allowed_token_ids, "allowed_token_ids")
         self._check_ids(body.logit_bias, "logit_bias")
-        request = TextRequest(
+        request = Request(
             prompt=tuple(prompt),
             max_new_tokens=most,
             sampling=_sampling(body),

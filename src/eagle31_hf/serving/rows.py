@@ -1,0 +1,438 @@
+"""Rows of a batch: a text as it is written, and by what its tokens are chosen.
+
+A text with a seed is chosen by noise of its own, by position, taken from a generator of its seed as plain `generate`
+takes it: a seed writes the same text alone and in a crowd, with any drafts and none, and the one that `generate` writes
+after `torch.manual_seed` of it, wherever the target's scores are the same (in half precision they are up to rounding).
+Texts without a seed share one generator, and one call for all the noise that is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import logits_process as stock
+
+from ..compiled.graph_makers import GraphMaker
+from ..decoding.choosing import ChoiceRule
+from ..decoding.round import RoundBatch
+from ..sampling.asked_once import AskedOnce
+from ..sampling.draw import PositionNoise
+from ..sampling.logits_processing import ScoreProcessing
+from ..sampling.noise_size import KEPT_BEHIND
+from ..sampling.seen_tokens import SeenTokens
+from ..stats import SpeculationStats
+from ..target.binding import TargetBinding
+from ..trees.host_numbers import on_device
+from ..trees.shape import DraftShape
+from .grammar import GrammarProcessor
+from .text import Request, Sampling, TokenLogprob, Usage, Writer
+
+logger = logging.getLogger(__name__)
+
+
+class ScoreShape(NamedTuple):
+    """Scores per row, `V`, and where they lie."""
+
+    vocabulary: int
+    device: torch.device
+
+
+class FailsAlone(ScoreProcessing):
+    """Processors of a text that end nobody else's where they raise.
+
+    Attributes:
+        failure: what one has raised, in words; empty if none has.
+    """
+
+    failure = ""
+
+    def row_scores(
+        self, prefix: Callable[[int], Tensor], scores: Tensor, rows: Sequence[int], asked: AskedOnce | None = None
+    ) -> Tensor:
+        """Each row by itself, scores that are no numbers where a processor raises."""
+        return torch.cat([self._scores_of(prefix(b), scores[b : b + 1]) for b in range(len(rows))])
+
+    def _scores_of(self, prefix: Tensor, scores: Tensor) -> Tensor:
+        try:
+            return super().row_scores(lambda _b: prefix, scores, [0])
+        except Exception as error:
+            logger.exception("eagle31: the scores of a text could not be processed")
+            self.failure = f"{type(error).__name__}: {error}"
+            return torch.full_like(scores, torch.nan, dtype=torch.float32)
+
+
+class TokenChooser:
+    """How one text chooses its tokens.
+
+    Args:
+        processors: of its scores.
+        draws: whether tokens are drawn, by noise, instead of taking the likeliest.
+        seed: of the noise; `None`: any noise will do (`SharedNoise`).
+
+    Attributes:
+        kind: equal for texts that choose alike; `None` where each prefix has to be looked at.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, *, draws: bool, seed: int | None = None):
+        self.processing, self.draws, self.seed = FailsAlone(processors), draws, seed
+        self.kind: Hashable = (draws, self.processing.draft_warping.key) if self.processing.warps_drafts else None
+        self._noise: PositionNoise | None = None
+
+    @property
+    def needs_seen(self) -> bool:
+        """Whether which tokens the text has is all of it that is asked."""
+        return self.kind is not None and not self.processing.scores_only
+
+    def noise(self, position: int, count: int, scores: ScoreShape) -> Tensor:
+        """`(count, V)` of the next positions of a text that is sampled by a seed.
+
+        Args:
+            position: new tokens before the first of them.
+            scores: what it is for.
+        """
+        if self._noise is None:
+            generator = torch.Generator(scores.device)
+            assert self.seed is not None, "texts without one share theirs"
+            generator.manual_seed(self.seed)
+            self._noise = PositionNoise(1, scores.vocabulary, scores.device, generator)
+        return self._noise.window([0], [position], count)[0]
+
+
+def choose_as_generate(
+    model: Any, request: Request, *, device: torch.device, eos_ids: frozenset[int] = frozenset()
+) -> TokenChooser:
+    """How `generate` of this target chooses, called with what the request sets and nothing else.
+
+    Args:
+        model: the target: its generation config has the rest, and transformers builds the processors of both.
+        device: of the scores.
+        eos_ids: tokens that end the target's texts.
+    """
+    config = _prepared(model, request.sampling)
+    ends = sorted(request.end_ids(eos_ids))
+    config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
+    config.max_length = request.longest
+    if request.min_new_tokens is not None:
+        config.min_new_tokens = request.min_new_tokens
+    if request.bad_words:
+        config.bad_words_ids = [*(config.bad_words_ids or ()), *map(list, request.bad_words)]
+    prompt = torch.tensor([request.prompt], device=device)
+    processors = model._get_logits_processor(
+        config,
+        input_ids_seq_length=len(request.prompt),
+        encoder_input_ids=prompt,
+        logits_processor=LogitsProcessorList(_own_processors(request, eos_ids)),
+        device=device,
+        model_kwargs={},
+    )
+    return TokenChooser(processors, draws=bool(config.do_sample), seed=request.sampling.seed)
+
+
+def _prepared(model: Any, sampling: Sampling) -> GenerationConfig:
+    """As `generate` prepares it; what cannot be followed (`unfollowed`) is left out."""
+    kwargs: dict[str, Any] = {name: getattr(sampling, name) for name in _OF_GENERATE}
+    if sampling.temperature is not None:
+        kwargs["do_sample"] = sampling.temperature > 0
+    set_ones = {name: value for name, value in kwargs.items() if value is not None}
+    config = model._prepare_generation_config(None, **set_ones)[0]
+    if config.min_p == 0.0:
+        config.min_p = None  # removes nothing, and takes a pass over the scores
+    for name, neutral in _UNFOLLOWED.items():
+        setattr(config, name, next(iter(neutral), None))
+    return config
+
+
+_OF_GENERATE = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+_UNFOLLOWED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "guidance_scale": (1,), "penalty_alpha": (0,), "max_time": (), "stop_strings": (),
+    "token_healing": (False,), "dola_layers": (), "constraints": (), "force_words_ids": (),
+}  # fmt: skip
+"""Settings of generation configs that are no matter of a text's scores, and the values that ask for nothing."""
+
+
+def unfollowed(config: GenerationConfig) -> list[str]:
+    """Settings of a target's generation config that texts which are served side by side do not follow."""
+    values = {name: getattr(config, name, None) for name in _UNFOLLOWED}
+    return [name for name, value in values.items() if value is not None and value not in _UNFOLLOWED[name]]
+
+
+def _own_processors(request: Request, eos_ids: frozenset[int]) -> list[stock.LogitsProcessor]:
+    """What requests ask for and `generate` has no argument for."""
+    sampling, found = request.sampling, list[stock.LogitsProcessor]()
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        penalties = sampling.presence_penalty, sampling.frequency_penalty
+        found.append(OccurrencePenalty(*penalties, len(request.prompt)))
+    if sampling.logit_bias:
+        found.append(TokenBias(sampling.logit_bias))
+    if request.grammar is not None:
+        found.append(GrammarProcessor(request.grammar, len(request.prompt), eos_ids))
+    if request.allowed_tokens:
+        found.append(OnlyTokens(request.allowed_tokens))
+    return found
+
+
+class OccurrencePenalty(stock.LogitsProcessor):
+    """OpenAI's penalties: `presence` off each token written so far, `frequency` once more for each time it was."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int):
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Processed scores `(B, V)` after `input_ids` `(B, t)`."""
+        written = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+    def fork_for_drafts(self) -> OccurrencePenalty:
+        return self  # keeps no state
+
+
+class TokenBias(stock.LogitsProcessor):
+    """Adds to the scores of some tokens; -100 forbids one and 100 forces it."""
+
+    def __init__(self, bias: dict[int, float]):
+        self.ids, self.amounts = list(bias), list(bias.values())
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Processed scores `(B, V)`."""
+        changed = scores.clone()
+        changed[:, self.ids] += torch.tensor(self.amounts, dtype=scores.dtype, device=scores.device)
+        return changed
+
+    def fork_for_drafts(self) -> TokenBias:
+        return self  # keeps no state
+
+
+class OnlyTokens(stock.LogitsProcessor):
+    """Forbids all tokens but these."""
+
+    def __init__(self, ids: Sequence[int]):
+        self.ids = list(ids)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """Processed scores `(B, V)`."""
+        kept = torch.full_like(scores, float("-inf"))
+        kept[:, self.ids] = scores[:, self.ids]
+        return kept
+
+    def fork_for_drafts(self) -> OnlyTokens:
+        return self  # keeps no state
+
+
+def fresh_generator(device: torch.device) -> torch.Generator:
+    """One that gives other numbers in every process."""
+    generator = torch.Generator(device)
+    generator.seed()
+    return generator
+
+
+class Held(NamedTuple):
+    """A text's row of the noise, and from which position up to which it is held."""
+
+    row: int
+    begin: int
+    end: int
+
+
+class SharedNoise:
+    """Exponential noise by text and position. While it is held a position's stays the same, so a draft and the target's
+    choice see the same.
+
+    Args:
+        vocabulary: scores per position, `V`.
+        device: of the scores.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device):
+        self.vocabulary, self.device = vocabulary, device
+        self._generator = fresh_generator(device)
+        self._rings = torch.empty(0, 0, vocabulary, device=device)  # position t lies at t modulo the length
+        self._held: dict[Hashable, Held] = {}
+
+    def window(self, texts: Sequence[Hashable], starts: Sequence[int], count: int) -> Tensor:
+        """Noise `(R, count, V)` of these texts, each from its own position on; of others none is held any longer.
+
+        Args:
+            texts: each as its own key.
+            starts: of each of them, how many new tokens come before the first position.
+            count: positions.
+        """
+        if not texts:
+            return torch.empty(0, count, self.vocabulary, device=self.device)
+        self._make_room(texts, count)
+        length, missing, wanted = self._rings.shape[1], [], []
+        for text, start in zip(texts, starts, strict=True):
+            row, begin, end = self._held[text]
+            if not max(begin, end - length) <= start <= end:  # behind what is held, or ahead of it
+                begin = end = start
+            stop = start + count
+            missing += [row * length + position % length for position in range(end, stop)]
+            wanted += [row * length + position % length for position in range(start, stop)]
+            self._held[text] = Held(row, begin, max(end, stop))
+        places, noise = on_device(missing + wanted, self.device), self._rings.view(-1, self.vocabulary)
+        if missing:
+            new = torch.empty(len(missing), self.vocabulary, device=self.device)
+            noise[places[: len(missing)]] = new.exponential_(generator=self._generator)
+        return noise[places[len(missing) :]].view(len(texts), count, self.vocabulary)
+
+    def _make_room(self, texts: Sequence[Hashable], count: int) -> None:
+        """A row for each of the texts. Longer ones are other rows: what was held is taken anew."""
+        rows, length = self._rings.shape[:2]
+        self._held = {text: self._held[text] for text in texts if text in self._held}
+        if length < KEPT_BEHIND + count or rows < len(texts):
+            rows, length = max(rows, len(texts)), max(length, KEPT_BEHIND + count)
+            self._rings, self._held = torch.empty(rows, length, self.vocabulary, device=self.device), {}
+        free = iter({*range(rows)} - {held.row for held in self._held.values()})
+        for text in texts:
+            if text not in self._held:
+                self._held[text] = Held(next(free), 0, 0)
+
+
+NO_TOKEN = (
+    "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
+    "grammar together forbid every token, or the grammar is too large to be followed"
+)
+
+
+@dataclass(eq=False)
+class Row:
+    """A text being written in the batch.
+
+    Attributes:
+        request: what was asked for.
+        writer: tokens so far, and where they end.
+        chooser: how the next one is chosen.
+        usage: counts so far.
+    """
+
+    request: Request
+    writer: Writer
+    chooser: TokenChooser
+    usage: Usage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.usage = Usage(prompt_tokens=len(self.request.prompt))
+
+    @property
+    def last_token(self) -> int:
+        return self.writer.tokens[-1] if self.writer.tokens else self.request.prompt[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and text."""
+        return [*self.request.prompt, *self.writer.tokens]
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Of tokens `(n,)` written after nodes of these `logits` `(n, V)`, and of the `top` likeliest beside each."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs[range(len(tokens)), list(tokens)].tolist()
+    best = logprobs.topk(top, dim=-1) if top else None
+    others: list[tuple[tuple[int, float], ...]] = [()] * len(tokens) if best is None else [
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]  # fmt: skip
+    return tuple(TokenLogprob(*each) for each in zip(tokens, own, others, strict=True))
+
+
+def seen_in(prompts: Sequence[Sequence[int]], scores: ScoreShape) -> SeenTokens:
+    """Which tokens these have, of any length each."""
+    width = max(map(len, prompts))
+    pads = [width - len(prompt) for prompt in prompts]
+    ids = [[*[0] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
+    return SeenTokens(on_device(ids, scores.device), scores.vocabulary, pads)
+
+
+class Rows:
+    """What `decoding.round.Texts` and `decoding.choosing.Choosing` ask, of texts that come and go.
+
+    Args:
+        binding: of the target.
+        shape: the largest draft of a round.
+        stats: told where drafts are made without a text's grammar.
+        graph_maker: as in `Choosing`.
+
+    Attributes:
+        texts: by place.
+    """
+
+    wants_scores = False
+    eos_ids: frozenset[int] = frozenset()  # where texts end is their writers' affair: drafts go on
+
+    def __init__(
+        self, binding: TargetBinding, shape: DraftShape, stats: SpeculationStats, graph_maker: GraphMaker | None
+    ):  # fmt: skip
+        self.texts: list[Row] = []
+        self.shape, self.stats, self.graph_maker = shape, stats, graph_maker
+        self.device = binding.input_device
+        self._seen: tuple[list[Row], SeenTokens] | None = None  # of these texts
+        self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
+        self._noise = SharedNoise(*self._scores)
+
+    # --- what was written ------------------------------------------------------------------------------------------
+
+    @property
+    def new(self) -> list[list[int]]:
+        return [text.writer.tokens for text in self.texts]
+
+    def last_token(self, row: int) -> int:
+        return self.texts[row].last_token
+
+    def remaining_tokens(self, row: int) -> int:
+        return self.texts[row].writer.remaining
+
+    def text(self, row: int) -> list[int]:
+        """Prompt and new tokens."""
+        return self.texts[row].tokens
+
+    def identity(self, row: int) -> Row:
+        """Which text this is; its place may become another's."""
+        return self.texts[row]
+
+    def prefix(self, row: int, drafted: Tensor) -> Tensor:
+        return torch.cat((on_device(self.texts[row].tokens, self.device), drafted.to(self.device)))[None]
+
+    # --- how tokens are chosen -------------------------------------------------------------------------------------
+
+    @property
+    def _choosers(self) -> list[TokenChooser]:
+        return [text.chooser for text in self.texts]
+
+    def choice_rules(self, batch: RoundBatch) -> list[ChoiceRule]:
+        """One for the rows of each kind, and for each row whose prefixes have to be looked at."""
+        alike: dict[Hashable, list[int]] = {}
+        for place, chooser in enumerate(self._choosers):
+            alike.setdefault(place if chooser.kind is None else chooser.kind, []).append(place)
+        rows = [0] * len(self.texts)  # each text's processors know of one row
+        firsts = [(places, self.texts[places[0]].chooser) for places in alike.values()]
+        return [ChoiceRule(places, one.processing, one.draws, rows, fails_alone=True) for places, one in firsts]
+
+    def noise_for(self, batch: RoundBatch, count: int, *, behind: int = 0) -> Tensor | None:
+        """Of greedy rows beside drawn ones it is 1, which changes no choice."""
+        if not any(chooser.draws for chooser in self._choosers):
+            return None
+        starts = [written - behind for written in batch.written]
+        unseeded = [place for place, chooser in enumerate(self._choosers) if chooser.draws and chooser.seed is None]
+        shared = self._noise.window([self.texts[p] for p in unseeded], [starts[p] for p in unseeded], count)
+        if len(unseeded) == len(self.texts):
+            return shared
+        noise = dict(zip(unseeded, shared, strict=True))
+        greedy = torch.ones((), device=self._scores.device).expand(count, self._scores.vocabulary)
+        for place, chooser in enumerate(self._choosers):
+            if place not in noise:
+                noise[place] = chooser.noise(starts[place], count, self._scores) if chooser.draws else greedy
+        return noise[0][None] if len(noise) == 1 else torch.stack([noise[place] for place in range(len(noise))])
+
+    def seen_before(self, batch: RoundBatch) -> Tensor | None:
+        if not any(chooser.needs_seen for chooser in self._choosers):
+            return None
+        if self._seen is None or self._seen[0] != self.texts:
+            prompts = [text.request.prompt for text in self.texts]
+            self._seen = list(self.texts), seen_in(prompts, self._scores)
+        return self._seen[1].of(range(len(self.texts)), self.new)
