@@ -30,9 +30,18 @@ class PrefillState:
         unread: how many last tokens of each row are left unread. With 1, every position that is read is followed by
             a known token, so the drafter's state afterwards belongs to the last one.
         device: of the target's input.
+        on_logits: called with the first column of each forward and the logits of all of them, `(B, C, V)`.
     """
 
-    def __init__(self, texts: Sequence[Sequence[int]], *, unread: int, device: torch.device):
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        unread: int,
+        device: torch.device,
+        on_logits: Callable[[int, Tensor], None] | None = None,
+    ):
+        self.on_logits = on_logits
         self.known = [len(text) for text in texts]
         self.to_read = [length - unread for length in self.known]
         longest = max(self.known)
@@ -126,8 +135,12 @@ class ChunkedPrefill:
         counts = [min(max(length - start, 0), end - start) for length in reading.to_read]
         ending = [row for row, n in enumerate(counts) if 0 < n == reading.to_read[row] - start]
         ends = sorted({counts[row] - 1 for row in ending})
+        if reading.on_logits is not None:
+            ends = list(range(end - start))
         out = self._forward(reading.tokens[:, start:end], ends or [0], counts)
         self.cache.commit(counts)
+        if reading.on_logits is not None:
+            reading.on_logits(start, out.logits)
         for row in ending:
             last = counts[row] - 1
             reading.keep(row, out.logits[row, ends.index(last)], None if out.aux is None else out.aux[row, last])

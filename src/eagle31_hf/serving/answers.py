@@ -18,7 +18,7 @@ from typing import Any
 import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
-from .bodies import ChatBody
+from .bodies import ChatBody, CompletionBody
 from .forms import AnswerForm, Template, form_of
 from .text import Event, Request, TokenLogprob, TokenTexts, Usage
 
@@ -404,28 +404,43 @@ def _finite(logprob: float) -> float:
 class CompletionWriter:
     """Of a completion; methods as `ChatWriter`'s."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Request]):
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, texts: Sequence[Request]):
         self._shared = _shared_fields(model, "cmpl") | {"object": "text_completion"}
+        self._tokenizer, self._texts = tokenizer, texts
         self._tokens = [TokenTexts(tokenizer, text.prompt) for text in texts]
+        self._to_echo = {index: self._prompt(body, index) for index in range(len(texts)) if body.echo}
         self._choices: list[Fields] = []
-        for index, (text, tokens) in enumerate(zip(texts, self._tokens, strict=True)):
-            told = None if text.top_logprobs is None else _completion_logprobs(tokens, [])
+        for index, tokens in enumerate(self._tokens):
+            told = None if body.logprobs is None else _completion_logprobs(tokens, [])
             self._choices.append({"index": index, "text": "", "finish_reason": None, "logprobs": told})
+
+    def _prompt(self, body: CompletionBody, index: int) -> str:
+        prompt = body.prompts[index // body.n]
+        if isinstance(prompt, str):
+            return prompt
+        return str(self._tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def opening(self) -> list[Fields]:
         return []
 
     def pieces(self, index: int, event: Event) -> list[Fields]:
-        choice = self._choices[index]
-        new = {"index": index, "text": event.text, "finish_reason": event.finish, "logprobs": None}
-        choice["text"] += event.text
+        choice, echoed = self._choices[index], self._to_echo.pop(index, "")
+        text = echoed + event.text
+        new = {"index": index, "text": text, "finish_reason": event.finish, "logprobs": None}
+        choice["text"] += text
         choice["finish_reason"] = event.finish
         if choice["logprobs"] is not None:
-            new["logprobs"] = told = _completion_logprobs(self._tokens[index], event.logprobs)
+            new["logprobs"] = told = self._logprobs(index, event, echoed)
             for name, values in told.items():
                 choice["logprobs"][name] += values
-        adds = event.text or event.finish is not None or event.logprobs
+        adds = text or event.finish is not None or event.logprobs
         return [{**self._shared, "choices": [new], "usage": None}] if adds else []
+
+    def _logprobs(self, index: int, event: Event, echoed: str) -> Fields:
+        if event.prompt_logprobs is None:
+            return _completion_logprobs(self._tokens[index], event.logprobs)
+        self._tokens[index].length = len(echoed)
+        return _prompt_logprobs(self._tokenizer, self._texts[index].prompt, event.prompt_logprobs, echoed)
 
     def usage(self, usages: Sequence[Usage]) -> Fields:
         return {**self._shared, "choices": [], "usage": _sum_of(usages)}
@@ -446,3 +461,20 @@ def _completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) ->
         told["tokens"].append(texts.add(each.token))
         told["token_logprobs"].append(_finite(each.logprob))
     return told
+
+
+def _prompt_logprobs(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], echoed: str
+) -> Fields:
+    """Of a prompt's tokens, of which the first follows nothing; offsets count within the text that is echoed."""
+    texts = TokenTexts(tokenizer, ())
+    first = texts.add(prompt[0])
+    told = _completion_logprobs(texts, logprobs)
+    whole = "".join([first, *told["tokens"]])
+    before = len(whole) - len(echoed) if whole.endswith(echoed) else 0  # what the tokenizer begins texts with
+    return {
+        "tokens": [first, *told["tokens"]],
+        "token_logprobs": [None, *told["token_logprobs"]],
+        "top_logprobs": [None, *told["top_logprobs"]],
+        "text_offset": [max(0, at - before) for at in (0, *told["text_offset"])],
+    }

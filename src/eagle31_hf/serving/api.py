@@ -67,7 +67,7 @@ class Translator:
             ids: list[int] = prompt if isinstance(prompt, list) else self._encoded(prompt, body.add_special_tokens)
             self._check_ids(ids, "prompt")
             texts += self._choices(ids, body, grammar, DEFAULT_COMPLETION_TOKENS)
-        return texts
+        return [replace(text, prompt_logprobs=body.logprobs if body.echo else None) for text in texts]
 
     def _encoded(self, text: str, special: bool) -> list[int]:
         return self._tokenizer(text, add_special_tokens=special)["input_ids"]
@@ -81,7 +81,9 @@ class Translator:
                 f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}", longest
             )
         room = longest - len(prompt)
-        most = body.max_new_tokens or min(default_tokens or self._engine.default_new_tokens or room, room)
+        most = body.max_new_tokens
+        if most is None:
+            most = min(default_tokens or self._engine.default_new_tokens or room, room)
         if (body.min_tokens or 0) > most:
             raise ApiError(f"min_tokens is {body.min_tokens}, and {most} are written at most", param="min_tokens")
         self._check_ids(body.stop_token_ids, "stop_token_ids")

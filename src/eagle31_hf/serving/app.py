@@ -210,7 +210,7 @@ class _Server:
         body = parse_completion(parse_json(await self._body(request)))
         self._check_model(body.model)
         texts = await asyncio.to_thread(self.translator.of_completion, body)
-        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, texts)
+        writer = CompletionWriter(self.settings.model, self.engine.tokenizer, body, texts)
         return await self._answer(request, body, texts, writer)
 
     async def _answer(
@@ -240,7 +240,7 @@ class _Server:
         async for index, event in run.events():
             if event.error:
                 raise ApiError(event.error, status=500, code="engine_error")
-            writer.pieces(index, event)
+            await _pieces(writer, index, event)
 
     async def _stream(
         self, request: HttpRequest, run: _Run, writer: AnswerWriter, include_usage: bool
@@ -253,7 +253,7 @@ class _Server:
                     error = ApiError(event.error, status=500, code="engine_error")
                     yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
                     return
-                pieces = writer.pieces(index, event)
+                pieces = await _pieces(writer, index, event)
                 if all(run.finishes) and not include_usage:
                     pieces[-1] |= {"timings": run.timings}
                 for piece in pieces:
@@ -338,7 +338,8 @@ class _Run:
         while left:
             index, event = await self._events.get()
             self.usages[index], self.finishes[index] = event.usage, event.finish
-            self._observe(index)
+            if event.tokens or event.finish:
+                self._observe(index)
             left -= event.finish is not None
             yield index, event
 
@@ -365,6 +366,13 @@ class _Run:
         """Those that have not ended need not go on."""
         for ticket in self._tickets:
             self.server.engine.cancel(ticket)
+
+
+async def _pieces(writer: AnswerWriter, index: int, event: Event) -> list[dict[str, Any]]:
+    """What an event adds; a whole prompt takes a while: not on the loop that feeds every stream."""
+    if event.prompt_logprobs is None:
+        return writer.pieces(index, event)
+    return await asyncio.to_thread(writer.pieces, index, event)
 
 
 def _sse(piece: dict[str, Any]) -> str:

@@ -37,6 +37,9 @@ from ..trees.shape import DraftShape
 from .rows import NO_TOKEN, Row, Rows, logprobs_of
 from .text import Event, Request
 
+TOLD_AT_ONCE = 64
+"""Prompt tokens of a forward that are told with log-probabilities: each has the scores of a whole vocabulary."""
+
 
 class PooledDraftSession(DraftSession):
     """The drafter's side of a batch whose rows come and go."""
@@ -145,7 +148,8 @@ class PromptReader:
         if length:
             self.pools.resume(self.caches, place, length)
         rest = list(text.request.prompt[length:])
-        self._reading = PrefillState([rest], unread=1, device=self.binding.input_device)
+        told = None if text.request.prompt_logprobs is None else self._note
+        self._reading = PrefillState([rest], unread=1, device=self.binding.input_device, on_logits=told)
         if len(rest) == 1 and self.session is not None:
             _start_midway(self.session)
         return len(rest) - 1
@@ -153,13 +157,21 @@ class PromptReader:
     def read(self, num_tokens: int) -> None:
         assert self._reading is not None
         end = self._position + num_tokens
+        piece = self.piece if self._reading.on_logits is None else min(self.piece, TOLD_AT_ONCE)
         while self._position < end:
-            stop = min(end, self._position + self.piece)
+            stop = min(end, self._position + piece)
             self._chunks.read_columns(self._reading, self._position, stop)
             self._position = stop
         last = self._reading.last_logits[0]
         if last is not None and bool(last.isnan().any()):
             raise UnsupportedGenerationError("the model's scores of this prompt are no numbers")
+
+    def _note(self, start: int, logits: Tensor) -> None:
+        """Keep log-probabilities of the tokens that follow those of these logits `(1, C, V)`."""
+        request = self.text.request
+        assert request.prompt_logprobs is not None
+        tokens = request.prompt[start + 1 : start + 1 + logits.shape[1]]
+        self.text.prompt_logprobs += logprobs_of(logits[0], tokens, request.prompt_logprobs)
 
     def wipe(self) -> None:
         """Forget what was read, which may be no numbers, and leave nothing of it."""
@@ -307,6 +319,8 @@ class Batch:
         prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
         """
         prompt, best = request.prompt, (0, 0)
+        if request.prompt_logprobs is not None:  # what is not read has no scores
+            return best
         rows = {place: text.tokens for place, text in enumerate(self.texts)}
         for place, tokens in (rows | self._parked).items():
             length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))

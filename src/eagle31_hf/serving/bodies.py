@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": ("only text is written",),
     "modalities": ("only text is written", ["text"]),
     "suffix": ("only texts that go on are written",),
-    "echo": ("the prompt is not repeated", False),
+    "echo": ("/v1/completions has it", False),
     "best_of": ("ask for n and choose", 1),
     "use_beam_search": ("texts are drawn or greedy", False),
     "length_penalty": ("it belongs to beam search", 1),
@@ -454,7 +454,9 @@ class CompletionBody(Body):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    max_tokens: int | None = Field(None, ge=0)
     add_special_tokens: StrictBool = True
+    echo: StrictBool = False
 
     @property
     def alternatives(self) -> int | None:
@@ -470,6 +472,8 @@ class CompletionBody(Body):
         super().check()
         if not all(self.prompts):
             raise ApiError("prompt is empty; wanted a text, token ids, or several of either", param="prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("max_tokens is 0 without echo: true; wanted at least 1", param="max_tokens")
         if len(self.prompts) * self.n > MAX_CHOICES:
             raise ApiError(f"{len(self.prompts)} prompts of n={self.n}; wanted {MAX_CHOICES} texts at most", param="n")
 

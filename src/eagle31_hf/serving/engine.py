@@ -237,7 +237,18 @@ class Engine:
             with self._work:
                 joins = self.scheduler.has_read(step.read)
         if joins:
+            self._begin_writing(ticket)
+
+    def _begin_writing(self, ticket: Ticket) -> None:
+        text = ticket.text
+        assert text is not None
+        if text.request.prompt_logprobs is not None:
+            self._tell(ticket, Event("", (), text.usage, prompt_logprobs=tuple(text.prompt_logprobs)))
+        if text.request.max_new_tokens:
             self.batch.join()
+        else:
+            self.batch.drop_reading()
+            self._end(ticket, "length")
 
     def _new_text(self, request: Request) -> Row:
         binding = self.drafter.binding

@@ -309,12 +309,14 @@ class Row:
         writer: tokens so far, and where they end.
         chooser: how the next one is chosen.
         usage: counts so far.
+        prompt_logprobs: of the prompt's tokens that were read, but for its first; only where they were asked for.
     """
 
     request: Request
     writer: Writer
     chooser: TokenChooser
     usage: Usage = field(init=False)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.usage = Usage(prompt_tokens=len(self.request.prompt))

@@ -49,7 +49,7 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: most tokens to write.
+        max_new_tokens: most tokens to write; with 0 the prompt is read and no more.
         stop: strings that end the text and are cut off it.
         keep_stop: leave the string or token that ended the text in it.
         stop_token_ids: tokens that end the text, beside the target's own.
@@ -61,6 +61,7 @@ class Request:
         bad_words: token sequences that are not written.
         allowed_tokens: if any, no others are written.
         top_logprobs: how many alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
+        prompt_logprobs: the same of the prompt's tokens.
         grammar: a constraint on what may be written (`serving.grammar`), `None` for none.
     """
 
@@ -77,6 +78,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_tokens: tuple[int, ...] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Any = None
 
     @property
@@ -91,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A written token, its log-probability under the target (natural logarithm, before temperature), and others."""
+    """A token, its log-probability under the target (natural logarithm, before temperature), and others."""
 
     token: int
     logprob: float
@@ -125,6 +127,7 @@ class Event:
         text: new characters; what may turn out to be the beginning of a stop string is held back.
         tokens: new token ids; the last of a round is the target's own, those before it were drafted and accepted.
         logprobs: of the tokens, if asked for.
+        prompt_logprobs: of the prompt's tokens but for its first, if asked for; told once, before any token.
         finish: why the text has ended, `None` if it goes on.
         error: what went wrong, with `finish` `"error"`.
         usage: so far.
@@ -136,6 +139,7 @@ class Event:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 OnEvent = Callable[[Event], None]
