@@ -29,7 +29,7 @@ CONTRACT_CASES = 3
 
 
 def _tiles_kill() -> bool:
-    """Some virtual machines list AMX and keep it back: the first product of bfloat16 dies (docs/troubleshooting.md)."""
+    """Some virtual machines list AMX and keep it back: the first product of bfloat16 dies (docs/choosing.md)."""
     facts = Path("/proc/cpuinfo")
     if not facts.exists() or "amx_bf16" not in facts.read_text(encoding="ascii", errors="replace").split():
         return False

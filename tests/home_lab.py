@@ -1,4 +1,4 @@
-"""What fits on which card: the tables of docs/memory.md and docs/kv_cache.md."""
+"""What fits on which card: the tables of docs/memory.md."""
 
 from __future__ import annotations
 

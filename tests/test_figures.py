@@ -122,7 +122,7 @@ def test_the_table_of_what_fits_is_what_the_planner_says():
 def test_the_table_of_8_bit_caches_is_what_the_planner_says():
     from home_lab import CACHED, cache_table
 
-    page = (ROOT / "docs" / "kv_cache.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     for (target, weights, card), (full, packed) in zip(CACHED, cache_table(), strict=True):
         assert f"| {target}, {weights} | {card} | {full:,} | {packed:,} |" in page
 
@@ -138,7 +138,7 @@ def test_the_table_of_packed_drafters_is_what_the_planner_says():
     config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
                          num_hidden_layers=32, vocab_size=128256)  # fmt: skip
     target = read_target(config, "bf16")
-    drafter, page = read_drafter(None, target), (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    drafter, page = read_drafter(None, target), (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     for name, precision in (("bf16", "full"), ("int8", "int8"), ("nf4, double quantisation", "nf4")):
         packing = drafter_quantization(target, precision)
         weights, head = drafter.weight_bytes(packing), drafter.head_bytes(packing)

@@ -4,7 +4,7 @@
 
 It needs a checkout of the repository, torch, transformers, accelerate and what these need; nothing has to be
 installed, and nothing is fetched. 4-bit steps need bitsandbytes, the repository's tests pytest and hypothesis: a step
-says what it lacks. `make_carry.sh` packs bitsandbytes for a machine that has no network; see docs/benchmarks.md. Steps
+says what it lacks. `make_carry.sh` packs bitsandbytes for a machine that has no network; see docs/speed.md. Steps
 use the package's public interface alone.
 
 Steps run in the order of their worth, each in a process and with a time limit of its own. `DIR` gets `results.jsonl` (a

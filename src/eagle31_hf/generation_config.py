@@ -56,7 +56,7 @@ class Eagle31GenerationConfig(GenerationConfig):
         draft_min_confidence: end a chain once the product of the drafter's largest probabilities, step by step, falls
             below this (for a greedy chain, its probability). `None` (default): 0.02 where `num_assistant_tokens` is
             `None` and asking costs nothing, else never.
-        num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/adaptive.md). `"planned"`
+        num_assistant_tokens_schedule: how the draft length follows what is accepted (docs/speed.md). `"planned"`
             (default) takes the length that is expected to write fastest, up to `num_assistant_tokens`, rests where
             drafts do not pay, and drafts from the text itself where it repeats; `"pid"` does the same with a length
             that a controller steers, from `num_assistant_tokens` up to 12; `"constant"` keeps one length, and rests
@@ -71,11 +71,11 @@ class Eagle31GenerationConfig(GenerationConfig):
         speculation_loop: `"auto"` (our loop where it is exact, else plain decoding, whose reason is logged), or
             exactly one of `"own"`, `"plain"`.
         acceleration: `"auto"` (default): captured graphs on a CUDA device; on a CPU graphs where `eagle31 warmup` has
-            left them for this pair and machine, else eager code; nothing is compiled (docs/acceleration.md).
+            left them for this pair and machine, else eager code; nothing is compiled (docs/speed.md).
             `"eager"`: no graphs. `"compile"`: on a CPU as after `eagle31 warmup`, for which the first text waits;
             on a CUDA device short texts are captured, too.
         cache_type: how the target's keys and values are stored: `"full"` in its own dtype, `"int8"` in 8 bits
-            (docs/kv_cache.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
+            (docs/memory.md); `"auto"` (default) is `"full"` unless a memory plan says otherwise. The text is
             then what the target writes over such a cache, with or without drafts. Our own loop only.
     """
 

@@ -137,7 +137,7 @@ def drafted(drafter: Eagle31Drafter, ids: Tensor) -> Tensor:
 
 
 def test_packed_demo_drafters_draft_nearly_the_same() -> None:
-    """Acceptance lengths over many prompts are in docs/quantization.md; a wrong scale or row would agree by chance."""
+    """Acceptance lengths over many prompts are in docs/memory.md; a wrong scale or row would agree by chance."""
     target = target_of("demo-target")
     full = Eagle31Drafter.from_pretrained(DEMO_DRAFTER, target=target)
     texts = [torch.tensor([prompt]) for prompt in prompts_for("demo-target", 3)]

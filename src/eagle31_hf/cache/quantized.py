@@ -12,7 +12,7 @@ target writes over this cache token by token.
 
 **Scales are powers of two**: the smallest with which no code overflows. Scaling by one is exact in every dtype, so the
 numbers read do not depend on the arithmetic, and packing what was unpacked gives the same numbers: a cache may travel
-through a stock one, from turn to turn, without wearing out. It costs up to one of the 8 bits (docs/kv_cache.md).
+through a stock one, from turn to turn, without wearing out. It costs up to one of the 8 bits (docs/memory.md).
 
 Scales per token rather than per channel (KIVI, arXiv 2402.02750): a channel's scale would have to be known before its
 later tokens are, or be corrected afterwards by rounding again.

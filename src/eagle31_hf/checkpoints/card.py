@@ -160,7 +160,7 @@ def _aux(summary: CheckpointSummary) -> str:
 
 
 def vllm_command(target: str, drafter: str) -> str:
-    """`vllm serve` with a drafter; both are folders or Hub ids. This line has been run (docs/engines.md)."""
+    """`vllm serve` with a drafter; both are folders or Hub ids. This line has been run (docs/formats.md)."""
     speculative = {"method": "eagle3", "model": drafter, "num_speculative_tokens": DRAFT_TOKENS}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 

@@ -80,7 +80,7 @@ class Eagle31Drafter(Assistant, Eagle31Network):
                 checkpoint's.
             device: default: where the target's LM head is, else CPU.
             quantization_config: `BitsAndBytesConfig` (int8, nf4, fp4) to pack attention, MLP and draft head with, also
-                head rows gathered from the target (docs/quantization.md).
+                head rows gathered from the target (docs/memory.md).
             memory: a plan to keep to (`plan_memory`), or `"auto"` to make one for the device `target` sits on: checked
                 before weights are read, it sets precision, draft length or tree, prefill chunk and cache type
                 (docs/memory.md). Needs `target`.

@@ -90,7 +90,7 @@ def apply_plan(plan: MemoryPlan, config: Eagle31GenerationConfig) -> None:
     config.cache_type = settings.cache_type
     if settings.cache_type != "full":
         logger.warning(
-            "eagle31: the memory plan stores the target's cache as %s, which may change the text (docs/kv_cache.md); "
+            "eagle31: the memory plan stores the target's cache as %s, which may change the text (docs/memory.md); "
             "plan with cache_type='full' or a shorter context if it must not",
             settings.cache_type,
         )

@@ -31,7 +31,7 @@ from .quantization_schemes import SCHEMES, Quantization
 from .target_facts import TargetFacts, read_target
 
 LOADABLE_DRAFTER_PRECISIONS = ("full", "int8", "nf4")
-"""Drafter precisions `Eagle31Drafter.from_pretrained` loads, by acceptance, best first (docs/quantization.md)."""
+"""Drafter precisions `Eagle31Drafter.from_pretrained` loads, by acceptance, best first (docs/memory.md)."""
 
 PREFILL_CHUNKS = (2048, 1024, 512, 256)
 SHORT_DRAFT_TOKENS = 3
