@@ -6,7 +6,7 @@ import math
 import reprlib
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -234,6 +234,12 @@ class MtpConfig(Eagle31Config):
     def resolve_aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """One state: `hs[L + 1]`, behind the target's final norm, or `hs[L]` before it."""
         return (num_target_layers + int(self.normed_state),)
+
+    def layers_config(self) -> PreTrainedConfig:
+        """The text configuration of a decoder that has the head's layers and no others."""
+        assert self.block is not None, "a head's configuration is made from its target's"
+        fields = {name: value for name, value in self.block.items() if name != "model_type"}
+        return AutoConfig.for_model(self.block["model_type"], **fields)
 
 
 for _config in (Eagle31Config, MtpConfig):

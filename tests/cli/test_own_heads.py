@@ -27,6 +27,27 @@ def test_the_head_drafts_where_no_drafter_is_named(target, drafter, tmp_path):
     assert kept.exists()
 
 
+def test_a_plan_counts_the_head_inside_the_target(target, tmp_path):
+    figures = {}
+    for drafter in ("default", "mtp", "none"):
+        option = [] if drafter == "default" else ["--drafter", drafter]
+        run("plan", target, *option, "--context", 64, "--card", "RTX 4090", "--json", tmp_path / "plan.json")
+        figures[drafter] = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["default"] == figures["mtp"]
+    assert "MTP head" in figures["mtp"]["drafter"]["name"]
+    assert figures["none"]["drafter"] is None
+    assert figures["none"]["figures"]["peak_bytes"] < figures["mtp"]["figures"]["peak_bytes"]
+    assert "no MTP head" in error_of("plan", "Llama 3.1 8B", "--drafter", "mtp", "--card", "RTX 4090")
+
+
+@pytest.mark.parametrize("drafter", [[], ["--drafter", "mtp"]])
+def test_a_text_is_written_under_a_plan_with_the_head(target, drafter, tmp_path):
+    kept = tmp_path / "text.json"
+    options = ("--memory", "auto", "--context", 128, "--prompt", PROMPT, "--max-new-tokens", 8, "--json", kept)
+    assert "drafter in full precision" in run("generate", "--target", target, *drafter, *options).output
+    assert kept.exists()
+
+
 def test_a_target_without_a_head_still_needs_a_drafter():
     assert "--drafter" in error_of("generate", "--target", TARGET, "--prompt", "x")
     message = error_of("generate", "--target", TARGET, "--drafter", "mtp", "--prompt", "x")

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -74,6 +75,11 @@ TARGETS: dict[str, PreTrainedConfig] = {
                                 moe_intermediate_size=768, vocab_size=151936, head_dim=128, **COMMON),
     "glm4 moe": Glm4MoeConfig(hidden_size=4096, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
                               n_routed_experts=16, first_k_dense_replace=1, vocab_size=151552, **COMMON),
+    # Latent attention: keys and values are made of all that is cached, for every head.
+    "glm4 flash": Glm4MoeLiteConfig(hidden_size=2048, num_attention_heads=20, num_key_value_heads=20,
+                                    n_routed_experts=16, moe_intermediate_size=1536, kv_lora_rank=512, q_lora_rank=768,
+                                    qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, vocab_size=151552,
+                                    **COMMON),
 }  # fmt: skip
 DRAFTER = Eagle31Config(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
@@ -99,7 +105,7 @@ class Run:
 
 RUNS = (Run(2048, 2048, 7), Run(8192, 1024, 8), Run(16384, 512, 60), Run(4096, 256, 24), Run(2048, 512, 8, batch=2))
 LONG_RUNS = {"gemma3 27B": RUNS[:3], "mixtral": (RUNS[0], RUNS[3]), "mistral, window": (RUNS[1], RUNS[3]),
-             "phi3": RUNS[:2], "qwen3 moe": RUNS[:2], "glm4 moe": RUNS[:2]}  # fmt: skip
+             "phi3": RUNS[:2], "qwen3 moe": RUNS[:2], "glm4 moe": RUNS[:2], "glm4 flash": RUNS[:2]}  # fmt: skip
 COMBINATIONS = [(name, run) for name in TARGETS for run in LONG_RUNS.get(name, RUNS)]
 
 

@@ -33,6 +33,7 @@ from .files import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedConfig
 
     from ..configuration_eagle31 import MtpConfig
 
@@ -43,6 +44,8 @@ TOKENIZER_FILE = "tokenizer.json"
 """Of a target: the order of its ids says which rows of its LM head are worth drafting from."""
 SAVED = "eagle31_mtp"
 """`model_type` of a head in a folder of its own."""
+PACKED_MODULES = "_proj"
+"""How linear layers of a head end that a quantiser may pack."""
 
 _OWN_PREFIX = re.compile(r"(?:model\.|language_model\.|model\.language_model\.)*mtp\.(.+)")
 _LAYER_PREFIX = r"(?:model\.|language_model\.|model\.language_model\.)*layers\.{}\.(.+)"
@@ -209,6 +212,14 @@ def read_head(folder: Path) -> tuple[MtpConfig, dict[str, Tensor]]:
     tensors = {ours: loaded[theirs] for ours, theirs in head.names.items()}
     tensors = _join_experts(_unpack_blocks(tensors))
     return _config_of(head, folder, tensors["fc.weight"].dtype), tensors
+
+
+def copies_head_rows(folder: Path) -> bool:
+    """Whether a head that lies in `folder` by itself drafts from chosen rows of its target's LM head, not the first."""
+    if not is_saved_head(folder):
+        return False
+    stored = open_shards([folder / WEIGHTS_FILE])
+    return "d2t" in stored.infos and bool(stored.load(["d2t"])["d2t"].any())
 
 
 def write_head(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -404,13 +415,24 @@ def _require_whole(head: _Head, folder: Path) -> None:
 def _config_of(head: _Head, folder: Path, dtype: Any) -> MtpConfig:
     from transformers import AutoConfig
 
-    from ..configuration_eagle31 import MtpConfig
-
     try:
-        text = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointFormatError(f"{folder / CONFIG_FILE} cannot be read by transformers: {error}") from error
-    family = head.family
+    return _head_config(head.family, config, dtype)
+
+
+def promised_head(config: PreTrainedConfig) -> MtpConfig | None:
+    """The head that targets of this configuration are published with; `None`: none that can be read."""
+    fields = config.to_dict()
+    family = family_of(fields)
+    return _head_config(family, config, None) if family is not None and promises_head(fields) else None
+
+
+def _head_config(family: MtpFamily, target: PreTrainedConfig, dtype: Any) -> MtpConfig:
+    from ..configuration_eagle31 import MtpConfig
+
+    text = target.get_text_config(decoder=True)
     layer_types = getattr(text, family.layer_types) if isinstance(family.layer_types, str) else family.layer_types
     of_layers = {name: value for name, value in text.to_dict().items() if name not in _NOT_OF_LAYERS}
     block = of_layers | dict(family.fields) | {"num_hidden_layers": len(layer_types)}

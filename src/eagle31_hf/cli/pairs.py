@@ -21,6 +21,7 @@ from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import best_kind, one_card
+from ..memory.drafter_facts import OWN_HEAD
 from ..serving.text import encode_chat
 from ..target.loading import dtype_here, load_target, packing_config
 from ..target.precision import SHORT_NAMES
@@ -31,8 +32,6 @@ DTypeName = Literal["auto", "stored", "bfloat16", "float16", "float32", "bf16", 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 NONE = "none"
 """What `--drafter` is told where there is none."""
-HEAD = "mtp"
-"""What `--drafter` is told where the target's own multi-token-prediction head drafts."""
 _SCHEMES = {"4bit": "bnb-nf4-dq", "8bit": "bnb-int8"}
 
 
@@ -219,7 +218,7 @@ def load_pair(
 
 def _with_own_head(source: PairSource) -> PairSource:
     """The source with the target as its own drafter where its MTP head is asked for, or is there and none is named."""
-    asked = source.drafter == HEAD and not Path(HEAD).is_dir()
+    asked = source.drafter == OWN_HEAD and not Path(OWN_HEAD).is_dir()
     if asked and source.target is None:
         raise ConfigurationError(
             "got --drafter mtp, but the embedded target holds no MTP head; name a target that does (docs/choosing.md)"

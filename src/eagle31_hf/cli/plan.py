@@ -25,7 +25,11 @@ def plan(
         typer.Argument(help="Hub id or folder of a target, or e.g. 'Llama 3.1 8B'.", show_default=False),
     ],
     drafter: Annotated[
-        str | None, typer.Option(help="Folder or Hub id; none; default: one shaped like the target.")
+        str | None,
+        typer.Option(
+            help="Folder or Hub id; mtp: the head inside the target, which is the default where there is one, else one "
+            "shaped like the target; none."
+        ),
     ] = None,
     quantization: Annotated[str | None, typer.Option("--quant", help="E.g. bf16, bnb-nf4-dq, bnb-int8.")] = None,
     card: Annotated[

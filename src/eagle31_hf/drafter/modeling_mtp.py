@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig
+from transformers import AutoModel, Cache
 
+from ..checkpoints.mtp import PACKED_MODULES
 from ..configuration_eagle31 import MtpConfig
 from ..target.cache_argument import CACHE_ARGUMENT
 from ..target.grouped_attention import GROUPED
@@ -40,7 +41,7 @@ class MtpNetwork(Eagle31Network):
     config: MtpConfig  # type: ignore[assignment]
 
     def _build(self, config: MtpConfig) -> None:  # type: ignore[override]
-        block = _block_config(config)
+        block = config.layers_config()
         with torch.device("meta"):
             decoder = AutoModel.from_config(block)
         block._attn_implementation_internal = GROUPED  # keys and values are not copied for every query head
@@ -56,7 +57,7 @@ class MtpNetwork(Eagle31Network):
     @staticmethod
     def make_rotary(config: MtpConfig) -> nn.Module:  # type: ignore[override]
         """The target's kind of rotary tables, whose frequencies stay fp32 when the head changes its dtype."""
-        block = _block_config(config)
+        block = config.layers_config()
         with torch.device("meta"):
             rotary = getattr(AutoModel.from_config(block), "rotary_emb", None)
         if rotary is None:
@@ -97,7 +98,7 @@ class MtpNetwork(Eagle31Network):
         return {
             name: (module.out_features, module.in_features)
             for name, module in named
-            if isinstance(module, nn.Linear) and name.endswith("_proj")
+            if isinstance(module, nn.Linear) and name.endswith(PACKED_MODULES)
         }
 
     @staticmethod
@@ -115,13 +116,6 @@ class NoRotation(nn.Module):
         """Empty tables `(B, T, 0)`."""
         table = x.new_empty((*position_ids.shape, 0))
         return table, table
-
-
-def _block_config(config: MtpConfig) -> PreTrainedConfig:
-    """The text configuration of a decoder that has the head's layers and no others."""
-    assert config.block is not None, "a head's configuration is made from its target's"
-    fields = {name: value for name, value in config.block.items() if name != "model_type"}
-    return AutoConfig.for_model(config.block["model_type"], **fields)
 
 
 def _final_norm(decoder: nn.Module) -> nn.Module:

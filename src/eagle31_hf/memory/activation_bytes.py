@@ -38,6 +38,7 @@ class DecoderShape:
             a layer that does not attend keeps nothing.
         states: of layers that keep recurrent and convolution states; `None`: there are none.
         logit_bytes: of a logit; 0: in the model's precision.
+        expanded_elements: of keys and values that latent attention makes of each slot it sees, for each query head.
     """
 
     hidden_size: int
@@ -53,6 +54,7 @@ class DecoderShape:
     kv_by_layer: tuple[tuple[int, int], ...] = ()
     states: StateShape | None = None
     logit_bytes: int = 0
+    expanded_elements: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -136,7 +138,10 @@ def _attention_bytes(shape: DecoderShape, block: Block) -> int:
     visible = max(shape.visible_slots(block.context, block.tokens, block.capacity, w) for w in shape.windows)
     made = block.batch * shape.kv_heads * per_head * visible * block.grown_bytes
     groups = shape.q_heads // shape.kv_heads
-    if groups > 1 and block.tokens > 1:
+    if shape.expanded_elements:
+        queries = 2 * rows * shape.key_dim  # as projected, and those of which a part was rotated
+        made = shape.q_heads * (block.batch * shape.expanded_elements * visible + queries) * b
+    elif groups > 1 and block.tokens > 1:
         if shape.score_bytes:
             made = block.batch * shape.q_heads * per_head * visible * b
         elif repeats_mask(block.tokens, shape.kv_heads, groups, shape.key_dim):

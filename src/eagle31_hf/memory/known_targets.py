@@ -56,7 +56,8 @@ def _target(
 
 
 def known_targets() -> dict[str, KnownTarget]:
-    """By the name people call them; decoders alone, without vision towers and heads for further tokens (MTP)."""
+    """By the name people call them; decoders alone, without vision towers. Where `mtp_num_hidden_layers` is set, their
+    checkpoints hold a head for further tokens (MTP), which `num_parameters` leaves out."""
     return {
         "Llama 3.1 8B": _target(LlamaConfig, (4096, 14336, 32, 32, 8, 128256), 131072, 8_030_261_248),
         "Llama 3.1 70B": _target(LlamaConfig, (8192, 28672, 80, 64, 8, 128256), 131072, 70_553_706_496),
@@ -91,16 +92,16 @@ def _hybrid_targets() -> dict[str, KnownTarget]:
     return {
         "Qwen3.5 9B": _target(
             Qwen3_5TextConfig, (4096, 12288, 32, 16, 4, 248320), 262144, 8_953_803_264, head_dim=256,
-            linear_num_value_heads=32,
+            linear_num_value_heads=32, mtp_num_hidden_layers=1,
         ),
         "Qwen3.6 27B": _target(
             Qwen3_5TextConfig, (5120, 17408, 64, 24, 4, 248320), 262144, 26_895_998_464, head_dim=256,
-            linear_num_value_heads=48,
+            linear_num_value_heads=48, mtp_num_hidden_layers=1,
         ),
         "Qwen3.6 35B-A3B": _target(
             Qwen3_5MoeTextConfig, (2048, 512, 40, 16, 2, 248320), 262144, 34_660_610_688, head_dim=256,
             linear_num_value_heads=32, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
-            shared_expert_intermediate_size=512,
+            shared_expert_intermediate_size=512, mtp_num_hidden_layers=1,
         ),
         "Nemotron 3 Nano 30B-A3B": _target(
             NemotronHConfig, (2688, 1856, 52, 32, 2, 131072), 262144, 31_577_937_344, head_dim=128, mamba_num_heads=64,

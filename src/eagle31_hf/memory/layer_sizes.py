@@ -23,6 +23,7 @@ class LayerSizes(NamedTuple):
     Attributes:
         key_dim, value_dim: per head; they differ for latent attention, which caches what both are made from.
         cached_heads, cached_elements: heads a cache tells apart, and elements of a token's keys and values in one.
+        expanded_elements: made of a cached token for each head while it is attended to; 0: it is as it is cached.
     """
 
     attention_heads: int
@@ -32,6 +33,7 @@ class LayerSizes(NamedTuple):
     cached_heads: int
     cached_elements: int
     intermediate_size: int
+    expanded_elements: int = 0
 
 
 def sizes_by_layer(config: PreTrainedConfig) -> list[LayerSizes]:
@@ -53,7 +55,8 @@ def _layer_sizes(layer: PreTrainedConfig) -> LayerSizes:
     if latent := getattr(layer, "kv_lora_rank", None):
         # One latent and one rotated key of all heads are cached; keys and values are made of them when attended to.
         key_dim, cached = layer.qk_nope_head_dim + layer.qk_rope_head_dim, latent + layer.qk_rope_head_dim
-        return LayerSizes(heads, 1, key_dim, layer.v_head_dim, 1, cached, intermediate)
+        expanded = layer.qk_nope_head_dim + layer.v_head_dim + key_dim  # keys are then joined anew
+        return LayerSizes(heads, 1, key_dim, layer.v_head_dim, 1, cached, intermediate, expanded)
     width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     return LayerSizes(heads, kv_heads, width, width, kv_heads, 2 * width, intermediate)
 

@@ -24,7 +24,7 @@ from ..trees.shape import (
     trees_pay,
 )
 from .cards import CARDS, GIB, Card, find_card
-from .drafter_facts import DrafterFacts, read_drafter
+from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
 from .ledger import CACHE_TYPES, DRAFTER_PRECISIONS, MemorySettings, captures_steps
 from .plan import Alternative, MemoryPlan
 from .quantization_schemes import SCHEMES, Quantization
@@ -79,8 +79,9 @@ def plan_memory(
         target: Hub id, folder, name (`known_targets`), configuration, or loaded model (its storages are
             then measured).
         quantization: name (`SCHEMES`) or `quantization_config`; `None`: what the target's config says, else its dtype.
-        drafter: folder, Hub id, `Eagle31Config` or drafter; `None`: one shaped like a layer of the target, with a
-            draft vocabulary of 32,000.
+        drafter: folder, Hub id, `Eagle31Config` or drafter; `"mtp"`: the head inside the target; `None`: that head,
+            where the target is given by a folder, id or name and has one, else one shaped like a layer of the target,
+            with a draft vocabulary of 32,000.
         card: name (`CARDS`), bytes or e.g. `"24GiB"`; `None` and `"this machine"` measure this one.
         context: tokens of the longest row, prompt and new ones; `None`: 8,192, or what the target was trained for if
             that is less.
@@ -119,7 +120,7 @@ def plan_memory(
                            f"{_gib(packed.weights.total)} become {_gib(facts.weights.total)}")  # fmt: skip
     request = _Request(
         target=facts,
-        drafter=None if draft_tokens == 0 else read_drafter(drafter, facts),
+        drafter=None if draft_tokens == 0 else read_drafter(drafter_to_plan(drafter, target), facts),
         card=found_card,
         margin_bytes=_checked_margin(margin, found_card),
         asked={name: value for name, value in asked.items() if value is not None},

@@ -69,7 +69,7 @@ def read_target(target: Any, quantization: Any = None, *, attention: str | None 
                 "give the model's id to plan another form of it"
             )
         return _facts_of_model(target, attention)
-    config = target if isinstance(target, PreTrainedConfig) else _load_config(target)
+    config = target if isinstance(target, PreTrainedConfig) else load_config(target)
     name = str(target) if isinstance(target, (str, Path)) else config.name_or_path or config.model_type
     packing = _packing(config, quantization)
     facts = _facts(name, config, packing, attention)
@@ -117,7 +117,12 @@ def _why_no_config(target: str, error: Exception) -> str:
     )
 
 
-def _load_config(target: Any) -> PreTrainedConfig:
+def load_config(target: Any) -> PreTrainedConfig:
+    """The configuration of a Hub id, a folder or a name of `known_targets`.
+
+    Raises:
+        MemoryPlanError: it cannot be found or read, or is a drafter's.
+    """
     if not isinstance(target, (str, Path)):
         raise MemoryPlanError(
             f"got a {type(target).__name__} as target; wanted a Hub id, a folder, a config or a model"
@@ -196,6 +201,7 @@ def decoder_shape(config: PreTrainedConfig, packing: Quantization, attention: st
         ),
         states=states,
         logit_bytes=forward.logit,
+        expanded_elements=widest.expanded_elements,
     )
 
 
