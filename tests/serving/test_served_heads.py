@@ -1,0 +1,117 @@
+"""Targets that draft by a head of their own, served: each text is the one that `generate` writes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import chosen, read_in_pieces
+from transformers import AutoTokenizer
+
+from eagle31_hf import Eagle31Drafter
+from eagle31_hf.demo import target_path
+from eagle31_hf.serving.batch import Batch
+from eagle31_hf.serving.rows import Row
+from eagle31_hf.serving.session import ChatSession
+from eagle31_hf.serving.text import Request, Sampling, Writer, encode_chat
+from eagle31_hf.target.served_processing import sampling_options
+from helpers import configured, seeded
+from loopback import LoadedPair
+from mtp_targets import target_with_head
+
+SERVED = ("qwen3_5_text", "glm4_moe_lite", "mellum")
+"""One whose other layers keep states, one of latent attention, one whose head sees a window."""
+LENGTHS = (5, 21, 11, 8, 17)
+NEW_TOKENS = (24, 10, 30, 18, 12)
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.8, seed=2, top_k=20),
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.9, seed=3, repetition_penalty=1.2),
+]
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedPair:
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer = AutoTokenizer.from_pretrained(target_path())
+    target = target_with_head(request.param, folder, vocab_size=len(tokenizer), max_position_embeddings=512)
+    return LoadedPair(target, Eagle31Drafter.from_pretrained(folder, target=target), tokenizer)
+
+
+def prompt_of(number: int) -> list[int]:
+    dice = torch.Generator().manual_seed(number)
+    return torch.randint(10, 4000, (LENGTHS[number],), generator=dice).tolist()
+
+
+def generated(pair: LoadedPair, number: int) -> list[int]:
+    """The new tokens by plain `generate`."""
+    sampling, ids = SAMPLINGS[number], torch.tensor([prompt_of(number)])
+    kwargs: dict[str, Any] = {"do_sample": sampling.temperature != 0, "max_new_tokens": NEW_TOKENS[number]}
+    names = ("temperature", "top_k") if sampling.temperature else ()
+    asked = {name: getattr(sampling, name) for name in (*names, "repetition_penalty")}
+    kwargs |= {name: value for name, value in asked.items() if value is not None}
+    with seeded(sampling.seed or 0):
+        out = pair.target.generate(
+            ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, **kwargs
+        )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def served(pair: LoadedPair, rows: int) -> tuple[list[Row], Batch]:
+    """All texts in a batch of so many rows, which each joins as soon as another has left."""
+    batch, texts = Batch(pair.drafter, max_rows=rows, context=128, prefill_chunk=8), []
+    for number, sampling in enumerate(SAMPLINGS):
+        while len(batch.texts) == rows:
+            batch.round()
+        request = Request(tuple(prompt_of(number)), NEW_TOKENS[number], sampling, ignore_eos=True)
+        texts.append(Row(request, Writer(pair.tokenizer, request, frozenset()), chosen(request, pair.target)))
+        read_in_pieces(batch, texts[-1], writing=True)
+    while batch.texts:
+        batch.round()
+    return texts, batch
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["constant", "planned"])
+@torch.inference_mode()
+def test_texts_that_come_and_go_are_those_of_generate(pair, rows: int, schedule: str) -> None:
+    with configured(pair.drafter, num_assistant_tokens=3, num_assistant_tokens_schedule=schedule):
+        texts, batch = served(pair, rows)
+    assert batch.stats.drafted > 0
+    for number, text in enumerate(texts):
+        assert text.writer.tokens == generated(pair, number), SAMPLINGS[number]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_carried_turns_are_those_of_the_whole_conversation(pair, temperature: float) -> None:
+    """Two turns, one undone, another in its place: what is read again is only what is new."""
+    session = ChatSession(
+        pair.target, pair.drafter, pair.tokenizer, max_new_tokens=12, temperature=temperature, context=500
+    )
+    with configured(pair.drafter, num_assistant_tokens=3, num_assistant_tokens_schedule="constant"):
+        for turn in ("Hi.", "Is it far?", None, "Which way?"):
+            if turn is None:
+                session.undo()
+                continue
+            with seeded(7):
+                answer = session.ask(turn)
+            assert answer.content == whole(pair, session, temperature)
+            assert answer.stats.loop == "own", answer.stats.reason
+            assert answer.stats.drafted > 0
+    first, last = session.answers[0], session.answers[-1]
+    assert first.stats.prefilled_tokens == first.prompt_tokens
+    if pair.drafter.config.family == "glm4_moe_lite":  # windows and states cannot be cut back to where texts part
+        assert last.stats.prefilled_tokens <= last.prompt_tokens - first.prompt_tokens
+
+
+def whole(pair: LoadedPair, session: ChatSession, temperature: float) -> str:
+    """What the target alone answers to the conversation up to its last message."""
+    ids = torch.tensor([encode_chat(pair.tokenizer, session.messages[:-1])])
+    with seeded(7):
+        out = pair.target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, pad_token_id=0, **sampling_options(temperature)
+        )
+    return pair.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
