@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from transformers import Qwen3MoeConfig
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.drafter.step_share import longest_worthwhile, step_share
 from helpers import CONFIGS, random_drafter, random_target
+from mtp_targets import target_with_head
 
 
 def test_a_step_reads_layers_and_head() -> None:
@@ -42,3 +44,21 @@ def test_an_8b_on_a_card() -> None:
     step_gb = 0.74
     assert longest_worthwhile(step_gb / 15.0, 0.7, longest=12) in (5, 6)
     assert longest_worthwhile(step_gb / 4.98, 0.7, longest=12) == 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "glm4_moe"])
+def test_a_step_of_a_head_reads_its_projection_and_the_experts_a_token_is_sent_to(family, tmp_path):
+    target = target_with_head(family, tmp_path)
+    head = Eagle31Drafter.from_pretrained(tmp_path, target=target, draft_vocab_size=40)
+    experts, others = 0, 0
+    for parameter in head.layers.parameters():
+        if parameter.dim() == 3:
+            experts += parameter.nbytes
+        else:
+            others += parameter.nbytes
+    width = target.config.hidden_size
+    step = others + experts / 2 + 4 * (2 * width * width + 40 * width)  # two experts of four; fp32
+    layers = [*target.model.layers.parameters(), target.lm_head.weight]
+    read = sum(each.nbytes / (2 if each.dim() == 3 and experts else 1) for each in layers)
+    assert step_share(head) == pytest.approx(step / read)
+    assert (experts > 0) == (family == "glm4_moe")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .drafter import Eagle31Drafter
+from .drafter import Eagle31Drafter, MtpDrafter
 
 
 def step_share(drafter: Eagle31Drafter) -> float:
@@ -20,8 +20,10 @@ def step_share(drafter: Eagle31Drafter) -> float:
     binding = drafter.binding
     active = _active_experts(binding.text_config)
     target = [*(each for layer in binding.layers for each in layer.parameters()), *binding.lm_head.parameters()]
-    layers = [each for layer in drafter.layers for each in layer.parameters()]
-    return _num_bytes([*layers, *drafter.head_weights]) / _num_bytes(target, active)
+    own = [*(each for layer in drafter.layers for each in layer.parameters()), *drafter.head_weights]
+    if isinstance(drafter, MtpDrafter):
+        own += drafter.fc.parameters()  # others go through theirs once a round
+    return _num_bytes(own, active) / _num_bytes(target, active)
 
 
 def longest_worthwhile(share: float, acceptance: float, *, longest: int) -> int:
