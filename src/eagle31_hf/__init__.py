@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .generation.first_use import install_at_first_use
-
 if TYPE_CHECKING:
     from .configuration_eagle31 import Eagle31Config
     from .drafter.assistant import NoDrafter
@@ -47,7 +45,9 @@ _MODULES = {
     "plan_memory": "memory",
 }
 
-install_at_first_use()
+
+_ASSISTANTS = ("Eagle31CandidateGenerator", "Eagle31Drafter", "NoDrafter")
+"""With one of these `generate` and `pipeline` are taught to take assistants of ours, by name, too."""
 
 
 def __getattr__(name: str) -> Any:
@@ -56,6 +56,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    if name in _ASSISTANTS:
+        import_module(".generation.hooks", __name__).install()
     globals()[name] = value
     return value
 

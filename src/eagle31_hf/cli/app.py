@@ -26,7 +26,7 @@ COMMANDS = {
     "chat": "Chat with a pair: answers stream, history is not read twice, /help lists the commands.",
     "serve": "Serve OpenAI's API: chats, completions, streams, tools, JSON schemas; requests join and leave a running "
     "batch.",
-    "warmup": "Compile a pair's graphs for this machine, time rounds by them, and keep both. Takes minutes, once.",
+    "warmup": "Compile a pair's graphs for this machine, and keep them. Takes minutes, once.",
     "push": "Publish a drafter with its card and records; shows what would be uploaded unless told to upload.",
     "train": "Make a drafter for a target: let it write, distil, improve acceptance, publish. Prints its plan first.",
     "doctor": "Examine a pair: does it fit, is the text exact, how much is accepted, is its configuration right?",

@@ -19,6 +19,7 @@ from ..drafter.assistant import Assistant, NoDrafter
 from ..drafter.drafter import Eagle31Drafter, MtpDrafter
 from ..drafter.packed_linear import bitsandbytes
 from ..errors import CheckpointNotFoundError, ConfigurationError, first_line, removal
+from ..generation.hooks import install
 from ..memory import MemoryPlan, plan_memory
 from ..memory.cards import best_kind, one_card
 from ..memory.drafter_facts import OWN_HEAD
@@ -193,6 +194,7 @@ def load_pair(
     if plan is not None:
         on_plan(plan)
         plan.require_fit()
+    install()
     with waiting_for("loading the models"):
         target, tokenizer = load_target(
             source.target_name, dtype=source.torch_dtype, device_map=placed, quantization_config=_packing(source)
