@@ -158,6 +158,6 @@ def test_served_texts_stay_below_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="eagle31_hf"):
         engine = Engine(drafter, tokenizer, EngineSettings(context=512))
     engine.close(0)
-    assert engine.settings.context == LIMIT - engine.batch.drafts.longest
+    assert engine.settings.context == LIMIT - engine.batch.drafts.shape.depth
     assert "another way" in caplog.text
     assert engine.batch.context == engine.settings.context

@@ -78,7 +78,7 @@ class Translator:
         longest = self._engine.settings.context
         if len(prompt) >= longest:
             raise TooLongError(
-                f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}", longest
+                f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}"
             )
         room = longest - len(prompt)
         most = body.max_new_tokens

@@ -37,12 +37,232 @@ from ..trees.shape import DraftShape
 from .rows import NO_TOKEN, Row, Rows, logprobs_of
 from .text import Event, Request
 
+logger = logging.getLogger(__name__)
+
 TOLD_AT_ONCE = 64
 """Prompt tokens of a forward that are told with log-probabilities: each has the scores of a whole vocabulary."""
 
 
+class Batch:
+    """The texts that are being written, and the one whose prompt is being read.
+
+    Args:
+        drafter: attached, or `NoDrafter`; its target writes.
+        max_rows: most texts at once.
+        context: most tokens of a text, prompt included.
+        prefill_chunk: most prompt tokens of one forward.
+
+    Attributes:
+        texts: by place.
+        stats: of all texts since the start.
+    """
+
+    def __init__(self, drafter: Assistant, *, max_rows: int, context: int, prefill_chunk: int):
+        self.max_rows, self.context, self.binding = max_rows, context, drafter.binding
+        self.stats = SpeculationStats()
+        self.clock = PhaseClock(self.stats)
+        shape = batch_shape(drafter, compiled=captured_graphs(drafter) is not None)
+        sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
+        sizes["cache_type"] = drafter.generation_config.stored_cache_type
+        self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, **sizes)
+        self.cache, self.session = self.caches.target, self.caches.drafter
+        windows = self.session is not None and self.session.cache.has_windows
+        self.graphs = None if windows else captured_graphs(drafter)
+        maker = None if self.graphs is None else self.graphs.maker
+        self._rows = Rows(self.binding, shape, self.stats, maker)
+        self.texts = self._rows.texts
+        self.drafts = BatchDrafts(drafter, self._rows, shape, compiled=maker is not None)
+        self.rounds = make_round(drafter, self.caches, self._rows, self.clock, compiled=maker is not None)
+        self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
+        self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
+        self._parked: dict[int, list[int]] = {}  # tokens by place
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all caches."""
+        return self.caches.num_bytes + self._reading.num_bytes
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def begin(self, text: Row) -> int:
+        """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
+        self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
+        place, length = self._longest_shared(text.request)
+        text.usage = replace(text.usage, cached_tokens=length)
+        return self._reader.begin(text, place, length)
+
+    def read(self, num_tokens: int) -> None:
+        """Read on."""
+        with self.clock.phase("prefill"):
+            self._reader.read(num_tokens)
+
+    def join(self) -> None:
+        """The prompt has been read: its text is written from the next round on."""
+        self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
+        self.caches.join(self._reading)
+        self.texts.append(self._reader.text)
+        self.drafts.text_joins()
+
+    def drop_reading(self) -> None:
+        """Forget the prompt that is being read."""
+        self._reader.wipe()
+
+    def _longest_shared(self, request: Request) -> tuple[int, int]:
+        """The row to resume from: its place, and how many of its tokens (0 for none).
+
+        One token less than the two share, since the drafter has joined each position with the token after it; and the
+        prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
+        """
+        prompt, best = request.prompt, (0, 0)
+        if request.prompt_logprobs is not None:  # what is not read has no scores
+            return best
+        rows = {place: text.tokens for place, text in enumerate(self.texts)}
+        for place, tokens in (rows | self._parked).items():
+            length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
+            if length > best[1] and self.caches.can_resume(place, length):
+                best = (place, length)
+        return best
+
+    # --- a round -------------------------------------------------------------------------------------------------
+
+    def round(self) -> list[tuple[Row, Event]]:
+        """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
+        self.clock.begin_round()
+        rows = range(len(self.texts))
+        batch = RoundBatch(self._rows, rows, rows)
+        plan = self.drafts.next_draft(len(rows), remaining=max(text.writer.remaining for text in self.texts))
+        batch = replace(batch, plan=plan)
+        tree = self.rounds.draft(batch)
+        verified = self.rounds.verify(tree)
+        accepted = self.rounds.accept(tree, verified, batch)
+        paths, emitted, _ = sync_accepted(
+            accepted, lambda: torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
+        )
+        self.clock.note_wait()
+        events = [self._write(b, tree, verified.logits, paths[b], emitted[b]) for b in rows]
+        kept = [list(event.tokens) or [0] for event in events]  # a row that fails leaves, whatever it holds
+        self.rounds.commit(accepted, verified, Written(paths, kept))
+        counts = [len(path) - 1 for path in paths]
+        self.drafts.record(plan, tree.max_depth, counts, self.clock.round_s)
+        self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=counts)
+        self.stats.skipped_rounds += plan.skips
+        self.stats.new_tokens += sum(len(event.tokens) for event in events)
+        brought = list(zip(list(self.texts), events, strict=True))
+        for text, event in brought:
+            if event.finish is not None:
+                self.leave(text, trusted=not event.error)
+        self.clock.end_round()
+        return brought
+
+    def leave(self, text: Row, *, trusted: bool = True) -> None:
+        """Let a text go. What was computed for it stays until its place is needed.
+
+        Args:
+            trusted: if not, its row may hold what is no number, and is wiped: masked keys and values are multiplied by
+                zero, which does not make numbers of them, so they would spoil the next text in this place.
+        """
+        place = self.texts.index(text)
+        if not trusted:
+            self.caches.catch_up()
+            self.caches.wipe_row(place)
+        parked = self.caches.leave(place)
+        self._parked[parked] = text.tokens if trusted else []
+        self.texts[place] = self.texts[-1]
+        self.texts.pop()
+
+    def reset(self) -> None:
+        """Forget all texts and what they have left: after a failed round nothing of the pools is trusted.
+
+        The prompt that is being read lies in caches of its own, and is read on.
+        """
+        self.caches.empty()
+        self.texts.clear()
+        self._parked.clear()
+
+    def _write(self, b: int, *round_of: Any) -> Event:
+        """`_add_to_text`; what its tokenizer raises, say, ends this text alone."""
+        try:
+            return self._add_to_text(b, *round_of)
+        except Exception as error:
+            logger.exception("eagle31: a text could not be written")
+            failure = f"{type(error).__name__}: {error}"
+            return Event("", (), self.texts[b].usage, finish="error", error=failure)
+
+    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
+        """Add a row's tokens to its text, up to where that ends."""
+        text = self.texts[b]
+        fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
+        count, shown = text.writer.append(emitted[:-1] if fails else emitted)
+        text.usage = replace(
+            text.usage,
+            completion_tokens=text.usage.completion_tokens + count,
+            drafted=text.usage.drafted + tree.size - 1,
+            accepted=text.usage.accepted + min(count, len(path) - 1),
+            rounds=text.usage.rounds + 1,
+        )
+        top = text.request.top_logprobs
+        logprobs = () if top is None else logprobs_of(logits[b, path[:count]], emitted[:count], top)
+        fails = fails and text.writer.finish is None
+        finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
+        return Event(shown, tuple(emitted[:count]), text.usage, logprobs, finish, error)
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    width = min(len(one), len(other))
+    return next((i for i in range(width) if one[i] != other[i]), width)
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def batch_shape(drafter: Assistant, *, compiled: bool) -> DraftShape:
+    """The longest chain of any round; of a single row, where no graph drafts, doubt may end it.
+
+    Args:
+        compiled: rounds are computed by graphs.
+    """
+    make = partial(default_length, drafter, sampled=False, compiled=compiled)
+    lengths = [make(batch_size=rows) for rows in (1, 2)]  # one row, and more of them
+    return DraftShape(max(each.depth for each in lengths), min_confidence=lengths[0].min_confidence)
+
+
+class BatchDrafts:
+    """How much a batch drafts: one planner for all rows, which share their rounds. What texts have shown outlives them.
+
+    Args:
+        shape: of the largest draft.
+        compiled: rounds are computed by graphs.
+    """
+
+    def __init__(self, drafter: Assistant, texts: ReadTexts, shape: DraftShape, *, compiled: bool):
+        self.shape = shape
+        self._texts = None if isinstance(drafter, Eagle31Drafter) else texts
+        on_event = partial(logger.info, "eagle31: the batch's drafts: %s, %s")
+        self.planner = planner_of(drafter, shape, compiled=compiled, on_event=on_event)
+
+    def next_draft(self, rows: int, *, remaining: int) -> DraftPlan:
+        """What to draft for so many rows, of which one may get `remaining` tokens; the round cuts the draft to that."""
+        if remaining < 2 or not self.shape.depth:
+            return DraftPlan(DraftShape(0))
+        return self.planner.next_draft(RoundState(self.shape, range(rows), self._texts, remaining))
+
+    def text_joins(self) -> None:
+        """Another text may be of another kind: a drafter that rests is soon tried again."""
+        self.planner.shorten_rest()
+
+    def record(self, plan: DraftPlan, drafted: int, accepted: list[int], seconds: float) -> None:
+        """Learn what became of a plan: `drafted` tokens one after another, so many `accepted` by each row."""
+        if plan.skips or drafted:
+            rows = tuple(range(len(accepted)))
+            self.planner.record(RoundStats(plan, drafted, drafted, rows, tuple(accepted), seconds))
+
+
+# --- caches whose rows come and go ------------------------------------------------------------------------------------
+
+
 class PooledDraftSession(DraftSession):
-    """The drafter's side of a batch whose rows come and go."""
+    """The drafter's side."""
 
     cache: RowPool
     cache_kind = RowPool
@@ -122,16 +342,14 @@ class PromptReader:
     """Reads one prompt after the other, in caches of one row, all but the last token: a round begins with that.
 
     Args:
-        drafter: attached.
         caches: of one row.
         pools: of the batch, whose rows prompts may be resumed from.
         piece: most prompt tokens of one forward.
     """
 
     def __init__(self, drafter: Assistant, caches: PairCaches, pools: PooledCaches, *, piece: int):
-        self.binding, self.caches, self.pools, self.piece = drafter.binding, caches, pools, piece
-        self.cache, self.session = caches.target, caches.drafter
-        self._chunks = ChunkedPrefill(self.binding, self.cache, self.session)
+        self.device, self.caches, self.pools, self.piece = drafter.binding.input_device, caches, pools, piece
+        self._chunks = ChunkedPrefill(drafter.binding, caches.target, caches.drafter)
         self._reading: PrefillState | None = None
         self._position = 0  # within what is read
         self._text: Row | None = None
@@ -148,10 +366,10 @@ class PromptReader:
         if length:
             self.pools.resume(self.caches, place, length)
         rest = list(text.request.prompt[length:])
-        told = None if text.request.prompt_logprobs is None else self._note
-        self._reading = PrefillState([rest], unread=1, device=self.binding.input_device, on_logits=told)
-        if len(rest) == 1 and self.session is not None:
-            _start_midway(self.session)
+        on_logits = None if text.request.prompt_logprobs is None else self._note
+        self._reading = PrefillState([rest], unread=1, device=self.device, on_logits=on_logits)
+        if len(rest) == 1 and self.caches.drafter is not None:
+            _start_midway(self.caches.drafter)
         return len(rest) - 1
 
     def read(self, num_tokens: int) -> None:
@@ -180,10 +398,10 @@ class PromptReader:
 
     def reset(self) -> None:
         """Forget what was read."""
-        self.cache.reset()
-        if self.session is not None:
-            self.session.rollback([0])
-            self.session._root = None
+        self.caches.target.reset()
+        if self.caches.drafter is not None:
+            self.caches.drafter.rollback([0])
+            self.caches.drafter._root = None
         self._reading, self._position, self._text = None, 0, None
 
 
@@ -192,233 +410,3 @@ def _start_midway(session: DraftSession) -> None:
     drafter = session.drafter
     hidden = torch.zeros(1, 1, drafter.config.hidden_size, device=drafter.device, dtype=drafter.dtype)
     session._root = DraftState(drafter.draft_logits(hidden), hidden)
-
-
-logger = logging.getLogger(__name__)
-
-
-def batch_shape(drafter: Assistant, *, compiled: bool) -> DraftShape:
-    """The longest chain of any round; of a single row, where no graph drafts, doubt may end it.
-
-    Args:
-        compiled: rounds are computed by graphs.
-    """
-    make = partial(default_length, drafter, sampled=False, compiled=compiled)
-    lengths = [make(batch_size=rows) for rows in (1, 2)]  # one row, and more of them
-    return DraftShape(max(each.depth for each in lengths), min_confidence=lengths[0].min_confidence)
-
-
-class BatchDrafts:
-    """What texts have shown outlives them.
-
-    Args:
-        drafter: attached, or `NoDrafter`.
-        texts: of the batch.
-        shape: of the largest draft.
-        compiled: rounds are computed by graphs.
-    """
-
-    def __init__(self, drafter: Assistant, texts: ReadTexts, shape: DraftShape, *, compiled: bool):
-        self.shape = shape
-        self._texts = None if isinstance(drafter, Eagle31Drafter) else texts
-        self.planner = planner_of(drafter, shape, compiled=compiled, on_event=_tell)
-
-    def next_draft(self, rows: int, *, remaining: int) -> DraftPlan:
-        """What to draft for so many rows.
-
-        Args:
-            remaining: most tokens that one of them may still get; the round itself cuts the draft to that.
-        """
-        if remaining < 2 or not self.shape.depth:
-            return DraftPlan(DraftShape(0))
-        return self.planner.next_draft(RoundState(self.shape, range(rows), self._texts, remaining))
-
-    def text_joins(self) -> None:
-        """Another text may be of another kind: a drafter that rests is soon tried again."""
-        self.planner.shorten_rest()
-
-    def record(self, plan: DraftPlan, drafted: int, accepted: list[int], seconds: float) -> None:
-        """Learn what became of a plan: `drafted` tokens one after another, so many `accepted` by each row."""
-        if plan.skips or drafted:
-            rows = tuple(range(len(accepted)))
-            self.planner.record(RoundStats(plan, drafted, drafted, rows, tuple(accepted), seconds))
-
-
-def _tell(what: str, why: str) -> None:
-    logger.info("eagle31: the batch's drafts: %s, %s", what, why)
-
-
-logger = logging.getLogger(__name__)
-
-
-class Batch:
-    """The texts that are being written, and the one whose prompt is being read.
-
-    Args:
-        drafter: attached, or `NoDrafter`; its target writes.
-        max_rows: most texts at once.
-        context: most tokens of a text, prompt included.
-        prefill_chunk: most prompt tokens of one forward.
-    """
-
-    def __init__(self, drafter: Assistant, *, max_rows: int, context: int, prefill_chunk: int):
-        self.drafter, self.binding = drafter, drafter.binding
-        self.max_rows, self.context, self.prefill_chunk = max_rows, context, prefill_chunk
-        self.stats = SpeculationStats()
-        self.clock = PhaseClock(self.stats)
-        shape = batch_shape(drafter, compiled=captured_graphs(drafter) is not None)
-        sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
-        sizes["cache_type"] = drafter.generation_config.stored_cache_type
-        self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, **sizes)
-        self.cache, self.session = self.caches.target, self.caches.drafter
-        windows = self.session is not None and self.session.cache.has_windows
-        self.graphs = None if windows else captured_graphs(drafter)
-        maker = None if self.graphs is None else self.graphs.maker
-        self._rows = Rows(self.binding, shape, self.stats, maker)
-        self.texts = self._rows.texts  # by place
-        self.drafts = BatchDrafts(drafter, self._rows, shape, compiled=maker is not None)
-        self.rounds = make_round(drafter, self.caches, self._rows, self.clock, compiled=maker is not None)
-        self._reading = PairCaches.make(drafter, shape, batch_size=1, **sizes)
-        self._reader = PromptReader(drafter, self._reading, self.caches, piece=prefill_chunk)
-        self._parked: dict[int, list[int]] = {}  # tokens by place
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all caches."""
-        return self.caches.num_bytes + self._reading.num_bytes
-
-    # --- reading -------------------------------------------------------------------------------------------------
-
-    def begin(self, text: Row) -> int:
-        """Start to read a prompt, from where a row that begins alike ends. Returns how many tokens are left to read."""
-        self.caches.catch_up()  # a drafter that rests is behind the rows that could be resumed from
-        place, length = self._longest_shared(text.request)
-        text.usage = replace(text.usage, cached_tokens=length)
-        return self._reader.begin(text, place, length)
-
-    def read(self, num_tokens: int) -> None:
-        """Read on."""
-        with self.clock.phase("prefill"):
-            self._reader.read(num_tokens)
-
-    def join(self) -> None:
-        """The prompt has been read: its text is written from the next round on."""
-        self._parked.pop(len(self.texts), None)  # its row is written over, even where that fails half-way
-        self.caches.join(self._reading)
-        self.texts.append(self._reader.text)
-        self.drafts.text_joins()
-
-    def drop_reading(self) -> None:
-        """Forget the prompt that is being read."""
-        self._reader.wipe()
-
-    def _longest_shared(self, request: Request) -> tuple[int, int]:
-        """The row to resume from: its place, and how many of its tokens (0 for none).
-
-        One token less than the two share, since the drafter has joined each position with the token after it; and the
-        prompt's last two tokens are left to be read, for where drafts start is not kept with a row.
-        """
-        prompt, best = request.prompt, (0, 0)
-        if request.prompt_logprobs is not None:  # what is not read has no scores
-            return best
-        rows = {place: text.tokens for place, text in enumerate(self.texts)}
-        for place, tokens in (rows | self._parked).items():
-            length = min(shared_prefix(tokens, prompt) - 1, len(prompt) - 2, self.cache.row_length(place))
-            if length > best[1] and self.caches.can_resume(place, length):
-                best = (place, length)
-        return best
-
-    # --- a round -------------------------------------------------------------------------------------------------
-
-    def round(self) -> list[tuple[Row, Event]]:
-        """Draft, verify, accept and commit for all texts; those that have ended leave. What each of them got."""
-        self.clock.begin_round()
-        rows = range(len(self.texts))
-        batch = RoundBatch(self._rows, rows, rows)
-        batch = replace(batch, plan=self._plan(batch))
-        tree = self.rounds.draft(batch)
-        verified = self.rounds.verify(tree)
-        accepted = self.rounds.accept(tree, verified, batch)
-        paths, emitted, _ = sync_accepted(
-            accepted, lambda: torch.zeros((), dtype=torch.bool, device=tree.tokens.device)
-        )
-        self.clock.note_wait()
-        outputs = [self._write(b, tree, verified.logits, paths[b], emitted[b]) for b in rows]
-        kept = [list(output.tokens) or [0] for output in outputs]  # a row that fails leaves, whatever it holds
-        self.rounds.commit(accepted, verified, Written(paths, kept))
-        self._record(batch.plan, tree, [len(path) - 1 for path in paths])
-        self.stats.new_tokens += sum(len(output.tokens) for output in outputs)
-        told = list(zip(list(self.texts), outputs, strict=True))
-        for text, output in told:
-            if output.finish is not None:
-                self.leave(text, trusted=not output.error)
-        self.clock.end_round()
-        return told
-
-    def leave(self, text: Row, *, trusted: bool = True) -> None:
-        """Let a text go. What was computed for it stays until its place is needed.
-
-        Args:
-            trusted: if not, its row may hold what is no number, and is wiped: masked keys and values are multiplied by
-                zero, which does not make numbers of them, so they would spoil the next text in this place.
-        """
-        place = self.texts.index(text)
-        if not trusted:
-            self.caches.catch_up()
-            self.caches.wipe_row(place)
-        parked = self.caches.leave(place)
-        self._parked[parked] = text.tokens if trusted else []
-        self.texts[place] = self.texts[-1]
-        self.texts.pop()
-
-    def reset(self) -> None:
-        """Forget all texts and what they have left: after a failed round nothing of the pools is trusted.
-
-        The prompt that is being read lies in caches of its own, and is read on.
-        """
-        self.caches.empty()
-        self.texts.clear()
-        self._parked.clear()
-
-    def _plan(self, batch: RoundBatch) -> DraftPlan:
-        remaining = max(text.writer.remaining for text in self.texts)
-        return self.drafts.next_draft(len(self.texts), remaining=remaining)
-
-    def _record(self, plan: DraftPlan | None, tree: DraftTree, accepted: list[int]) -> None:
-        assert plan is not None, "every round has one"
-        self.drafts.record(plan, tree.max_depth, accepted, self.clock.round_s)
-        self.stats.record_round(depth=tree.max_depth, nodes=tree.size - 1, accepted=accepted)
-        self.stats.skipped_rounds += plan.skips
-
-    def _write(self, b: int, *round_of: Any) -> Event:
-        """`_add_to_text`; what its tokenizer raises, say, ends this text alone."""
-        try:
-            return self._add_to_text(b, *round_of)
-        except Exception as error:
-            logger.exception("eagle31: a text could not be written")
-            failure = f"{type(error).__name__}: {error}"
-            return Event("", (), self.texts[b].usage, finish="error", error=failure)
-
-    def _add_to_text(self, b: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> Event:
-        """Add a row's tokens to its text, up to where that ends."""
-        text = self.texts[b]
-        fails = emitted[-1] >= logits.shape[-1]  # the target's own choice was none
-        count, shown = text.writer.append(emitted[:-1] if fails else emitted)
-        text.usage = replace(
-            text.usage,
-            completion_tokens=text.usage.completion_tokens + count,
-            drafted=text.usage.drafted + tree.size - 1,
-            accepted=text.usage.accepted + min(count, len(path) - 1),
-            rounds=text.usage.rounds + 1,
-        )
-        top = text.request.top_logprobs
-        logprobs = () if top is None else logprobs_of(logits[b, path[:count]], emitted[:count], top)
-        fails = fails and text.writer.finish is None
-        finish, error = ("error", text.chooser.processing.failure or NO_TOKEN) if fails else (text.writer.finish, "")
-        return Event(shown, tuple(emitted[:count]), text.usage, logprobs, finish, error)
-
-
-def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    width = min(len(one), len(other))
-    return next((i for i in range(width) if one[i] != other[i]), width)

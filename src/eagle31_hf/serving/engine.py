@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..target.attention_functions import why_attention_is_unknown
 from .batch import Batch, batch_shape
+from .forms import form_of
 from .rows import Row, choose_as_generate, unfollowed
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
 from .text import Event, OnEvent, Request, Usage, Writer
@@ -28,13 +30,11 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Engine", "EngineSettings", "QueueFullError", "ShuttingDownError", "TooLongError"]
 
+COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "drafted", "accepted", "rounds")
+
 
 class TooLongError(Eagle31Error):
-    """Prompt and answer together are longer than any text may be. `longest` tokens are possible."""
-
-    def __init__(self, message: str, longest: int):
-        super().__init__(message)
-        self.longest = longest
+    """Prompt and answer together are longer than any text may be."""
 
 
 class ShuttingDownError(Eagle31Error):
@@ -58,30 +58,6 @@ class EngineSettings:
     prefill_chunk: int = 256
 
 
-@dataclass
-class Totals:
-    """Counts since the start, for metrics; written by the worker alone."""
-
-    requests: dict[str, int] = field(default_factory=dict)  # by how they ended
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    text_rounds: int = 0
-    round_s: float = 0.0
-
-    def add(self, usage: Usage, finish: str) -> None:
-        """Count a text that has ended."""
-        self.requests[finish] = self.requests.get(finish, 0) + 1
-        self.prompt_tokens += usage.prompt_tokens
-        self.cached_tokens += usage.cached_tokens
-        self.completion_tokens += usage.completion_tokens
-        self.drafted += usage.drafted
-        self.accepted += usage.accepted
-        self.text_rounds += usage.rounds
-
-
 class Engine:
     """See the module's description.
 
@@ -89,19 +65,21 @@ class Engine:
         drafter: attached, or `NoDrafter`; its target writes.
         tokenizer: the target's.
         settings: how much to take on.
+
+    Attributes:
+        form: how the target writes thoughts and calls.
+        requests, totals: texts that have ended, by how, and sums of their `Usage`; written by the worker alone.
+        round_s: seconds of all rounds.
     """
 
     def __init__(self, drafter: Assistant, tokenizer: PreTrainedTokenizerBase, settings: EngineSettings):
-        self.drafter, self.tokenizer, self.settings = drafter, tokenizer, within_what_the_target_can(drafter, settings)
-        settings = self.settings
-        self.eos_ids = end_tokens(drafter, tokenizer)
-        self.totals = Totals()
-        self.batch = Batch(
-            drafter, max_rows=settings.max_rows, context=settings.context, prefill_chunk=settings.prefill_chunk
-        )
-        self.scheduler = Scheduler(
-            max_rows=settings.max_rows, max_waiting=settings.max_waiting, read_budget=settings.prefill_chunk
-        )
+        self.drafter, self.tokenizer = drafter, tokenizer
+        self.settings = settings = within_what_the_target_can(drafter, settings)
+        self.eos_ids, self.form = end_tokens(drafter, tokenizer), form_of(tokenizer)
+        self.requests, self.totals, self.round_s = Counter[str](), Counter[str](), 0.0
+        chunk, rows = settings.prefill_chunk, settings.max_rows
+        self.batch = Batch(drafter, max_rows=rows, context=settings.context, prefill_chunk=chunk)
+        self.scheduler = Scheduler(max_rows=rows, max_waiting=settings.max_waiting, read_budget=chunk)
         self._work = threading.Condition()
         self._accepts, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="eagle31-engine", daemon=True)
@@ -111,12 +89,10 @@ class Engine:
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         """Line a request up; `on_event` is called from the worker's thread, with a `finish` in the last event."""
-        longest = self.settings.context
-        if request.longest > longest:
+        if request.longest > self.settings.context:
             raise TooLongError(
                 f"the prompt has {len(request.prompt)} tokens and up to {request.max_new_tokens} are to be written; "
-                f"{longest} together are possible",
-                longest,
+                f"{self.settings.context} together are possible"
             )
         if not request.prompt:
             raise UnsupportedGenerationError("the prompt is empty; wanted at least one token")
@@ -156,7 +132,7 @@ class Engine:
     @property
     def retry_after_s(self) -> int:
         """A guess how long a full queue takes to move."""
-        return max(1, min(60, round(self.totals.round_s / max(1, self.batch.stats.passes) * 30)))
+        return max(1, min(60, round(self.round_s / max(1, self.batch.stats.passes) * 30)))
 
     @property
     def is_alive(self) -> bool:
@@ -227,7 +203,7 @@ class Engine:
 
     def _read(self, ticket: Ticket, step: Step) -> None:
         if step.begin is not None:
-            ticket.text = self._new_text(ticket.request)
+            ticket.text = self._new_row(ticket.request)
             to_read = self.batch.begin(ticket.text)
             with self._work:
                 self.scheduler.begun(to_read)
@@ -250,27 +226,24 @@ class Engine:
             self.batch.drop_reading()
             self._end(ticket, "length")
 
-    def _new_text(self, request: Request) -> Row:
+    def _new_row(self, request: Request) -> Row:
         binding = self.drafter.binding
         chooser = choose_as_generate(binding.model, request, device=binding.head_device, eos_ids=self.eos_ids)
         return Row(request, Writer(self.tokenizer, request, request.end_ids(self.eos_ids)), chooser)
 
     def _round(self) -> None:
-        self._let_cancelled_go()
-        if not self.batch.texts:
-            return
-        started = time.perf_counter()
-        told = self.batch.round()
-        self.totals.round_s += time.perf_counter() - started
-        tickets = {id(ticket.text): ticket for ticket in self.scheduler.writing}
-        for text, event in told:
-            self._tell(tickets[id(text)], event)
-
-    def _let_cancelled_go(self) -> None:
         for ticket in [ticket for ticket in self.scheduler.writing if ticket.cancelled]:
             assert ticket.text is not None
             self.batch.leave(ticket.text)
             self._end(ticket, "cancelled")
+        if not self.batch.texts:
+            return
+        started = time.perf_counter()
+        brought = self.batch.round()
+        self.round_s += time.perf_counter() - started
+        tickets = {id(ticket.text): ticket for ticket in self.scheduler.writing}
+        for text, event in brought:
+            self._tell(tickets[id(text)], event)
 
     def _end(self, ticket: Ticket, finish: str, error: str = "") -> None:
         usage = Usage(len(ticket.request.prompt)) if ticket.text is None else ticket.text.usage
@@ -280,10 +253,11 @@ class Engine:
         if event.finish is not None:
             with self._work:
                 self.scheduler.leave(ticket)
-            self.totals.add(event.usage, event.finish)
+            self.requests[event.finish] += 1
+            self.totals.update({name: getattr(event.usage, name) for name in COUNTED})
         try:
             ticket.on_event(event)
-        except Exception:  # what a listener raises is its own affair
+        except Exception:  # of a listener, which is no other text's
             logger.exception("eagle31: a listener failed")
 
 
@@ -318,10 +292,8 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
         logger.warning(
             "eagle31: texts of up to %d tokens are served instead of %d: behind %d the target rotates all positions in "
             "another way (rope scaling), which texts written beside a longer one would feel",
-            room,
-            settings.context,
-            limit,
-        )
+            room, settings.context, limit,
+        )  # fmt: skip
     return replace(settings, context=min(settings.context, room))
 
 

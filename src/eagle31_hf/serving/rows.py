@@ -1,4 +1,4 @@
-"""Rows of a batch: a text as it is written, and by what its tokens are chosen.
+"""Rows of a batch: texts as they are written, each choosing its tokens in its own way, and failing alone.
 
 A text with a seed is chosen by noise of its own, by position, taken from a generator of its seed as plain `generate`
 takes it: a seed writes the same text alone and in a crowd, with any drafts and none, and the one that `generate` writes
@@ -35,6 +35,11 @@ from .text import Request, Sampling, TokenLogprob, Usage, Writer
 
 logger = logging.getLogger(__name__)
 
+NO_TOKEN = (
+    "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
+    "grammar together forbid every token, or the grammar is too large to be followed"
+)
+
 
 class ScoreShape(NamedTuple):
     """Scores per row, `V`, and where they lie."""
@@ -43,8 +48,11 @@ class ScoreShape(NamedTuple):
     device: torch.device
 
 
+# --- how one text chooses ---------------------------------------------------------------------------------------------
+
+
 class FailsAlone(ScoreProcessing):
-    """Processors of a text that end nobody else's where they raise.
+    """Processors of one text, whose errors end no other.
 
     Attributes:
         failure: what one has raised, in words; empty if none has.
@@ -71,7 +79,6 @@ class TokenChooser:
     """How one text chooses its tokens.
 
     Args:
-        processors: of its scores.
         draws: whether tokens are drawn, by noise, instead of taking the likeliest.
         seed: of the noise; `None`: any noise will do (`SharedNoise`).
 
@@ -86,16 +93,11 @@ class TokenChooser:
 
     @property
     def needs_seen(self) -> bool:
-        """Whether which tokens the text has is all of it that is asked."""
+        """Whether the processors look at which tokens the text has, and at nothing else of it."""
         return self.kind is not None and not self.processing.scores_only
 
     def noise(self, position: int, count: int, scores: ScoreShape) -> Tensor:
-        """`(count, V)` of the next positions of a text that is sampled by a seed.
-
-        Args:
-            position: new tokens before the first of them.
-            scores: what it is for.
-        """
+        """`(count, V)` by the seed, from `position` on, which is new tokens before it."""
         if self._noise is None:
             generator = torch.Generator(scores.device)
             assert self.seed is not None, "texts without one share theirs"
@@ -109,8 +111,9 @@ def choose_as_generate(
 ) -> TokenChooser:
     """How `generate` of this target chooses, called with what the request sets and nothing else.
 
+    The rest is the target's generation config's, and transformers builds the processors of both.
+
     Args:
-        model: the target: its generation config has the rest, and transformers builds the processors of both.
         device: of the scores.
         eos_ids: tokens that end the target's texts.
     """
@@ -122,11 +125,10 @@ def choose_as_generate(
         config.min_new_tokens = request.min_new_tokens
     if request.bad_words:
         config.bad_words_ids = [*(config.bad_words_ids or ()), *map(list, request.bad_words)]
-    prompt = torch.tensor([request.prompt], device=device)
     processors = model._get_logits_processor(
         config,
         input_ids_seq_length=len(request.prompt),
-        encoder_input_ids=prompt,
+        encoder_input_ids=torch.tensor([request.prompt], device=device),
         logits_processor=LogitsProcessorList(_own_processors(request, eos_ids)),
         device=device,
         model_kwargs={},
@@ -139,8 +141,7 @@ def _prepared(model: Any, sampling: Sampling) -> GenerationConfig:
     kwargs: dict[str, Any] = {name: getattr(sampling, name) for name in _OF_GENERATE}
     if sampling.temperature is not None:
         kwargs["do_sample"] = sampling.temperature > 0
-    set_ones = {name: value for name, value in kwargs.items() if value is not None}
-    config = model._prepare_generation_config(None, **set_ones)[0]
+    config = model._prepare_generation_config(None, **{k: v for k, v in kwargs.items() if v is not None})[0]
     if config.min_p == 0.0:
         config.min_p = None  # removes nothing, and takes a pass over the scores
     for name, neutral in _UNFOLLOWED.items():
@@ -177,52 +178,48 @@ def _own_processors(request: Request, eos_ids: frozenset[int]) -> list[stock.Log
     return found
 
 
-class OccurrencePenalty(stock.LogitsProcessor):
+class _Stateless(stock.LogitsProcessor):
+    def fork_for_drafts(self) -> _Stateless:
+        return self
+
+
+class OccurrencePenalty(_Stateless):
     """OpenAI's penalties: `presence` off each token written so far, `frequency` once more for each time it was."""
 
     def __init__(self, presence: float, frequency: float, prompt_length: int):
         self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        """Processed scores `(B, V)` after `input_ids` `(B, t)`."""
         written = input_ids[:, self.prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
-    def fork_for_drafts(self) -> OccurrencePenalty:
-        return self  # keeps no state
 
-
-class TokenBias(stock.LogitsProcessor):
+class TokenBias(_Stateless):
     """Adds to the scores of some tokens; -100 forbids one and 100 forces it."""
 
     def __init__(self, bias: dict[int, float]):
         self.ids, self.amounts = list(bias), list(bias.values())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        """Processed scores `(B, V)`."""
         changed = scores.clone()
         changed[:, self.ids] += torch.tensor(self.amounts, dtype=scores.dtype, device=scores.device)
         return changed
 
-    def fork_for_drafts(self) -> TokenBias:
-        return self  # keeps no state
 
-
-class OnlyTokens(stock.LogitsProcessor):
+class OnlyTokens(_Stateless):
     """Forbids all tokens but these."""
 
     def __init__(self, ids: Sequence[int]):
         self.ids = list(ids)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        """Processed scores `(B, V)`."""
         kept = torch.full_like(scores, float("-inf"))
         kept[:, self.ids] = scores[:, self.ids]
         return kept
 
-    def fork_for_drafts(self) -> OnlyTokens:
-        return self  # keeps no state
+
+# --- noise of texts without a seed ------------------------------------------------------------------------------------
 
 
 def fresh_generator(device: torch.device) -> torch.Generator:
@@ -241,13 +238,8 @@ class Held(NamedTuple):
 
 
 class SharedNoise:
-    """Exponential noise by text and position. While it is held a position's stays the same, so a draft and the target's
-    choice see the same.
-
-    Args:
-        vocabulary: scores per position, `V`.
-        device: of the scores.
-    """
+    """Exponential noise `(V,)` by text and position. While it is held a position's stays the same, so a draft and the
+    target's choice see the same."""
 
     def __init__(self, vocabulary: int, device: torch.device):
         self.vocabulary, self.device = vocabulary, device
@@ -261,7 +253,6 @@ class SharedNoise:
         Args:
             texts: each as its own key.
             starts: of each of them, how many new tokens come before the first position.
-            count: positions.
         """
         if not texts:
             return torch.empty(0, count, self.vocabulary, device=self.device)
@@ -294,21 +285,14 @@ class SharedNoise:
                 self._held[text] = Held(next(free), 0, 0)
 
 
-NO_TOKEN = (
-    "no token can be chosen: the model's scores are no numbers, or logit_bias, allowed_token_ids, min_tokens and "
-    "grammar together forbid every token, or the grammar is too large to be followed"
-)
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Row:
-    """A text being written in the batch.
+    """A text being written in the batch: its tokens so far, how the next one is chosen, and counts.
 
     Attributes:
-        request: what was asked for.
-        writer: tokens so far, and where they end.
-        chooser: how the next one is chosen.
-        usage: counts so far.
         prompt_logprobs: of the prompt's tokens that were read, but for its first; only where they were asked for.
     """
 
@@ -322,40 +306,15 @@ class Row:
         self.usage = Usage(prompt_tokens=len(self.request.prompt))
 
     @property
-    def last_token(self) -> int:
-        return self.writer.tokens[-1] if self.writer.tokens else self.request.prompt[-1]
-
-    @property
     def tokens(self) -> list[int]:
         """Prompt and text."""
         return [*self.request.prompt, *self.writer.tokens]
 
 
-def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Of tokens `(n,)` written after nodes of these `logits` `(n, V)`, and of the `top` likeliest beside each."""
-    logprobs = logits.float().log_softmax(-1)
-    own = logprobs[range(len(tokens)), list(tokens)].tolist()
-    best = logprobs.topk(top, dim=-1) if top else None
-    others: list[tuple[tuple[int, float], ...]] = [()] * len(tokens) if best is None else [
-        tuple(zip(ids, values, strict=True))
-        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]  # fmt: skip
-    return tuple(TokenLogprob(*each) for each in zip(tokens, own, others, strict=True))
-
-
-def seen_in(prompts: Sequence[Sequence[int]], scores: ScoreShape) -> SeenTokens:
-    """Which tokens these have, of any length each."""
-    width = max(map(len, prompts))
-    pads = [width - len(prompt) for prompt in prompts]
-    ids = [[*[0] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
-    return SeenTokens(on_device(ids, scores.device), scores.vocabulary, pads)
-
-
 class Rows:
-    """What `decoding.round.Texts` and `decoding.choosing.Choosing` ask, of texts that come and go.
+    """The texts of a batch as rounds see them (`decoding.round.Texts`, `decoding.choosing.Choosing`).
 
     Args:
-        binding: of the target.
         shape: the largest draft of a round.
         stats: told where drafts are made without a text's grammar.
         graph_maker: as in `Choosing`.
@@ -365,7 +324,7 @@ class Rows:
     """
 
     wants_scores = False
-    eos_ids: frozenset[int] = frozenset()  # where texts end is their writers' affair: drafts go on
+    eos_ids: frozenset[int] = frozenset()  # writers see where texts end: drafts go on
 
     def __init__(
         self, binding: TargetBinding, shape: DraftShape, stats: SpeculationStats, graph_maker: GraphMaker | None
@@ -377,14 +336,13 @@ class Rows:
         self._scores = ScoreShape(binding.text_config.vocab_size, binding.head_device)
         self._noise = SharedNoise(*self._scores)
 
-    # --- what was written ------------------------------------------------------------------------------------------
-
     @property
     def new(self) -> list[list[int]]:
         return [text.writer.tokens for text in self.texts]
 
     def last_token(self, row: int) -> int:
-        return self.texts[row].last_token
+        text = self.texts[row]
+        return (text.writer.tokens or text.request.prompt)[-1]
 
     def remaining_tokens(self, row: int) -> int:
         return self.texts[row].writer.remaining
@@ -400,41 +358,50 @@ class Rows:
     def prefix(self, row: int, drafted: Tensor) -> Tensor:
         return torch.cat((on_device(self.texts[row].tokens, self.device), drafted.to(self.device)))[None]
 
-    # --- how tokens are chosen -------------------------------------------------------------------------------------
-
-    @property
-    def _choosers(self) -> list[TokenChooser]:
-        return [text.chooser for text in self.texts]
-
     def choice_rules(self, batch: RoundBatch) -> list[ChoiceRule]:
         """One for the rows of each kind, and for each row whose prefixes have to be looked at."""
         alike: dict[Hashable, list[int]] = {}
-        for place, chooser in enumerate(self._choosers):
-            alike.setdefault(place if chooser.kind is None else chooser.kind, []).append(place)
+        for place, text in enumerate(self.texts):
+            alike.setdefault(place if text.chooser.kind is None else text.chooser.kind, []).append(place)
         rows = [0] * len(self.texts)  # each text's processors know of one row
         firsts = [(places, self.texts[places[0]].chooser) for places in alike.values()]
         return [ChoiceRule(places, one.processing, one.draws, rows, fails_alone=True) for places, one in firsts]
 
     def noise_for(self, batch: RoundBatch, count: int, *, behind: int = 0) -> Tensor | None:
         """Of greedy rows beside drawn ones it is 1, which changes no choice."""
-        if not any(chooser.draws for chooser in self._choosers):
+        choosers = [text.chooser for text in self.texts]
+        if not any(chooser.draws for chooser in choosers):
             return None
         starts = [written - behind for written in batch.written]
-        unseeded = [place for place, chooser in enumerate(self._choosers) if chooser.draws and chooser.seed is None]
+        unseeded = [place for place, chooser in enumerate(choosers) if chooser.draws and chooser.seed is None]
         shared = self._noise.window([self.texts[p] for p in unseeded], [starts[p] for p in unseeded], count)
         if len(unseeded) == len(self.texts):
             return shared
         noise = dict(zip(unseeded, shared, strict=True))
         greedy = torch.ones((), device=self._scores.device).expand(count, self._scores.vocabulary)
-        for place, chooser in enumerate(self._choosers):
+        for place, chooser in enumerate(choosers):
             if place not in noise:
                 noise[place] = chooser.noise(starts[place], count, self._scores) if chooser.draws else greedy
         return noise[0][None] if len(noise) == 1 else torch.stack([noise[place] for place in range(len(noise))])
 
     def seen_before(self, batch: RoundBatch) -> Tensor | None:
-        if not any(chooser.needs_seen for chooser in self._choosers):
+        if not any(text.chooser.needs_seen for text in self.texts):
             return None
         if self._seen is None or self._seen[0] != self.texts:
             prompts = [text.request.prompt for text in self.texts]
-            self._seen = list(self.texts), seen_in(prompts, self._scores)
+            pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+            ids = [[*[0] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
+            self._seen = (
+                list(self.texts),
+                SeenTokens(on_device(ids, self._scores.device), self._scores.vocabulary, pads),
+            )
         return self._seen[1].of(range(len(self.texts)), self.new)
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Of tokens `(n,)` written after nodes of these `logits` `(n, V)`, and of the `top` likeliest beside each."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs[range(len(tokens)), list(tokens)].tolist()
+    best = logprobs.topk(top, dim=-1)
+    others = [tuple(zip(*each, strict=True)) for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return tuple(TokenLogprob(*each) for each in zip(tokens, own, others, strict=True))

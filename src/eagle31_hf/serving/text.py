@@ -1,4 +1,4 @@
-"""Prompts in and texts out: requests, chats as token ids, tokens as characters that are whole, stop strings."""
+"""Prompts in and texts out: requests, chats as token ids, tokens as whole characters, stop strings. Without torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigurationError
 
-FinishReason = str
-"""`"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"` or `"error"`."""
+PROMPT_TAIL = 64
+"""Tokens of a prompt that are decoded with the first of its text: enough that one of them is no special token."""
+
+LONGEST_CHARACTER = 4
+"""Tokens that a character may be spread over: a byte each."""
+
+# --- requests and events ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the likeliest token, any other draws.
-        seed: of this text's random numbers: the same seed writes the same text, up to rounding. `None`: any.
+        seed: the same seed writes the same text, up to rounding. `None`: any.
         top_k: 0 for all.
         logit_bias: added to the scores of these ids.
         presence_penalty, frequency_penalty: taken off the scores of tokens written so far, once or per occurrence.
@@ -53,16 +58,13 @@ class Request:
         stop: strings that end the text and are cut off it.
         keep_stop: leave the string or token that ended the text in it.
         stop_token_ids: tokens that end the text, beside the target's own.
-        ignore_eos: write on after an end-of-sequence token.
-        min_new_tokens: so many are written before anything ends the text; `None`: as the target's generation config
-            has it.
-        skip_special_tokens: leave special tokens out of the text.
-        marks: special tokens that are shown all the same: the answer is taken apart by them.
+        min_new_tokens: written before anything ends the text; `None`: as the target's generation config has it.
+        marks: special tokens that are shown even if others are skipped: the answer is taken apart by them.
         bad_words: token sequences that are not written.
         allowed_tokens: if any, no others are written.
-        top_logprobs: how many alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
+        top_logprobs: alternatives to tell of each token, 0 for its own log-probability only; `None`: nothing.
         prompt_logprobs: the same of the prompt's tokens.
-        grammar: a constraint on what may be written (`serving.grammar`), `None` for none.
+        grammar: what may be written (`grammar.Grammar`).
     """
 
     prompt: tuple[int, ...]
@@ -105,7 +107,7 @@ class Usage:
     """What a text took.
 
     Attributes:
-        prompt_tokens, cached_tokens: of the prompt, and how many of them needed not be read again.
+        cached_tokens: of the prompt, those that did not have to be read again.
         completion_tokens: written, an end-of-sequence token included.
         drafted, accepted: draft tokens verified for this text, and those that the target agreed with.
         rounds: verification passes this text took part in.
@@ -125,25 +127,26 @@ class Event:
 
     Attributes:
         text: new characters; what may turn out to be the beginning of a stop string is held back.
-        tokens: new token ids; the last of a round is the target's own, those before it were drafted and accepted.
-        logprobs: of the tokens, if asked for.
-        prompt_logprobs: of the prompt's tokens but for its first, if asked for; told once, before any token.
-        finish: why the text has ended, `None` if it goes on.
-        error: what went wrong, with `finish` `"error"`.
+        tokens: new ids; the last of a round is the target's own, those before it were drafted and accepted.
         usage: so far.
+        finish: `"stop"` (end of sequence or a stop string), `"length"`, `"cancelled"` or `"error"`; `None`: it goes on.
+        error: what went wrong, with `finish` `"error"`.
+        prompt_logprobs: of the prompt's tokens but for its first, if asked for; told once, before any token.
     """
 
     text: str
     tokens: tuple[int, ...]
     usage: Usage
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish: FinishReason | None = None
+    finish: str | None = None
     error: str = ""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 OnEvent = Callable[[Event], None]
 
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
 
 Message = dict[str, Any]
 
@@ -155,14 +158,14 @@ def encode_chat(
     tools: Sequence[dict[str, Any]] | None = None,
     **template_options: Any,
 ) -> list[int]:
-    """Token ids of a chat up to where the answer begins.
+    """Token ids of a chat, by the target's own template, up to where the answer begins.
 
     Without a chat template (a base model) the contents are joined by line ends, as they are.
 
     Args:
         tools: JSON schemas of functions the model may call.
-        template_options: what the template is told beside these, e.g. `enable_thinking=False`; a template or an
-            argument of the tokenizer is refused (`why_not_set`).
+        template_options: variables of the template beside these, e.g. `enable_thinking=False`; those that it does not
+            read, and arguments of the tokenizer (`why_not_set`), are refused.
     """
     _refuse_half_characters(messages)
     for name in template_options:
@@ -170,22 +173,17 @@ def encode_chat(
             raise ConfigurationError(why)
         if not is_read(tokenizer, name):
             raise ConfigurationError(f"this model's chat template does not read {name!r}; leave it out")
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if not template:
         return _without_template(tokenizer, messages, tools)
-    if tools and not template_takes_tools(tokenizer):
+    if tools and not (isinstance(template, dict) and "tool_use" in template) and "tools" not in str(template):
         raise ConfigurationError(
             "this model's chat template has no place for tools; leave tools out, or give a template that has "
             "(--chat-template)"
         )
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **template_options}
     try:
-        return tokenizer.apply_chat_template(  # type: ignore[return-value]
-            list(messages),
-            tools=list(tools) if tools else None,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **template_options,
-        )
+        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **options)  # type: ignore[return-value]
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
 
@@ -215,10 +213,7 @@ def _without_template(
 
 
 def why_not_set(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
-    """Why a client may not set a variable of this name; empty if it may.
-
-    Names of `apply_chat_template`'s own arguments may not be set, so that no chat brings a template along.
-    """
+    """Why a client may not set a variable of this name, so that no chat brings a template along; empty if it may."""
     if name == "messages" or name in inspect.signature(tokenizer.apply_chat_template).parameters:
         return f"{name!r} is the server's own to set; only variables that the chat template reads can be given"
     return ""
@@ -229,17 +224,7 @@ def is_read(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     return name in re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or ""))
 
 
-def template_takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template does anything with tools."""
-    template = tokenizer.chat_template
-    return (isinstance(template, dict) and "tool_use" in template) or "tools" in str(template)
-
-
-PROMPT_TAIL = 64
-"""Tokens of a prompt that are decoded with the first of its text: enough that one of them is no special token."""
-
-LONGEST_CHARACTER = 4
-"""Tokens that a character may be spread over: a byte each."""
+# --- tokens to text ---------------------------------------------------------------------------------------------------
 
 
 class IncrementalDecoder:
@@ -309,6 +294,27 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
+class TokenTexts:
+    """What each token of a text adds to it, special tokens by their names, as vLLM tells it beside log-probabilities.
+
+    A token that ends inside a character adds nothing, and the one that completes it all of it.
+
+    Attributes:
+        length: characters told so far.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]):
+        self._decoder = IncrementalDecoder(tokenizer, prompt=prompt, skip_special_tokens=False)
+        self.of = self._decoder.peek  # the text of a token that may come next
+        self.length = 0
+
+    def add(self, token: int) -> str:
+        """The text of the token that comes next."""
+        text = self._decoder.feed(token)
+        self.length += len(text)
+        return text
+
+
 class StopScanner:
     """Lets text through up to the first stop string, holding back what may be the beginning of one.
 
@@ -336,11 +342,6 @@ class StopScanner:
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
-    @property
-    def pending(self) -> str:
-        """What is held back."""
-        return self._held
-
     def flush(self) -> str:
         """What was held back for a stop string that did not come."""
         held, self._held = self._held, ""
@@ -356,8 +357,6 @@ class Writer:
     """One text as it grows: which of a round's tokens belong to it, what can be shown, and why it ends.
 
     Args:
-        tokenizer: the target's.
-        request: the text that was asked for; of it, how it ends and how it is shown.
         end_ids: tokens after which it ends; empty to write on.
     """
 
@@ -366,10 +365,7 @@ class Writer:
         self.finish: str | None = None
         self._request, self._end_ids = request, end_ids
         self._decoder = IncrementalDecoder(
-            tokenizer,
-            prompt=request.prompt,
-            skip_special_tokens=request.skip_special_tokens,
-            marks=request.marks,
+            tokenizer, prompt=request.prompt, skip_special_tokens=request.skip_special_tokens, marks=request.marks
         )
         self._scanner = StopScanner(request.stop, keeps=request.keep_stop)
 
@@ -380,12 +376,10 @@ class Writer:
 
     def append(self, tokens: Sequence[int]) -> tuple[int, str]:
         """Add tokens up to where the text ends. Returns how many were added, and the text that can be shown."""
-        shown, added = "", 0
+        shown, before = "", len(self.tokens)
         for token in tokens:
             if self.finish is not None:
                 break
-            self.tokens.append(token)
-            added += 1
             shown += self._append(token)
         if self.finish is not None and not self._scanner.found:
             shown += self._scan(self._decoder.flush())
@@ -393,10 +387,11 @@ class Writer:
                 self.finish = "stop"
             else:
                 shown += self._scanner.flush()
-        return added, shown
+        return len(self.tokens) - before, shown
 
     def _append(self, token: int) -> str:
         """Add one; the text that can be shown."""
+        self.tokens.append(token)
         ends = token in self._end_ids and self._may_end
         shown = "" if ends and not self._request.keep_stop else self._scan(self._decoder.feed(token))
         if ends or self._scanner.found:
@@ -412,32 +407,3 @@ class Writer:
     @property
     def _may_end(self) -> bool:
         return len(self.tokens) > (self._request.min_new_tokens or 0)
-
-
-class TokenTexts:
-    """What each token of a text adds to it, special tokens by their names, as vLLM tells it beside log-probabilities.
-
-    A token is decoded together with those before it: alone, SentencePiece's tokens lose the space they begin with, and
-    a token that holds a part of a character would be none. Such a part is empty, and the token that completes the
-    character has all of it.
-
-    Args:
-        prompt: ids that the text goes on from.
-
-    Attributes:
-        length: characters told so far.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]):
-        self._decoder = IncrementalDecoder(tokenizer, prompt=prompt, skip_special_tokens=False)
-        self.length = 0
-
-    def of(self, token: int) -> str:
-        """The text of a token that may come next."""
-        return self._decoder.peek(token)
-
-    def add(self, token: int) -> str:
-        """The text of the token that comes next."""
-        text = self._decoder.feed(token)
-        self.length += len(text)
-        return text
