@@ -236,7 +236,7 @@ def test_special_tokens_that_are_marks_are_shown():
     tokenizer = copy.deepcopy(demo_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "<|other|>"]})
     tokenizer.chat_template = "[TOOL_CALLS]x[ARGS]"
-    marks = form_of(tokenizer).marks(tokenizer)
+    marks = form_of(tokenizer).marks
     assert set(tokenizer.convert_ids_to_tokens(sorted(marks))) == {"[TOOL_CALLS]", "[ARGS]"}
     ids = tokenizer("a [TOOL_CALLS]f[ARGS]{}<|other|> b", add_special_tokens=False)["input_ids"]
     decoder = IncrementalDecoder(tokenizer, marks=marks)

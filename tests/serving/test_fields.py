@@ -11,6 +11,7 @@ import pytest
 from eagle31_hf.serving.api import Translator
 from eagle31_hf.serving.api_errors import ApiError
 from eagle31_hf.serving.bodies import REFUSED, ChatBody, CompletionBody, parse_chat, parse_completion, parse_json
+from eagle31_hf.serving.forms import form_of
 from loopback import MESSAGES, MODEL, QUESTION, TOOL_TEMPLATE, chat, error_of
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -339,6 +340,7 @@ def test_offsets_of_a_streamed_completion_go_on(client):
 def test_one_call_where_one_was_asked_for(client, served, monkeypatch):
     pytest.importorskip("llguidance")
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TOOL_TEMPLATE)
+    monkeypatch.setattr(served.engine, "form", form_of(served.engine.tokenizer))
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     settings = {"tools": [TOOL], "extra_body": {"guided_choice": [call * 2]}}
     assert len(chat(client, **settings).choices[0].message.tool_calls) == 2

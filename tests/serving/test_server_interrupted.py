@@ -43,7 +43,7 @@ def test_a_full_queue_says_when_to_come_back(pair):
         second = threading.Thread(target=lambda: chat(client, max_tokens=2))
         second.start()
         wait_until(lambda: small.engine.waiting == 1)
-        small.engine.totals.round_s = 1e6  # rounds that take so long that the longest wait is told
+        small.engine.round_s = 1e6  # rounds that take so long that the longest wait is told
         with pytest.raises(openai.RateLimitError) as caught:
             chat(client)
         assert caught.value.response.headers["retry-after"] == "60"

@@ -68,7 +68,6 @@ def serve(
     )
     from ..serving.app import HttpServer, ServerSettings, make_app
     from ..serving.engine import Engine, EngineSettings
-    from ..serving.forms import form_of
 
     settings = EngineSettings(
         max_rows=max_batch,
@@ -87,7 +86,7 @@ def serve(
         f"{_address(listening)}/v1 (Ctrl-C to stop)",
         soft_wrap=not console.is_terminal,
     )
-    console.print(f"Thoughts and calls are read as: {form_of(pair.tokenizer).name}", style="dim")
+    console.print(f"Thoughts and calls are read as: {engine.form.name}", style="dim")
     if engine.unfollowed:
         console.print(
             f"Not followed, of {name}'s generation config: {', '.join(engine.unfollowed)}; texts are chosen without",

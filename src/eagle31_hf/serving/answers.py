@@ -12,30 +12,29 @@ import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
 from .bodies import ChatBody, CompletionBody
-from .forms import AnswerForm, Template, form_of
+from .forms import AnswerForm, Template
 from .text import Event, Request, TokenLogprob, TokenTexts, Usage
+
+Fields = dict[str, Any]
 
 MOST_MARKS = 16
 """Marks of calls inside one another that are looked behind for a sound call."""
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """A call the model wants made; `arguments` is JSON."""
 
     name: str
     arguments: str
 
 
-@dataclass(frozen=True)
-class AnswerPart:
+class AnswerPart(NamedTuple):
     """What a piece of text turned out to be: one of the three."""
 
     content: str = ""
@@ -227,15 +226,10 @@ def _only(parts: Iterator[AnswerPart] | Sequence[AnswerPart]) -> list[AnswerPart
     return [part for part in parts if part.content or part.reasoning or part.call]
 
 
-Fields = dict[str, Any]
+# --- what all answers have --------------------------------------------------------------------------------------------
 
 
-def _shared_fields(model: str, kind: str) -> Fields:
-    """What all pieces of one answer share; `kind` is `"chatcmpl"` or `"cmpl"`."""
-    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-
-def _sum_of(usages: Sequence[Usage]) -> Fields:
+def _usage(usages: Sequence[Usage]) -> Fields:
     """Of the texts of one answer: a prompt that several were written to counts once."""
     prompt = max(usage.prompt_tokens for usage in usages)
     written = sum(usage.completion_tokens for usage in usages)
@@ -278,46 +272,66 @@ def _timed(name: str, tokens: int, seconds: float) -> Fields:
     }
 
 
-# --- chats ------------------------------------------------------------------------------------------------------------
+class _Writer:
+    """What all pieces of one answer share."""
 
+    def __init__(self, model: str, prefix: str, kind: str, kind_of_pieces: str):
+        self._shared = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._kind, self._kind_of_pieces = kind, kind_of_pieces
 
-class ChatWriter:
-    """Of a chat completion."""
-
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, call: ChatBody, texts: Sequence[Request]):
-        self._shared = _shared_fields(model, "chatcmpl")
-        self._choices = [_ChatChoice(index, tokenizer, call, text) for index, text in enumerate(texts)]
-
-    def opening(self) -> list[Fields]:
-        """Pieces before the first event."""
-        return [self._chunk([choice.piece({"role": "assistant", "content": ""})]) for choice in self._choices]
-
-    def pieces(self, index: int, event: Event) -> list[Fields]:
-        """What one event of text `index` adds to a stream."""
-        return [self._chunk([piece]) for piece in self._choices[index].pieces(event)]
+    def _piece(self, choices: list[Fields], **more: Any) -> Fields:
+        return {**self._shared, "object": self._kind_of_pieces, "choices": choices} | more
 
     def usage(self, usages: Sequence[Usage]) -> Fields:
         """The last piece of a stream that counts tokens."""
-        return self._chunk([]) | {"usage": _sum_of(usages)}
+        return self._piece([], usage=_usage(usages))
 
     def whole(self, usages: Sequence[Usage]) -> Fields:
         """The answer in one piece."""
-        choices = [choice.whole() for choice in self._choices]
-        return {**self._shared, "object": "chat.completion", "choices": choices, "usage": _sum_of(usages)}
+        return self._piece(self._whole_choices(), object=self._kind, usage=_usage(usages))
 
-    def _chunk(self, choices: list[Fields]) -> Fields:
-        return {**self._shared, "object": "chat.completion.chunk", "choices": choices}
+    def _whole_choices(self) -> list[Fields]:
+        raise NotImplementedError
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+class ChatWriter(_Writer):
+    """Answers of `/v1/chat/completions`."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        form: AnswerForm,
+        body: ChatBody,
+        texts: Sequence[Request],
+    ):
+        super().__init__(model, "chatcmpl", "chat.completion", "chat.completion.chunk")
+        self._choices = [_ChatChoice(index, tokenizer, form, body, text) for index, text in enumerate(texts)]
+
+    def opening(self) -> list[Fields]:
+        """Pieces before the first event."""
+        return [self._piece([choice.piece({"role": "assistant", "content": ""})]) for choice in self._choices]
+
+    def pieces(self, index: int, event: Event) -> list[Fields]:
+        """What one event of text `index` adds to a stream."""
+        return [self._piece([piece]) for piece in self._choices[index].pieces(event)]
+
+    def _whole_choices(self) -> list[Fields]:
+        return [choice.whole() for choice in self._choices]
 
 
 class _ChatChoice:
     """One choice, put together from its parts."""
 
-    def __init__(self, index: int, tokenizer: PreTrainedTokenizerBase, call: ChatBody, text: Request):
-        self._index, self._one_call = index, not call.parallel_tool_calls
-        self._tells_logprobs = call.logprobs
-        form = form_of(tokenizer)
-        self._parser = AnswerParser(tokenizer, form, text.prompt, call.offered)
-        self._new_id = short_id if form.has_short_ids else long_id
+    def __init__(
+        self, index: int, tokenizer: PreTrainedTokenizerBase, form: AnswerForm, body: ChatBody, text: Request
+    ):  # fmt: skip
+        self._index, self._one_call, self._tells_logprobs = index, not body.parallel_tool_calls, body.logprobs
+        self._parser = AnswerParser(tokenizer, form, text.prompt, body.offered)
+        self._short_ids = form.has_short_ids
         self._tokens = TokenTexts(tokenizer, text.prompt)
         self._content = self._reasoning = ""
         self._calls: list[Fields] = []
@@ -331,10 +345,10 @@ class _ChatChoice:
             parts += self._parser.finish()
         made = [self.piece(self._add(part)) for part in parts if not (self._one_call and part.call and self._calls)]
         if self._tells_logprobs:
-            told = _chat_logprobs(self._tokens, event.logprobs)
-            self._logprobs += told
+            new = _chat_logprobs(self._tokens, event.logprobs)
+            self._logprobs += new
             made = made or [self.piece({"content": ""})]
-            made[0]["logprobs"] = {"content": told}
+            made[0]["logprobs"] = {"content": new}
         if event.finish is not None:
             # A text that stops after it called a function stops for that.
             self._finish = "tool_calls" if self._calls and event.finish == "stop" else event.finish
@@ -347,11 +361,9 @@ class _ChatChoice:
     def _add(self, part: AnswerPart) -> Fields:
         """Add a part; returns the streamed delta that stands for it."""
         if part.call is not None:
-            call = {
-                "id": self._new_id(),
-                "type": "function",
-                "function": {"name": part.call.name, "arguments": part.call.arguments},
-            }
+            name = uuid.uuid4().hex
+            name = name[:9] if self._short_ids else f"call_{name[:24]}"
+            call = {"id": name, "type": "function", "function": part.call._asdict()}
             self._calls.append(call)
             return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
         if part.reasoning:
@@ -368,16 +380,6 @@ class _ChatChoice:
             message["tool_calls"] = self._calls
         choice = {"index": self._index, "message": message, "finish_reason": self._finish}
         return choice | ({"logprobs": {"content": self._logprobs}} if self._tells_logprobs else {})
-
-
-def long_id() -> str:
-    """Of a call, as OpenAI's are."""
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def short_id() -> str:
-    """Of a call to a model whose template takes nine letters and digits and no other."""
-    return uuid.uuid4().hex[:9]
 
 
 def _chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[Fields]:
@@ -401,11 +403,11 @@ def _finite(logprob: float) -> float:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-class CompletionWriter:
-    """Of a completion; methods as `ChatWriter`'s."""
+class CompletionWriter(_Writer):
+    """Answers of `/v1/completions`; methods as `ChatWriter`'s."""
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: CompletionBody, texts: Sequence[Request]):
-        self._shared = _shared_fields(model, "cmpl") | {"object": "text_completion"}
+        super().__init__(model, "cmpl", "text_completion", "text_completion")
         self._tokenizer, self._texts = tokenizer, texts
         self._tokens = [TokenTexts(tokenizer, text.prompt) for text in texts]
         self._to_echo = {index: self._prompt(body, index) for index in range(len(texts)) if body.echo}
@@ -434,7 +436,7 @@ class CompletionWriter:
             for name, values in told.items():
                 choice["logprobs"][name] += values
         adds = text or event.finish is not None or event.logprobs
-        return [{**self._shared, "choices": [new], "usage": None}] if adds else []
+        return [self._piece([new], usage=None)] if adds else []
 
     def _logprobs(self, index: int, event: Event, echoed: str) -> Fields:
         if event.prompt_logprobs is None:
@@ -442,11 +444,8 @@ class CompletionWriter:
         self._tokens[index].length = len(echoed)
         return _prompt_logprobs(self._tokenizer, self._texts[index].prompt, event.prompt_logprobs, echoed)
 
-    def usage(self, usages: Sequence[Usage]) -> Fields:
-        return {**self._shared, "choices": [], "usage": _sum_of(usages)}
-
-    def whole(self, usages: Sequence[Usage]) -> Fields:
-        return {**self._shared, "choices": self._choices, "usage": _sum_of(usages)}
+    def _whole_choices(self) -> list[Fields]:
+        return self._choices
 
 
 def _completion_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> Fields:

@@ -14,7 +14,7 @@ from .answers import ends_in_thought
 from .api_errors import ApiError
 from .bodies import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody, Constraint
 from .engine import Engine, TooLongError
-from .forms import AnswerForm, call_grammar, form_of
+from .forms import call_grammar
 from .grammar import Grammar, GrammarCompiler, OpenThought
 from .text import Request, Sampling, encode_chat, is_read, why_not_set
 
@@ -35,13 +35,23 @@ class Translator:
             prompt = encode_chat(self._tokenizer, body.for_template, tools=body.offered, **read)
         except ConfigurationError as error:
             raise ApiError(str(error), param="tools" if "tools" in str(error) else "messages") from error
-        form = form_of(self._tokenizer)
-        grammar = self._grammar(body.constraint, form)
+        form, grammar = self._engine.form, self._grammar(body.constraint)
         texts = self._choices(prompt, body, grammar)
         if grammar is not None and ends_in_thought(self._tokenizer, form, prompt):
             thought = OpenThought.ended_by(self._tokenizer, form.think[1], texts[0].max_new_tokens // 2)
-            texts = [replace(text, grammar=replace(grammar, thought=thought)) for text in texts]
-        return [replace(text, marks=form.marks(self._tokenizer)) for text in texts]
+            grammar = replace(grammar, thought=thought)
+        return [replace(text, grammar=grammar, marks=form.marks) for text in texts]
+
+    def of_completion(self, body: CompletionBody) -> list[Request]:
+        """The texts of a completion: of each prompt its choices."""
+        grammar, texts = self._grammar(body.constraint), list[Request]()
+        for prompt in body.prompts:
+            ids = prompt
+            if isinstance(ids, str):
+                ids = self._tokenizer(ids, add_special_tokens=body.add_special_tokens)["input_ids"]
+            self._check_ids(ids, "prompt")
+            texts += self._choices(ids, body, grammar, DEFAULT_COMPLETION_TOKENS)
+        return [replace(text, prompt_logprobs=body.logprobs if body.echo else None) for text in texts]
 
     def ignored(self, body: Body) -> list[str]:
         """Fields of a body that change nothing: they are not read, here or by the chat template."""
@@ -60,18 +70,6 @@ class Translator:
         read = {name: value for name, value in values.items() if is_read(self._tokenizer, name)}
         return read, [field for name, field in fields.items() if name not in read]
 
-    def of_completion(self, body: CompletionBody) -> list[Request]:
-        """The texts of a completion: of each prompt its choices."""
-        grammar, texts = self._grammar(body.constraint), []
-        for prompt in body.prompts:
-            ids: list[int] = prompt if isinstance(prompt, list) else self._encoded(prompt, body.add_special_tokens)
-            self._check_ids(ids, "prompt")
-            texts += self._choices(ids, body, grammar, DEFAULT_COMPLETION_TOKENS)
-        return [replace(text, prompt_logprobs=body.logprobs if body.echo else None) for text in texts]
-
-    def _encoded(self, text: str, special: bool) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=special)["input_ids"]
-
     def _choices(
         self, prompt: Sequence[int], body: Body, grammar: Grammar | None, default_tokens: int | None = None
     ) -> list[Request]:
@@ -80,19 +78,16 @@ class Translator:
             raise TooLongError(
                 f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {longest}"
             )
-        room = longest - len(prompt)
-        most = body.max_new_tokens
+        most, room = body.max_new_tokens, longest - len(prompt)
         if most is None:
             most = min(default_tokens or self._engine.default_new_tokens or room, room)
         if (body.min_tokens or 0) > most:
             raise ApiError(f"min_tokens is {body.min_tokens}, and {most} are written at most", param="min_tokens")
-        self._check_ids(body.stop_token_ids, "stop_token_ids")
-        self._check_ids(body.allowed_token_ids, "allowed_token_ids")
-        self._check_ids(body.logit_bias, "logit_bias")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_ids(getattr(body, name), name)
         request = Request(
             prompt=tuple(prompt),
             max_new_tokens=most,
-            sampling=_sampling(body),
             stop=body.stops,
             keep_stop=body.include_stop_str_in_output,
             stop_token_ids=frozenset(body.stop_token_ids),
@@ -104,19 +99,18 @@ class Translator:
             top_logprobs=body.alternatives,
             grammar=grammar,
         )
-        return [replace(request, sampling=_for_choice(request.sampling, index)) for index in range(body.n)]
+        return [replace(request, sampling=_sampling(body, index)) for index in range(body.n)]
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
         if any(token >= self._vocabulary for token in ids):
             raise ApiError(f"{param}: a token id is {max(ids)}; wanted ids below {self._vocabulary}", param=param)
 
-    def _grammar(self, wanted: Constraint | None, form: AnswerForm | None = None) -> Grammar | None:
+    def _grammar(self, wanted: Constraint | None) -> Grammar | None:
         if wanted is None:
             return None
         kind, value = wanted.kind, wanted.value
         if kind == "call":
-            assert form is not None, "chats alone have tools"
-            kind, value = "grammar", call_grammar(form, value, str(self._tokenizer.chat_template))
+            kind, value = "grammar", call_grammar(self._engine.form, value, str(self._tokenizer.chat_template))
         try:
             with self._lock:
                 return self._grammars.compile(kind, value)
@@ -124,14 +118,15 @@ class Translator:
             raise ApiError(f"{wanted.field}: {error}", param=wanted.field, code="invalid_schema") from error
 
 
-def _sampling(body: Body) -> Sampling:
+def _sampling(body: Body, choice: int) -> Sampling:
+    """Several choices of one seed are several texts."""
     return Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=None if body.top_k is None else max(body.top_k, 0),
         min_p=body.min_p,
         typical_p=body.typical_p,
-        seed=None if body.seed == -1 else body.seed,  # any, as other servers have it
+        seed=None if body.seed in (None, -1) else body.seed + choice,  # -1: any, as other servers have it
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
@@ -139,16 +134,9 @@ def _sampling(body: Body) -> Sampling:
     )
 
 
-def _for_choice(sampling: Sampling, index: int) -> Sampling:
-    """Several choices of one seed are several texts."""
-    return sampling if sampling.seed is None or index == 0 else replace(sampling, seed=sampling.seed + index)
-
-
 def spellings(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
     """Token ids of words as they may be written: at a text's beginning, and after a space."""
     for word in words:
-        bare, spaced = (
-            tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-            for text in (word.lstrip(), f" {word.lstrip()}")
-        )
+        texts = word.lstrip(), f" {word.lstrip()}"
+        bare, spaced = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
         yield from {ids for ids in (bare, spaced) if ids}

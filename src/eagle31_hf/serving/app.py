@@ -1,4 +1,4 @@
-"""The HTTP side: routes of OpenAI's API, streams, errors in its shape, clients that go away."""
+"""The HTTP side: routes of OpenAI's API, streams, errors in its shape, clients that go away, a line a request."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -33,68 +34,16 @@ from .engine import Engine, QueueFullError, ShuttingDownError, TooLongError
 from .metrics import ServerMetrics
 from .text import Event, Request, Usage
 
-MOST_NAMED, MOST_REMEMBERED = 64, 1000
-"""Fields that a header or a line names, and that a server remembers having named."""
-
-logger = logging.getLogger("eagle31_hf.requests")
-
-
-def log_answer(request: HttpRequest, finishes: Sequence[str | None], usages: Sequence[Usage], seconds: float) -> None:
-    """Of texts that were written.
-
-    Args:
-        finishes: how each ended; `None` for one whose client went away.
-        usages: of each.
-        seconds: since the request came.
-    """
-    request.state.is_logged = True
-    ended = ", ".join(dict.fromkeys(finish or "cancelled" for finish in finishes))
-    written = sum(usage.completion_tokens for usage in usages)
-    rounds = sum(usage.rounds for usage in usages)
-    prompt, cached = max(u.prompt_tokens for u in usages), max(u.cached_tokens for u in usages)
-    speed = f" ({written / seconds:.1f}/s)" if seconds > 0 else ""
-    passes = f", {written / rounds:.2f} a pass" if rounds else ""
-    logger.info(
-        "%s %s: %d prompt tokens (%d held already), %d written in %.2f s%s%s",
-        _who(request), ended, prompt, cached, written, seconds, speed, passes,
-    )  # fmt: skip
-
-
-def log_error(request: HttpRequest, error: ApiError) -> None:
-    """Of a request that got an error instead; its message may quote the body, so it is not told."""
-    if getattr(request.state, "is_logged", False):
-        return
-    at = f" at {ascii(error.param)[:60]}" if error.param else ""
-    logger.info("%s %d %s%s", _who(request), error.status, error.code or "error", at)
-
-
-class IgnoredFields:
-    """Fields of requests that are not read: each is named once."""
-
-    def __init__(self) -> None:
-        self._named: set[str] = set()
-
-    def log(self, names: Sequence[str]) -> None:
-        """Name those that have not been."""
-        new = [name for name in map(printable, names) if name not in self._named]
-        if new and len(self._named) < MOST_REMEMBERED:
-            self._named.update(new)
-            logger.info("not read, and so ignored, in requests: %s", ", ".join(new[:MOST_NAMED]))
-
-
-def printable(name: str) -> str:
-    """A client's name for a field, as a header or a line can hold it."""
-    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:64])
-
-
-def _who(request: HttpRequest) -> str:
-    host = request.client.host if request.client else "?"
-    return f"{host} {request.method} {quote(request.url.path)}"
-
-
 AnswerWriter = ChatWriter | CompletionWriter
 
 MAX_BODY_BYTES = 8 * 2**20
+MOST_NAMED, MOST_REMEMBERED = 64, 1000
+"""Ignored fields that a header or a line names, and that a server remembers having named."""
+
+TELLING_S = 5.0
+"""What connections get to be told how their text ended, once none is written any more."""
+
+logger = logging.getLogger("eagle31_hf.requests")
 
 
 @dataclass(frozen=True)
@@ -116,6 +65,32 @@ class ServerSettings:
     allow_origins: tuple[str, ...] = ()
 
 
+class HttpServer(uvicorn.Server):
+    """uvicorn around the application: stopped, it lets running texts end, and tells those that cannot.
+
+    uvicorn waits for connections before it ends an application, so the engine would hear of the end only after streams
+    had been torn off. Here it hears of it first.
+
+    Args:
+        grace_s: what running texts get to end in.
+    """
+
+    def __init__(self, app: FastAPI, engine: Engine, *, grace_s: float, port: int = 8000):
+        shutdown_s = int(grace_s + TELLING_S) + 1
+        super().__init__(
+            uvicorn.Config(app, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_s)
+        )
+        self._engine, self._grace_s = engine, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, let texts end within their grace, cancel the rest, close."""
+        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, self._grace_s))
+        await super().shutdown(sockets)
+        if self.force_exit:  # asked twice: no grace is left
+            await asyncio.to_thread(self._engine.close, 0.0)
+        await closing
+
+
 def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """The ASGI application; shuts the engine down as it ends."""
 
@@ -125,24 +100,22 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         await asyncio.to_thread(engine.close, settings.grace_s)
 
     app = FastAPI(title="eagle31", lifespan=lifespan, openapi_url=None)
-    app.state.engine = engine
     server = _Server(engine, settings)
-    for path, handler in (
-        ("/v1/chat/completions", server.chat),
-        ("/v1/completions", server.complete),
+    for method, path, handler in (
+        ("POST", "/v1/chat/completions", server.chat),
+        ("POST", "/v1/completions", server.complete),
+        ("GET", "/v1/models", server.models),
+        ("GET", "/v1/models/{name:path}", server.model),
+        ("GET", "/health", server.health),
+        ("GET", "/metrics", server.metrics),
     ):
-        app.add_api_route(path, handler, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", server.models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"], response_model=None)
-    app.add_api_route("/health", server.health, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", server.metrics, methods=["GET"], response_model=None)
+        app.add_api_route(path, handler, methods=[method], response_model=None)
     if settings.allow_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    app.add_exception_handler(Eagle31Error, _as_response)
-    app.add_exception_handler(HTTPException, _as_response)
-    app.add_exception_handler(Exception, _as_response)
+    for kind in (Eagle31Error, HTTPException, Exception):
+        app.add_exception_handler(kind, partial(_as_response, engine))
     return app
 
 
@@ -153,20 +126,16 @@ class _Server:
         self.engine, self.settings = engine, settings
         self.translator = Translator(engine)
         self.figures = ServerMetrics(engine)
-        self.started, self.ignored = int(time.time()), IgnoredFields()
+        self.started, self._named = int(time.time()), set[str]()
 
     # --- small ones ----------------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
         """200 while texts are taken, 503 from then on."""
-        alive = self.engine.is_alive
-        told = {
-            "status": "ok" if alive else "shutting down",
-            "model": self.settings.model,
-            "running": self.engine.running,
-            "waiting": self.engine.waiting,
-        }
-        return JSONResponse(told, status_code=200 if alive else 503)
+        engine, alive = self.engine, self.engine.is_alive
+        state = {"status": "ok" if alive else "shutting down", "model": self.settings.model}
+        figures = {"running": engine.running, "waiting": engine.waiting}
+        return JSONResponse(state | figures, status_code=200 if alive else 503)
 
     async def metrics(self, request: HttpRequest) -> Response:
         self._check_key(request)
@@ -201,7 +170,7 @@ class _Server:
         self._check_model(body.model)
         # Templates, grammars and tokenizing take a while: not on the loop that feeds every stream.
         texts = await asyncio.to_thread(self.translator.of_chat, body)
-        writer = ChatWriter(self.settings.model, self.engine.tokenizer, body, texts)
+        writer = ChatWriter(self.settings.model, self.engine.tokenizer, self.engine.form, body, texts)
         return await self._answer(request, body, texts, writer)
 
     async def complete(self, request: HttpRequest) -> Response:
@@ -218,7 +187,7 @@ class _Server:
     ) -> Response:
         headers = self._headers(body)
         run = _Run(self, texts)
-        await run.start()
+        run.start()
         if body.stream:
             pieces = self._stream(request, run, writer, body.include_usage)
             return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
@@ -231,10 +200,13 @@ class _Server:
 
     def _headers(self, body: Body) -> dict[str, str]:
         """Names of what did not change the answer: fields of the request, settings of the target."""
-        ignored, unfollowed = self.translator.ignored(body), self.engine.unfollowed
-        self.ignored.log(ignored)
-        named = {"X-Ignored-Fields": ignored, "X-Unfollowed-Settings": unfollowed}
-        return {header: ", ".join(map(printable, names[:MOST_NAMED])) for header, names in named.items() if names}
+        ignored = [_printable(name) for name in self.translator.ignored(body)]
+        new = [name for name in ignored if name not in self._named]
+        if new and len(self._named) < MOST_REMEMBERED:
+            self._named.update(new)
+            logger.info("not read, and so ignored, in requests: %s", ", ".join(new[:MOST_NAMED]))
+        named = {"X-Ignored-Fields": ignored, "X-Unfollowed-Settings": self.engine.unfollowed}
+        return {header: ", ".join(names[:MOST_NAMED]) for header, names in named.items() if names}
 
     async def _collect(self, run: _Run, writer: AnswerWriter) -> None:
         async for index, event in run.events():
@@ -273,28 +245,19 @@ class _Server:
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), wanted.encode()):
             what = "no API key" if not shown else "another API key than this server's"
-            raise ApiError(
-                f"got {what}; send it as 'Authorization: Bearer KEY'",
-                status=401,
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message, headers = f"got {what}; send it as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"}
+            raise ApiError(message, status=401, code="invalid_api_key", headers=headers)
 
     def _check_model(self, name: str) -> None:
         if name != self.settings.model:
-            raise ApiError(
-                f"the model {name!r} is not served here; {self.settings.model!r} is",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+            message = f"the model {name!r} is not served here; {self.settings.model!r} is"
+            raise ApiError(message, status=404, code="model_not_found", param="model")
 
     async def _body(self, request: HttpRequest) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also what keeps web pages of others from asking without the browser's leave
-            raise ApiError(
-                f"the content type is {kind or 'not given'}; wanted application/json", status=415, code="invalid_json"
-            )
+            message = f"the content type is {kind or 'not given'}; wanted application/json"
+            raise ApiError(message, status=415, code="invalid_json")
         body, most = b"", self.settings.max_body_bytes
         async for piece in request.stream():
             body += piece
@@ -315,7 +278,7 @@ class _Run:
         self._started = self._first = time.perf_counter()
         self._last: list[float | None] = [None] * len(texts)
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Line all of them up, or none."""
         loop = asyncio.get_running_loop()
         try:
@@ -327,7 +290,7 @@ class _Run:
 
     def _listener(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Event], None]:
         def tell(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the loop is closed, and its clients are gone
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return tell
@@ -358,14 +321,37 @@ class _Run:
         return timings_of(self.usages, self._first - self._started, last - self._first)
 
     def end(self, request: HttpRequest) -> None:
-        """The answer is told, or its client has gone."""
+        """The answer is told, or its client has gone: what has not ended need not go on."""
         self.cancel()
-        log_answer(request, self.finishes, self.usages, time.perf_counter() - self._started)
+        self._log(request, time.perf_counter() - self._started)
 
     def cancel(self) -> None:
-        """Those that have not ended need not go on."""
         for ticket in self._tickets:
             self.server.engine.cancel(ticket)
+
+    def _log(self, request: HttpRequest, seconds: float) -> None:
+        """Who asked what, how it ended, what it took. Never what was said."""
+        request.state.is_logged = True
+        usages = self.usages
+        ended = ", ".join(dict.fromkeys(finish or "cancelled" for finish in self.finishes))
+        written, rounds = sum(usage.completion_tokens for usage in usages), sum(usage.rounds for usage in usages)
+        prompt, cached = max(u.prompt_tokens for u in usages), max(u.cached_tokens for u in usages)
+        speed = f" ({written / seconds:.1f}/s)" if seconds > 0 else ""
+        passes = f", {written / rounds:.2f} a pass" if rounds else ""
+        logger.info(
+            "%s %s: %d prompt tokens (%d held already), %d written in %.2f s%s%s",
+            _who(request), ended, prompt, cached, written, seconds, speed, passes,
+        )  # fmt: skip
+
+
+def _who(request: HttpRequest) -> str:
+    host = request.client.host if request.client else "?"
+    return f"{host} {request.method} {quote(request.url.path)}"
+
+
+def _printable(name: str) -> str:
+    """A client's name for a field, as a header or a line can hold it."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:64])
 
 
 async def _pieces(writer: AnswerWriter, index: int, event: Event) -> list[dict[str, Any]]:
@@ -409,56 +395,22 @@ def _address_meant(request: HttpRequest) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-async def _as_response(request: HttpRequest, error: Exception) -> Response:
+async def _as_response(engine: Engine, request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         meant = _address_meant(request) if error.status_code == 404 else ""
         error = ApiError(f"{request.method} {request.url.path}: {error.detail}{meant}", status=error.status_code)
     elif isinstance(error, TooLongError):
         error = ApiError(str(error), code="context_length_exceeded", param="messages")
     elif isinstance(error, QueueFullError):
-        wait = str(request.app.state.engine.retry_after_s)
-        error = ApiError(str(error), status=429, code="queue_full", headers={"Retry-After": wait})
+        wait = {"Retry-After": str(engine.retry_after_s)}
+        error = ApiError(str(error), status=429, code="queue_full", headers=wait)
     elif isinstance(error, ShuttingDownError):
         error = ApiError(str(error), status=503, code="shutting_down", headers={"Retry-After": "30"})
     elif isinstance(error, (ConfigurationError, UnsupportedGenerationError)):
         error = ApiError(str(error))
     elif not isinstance(error, ApiError):
         error = ApiError(f"{type(error).__name__}: {error}", status=500, code="internal_error")
-    log_error(request, error)
+    if not getattr(request.state, "is_logged", False):  # the message may quote the body, so it is not told
+        at = f" at {ascii(error.param)[:60]}" if error.param else ""
+        logger.info("%s %d %s%s", _who(request), error.status, error.code or "error", at)
     return JSONResponse(error.body, status_code=error.status, headers=error.headers)
-
-
-TELLING_S = 5.0
-"""What connections get to be told how their text ended, once none is written any more."""
-
-
-class HttpServer(uvicorn.Server):
-    """See above.
-
-    uvicorn waits for connections before it ends an application, so the engine would hear of the end only after streams
-    had been torn off. Here it hears of it first.
-
-    Args:
-        app: to serve.
-        engine: that writes its texts.
-        grace_s: what running texts get to end in.
-    """
-
-    def __init__(self, app: FastAPI, engine: Engine, *, grace_s: float, port: int = 8000):
-        config = uvicorn.Config(
-            app,
-            port=port,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=int(grace_s + TELLING_S) + 1,
-        )
-        super().__init__(config)
-        self._engine, self._grace_s = engine, grace_s
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, let texts end within their grace, cancel the rest, close."""
-        closing = asyncio.create_task(asyncio.to_thread(self._engine.close, self._grace_s))
-        await super().shutdown(sockets)
-        if self.force_exit:  # asked twice: no grace is left
-            await asyncio.to_thread(self._engine.close, 0.0)
-        await closing

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
@@ -222,55 +222,32 @@ class StreamOptions(BaseModel):
 # --- fields that are not read -----------------------------------------------------------------------------------------
 
 _GRAMMAR = "pass structured_outputs"
-_ADAPTERS = "the server has the adapters it was started with"
-
 REFUSED: dict[str, tuple[Any, ...]] = {
     # what to do, and values that ask for nothing (as do null, "", [] and {})
-    "functions": ("pass tools",),
-    "function_call": ("pass tool_choice", "none", "auto"),
-    "audio": ("only text is written",),
-    "modalities": ("only text is written", ["text"]),
-    "suffix": ("only texts that go on are written",),
-    "echo": ("/v1/completions has it", False),
-    "best_of": ("ask for n and choose", 1),
-    "use_beam_search": ("texts are drawn or greedy", False),
-    "length_penalty": ("it belongs to beam search", 1),
+    "functions": ("pass tools",), "function_call": ("pass tool_choice", "none", "auto"),
+    "audio": ("only text is written",), "modalities": ("only text is written", ["text"]),
+    "suffix": ("only texts that go on are written",), "echo": ("/v1/completions has it", False),
+    "best_of": ("ask for n and choose", 1), "use_beam_search": ("texts are drawn or greedy", False),
+    "length_penalty": ("it belongs to beam search", 1), "add_generation_prompt": ("an answer is always begun", True),
     "truncate_prompt_tokens": ("cut the prompt before it is sent", -1),
-    "add_generation_prompt": ("an answer is always begun", True),
     "continue_final_message": ("complete a text with /v1/completions", False),
-    "documents": ("put documents into a message",),
-    "chat_template": ("start the server with --chat-template",),
+    "documents": ("put documents into a message",), "chat_template": ("start the server with --chat-template",),
     "prompt_embeds": ("pass a text or token ids",),
-    "structural_tag": (_GRAMMAR,),
-    "json_schema": (_GRAMMAR,),
-    "regex": (_GRAMMAR,),
-    "ebnf": (_GRAMMAR,),
-    "grammar": (_GRAMMAR,),
+    **dict.fromkeys(("structural_tag", "json_schema", "regex", "ebnf", "grammar", "grammar_triggers"), (_GRAMMAR,)),
     "grammar_lazy": (_GRAMMAR, False),
-    "grammar_triggers": (_GRAMMAR,),
-    "logits_processors": ("no code of clients is run",),
-    "custom_logit_processor": ("no code of clients is run",),
-    "stop_regex": ("pass stop or stop_token_ids",),
-    "no_stop_trim": ("pass include_stop_str_in_output", False),
+    **dict.fromkeys(("logits_processors", "custom_logit_processor"), ("no code of clients is run",)),
+    "stop_regex": ("pass stop or stop_token_ids",), "no_stop_trim": ("pass include_stop_str_in_output", False),
     "no_repeat_ngram_size": ("set it in the target's generation config", 0),
-    "min_new_tokens": ("pass min_tokens", 0),
-    "max_new_tokens": ("pass max_tokens",),
-    "n_predict": ("pass max_tokens", -1),
-    "n_cmpl": ("pass n", 1),
-    "n_indent": ("", 0),
-    "t_max_predict_ms": ("pass max_tokens", 0, -1),
-    "lora": (_ADAPTERS,),
-    "lora_path": (_ADAPTERS,),
-    "repeat_penalty": ("pass repetition_penalty", 1),
-    "repeat_last_n": ("penalties look at the whole text", -1, 64),
+    "min_new_tokens": ("pass min_tokens", 0), "max_new_tokens": ("pass max_tokens",),
+    "n_predict": ("pass max_tokens", -1), "t_max_predict_ms": ("pass max_tokens", 0, -1), "n_cmpl": ("pass n", 1),
+    **dict.fromkeys(("lora", "lora_path"), ("the server has the adapters it was started with",)),
+    "repeat_penalty": ("pass repetition_penalty", 1), "repeat_last_n": ("penalties look at the whole text", -1, 64),
     "samplers": ("their order is transformers'",),
-    "top_n_sigma": ("", -1),
-    "xtc_probability": ("", 0),
-    "dynatemp_range": ("", 0),
-    "dry_multiplier": ("", 0),
-    "mirostat": ("", 0),
-    "adaptive_target": ("", -1),
-}
+    **dict.fromkeys(("n_indent", "xtc_probability", "dynatemp_range", "dry_multiplier", "mirostat"), ("", 0)),
+    **dict.fromkeys(("top_n_sigma", "adaptive_target"), ("", -1)),
+}  # fmt: skip
+"""Fields of other servers that would change the text and are not served here: these are refused, not ignored."""
+
 CHANGES_NO_TEXT = frozenset({"guided_decoding_backend"})
 
 
@@ -340,10 +317,6 @@ class Body(BaseModel):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
-
-    @property
-    def choices(self) -> int:
-        return self.n
 
     @property
     def alternatives(self) -> int | None:
@@ -508,16 +481,6 @@ def _refuse_surrogates(told: dict[str, Any]) -> None:
             ) from error
 
 
-def parse_chat(told: dict[str, Any]) -> ChatBody:
-    """A chat's body."""
-    return _parsed(ChatBody, told)
-
-
-def parse_completion(told: dict[str, Any]) -> CompletionBody:
-    """A completion's body."""
-    return _parsed(CompletionBody, told)
-
-
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
@@ -530,3 +493,6 @@ def _parsed(kind: type[AnyBody], told: dict[str, Any]) -> AnyBody:
     except ValidationError as error:
         raise from_validation(error) from error
     return body
+
+
+parse_chat, parse_completion = partial(_parsed, ChatBody), partial(_parsed, CompletionBody)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ class AnswerForm:
         is_own: whether it is the tokenizer's, and so wants to see the whole prompt.
         think: marks around a thought.
         around: marks around several calls, where each has others of its own.
+        marks: special tokens that the parser has to see.
     """
 
     name: str
@@ -39,6 +40,7 @@ class AnswerForm:
     is_own: bool = False
     think: tuple[str, str] = ("<think>", "</think>")
     around: tuple[str, str] | None = None
+    marks: frozenset[int] = frozenset()
 
     @cached_property
     def without_calls(self) -> Template:
@@ -51,27 +53,19 @@ class AnswerForm:
         """Whether calls are named by nine letters and digits, as Mistral's templates insist."""
         return self.name.startswith("Mistral")
 
-    def marks(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-        """Special tokens that the parser has to see."""
-        patterns = json.dumps(self.template, ensure_ascii=False).replace("\\", "")
-        special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        return frozenset(i for i, text in special.items() if text in patterns and i not in ends_of(tokenizer))
-
-
-def ends_of(tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
-    return {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-
 
 def form_of(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
     """The form of a tokenizer's chat template."""
     own = getattr(tokenizer, "response_template", None)
     if isinstance(own, dict):
-        return AnswerForm("the tokenizer's own", own, is_own=True)
-    text = str(tokenizer.chat_template or "")
-    for marks, form in _FORMS:
-        if all(mark in text for mark in marks):
-            return form
-    return _BARE
+        form = AnswerForm("the tokenizer's own", own, is_own=True)
+    else:
+        text = str(tokenizer.chat_template or "")
+        form = next((form for marks, form in _FORMS if all(mark in text for mark in marks)), _BARE)
+    patterns = json.dumps(form.template, ensure_ascii=False).replace("\\", "")
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return replace(form, marks=frozenset(i for i, text in special.items() if text in patterns and i not in ends))
 
 
 def _call(**arguments: Any) -> Template:

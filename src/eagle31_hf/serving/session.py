@@ -153,7 +153,7 @@ class ChatSession:
                 "undo, or begin anew with reset"
             )
         form = form_of(self.tokenizer)
-        decoder = IncrementalDecoder(self.tokenizer, marks=form.marks(self.tokenizer))
+        decoder = IncrementalDecoder(self.tokenizer, marks=form.marks)
         pieces = _PieceStreamer(decoder, AnswerParser(self.tokenizer, form, ids), on_piece)
         self._stop.asked = False
         started = time.perf_counter()
