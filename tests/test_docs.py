@@ -6,14 +6,20 @@ import importlib
 import inspect
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 import typer.main
+from transformers import AutoModelForCausalLM
 
+from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cli.app import LazyCommand, app
+from eagle31_hf.demo import drafter_path, target_path
+from test_architecture import MODULES, import_graph
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md"),
@@ -145,3 +151,49 @@ def test_whatever_is_shown_is_explained() -> None:
 def test_methods_that_pages_speak_of_are_shown() -> None:
     spoken = {name for page in PAGES for name in re.findall(r"Eagle31Drafter\.([a-z]\w+)", page.read_text("utf-8"))}
     assert spoken <= set(documented()["eagle31_hf.drafter.drafter.Eagle31Drafter"])
+
+
+# --- walks through the code -------------------------------------------------------------------------------------------
+
+WALKS = ("generate", "chat request", "training row")
+MOST_ENTERED = 50
+"""Modules that an eager `generate` call enters in all, small ones included (47 on 2026-11-28)."""
+
+
+def walk(which: str) -> list[str]:
+    """Modules of a walk on the architecture page, from the first column of its table."""
+    page = (ROOT / "docs" / "developing" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## Three walks")[2].partition("\n## ")[0]
+    table = section.split("| file | what happens there |")[1 + WALKS.index(which)]
+    return [path.replace("/", ".") for path in re.findall(r"^\| `(\S+)\.py` \|", table, re.M)]
+
+
+@pytest.mark.parametrize("which", WALKS)
+def test_each_file_of_a_walk_is_reached_from_one_before_it(which: str) -> None:
+    modules, graph = walk(which), import_graph()
+    assert len(modules) > 8
+    unreached = [
+        each for place, each in enumerate(modules[1:], 1) if not any(each in graph[b] for b in modules[:place])
+    ]
+    assert not unreached
+
+
+def test_a_generate_call_takes_the_walk() -> None:
+    """By a call after the first, which also imports and tries things once."""
+    target = AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32)
+    eagle = Eagle31Drafter.from_pretrained(drafter_path(), target=target)
+    eagle.generation_config.acceleration = "eager"
+    names, entered = {str(path): name for name, path in MODULES.items()}, dict[str, None]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>" and frame.f_code.co_filename in names:
+            entered.setdefault(names[frame.f_code.co_filename])
+
+    for tracer in (None, note):
+        sys.setprofile(tracer)
+        try:
+            target.generate(torch.arange(1, 20)[None], assistant_model=eagle, do_sample=False, max_new_tokens=8)
+        finally:
+            sys.setprofile(None)
+    assert not set(walk("generate")) - set(entered)
+    assert len(entered) <= MOST_ENTERED, [*entered]
