@@ -262,3 +262,52 @@ def test_forced_calls_are_read_back(name):
         assert matcher.consume_token(token), tokenizer.decode([token])
     assert matcher.is_accepting()
     assert parsed(tokenizer, text) == ("", "", calls)
+
+
+TYPED_ELSEWHERE = {
+    "type": "object",
+    "$defs": {
+        "Place": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "Unit": {"$ref": "#/$defs/Letter"},
+        "Letter": {"enum": ["c", "f"], "type": "string"},
+        "Circle": {"$ref": "#/$defs/Circle"},
+    },
+    "properties": {
+        "place": {"$ref": "#/$defs/Place"},
+        "unit": {"$ref": "#/$defs/Unit", "default": "c"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "list_of": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "integer"}]},
+        "either": {"type": ["string", "integer"]},
+        "count": {"enum": [2, 3]},
+        "sure": {"const": True},
+        "mixed": {"enum": ["a", None]},
+        "round": {"$ref": "#/$defs/Circle"},
+    },
+    "required": ["place"],
+}
+"""As pydantic writes types (definitions, unions), and as others leave them to the values."""
+
+
+@pytest.mark.parametrize("name", ["Qwen XML", "GLM XML", "Hermes JSON"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"place": {"city": "Bonn"}, "unit": "f", "maybe": "so", "list_of": {"city": "Ulm"}, "either": "x", "count": 2,
+         "sure": True, "mixed": "a"},
+        {"place": {"city": "Bonn"}, "maybe": None, "list_of": 5, "either": 7, "count": 3, "mixed": None},
+    ],
+)  # fmt: skip
+def test_values_are_read_and_forced_by_types_that_stand_elsewhere(name, values):
+    pytest.importorskip("llguidance")
+    from llguidance import LLMatcher
+
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": TYPED_ELSEWHERE}}]
+    tokenizer, calls = tokenizer_of(name), [("get_weather", values)]
+    text = FORMS[name][1](calls)
+    assert parsed(tokenizer, text, 3, tools=tools) == ("", "", calls)
+    grammar = call_grammar(form_of(tokenizer), tools, str(tokenizer.chat_template))
+    compiled = GrammarCompiler(tokenizer, len(tokenizer), frozenset([2])).compile("grammar", grammar)
+    matcher = LLMatcher(compiled.tokenizer, compiled.description)
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        assert matcher.consume_token(token), tokenizer.decode([token])
+    assert matcher.is_accepting()

@@ -18,7 +18,7 @@ import regex  # transformers' parser matches with it
 from transformers import PreTrainedTokenizerBase
 
 from .bodies import ChatBody, CompletionBody
-from .forms import AnswerForm, Template
+from .forms import AnswerForm, Template, with_types
 from .text import Event, Request, TokenLogprob, TokenTexts, Usage
 
 Fields = dict[str, Any]
@@ -63,7 +63,8 @@ class AnswerParser:
         prompt: Sequence[int] = (),
         tools: Sequence[Any] = (),
     ):
-        self._tokenizer, self._tools = tokenizer, [*tools]
+        self._tokenizer = tokenizer
+        self._tools: list[Any] = [_with_types_known(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
         self._template = _never_missing(form.template if tools else form.without_calls)
         if form.is_own:
@@ -172,6 +173,12 @@ class AnswerParser:
         arguments = function.get("arguments", function.get("parameters", {}))
         as_json = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return ToolCall(function["name"], as_json)
+
+
+def _with_types_known(tool: dict[str, Any]) -> dict[str, Any]:
+    """For the parser, which reads values by the types that stand at the parameters themselves."""
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": with_types(function.get("parameters") or {})}}
 
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")

@@ -179,7 +179,7 @@ def _json_rules(number: int, function: dict[str, Any], arguments: str, marks: tu
 
 def _xml_rules(number: int, function: dict[str, Any], begin: str, key: str, key_end: str, end: str) -> str:
     """Each parameter by itself, in their order; those that are not required may be left out."""
-    parameters = function.get("parameters") or {}
+    parameters = with_types(function.get("parameters") or {})
     required, definitions = parameters.get("required", []), {k: parameters[k] for k in ("$defs",) if k in parameters}
     parts, rules = [], []
     for place, (name, schema) in enumerate(parameters.get("properties", {}).items()):
@@ -194,10 +194,62 @@ def _value_rule(schema: Any, definitions: dict[str, Any], end: str) -> str:
     """Strings stand for themselves, all else is JSON; `end` comes after either."""
     if not isinstance(schema, dict):
         schema = {}
-    options = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if options and all(isinstance(option, str) for option in options):
-        return " | ".join(json.dumps(option + end) for option in options)
-    if schema.get("type") == "string":  # one expression with its end: matched as far as it goes, it would take that too
+    if options := _options(schema):
+        texts = [option if isinstance(option, str) else json.dumps(option) for option in options]
+        return " | ".join(json.dumps(text + end) for text in texts)
+    kinds, union = schema.get("type"), next((u for u in UNIONS if isinstance(schema.get(u), list)), None)
+    if isinstance(kinds, list) and "string" in kinds:
+        return " | ".join(f"({_value_rule({**schema, 'type': kind}, definitions, end)})" for kind in kinds)
+    if union is not None and kinds is None:
+        return " | ".join(f"({_value_rule(choice, definitions, end)})" for choice in schema[union])
+    if kinds == "string":  # one expression with its end: matched as far as it goes, it would take that too
         until = re.escape(end).replace("\\\n", "\\n").replace("/", "\\/")
         return f"/[^<]{{0,{schema.get('maxLength', 1000)}}}{until}/"
     return f"%json {json.dumps(with_white_space({**schema, **definitions}))} {json.dumps(end)}"
+
+
+# --- types of parameters ----------------------------------------------------------------------------------------------
+
+UNIONS = ("anyOf", "oneOf")
+MOST_REFERENCES = 8
+"""Followed from one schema to the next; some lead in a circle."""
+
+TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", dict: "object",
+              list: "array"}  # fmt: skip
+
+
+def with_types(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool's parameters with a type at each that has one: calls in XML are read, and written, by these.
+
+    Pydantic leaves it to a definition, `{"$ref": "#/$defs/Place"}`; others leave it to the values, `{"enum": [1, 2]}`.
+    """
+    properties = parameters.get("properties")
+    if not isinstance(properties, dict):
+        return parameters
+    return {**parameters, "properties": {name: _typed(schema, parameters) for name, schema in properties.items()}}
+
+
+def _typed(schema: Any, root: dict[str, Any]) -> Any:
+    for _ in range(MOST_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            break
+        others = {name: value for name, value in schema.items() if name != "$ref"}
+        schema = {**_referred(schema["$ref"], root), **others}
+    if not isinstance(schema, dict) or "type" in schema:
+        return schema
+    if options := _options(schema):
+        return {**schema, "type": sorted({TYPE_NAMES[type(option)] for option in options})}
+    return {name: [_typed(each, root) for each in value] if name in UNIONS and isinstance(value, list) else value
+            for name, value in schema.items()}  # fmt: skip
+
+
+def _options(schema: dict[str, Any]) -> list[Any]:
+    options = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    return options if isinstance(options, list) else []
+
+
+def _referred(reference: str, root: dict[str, Any]) -> dict[str, Any]:
+    found: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
