@@ -86,6 +86,27 @@ def test_mtp_needs_one_place_to_write_to(target, tmp_path):
     assert "holds no MTP head" in error_of("mtp", TARGET, "--out", tmp_path / "x")
 
 
+def test_a_head_is_written_with_the_states_it_is_to_read(target, tmp_path):
+    assert "go with --out" in error_of("mtp", target, "--into", tmp_path, "--state", "raw")
+    before = (target / "config.json").read_bytes()
+    run("mtp", target, "--out", tmp_path / "head", "--state", "raw", "--feedback", "raw")
+    assert (target / "config.json").read_bytes() == before
+    output = " ".join(run("inspect", tmp_path / "head").stdout.split())
+    assert "the target's, before the final norm" in output
+    assert "its own output, before the final norm" in output
+    drafter = Eagle31Drafter.from_pretrained(tmp_path / "head")
+    assert (drafter.config.normed_state, drafter.config.norm_output) == (False, False)
+
+
+def test_doctor_says_which_states_a_head_is_for(target, tmp_path):
+    kept = tmp_path / "seen.json"
+    output = run("doctor", "--target", target, "--limit", 2, "--new-tokens", 16, "--json", kept).stdout
+    assert "MTP head" in output
+    readings = {tuple(score["reading"]["fields"].values()) for score in json.loads(kept.read_text())["readings"]}
+    assert readings == {(True, False), (False, True), (False, False)}
+    assert "attention is not looked at" in error_of("doctor", "--target", target, "--drift")
+
+
 def test_draft_rows_are_counted_on_ones_own_texts(target, tmp_path):
     chats = tmp_path / "chats.jsonl"
     answer = "the weather in Portland will be rainy"

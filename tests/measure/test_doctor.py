@@ -109,6 +109,7 @@ def test_replay_accepts_what_generate_accepts(
     """Walking over a known text, round by round, meets the very rounds that generating it took."""
     drafter = attached(target)
     drafter.generation_config.num_assistant_tokens = DEPTH
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
     for prompt, ids, text in zip(prompts, written, texts_for(drafter, written, prompts), strict=True):
         again = target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter)[0]
         assert torch.equal(again, ids)

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..demo import CONVERSATIONS as DEMO_CONVERSATIONS
+from ..drafter.drafter import MtpDrafter
+from ..errors import ConfigurationError
 from ..measure.doctor import CONVERSATIONS, Examination, Finding, examine
 from ..measure.drift import DriftCurve
 from ..measure.origin import origin
@@ -50,6 +52,10 @@ def doctor(
     # The prompts first: a wrong path should not cost loading a model.
     given = [prompt.opening for prompt in read_prompts([prompts], limit or 20)] if prompts else []
     pair = load_pair(PairSource(target, drafter, dtype, device))
+    if isinstance(pair.eagle, MtpDrafter) and (drift or plot is not None):
+        raise ConfigurationError(
+            "got --drift or --plot for a head inside a target, whose attention is not looked at; leave them out"
+        )
     subject = Subject(
         drafter=pair.eagle,
         tokenizer=pair.tokenizer,

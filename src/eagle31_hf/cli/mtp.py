@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -45,6 +45,13 @@ def mtp(
         list[str] | None,
         typer.Option(help="With --draft-vocab: conversations (JSONL file or Hub data set) whose answers say which."),
     ] = None,
+    state: Annotated[
+        Literal["normed", "raw"] | None,
+        typer.Option(help="With --out: the target's state that is read, behind its final norm or before it."),
+    ] = None,
+    feedback: Annotated[
+        Literal["normed", "raw"] | None, typer.Option(help="With --out: the head's own output that is fed back.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="With --out: overwrite a checkpoint.")] = False,
     traceback: TracebackOption = False,
 ) -> None:
@@ -55,6 +62,8 @@ def mtp(
         )
     if (draft_vocab is not None and out is None) or (prompts and draft_vocab is None):
         raise ConfigurationError("--prompts goes with --draft-vocab, and --draft-vocab with --out; leave them out")
+    if (state or feedback) and out is None:
+        raise ConfigurationError("--state and --feedback go with --out; a folder of a target keeps what it says")
     require_head(base)
     console = make_console()
     if into is not None:
@@ -76,6 +85,10 @@ def mtp(
         console.print(f"{draft_vocab:,} draft tokens, {coverage(counts, ids):.1%} of those in {', '.join(prompts)}")
     elif draft_vocab is not None:
         head = with_draft_rows(head, draft_vocab)
+    asked = {"normed_state": state, "norm_output": feedback}
+    fields = {name: value == "normed" for name, value in asked.items() if value is not None}
+    if fields:
+        head = replace(head, config=type(head.config).from_dict(head.config.to_dict() | fields))
     tensors = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in head.tensors.items()}
     write_checkpoint(replace(head, tensors=tensors), out, format="mtp")
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

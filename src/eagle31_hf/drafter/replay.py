@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from ..target.taps import HiddenStateTaps
-from .drafter import Eagle31Drafter
+from .drafter import Eagle31Drafter, MtpDrafter
 from .modeling_eagle31 import AttendingCache
 
 
@@ -90,8 +90,11 @@ def drafts_along(
     """`depth` tokens drafted from every start `(S,)` of `text` by an attached `drafter`, one depth after the other.
 
     Args:
-        cache: of those starts; default: a new one.
+        cache: of those starts; default: a new one. Heads inside targets have none: their layers are the target's.
     """
+    if isinstance(drafter, MtpDrafter):
+        yield from _drafts_of_head(drafter, text, starts, depth)
+        return
     device = drafter.fc.weight.device
     aux = drafter_states(drafter, text)
     ids, starts = text.ids.to(device), starts.to(device)
@@ -109,6 +112,40 @@ def drafts_along(
             rotary = drafter.rotary((starts + 1 + level)[:, None])
             out = drafter.decode(drafter.embed(truth[:, None]), feedback, rotary, None, cache)
             normed, feedback = out.normed, out.feedback
+
+
+def _drafts_of_head(drafter: MtpDrafter, text: TargetText, starts: Tensor, depth: int) -> Iterator[KnownDraft]:
+    """As `drafts_along`. Each depth reads the text and all drafts before it anew, told apart by the mask."""
+    device = drafter.fc.weight.device
+    ids, starts = text.ids.to(device), starts.to(device)
+    length, count = len(ids) - 1, len(starts)
+    tokens, states = ids[None, 1:], drafter_states(drafter, text)[:, :length]
+    positions = torch.arange(length, device=device)
+    start_of = torch.full((length,), -1, device=device)  # of a draft's tokens; -1: of the text itself
+    rows = starts
+    for level in range(depth):
+        mask = _head_mask(positions, start_of, starts, drafter.config.sliding_window, drafter.fc.weight.dtype)
+        out = drafter.decode(drafter.embed(tokens), states, drafter.rotary(positions[None]), mask)
+        feedback = out.feedback[:, rows]
+        truth = ids[(starts + 2 + level).clamp(max=length)]
+        yield KnownDraft(drafter.draft_logits(out.normed[0, rows]), truth, feedback[0])
+        tokens, states = torch.cat((tokens, truth[None]), dim=1), torch.cat((states, feedback), dim=1)
+        positions = torch.cat((positions, starts + 1 + level))
+        start_of = torch.cat((start_of, torch.arange(count, device=device)))
+        rows = torch.arange(len(positions) - count, len(positions), device=device)
+
+
+def _head_mask(positions: Tensor, start_of: Tensor, starts: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive `(1, 1, N, N)`: a draft's token sees the text up to its start, and its own draft."""
+    of_text = start_of == -1
+    last_seen = torch.where(of_text, positions, starts[start_of.clamp(min=0)])  # of the text
+    seen = of_text & (positions <= last_seen[:, None])
+    seen |= ~of_text & (start_of == start_of[:, None]) & (positions <= positions[:, None])
+    if window is not None:
+        seen &= positions[:, None] - positions < window
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)[
+        None, None
+    ]
 
 
 def rows_of_ids(drafter: Eagle31Drafter) -> Tensor | None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..configuration_eagle31 import MtpConfig
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import TargetText, read_text
 from ..target.binding import TargetBinding
@@ -153,7 +154,8 @@ def write_both(
 def _read_texts(drafter: Eagle31Drafter, texts: Sequence[Tensor], prompts: Sequence[Tensor]) -> list[TargetText]:
     """Those that are long enough, with the hidden states that any reading wants."""
     binding = drafter.binding
-    keep = sorted(layers_to_keep(other_readings(drafter.config, len(binding.layers)), binding.aux_layers))
+    config, count = drafter.config, len(binding.layers)
+    keep = sorted(layers_to_keep(config, other_readings(config, count), count))
     read = [read_text(binding, ids, len(prompt), keep) for ids, prompt in zip(texts, prompts, strict=True)]
     return [text for text in read if len(text.starts(DEPTH)) > 0]
 
@@ -274,6 +276,9 @@ def _acceptance_finding(greedy: Written, promised: float | None) -> Finding:
 
 def reading_findings(drafter: Eagle31Drafter, texts: Sequence[TargetText]) -> tuple[list[ReadingScore], list[Finding]]:
     """What other readings of the configuration, and of d2t, say of the same texts; layers only where d2t is right."""
+    if isinstance(drafter.config, MtpConfig):  # it drafts by the target's own rows
+        scores = score_readings(drafter, texts, other_readings(drafter.config, 0), depth=DEPTH)
+        return scores, [_head_finding(drafter.config, scores)]
     vocabulary = score_vocabulary(drafter, texts, [replay(drafter, text, depth=DEPTH) for text in texts])
     text = f"{vocabulary.as_mapped:.0%} of first drafts right by d2t, {vocabulary.as_seen:.0%} by what followed them"
     if vocabulary.is_wrong:  # every reading is then measured on wrong tokens
@@ -297,6 +302,28 @@ def _reading_finding(scores: Sequence[ReadingScore]) -> Finding:
         f"{best.acceptance_before:.2f}",
         f"its config.json seems wrong: set {fields} and save the drafter again",
     )
+
+
+def _head_finding(config: MtpConfig, scores: Sequence[ReadingScore]) -> Finding:
+    """What the state that a head reads and the one it feeds back are worth, normed and raw."""
+    lengths = ", ".join(f"{score.reading.name} {score.acceptance_length:.2f}" for score in scores)
+    kept = f"as it is {scores[0].acceptance_before:.2f} tokens a pass; {lengths}"
+    best = next((score for score in scores if score.is_better), None)
+    if best is None:
+        return Finding("layers and norms", "ok", f"no other state fits the text better: {kept}")
+    flags = " ".join(
+        f"--{option} {'normed' if best.reading.fields[name] else 'raw'}" for option, name in HEAD_OPTIONS.items()
+    )
+    return Finding(
+        "layers and norms",
+        "problem",
+        f"{best.reading.name} fit the same text better: {kept}",
+        f"write a head that does so, which leaves the target as it is: eagle31 mtp TARGET --out HEAD {flags}",
+    )
+
+
+HEAD_OPTIONS = {"state": "normed_state", "feedback": "norm_output"}
+"""Options of `eagle31 mtp`, and the fields of `MtpConfig` that they set."""
 
 
 def drift_finding(curves: Sequence[DriftCurve]) -> Finding:

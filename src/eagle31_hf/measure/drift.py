@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..configuration_eagle31 import MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import StartsCache, read_text
@@ -155,4 +156,6 @@ class ObservedCache(StartsCache):
 
 def form_of(drafter: Eagle31Drafter) -> str:
     """What people call it."""
+    if isinstance(drafter.config, MtpConfig):
+        return "MTP head"
     return "EAGLE 3.1" if drafter.config.is_eagle31 else "EAGLE-3" if not drafter.config.norm_output else "post-norm"

@@ -12,13 +12,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..configuration_eagle31 import Eagle31Config
+from ..configuration_eagle31 import Eagle31Config, MtpConfig
 from ..demo import Messages
 from ..drafter.drafter import Eagle31Drafter
 from ..drafter.replay import StartsCache, TargetText, drafts_along, rows_of_ids
@@ -124,6 +125,8 @@ class ReadingScore:
 
 def other_readings(config: Eagle31Config, num_target_layers: int) -> list[Reading]:
     """Neighbouring conventions for layers and the flags that change no tensor."""
+    if isinstance(config, MtpConfig):
+        return _readings_of_head(config)
     layers = config.resolve_aux_layers(num_target_layers)
     default = (2, num_target_layers // 2, num_target_layers - 3)
     shifts = {
@@ -143,9 +146,23 @@ def other_readings(config: Eagle31Config, num_target_layers: int) -> list[Readin
     return readings
 
 
-def layers_to_keep(readings: Sequence[Reading], layers: Sequence[int]) -> set[int]:
+def _readings_of_head(config: MtpConfig) -> list[Reading]:
+    """Before or behind the final norm: the target's state that a head reads, and its own output that it feeds back."""
+    names = {True: "normed", False: "raw"}
+    return [
+        Reading(
+            f"the target's {names[normed_state]} states and {names[norm_output]} feedback",
+            {"normed_state": normed_state, "norm_output": norm_output},
+        )
+        for normed_state, norm_output in product((True, False), repeat=2)
+        if (normed_state, norm_output) != (config.normed_state, config.norm_output)
+    ]
+
+
+def layers_to_keep(config: Eagle31Config, readings: Sequence[Reading], num_target_layers: int) -> set[int]:
     """`hs` indices that the configuration or any reading wants."""
-    return set(layers).union(*(reading.fields.get("aux_layers", ()) for reading in readings))
+    configs = [config, *(read_config_as(config, reading.fields) for reading in readings)]
+    return {layer for each in configs for layer in each.resolve_aux_layers(num_target_layers)}
 
 
 def score_readings(
@@ -191,11 +208,17 @@ def _acceptance_length(replays: Sequence[Replay]) -> float:
 def read_as(drafter: Eagle31Drafter, fields: Mapping[str, Any]) -> Eagle31Drafter:
     """The same weights under a configuration with these fields, attached to the same target."""
     checkpoint = drafter.to_checkpoint()
-    config = copy.deepcopy(checkpoint.config)
-    for name, value in fields.items():
-        setattr(config, name, value)
+    config = read_config_as(checkpoint.config, fields)
     other = Eagle31Drafter.from_checkpoint(replace(checkpoint, config=config)).eval()
     return other.attach(drafter.binding.model)
+
+
+def read_config_as(config: Eagle31Config, fields: Mapping[str, Any]) -> Eagle31Config:
+    """The configuration with these fields."""
+    changed = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
 
 
 @dataclass(frozen=True)
