@@ -153,6 +153,18 @@ def test_methods_that_pages_speak_of_are_shown() -> None:
     assert spoken <= set(documented()["eagle31_hf.drafter.drafter.Eagle31Drafter"])
 
 
+# --- the code that pages name ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts[:-1]], ids=lambda page: page.name)
+def test_modules_that_pages_name_are_there(page: Path) -> None:
+    """As `room/file` or `room/file.py`."""
+    rooms = {name.partition(".")[0] for name in MODULES}
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)+)(?:\.py)?`", page.read_text(encoding="utf-8")))
+    named = {path.replace("/", ".") for path in named if path.partition("/")[0] in rooms}
+    assert not named - set(MODULES)
+
+
 # --- walks through the code -------------------------------------------------------------------------------------------
 
 WALKS = ("generate", "chat request", "training row")
