@@ -91,6 +91,17 @@ def test_a_wrong_type_is_named(served, name):
     assert name in told.json()["error"]["message"]
 
 
+OF_COMPLETIONS = {"prompt": {"text": "x"}, "logprobs": "two", "echo": "yes", "add_special_tokens": 1, "max_tokens": -1}
+
+
+@pytest.mark.parametrize("name", list(OF_COMPLETIONS))
+def test_a_wrong_type_of_a_completion_is_named(served, name):
+    assert set(CompletionBody.model_fields) - set(ChatBody.model_fields) <= set(OF_COMPLETIONS)
+    body = {"model": MODEL, "prompt": "A shop", **HABITS, name: OF_COMPLETIONS[name]}
+    told = httpx2.post(f"{served.url}/v1/completions", json=body)
+    assert (told.status_code, told.json()["error"]["param"].split(".")[0]) == (400, name), told.text
+
+
 # --- what is not read -------------------------------------------------------------------------------------------------
 
 HABITS = {
