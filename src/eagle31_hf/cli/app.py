@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -41,11 +42,12 @@ class LazyCommand(TyperCommand):
     """A command by name and help; the real one takes its place when it is called."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        words = [word for arg in args for word in arg.split("=", 1)]  # reading them empties the list
         try:
             return self.load().make_context(info_name, args, parent=parent, **extra)
         except Exception as error:
             option = getattr(error, "option_name", None)  # of click's NoSuchOption, which typer may bring along
-            raise _explain_removal(error, f"{self.name} {option}") from None
+            raise _explain_removal(error, f"{self.name} {option}", *map(" ".join, pairwise(words))) from None
 
     def load(self) -> Any:
         """The command itself."""
@@ -74,9 +76,10 @@ class LazyCommands(TyperGroup):
             raise _explain_removal(error, args[0]) from None
 
 
-def _explain_removal(error: Exception, name: str) -> Exception:
-    """The usage error `error`; its line says what to do instead if `name` is a command or an option that has gone."""
-    line = removal(name)
+def _explain_removal(error: Exception, *names: str) -> Exception:
+    """The usage error `error`; its line says what to do instead if one of `names` is a command, an option or an
+    option's value that has gone."""
+    line = next((line for name in names if (line := removal(name)) is not None), None)
     if line is not None and hasattr(error, "message"):
         error.message = line
         vars(error).update(possibilities=())
