@@ -134,7 +134,7 @@ class Drafting:
     tree_width: int | None = field(default=None, metadata=option("Children per draft token; 1 drafts a chain.", min=1))
     tree_size: int | None = field(default=None, metadata=option("Tokens verified per round with a tree.", min=2))
     schedule: Literal["planned", "constant", "pid"] = field(
-        default="planned", metadata=option("How the draft length follows what is accepted; serve drafts one length.")
+        default="planned", metadata=option("How the draft length follows what is accepted; serve takes no pid.")
     )
 
     def apply_to(self, drafter: Assistant) -> None:
