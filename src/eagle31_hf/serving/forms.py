@@ -33,6 +33,7 @@ class AnswerForm:
         think: marks around a thought.
         around: marks around several calls, where each has others of its own.
         marks: special tokens that the parser has to see.
+        has_short_ids: calls are named by nine letters and digits, as Mistral's templates insist.
     """
 
     name: str
@@ -41,17 +42,13 @@ class AnswerForm:
     think: tuple[str, str] = ("<think>", "</think>")
     around: tuple[str, str] | None = None
     marks: frozenset[int] = frozenset()
+    has_short_ids: bool = False
 
     @cached_property
     def without_calls(self) -> Template:
         """For answers that may call nothing."""
         fields = {name: field for name, field in self.template["fields"].items() if name != "tool_calls"}
         return self.template | {"fields": fields}
-
-    @property
-    def has_short_ids(self) -> bool:
-        """Whether calls are named by nine letters and digits, as Mistral's templates insist."""
-        return self.name.startswith("Mistral")
 
 
 def form_of(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
@@ -65,7 +62,8 @@ def form_of(tokenizer: PreTrainedTokenizerBase) -> AnswerForm:
     patterns = json.dumps(form.template, ensure_ascii=False).replace("\\", "")
     ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return replace(form, marks=frozenset(i for i, text in special.items() if text in patterns and i not in ends))
+    marks = frozenset(i for i, text in special.items() if text in patterns and i not in ends)
+    return replace(form, marks=marks, has_short_ids=form.name.startswith("Mistral"))
 
 
 def _call(**arguments: Any) -> Template:

@@ -34,10 +34,8 @@ class OpenThought:
     """A thought that the prompt has begun, behind which a grammar holds.
 
     Attributes:
-        decode: text of token ids.
         mark: ends the thought.
-        ids: its tokens, which are written in the end where the thought does not end by itself.
-        longest: tokens after which they are.
+        ids: its tokens, which are written after `longest` others where the thought does not end by itself.
     """
 
     decode: Callable[[list[int]], str]

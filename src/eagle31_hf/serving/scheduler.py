@@ -33,8 +33,6 @@ class Ticket:
     """One request on its way.
 
     Attributes:
-        request: what was asked for.
-        on_event: hears of it.
         text: what is written, once its prompt is being read.
         to_read: tokens of its prompt that are to be read yet; known once reading begins.
         cancelled: its client has gone.
@@ -49,19 +47,12 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Step:
-    """What to do next, in this order.
+    """What to do next, in this order."""
 
-    Attributes:
-        dropped: cancelled before they wrote anything.
-        begin: starts reading now, if any.
-        read: so many tokens of the one that reads.
-        round: all that write take a round.
-    """
-
-    dropped: tuple[Ticket, ...] = ()
-    begin: Ticket | None = None
-    read: int = 0
-    round: bool = False
+    dropped: tuple[Ticket, ...] = ()  # cancelled before they wrote anything
+    begin: Ticket | None = None  # starts reading now
+    read: int = 0  # so many tokens of the one that reads
+    round: bool = False  # all that write take a round
 
     @property
     def is_idle(self) -> bool:
@@ -87,7 +78,6 @@ class Scheduler:
     _spent: int = 0  # of the budget, since the last round
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
-        """Line up."""
         waiting = len(self.waiting) - self.free_rows
         if waiting >= self.max_waiting:
             raise QueueFullError(f"{waiting} requests are waiting already, which is all that may; try again later")
@@ -96,7 +86,7 @@ class Scheduler:
         return ticket
 
     def next_step(self) -> Step:
-        """Decide. Tickets change hands here and in `begun`, `finished_reading` and `leave`, nowhere else."""
+        """Decide. Tickets change hands here and in `begun`, `has_read` and `leave`, nowhere else."""
         dropped = tuple(self._drop_cancelled())
         left = self.read_budget - self._spent
         if self.writing and left <= 0:

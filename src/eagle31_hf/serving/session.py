@@ -107,8 +107,6 @@ class ChatSession:
         """The conversation as the template takes it."""
         return [{"role": "system", "content": self.system}, *self.turns] if self.system else list(self.turns)
 
-    # --- asking --------------------------------------------------------------------------------------------------
-
     def ask(self, content: str, on_piece: Callable[[Piece], None] = lambda piece: None) -> Answer:
         """Say something and get an answer, piece by piece. The conversation is longer by both afterwards.
 
@@ -196,8 +194,6 @@ class ChatSession:
             return "stopped"
         return "length" if written >= most else "stop"
 
-    # --- changing the conversation -------------------------------------------------------------------------------
-
     def undo(self) -> str:
         """Take the last message and its answer back. Returns the message.
 
@@ -222,8 +218,6 @@ class ChatSession:
             ConfigurationError: not a number from 0 to 5.
         """
         self.temperature = _checked_temperature(temperature)
-
-    # --- the cache of the last turn ------------------------------------------------------------------------------
 
     def _forget_cache(self) -> None:
         self._cache = DynamicCache(config=self.target.config)
