@@ -92,6 +92,14 @@ def test_the_readme_is_short() -> None:
     assert len(text.encode()) <= 9_000
 
 
+def test_pages_are_few_and_their_words_together_too() -> None:
+    """Each topic is told once: README, ten pages, and those for who develops."""
+    pages = [*(ROOT / "docs").glob("*.md")]
+    assert len(pages) <= 10
+    texts = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    assert sum(len(text.read_text(encoding="utf-8").split()) for text in texts) <= 22_000
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts[:-1]], ids=lambda page: page.name)
 def test_pages_are_short_and_begin_with_what_to_type(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
