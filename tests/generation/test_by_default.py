@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextGenerationPipeline
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, TextGenerationPipeline
+from transformers.generation.streamers import BaseStreamer
 
 from eagle31_hf import Eagle31Drafter, NoDrafter
 from helpers import DEMO_DRAFTER, demo_tokenizer, target_of
@@ -122,6 +123,35 @@ def test_a_drafter_that_no_longer_fits_is_left_out(eagle, target):
     eagle.generation_config.draft_top_k = 0
     assert torch.equal(written(target, do_sample=False), plain)
     assert "draft_top_k" in eagle.stats.reason
+
+
+class Draws(LogitsProcessor):
+    """What our loop finds out while it writes."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.rand_like(scores)
+
+
+class Put(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kwargs", [{"use_cache": False}, {"logits_processor": [Draws()]}], ids=["route", "processor"])
+def test_a_loop_asked_for_by_name_leaves_the_text_to_plain_decoding_and_streams_it_once(eagle, target, kwargs):
+    eagle.generation_config.speculation_loop = "own"
+    plain = written(target, do_sample=False, assistant_model=None, **kwargs)
+    streamer = Put()
+    assert torch.equal(written(target, do_sample=False, streamer=streamer, **kwargs), plain)
+    assert streamer.tokens == plain[0].tolist()
+    assert eagle.stats.loop == "plain"
+    assert eagle.stats.reason
 
 
 def test_copies_of_the_target_have_no_assistant(eagle, target):
