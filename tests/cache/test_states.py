@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,12 +13,24 @@ from transformers import DynamicCache
 from eagle31_hf.cache.block_reading import BlockReading
 from eagle31_hf.cache.row_pool import RowPool, resume_row
 from eagle31_hf.cache.speculative import SpeculativeCache
+from eagle31_hf.cache.state_tape import Recorded
 from eagle31_hf.cache.states import CONVOLUTION, RECURRENT, MixerCall, StateLayer
 from eagle31_hf.errors import IncompatibleTargetError, UnsupportedGenerationError
 from families import recurrent_config
 
 SIZES: dict[str, Any] = {"capacity": 32, "block": 8}
 CONV, REC = (CONVOLUTION, 0), (RECURRENT, 0)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A recurrence that adds tokens up."""
+
+    reads: ClassVar[tuple[int, ...]] = (0,)
+
+    def final_states(self, inputs: Any, states: Tensor, kept: Tensor | None) -> Tensor:
+        tokens = inputs[0][:, :, 0]  # (L, B, T)
+        return states + (tokens if kept is None else tokens * kept).sum(-1, keepdim=True)
 
 
 def cache_of(rows: int, kind: type[SpeculativeCache] = SpeculativeCache) -> Any:
@@ -28,23 +41,20 @@ def cache_of(rows: int, kind: type[SpeculativeCache] = SpeculativeCache) -> Any:
 
 def forward(cache: SpeculativeCache, tokens: Tensor) -> None:
     """A layer whose recurrent state is the sum of `tokens` `(B, T)` so far, and whose convolution keeps the last two;
-    both are written in place, as kernels do."""
+    both are written in place, as kernels do. Chains are recorded."""
     layer, placement = cache.with_states[0], cache.placement
     for group in placement.groups:
         rows = group.rows_on(tokens.device)
         read = tokens if rows is None else tokens[rows]
-        steps = range(group.count) if placement.reading.keeps_nodes else [slice(0, group.count)]
-        for node, step in enumerate(steps):
-            parents: Any = node - 1 if placement.reading.parents is None else placement.state_parents[node]
-            layer.begin(MixerCall("mixer", group, node, parents if node else None, group.begins and node == 0))
-            columns = read[:, step].reshape(len(read), 1, -1)
-            cache.update_conv_state(columns, 0, conv_kernel_size=2)
-            held = cache.get_recurrent_state(0)
-            if held is None:
-                cache.update_recurrent_state(columns.sum(-1), 0)
-            else:
-                held.add_(columns.sum(-1))
-            layer.end()
+        layer.begin(MixerCall("mixer", group, placement.is_chain))
+        columns = read[:, : group.count].reshape(len(read), 1, -1)
+        cache.update_conv_state(columns, 0, conv_kernel_size=2)
+        held = cache.get_recurrent_state(0)
+        if held is None:
+            cache.update_recurrent_state(columns.sum(-1), 0)
+        else:
+            held.add_(columns.sum(-1))
+        layer.end(Recorded(Sum(), (read[:, :, None],)) if placement.is_chain else None)
     keys = tokens[:, None, :, None].float()
     cache.update(keys, keys, 1)
 
@@ -72,15 +82,15 @@ def test_each_row_keeps_the_state_of_its_last_kept_node() -> None:
     assert cache.lengths == [2, 2, 6]
 
 
-def test_a_node_of_a_tree_continues_its_parent() -> None:
-    cache = cache_of(2)
-    read(cache, [[1.0], [2]])
+def test_tokens_of_a_chain_are_kept_in_order() -> None:
+    cache = cache_of(1)
+    read(cache, [[1.0]])
     cache.commit(1)
-    parents = torch.tensor([[0, 0, 0, 1, 2], [0, 0, 1, 2, 0]])
-    read(cache, [[10.0, 20, 30, 40, 50]] * 2, BlockReading.of_drafts(parents))
-    cache.keep([[0, 2, 4], [0, 1, 2]], [3, 3])
-    assert states(cache) == ([1 + 10 + 30 + 50, 2 + 10 + 20 + 30], [[30, 50], [20, 30]])
-    assert cache.layers[1].held(4)[0][:, 0, :, 0].tolist() == [[1, 10, 30, 50], [2, 10, 20, 30]]
+    read(cache, [[10.0, 20, 30]], BlockReading.of_drafts())
+    with pytest.raises(UnsupportedGenerationError, match="first tokens, in order"):
+        cache.keep([[0, 2]], [2])
+    cache.keep([[0, 1]], [2])
+    assert states(cache) == ([31], [[10, 20]])
 
 
 def test_rows_that_begin_beside_others() -> None:
@@ -89,9 +99,11 @@ def test_rows_that_begin_beside_others() -> None:
     read(cache, [[5.0, 6], [7, 8]])
     cache.commit(2)
     cache.rollback([0, 2])
-    read(cache, [[1.0, 2], [1, 2]], BlockReading.of_drafts())
-    cache.keep(None, [1, 2])
-    assert states(cache) == ([1, 18], [[0, 1], [1, 2]])
+    with pytest.raises(UnsupportedGenerationError, match="before the first drafts"):
+        cache.place(2, reading=BlockReading.of_drafts())
+    read(cache, [[1.0], [1]], BlockReading.of_drafts())
+    cache.keep(None, [1, 1])
+    assert states(cache) == ([1, 16], [[0, 1], [8, 1]])
 
 
 def test_a_forward_that_fails_leaves_nothing() -> None:
@@ -131,7 +143,7 @@ def test_a_commit_that_fails_half_way_is_no_prefix(monkeypatch: pytest.MonkeyPat
     cache.commit(2)
     read(cache, [[3.0]])
     with monkeypatch.context() as broken:
-        broken.setattr(StateLayer, "stepped_moves", lambda *_: (_ for _ in ()).throw(MemoryError))
+        broken.setattr(StateLayer, "after_moves", lambda *_: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             cache.commit(1)
     with pytest.raises(UnsupportedGenerationError, match="layers with states"):

@@ -91,8 +91,6 @@ def fake_pair(
                 drafter = Eagle31Drafter.from_target(model, draft_vocab_size=None).eval()
         finally:
             torch.set_default_dtype(torch.float32)
-        if mixers := drafter.binding.mixers:
-            mixers.use_tape(True)  # which the self-test finds right on a CPU
         # Transformers' own kernels of Mamba 2 round, which their numbers would show.
         with torch.device("cpu"), mock.patch.object(kernel_tape, "_rounds", return_value=True):
             yield counting, drafter

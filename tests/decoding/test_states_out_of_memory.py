@@ -32,7 +32,7 @@ def written(family: str, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "batch"), [("qwen3_5_text", 1), ("qwen3_5_text", 3), ("nemotron_h", 1), ("jamba", 3)]
+    ("family", "batch"), [("qwen3_5_text", 1), ("qwen3_5_text", 3), ("nemotron_h", 1), ("lfm2", 3)]
 )
 @pytest.mark.thorough(every=4)
 def test_text_is_what_it_would_have_been(family: str, batch: int) -> None:
@@ -43,7 +43,7 @@ def test_text_is_what_it_would_have_been(family: str, batch: int) -> None:
     faults = {
         "a layer, in the prompt": Fault(1).in_module(layer),
         "a layer, in a round": Fault(3).in_module(layer),
-        "states are kept": Fault(3 * 2).before(StateLayer, "stepped_moves"),
+        "states are kept": Fault(3 * 2).before(StateLayer, "after_moves"),
         "some states are kept": Fault(3 * 2).before(states, "make_moves"),
         "the drafter reads on": Fault(2).before(DraftSession, "put_off"),
     }

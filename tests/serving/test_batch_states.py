@@ -20,7 +20,7 @@ from loopback import LoadedPair, chat, serving
 ROWS = 3
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1"])
 @pytest.mark.thorough(every=2)
 def test_texts_are_plains(family: str) -> None:
     target = recurrent_target(family)

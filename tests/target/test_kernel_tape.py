@@ -1,8 +1,7 @@
-"""Chains read by recorded kernels: logits and states of stepping, few launches; stepping where nothing is recorded."""
+"""Chains read by recorded kernels: logits and states of one token after the other, and few launches."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,10 @@ from eagle31_hf import Eagle31Drafter
 from eagle31_hf.cache.block_reading import BlockReading
 from eagle31_hf.cache.speculative import SpeculativeCache
 from eagle31_hf.cache.state_tape import LastNodes, make_moves, rebuilt_states
+from eagle31_hf.errors import IncompatibleTargetError
 from eagle31_hf.target.mixers import find_mixers
 from families import recurrent_target
-from helpers import configured, oracle_drafts, random_drafter
+from helpers import random_drafter
 
 TAPED = {"qwen3_5_text": "torch_chunk_gated_delta_rule", "kimi_linear": "chunk_kimi_delta_attention"}
 TAPED |= dict.fromkeys(("nemotron_h", "bamba", "falcon_h1"), "mamba2_chunk_scan")
@@ -28,23 +28,7 @@ DRAFTS = 5
 
 def attached(family: str) -> tuple[Any, Eagle31Drafter]:
     target = recurrent_target(family)
-    drafter = random_drafter(target, aux_layers=[1, 2, 3])
-    mixers = drafter.binding.mixers
-    if mixers is not None and not mixers.taped:
-        pytest.skip("this version of transformers has other kernels; chains are stepped")
-    return target, drafter
-
-
-def read(drafter: Eagle31Drafter, counts: list[int], *, taped: bool) -> tuple[Tensor, list[dict[Any, Tensor]]]:
-    """Logits of a chain behind prompts of unlike length, and the states once so many of its tokens are kept."""
-    binding = drafter.binding
-    assert binding.mixers is not None
-    binding.mixers.use_tape(taped)
-    cache = read_prompts(drafter, [9 + row for row in range(len(counts))])
-    logits = verify(drafter, cache, DRAFTS)
-    assert bool(cache.with_states[0]._records) == taped
-    cache.keep(None, counts)
-    return logits, [layer.held_states() for layer in cache.with_states]
+    return target, random_drafter(target, aux_layers=[1, 2, 3])
 
 
 @torch.no_grad()
@@ -61,22 +45,29 @@ def read_prompts(drafter: Eagle31Drafter, lengths: list[int]) -> SpeculativeCach
 
 
 @torch.no_grad()
-def verify(drafter: Eagle31Drafter, cache: SpeculativeCache, count: int) -> Tensor:
-    binding, tokens = drafter.binding, torch.arange(40, 40 + count).expand(cache.batch_size, -1)
+def verify(drafter: Eagle31Drafter, cache: SpeculativeCache, count: int, after: int = 0) -> Tensor:
+    binding, tokens = drafter.binding, torch.arange(40 + after, 40 + after + count).expand(cache.batch_size, -1)
     cache.place(count, reading=BlockReading.of_drafts())
     mask = cache.attention_mask(dtype=binding.compute_dtype)
     return binding.forward(tokens, cache.position_ids(), mask, cache).logits
 
 
-@pytest.mark.parametrize("family", TAPED)
-def test_the_tape_is_stepping(family: str) -> None:
+@pytest.mark.parametrize("family", [*TAPED, "lfm2"])
+def test_the_tape_is_one_token_after_the_other(family: str) -> None:
     _, drafter = attached(family)
     for counts in ([0, 1, 2, 3, 4, 5], [3, 3], [5], [0, 0]):
-        (taped, taped_states), (stepped, stepped_states) = (read(drafter, counts, taped=how) for how in (True, False))
-        torch.testing.assert_close(taped, stepped, atol=1e-5, rtol=1e-5)
-        for ours, theirs in zip(taped_states, stepped_states, strict=True):
-            for key, state in theirs.items():
-                torch.testing.assert_close(ours[key], state, atol=1e-5, rtol=1e-5)
+        lengths = [9 + row for row in range(len(counts))]
+        cache, alone = read_prompts(drafter, lengths), read_prompts(drafter, lengths)
+        logits = verify(drafter, cache, DRAFTS)
+        cache.keep(None, counts)
+        for place in range(DRAFTS):
+            wanted = verify(drafter, alone, 1, after=place)
+            alone.keep(None, [int(count > place) for count in counts])
+            rows = [row for row, count in enumerate(counts) if count > place]
+            torch.testing.assert_close(logits[rows, place], wanted[rows, 0], atol=1e-5, rtol=1e-5)
+        for ours, theirs in zip(cache.with_states, alone.with_states, strict=True):
+            for key, state in theirs.held_states().items():
+                torch.testing.assert_close(ours.held_states()[key], state, atol=1e-5, rtol=1e-5)
 
 
 def rebuild(taped: list[Any], last: list[int]) -> None:
@@ -88,7 +79,6 @@ def rebuild(taped: list[Any], last: list[int]) -> None:
 def test_a_row_that_stands_still_and_one_that_stops_are_exact(family: str) -> None:
     """Tokens that are not kept are no-ops, and a row that keeps none stays as it is bit for bit."""
     _, drafter = attached(family)
-    drafter.binding.mixers.use_tape(True)  # type: ignore[union-attr]
     cache = read_prompts(drafter, [9, 9])
     verify(drafter, cache, DRAFTS)
     [(state, recorded)] = cache.with_states[0].taped_states
@@ -119,17 +109,14 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def launches_of_a_mixer(target: Any, drafter: Eagle31Drafter, *, taped: bool) -> int:
-    drafter.binding.mixers.use_tape(taped)  # type: ignore[union-attr]
+def launches_of_a_mixer(target: Any, drafter: Eagle31Drafter) -> int:
     [(_, mixer), *_] = find_mixers(target)
     cache, counting = read_prompts(drafter, [9]), Launches()
     own = vars(mixer)["forward"]
-    for _ in range(2):  # the first time it is seen which child projects
-        vars(mixer)["forward"] = lambda *args, **kwargs: counted(counting, own, *args, **kwargs)
-        verify(drafter, cache, DRAFTS)
-        vars(mixer)["forward"] = own
-        count, counting.count = counting.count, 0
-    return count
+    vars(mixer)["forward"] = lambda *args, **kwargs: counted(counting, own, *args, **kwargs)
+    verify(drafter, cache, DRAFTS)
+    vars(mixer)["forward"] = own
+    return counting.count
 
 
 def counted(counting: Launches, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,10 +128,7 @@ def counted(counting: Launches, function: Any, *args: Any, **kwargs: Any) -> Any
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "kimi_linear"])
 def test_launches(family: str) -> None:
     target, drafter = attached(family)
-    taped, stepped = (launches_of_a_mixer(target, drafter, taped=how) for how in (True, False))
-    assert taped <= 100, (taped, stepped)
-    assert taped < stepped
-    drafter.binding.mixers.use_tape(True)  # type: ignore[union-attr]
+    assert launches_of_a_mixer(target, drafter) <= 100
     cache = read_prompts(drafter, [9])
     verify(drafter, cache, DRAFTS)
     states = [pair for layer in cache.with_states for pair in layer.taped_states]
@@ -154,7 +138,6 @@ def test_launches(family: str) -> None:
         with Launches() as rebuilding:
             rebuild(states, last)
         counts.append(rebuilding.count)
-    print(f"{family}: launches of one mixer {taped} taped, {stepped} stepped; rebuilding all layers {counts}")
     assert max(counts) <= 50, "of all layers together, however many tokens are kept"
 
 
@@ -172,16 +155,22 @@ def going_past(family: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
-def test_a_kernel_that_goes_past_the_tape_is_stepped(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_goes_past_the_tape_is_plain_decoding(family: str) -> None:
+    """Replaced before the call; one that is replaced within it raises."""
     target, drafter = attached(family)
     ids = torch.tensor([[5, 17, 23, 8, 41, 9]])
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
     plain = target.generate(ids, **options)
-    drafting = configured(drafter, num_assistant_tokens=4)
-    with drafting, oracle_drafts(plain, 6), going_past(family), caplog.at_level(logging.WARNING):
+    cache = read_prompts(drafter, [9])
+    with going_past(family):
         assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
-    assert "cannot be recorded" in caplog.text
-    assert not drafter.binding.mixers.taped  # type: ignore[union-attr]
+        with pytest.raises(IncompatibleTargetError, match="code that cannot be recorded"):
+            verify(drafter, cache, DRAFTS)
+    assert drafter.stats is not None
+    assert drafter.stats.loop == "plain"
+    assert "code that cannot be recorded" in drafter.stats.reason
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
+    assert drafter.stats.loop == "own"
 
 
 def test_the_modeling_file_is_left_as_it_was() -> None:

@@ -1,7 +1,7 @@
 """How layers with states read a placed block. Attention needs none of this: masks hide what a token must not see.
 
 A recurrent layer has no mask. What it reads is in its state for good, so it must be told which tokens are pads, and
-after which of them a state may be wanted.
+whether some of them may be dropped.
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ from .slot_moves import DeviceCopies
 
 @dataclass(frozen=True)
 class BlockReading:
-    """The default reads a chunk of a prompt: all of it, of all rows, by the model's own code for many tokens.
+    """The default reads a chunk of a prompt: all of it, of all rows, to be kept as a whole.
 
     Attributes:
         counts: tokens of each row, what follows in it are pads; `None`: there are none.
-        stepped: one token after the other, by the model's own code for one token.
-        keeps_nodes: a state may be wanted after every token, not only after the last: the block holds drafts.
-        parents: `(B, T)` which node each node of a tree continues; `None`: the one before it.
+        is_draft: any number of the tokens may be kept. Several are read as a chain, which is recorded.
     """
 
     counts: Sequence[int] | None = None
-    stepped: bool = False
-    keeps_nodes: bool = False
-    parents: Tensor | None = None
+    is_draft: bool = False
 
     @classmethod
-    def of_drafts(cls, parents: Tensor | None = None) -> BlockReading:
-        """A chain, or a tree of these `parents` `(B, T)`, of which some nodes will be kept."""
-        return cls(stepped=True, keeps_nodes=True, parents=parents)
+    def of_drafts(cls) -> BlockReading:
+        """A chain, of which each row keeps some tokens."""
+        return cls(is_draft=True)
 
 
 WHOLE = BlockReading()

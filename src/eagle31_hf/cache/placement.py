@@ -66,7 +66,6 @@ class Placement:
         self.forget_slots()
         self.reading: BlockReading = WHOLE  # of layers with states, as are these:
         self.groups: list[RowGroup] = []
-        self.state_parents: list[DeviceCopies] = []  # (B,) parents of each node of a tree, (B,) rows
 
     def forget_slots(self) -> None:
         """Others are placed."""
@@ -81,31 +80,42 @@ class Placement:
         return self._slots
 
     def read_states(self, reading: BlockReading) -> None:
-        """Say how layers with states read the placed block."""
+        """Say how layers with states read the placed block.
+
+        Raises:
+            UnsupportedGenerationError: a chain of drafts begins a row.
+        """
         self.reading = reading
         self.groups = row_groups(self.lengths, self.num_tokens, reading.counts, self.device)
-        if reading.parents is not None:
-            rows = torch.arange(self.batch_size, device=self.device)
-            self.state_parents = [DeviceCopies(column.to(self.device), rows) for column in reading.parents.unbind(1)]
+        if self.is_chain and any(group.begins for group in self.groups):
+            raise UnsupportedGenerationError(
+                f"got {self.num_tokens} drafts for rows of {self.lengths} tokens; layers with states read a part of "
+                "the text before the first drafts"
+            )
 
     @property
-    def num_state_nodes(self) -> int:
-        """After how many of the placed tokens a state is kept."""
-        return self.num_tokens if self.reading.keeps_nodes else 1
+    def is_chain(self) -> bool:
+        """Whether layers with states record what they read, since any number of it may be kept."""
+        return self.reading.is_draft and self.num_tokens > 1
 
     @property
     def num_state_writes(self) -> int:
         """How often the placed block writes each state."""
-        return sum(group.count if self.reading.keeps_nodes else 1 for group in self.groups)
+        return 1 if self.is_chain else len(self.groups)
 
     def last_state_nodes(self, kept: Sequence[Sequence[int]]) -> list[int]:
-        """Of each row the node whose states become the row's own, -1 where it stands still.
+        """Of each row the token whose states become the row's own, -1 where it stands still.
 
         Raises:
-            UnsupportedGenerationError: a row keeps a part of a block that was read as a whole.
+            UnsupportedGenerationError: a row keeps a part of a block that was read as a whole, or of a chain tokens
+                that do not follow each other.
         """
-        if self.reading.keeps_nodes:
-            return [row[-1] if len(row) else -1 for row in kept]
+        if self.reading.is_draft:
+            if any(list(row) != list(range(len(row))) for row in kept):
+                raise UnsupportedGenerationError(
+                    f"got {kept} to keep of a chain; layers with states keep its first tokens, in order"
+                )
+            return [len(row) - 1 for row in kept]
         tokens = self.reading.counts or [self.num_tokens] * len(kept)
         if any(len(row) not in (0, count) for row, count in zip(kept, tokens, strict=True)):
             raise UnsupportedGenerationError(

@@ -34,7 +34,6 @@ from .placement import Placement
 from .quantized import Workspace, make_layers, refuse_unquantizable
 from .slot_moves import full_moves, ring_moves
 from .spans import LayerSpans, kinds_from_config
-from .state_blocks import KeepsStates
 from .state_tape import LastNodes
 from .states import Settle, StateLayer, settle_states
 
@@ -42,7 +41,7 @@ SMALL_SLAB = 256
 """Slots a cache grows by once memory has run out."""
 
 
-class SpeculativeCache(ExchangingCache, KeepsStates):
+class SpeculativeCache(ExchangingCache):
     """Keys and values of `B` rows, each with its own number of committed tokens.
 
     Args:
@@ -227,7 +226,7 @@ class SpeculativeCache(ExchangingCache, KeepsStates):
         self._placement.reserved_slots = 0
         self._placement.clear()
         for layer in self.with_states:
-            layer.release_nodes()
+            layer.release_block()
 
     @property
     def block(self) -> int:

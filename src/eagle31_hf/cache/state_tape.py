@@ -104,8 +104,7 @@ class Recurrence(Protocol):
     def __hash__(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What a kernel was called with over a chain of `T` tokens; inputs with tokens are `(B, T, H, *)`."""
 
     recurrence: Recurrence
@@ -137,8 +136,7 @@ class GatedDelta:
         if kept is not None:
             kept = kept[:, None]  # (B, 1, T)
             decay, beta = decay * (kept if decay.dim() == 4 else kept[..., None]), beta * kept
-        named = _parameters_of(self.kernel)  # it is handed much that it does not know
-        told = {name: setting for name, setting in self.options if name in named and setting is not None}
+        told = {name: setting for name, setting in self.options if setting is not None}
         is_normed = bool(told.pop("use_qk_l2norm_in_kernel", False))
         if not told:
             return _gated_delta((key, value, decay, beta), states.float(), is_normed=is_normed)
@@ -152,8 +150,8 @@ class GatedDelta:
 
 
 @lru_cache
-def _parameters_of(kernel: Callable[..., Any]) -> frozenset[str]:
-    """Names: asked in every round."""
+def parameters_of(kernel: Callable[..., Any]) -> frozenset[str]:
+    """Names of what it takes; mixers hand it much that it does not know. Asked in every round."""
     return frozenset(inspect.signature(kernel).parameters)
 
 

@@ -1,11 +1,13 @@
 """Recurrent and convolution states of one layer: one of each kind per row, however long the row is.
 
-    committed   (B, ...)      what each row's kept tokens left behind
-    nodes       (N, B, ...)   what the placed block leaves: after every node, or (N = 1) after its last token
+    committed          (B, ...)      what each row's kept tokens left behind
+    after              (B, ...)      what a chunk of a prompt, or a single token, leaves behind it
+    windows, records                 what a chain of drafts leaves, by which the state after any of its tokens follows
+                                     (`state_tape`)
 
-A mixer is never handed a committed state: kernels for one token write in place. It gets the node's own, filled with
-what the node continues, and leaves there what follows it. `settle_states` makes the states after each row's last kept
-node the committed ones, so a rejected node leaves no trace, and neither does a forward that fails half-way.
+A mixer is never handed a committed state: kernels for one token write in place. It gets a copy, and leaves there what
+follows. `settle_states` makes the states after each row's last kept token the committed ones, so a rejected token
+leaves no trace, and neither does a forward that fails half-way.
 
 Whoever calls a mixer says so first (`begin`), and which states the mixer then asks for are its own. A state that nobody
 wrote in a block, or two modules did, is an error: the text would silently be another one.
@@ -16,17 +18,67 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import IncompatibleTargetError
+from .block_reading import RowGroup
 from .layers import SlotLayer
 from .placement import Placement
-from .state_blocks import CONVOLUTION, RECURRENT, BlockTrace, MixerCall, StateKey
 from .state_tape import LastNodes, Moves, Recorded, make_moves, moved_windows, rebuilt_states
+
+CONVOLUTION, RECURRENT = "conv_states", "recurrent_states"
+StateKey = tuple[str, int]
+"""Kind and number of a state: a layer may have several of a kind."""
+
+
+class MixerCall(NamedTuple):
+    """A mixer about to read tokens.
+
+    Attributes:
+        mixer: its name in the model.
+        rows: which rows it reads.
+        is_chain: whether it reads drafts, of which some may be kept.
+    """
+
+    mixer: str
+    rows: RowGroup
+    is_chain: bool = False
+
+
+class BlockTrace(NamedTuple):
+    """What a block of drafts left in one layer, by which its states can be moved on, as tuples that a graph may give.
+
+    Attributes:
+        after: states after a single token, `(B, ...)`.
+        windows: convolutions' windows and a chain's columns behind them, `(B, C, K + T)`.
+        recorded: what a chain's recurrence was given; `None` without one.
+    """
+
+    after: tuple[tuple[StateKey, Tensor], ...]
+    windows: tuple[tuple[StateKey, Tensor], ...]
+    recorded: Recorded | None
+
+    def through(self, change: Callable[[str, Tensor], Tensor]) -> BlockTrace:
+        """The same with each tensor changed, which is told by a name."""
+        recorded = self.recorded
+        if recorded is not None:
+            inputs = tuple([change(f"input {i}", each) for i, each in enumerate(recorded.inputs)])
+            recorded = Recorded(recorded.recurrence, inputs)
+        return BlockTrace(
+            tuple([(key, change(f"after {key}", state)) for key, state in self.after]),
+            tuple([(key, change(f"windows {key}", columns)) for key, columns in self.windows]),
+            recorded,
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, in one order always."""
+        recorded = () if self.recorded is None else self.recorded.inputs
+        return [*(state for _, state in self.after), *(columns for _, columns in self.windows), *recorded]
 
 
 class StateLayer(LinearAttentionLayer):
@@ -49,48 +101,44 @@ class StateLayer(LinearAttentionLayer):
         self.recurrent_states = _HandedOut(self, RECURRENT)
         self.make_state: Callable[[StateKey, Tensor], Tensor] = _new_state
         self._committed: dict[StateKey, Tensor] = {}
-        self._nodes: dict[StateKey, Tensor] = {}
+        self._after: dict[StateKey, Tensor] = {}
         self._writers: dict[StateKey, str] = {}
         self._written: Counter[StateKey] = Counter()
         self._call: MixerCall | None = None
         self._open: dict[StateKey, Tensor] = {}
         self._windows: dict[StateKey, Tensor] = {}  # (B, C, K + T): convolutions' windows and the chain behind them
-        self._records: dict[StateKey, Recorded] = {}
+        self._recorded: Recorded | None = None  # of the layer's one recurrence
 
     # One block ------------------------------------------------------------------------------------------------------
 
     def forget_block(self) -> None:
         """A new block is placed: what the last one left was committed, or is not wanted."""
         self._written.clear()
-        self._call = None
-        self._open, self._windows, self._records = {}, {}, {}
+        self._call, self._recorded = None, None
+        self._open, self._windows = {}, {}
 
     def begin(self, call: MixerCall) -> None:
         """States handed out from now on are this call's."""
         self._call, self._open = call, {}
-        self.has_previous_state = dict.fromkeys(range(self.number_of_states), not call.begins)
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), not call.rows.begins)
 
-    def end(self) -> None:
-        """The call's states are what follows its node."""
+    def end(self, recorded: Recorded | None = None) -> None:
+        """The call's states are what follows its tokens; of a chain, what is `recorded` of it."""
         assert self._call is not None, "begin() comes before end()"
         call, opened = self._call, self._open
+        self._call, self._open = None, {}
+        if call.is_chain:
+            self._recorded = recorded or self._recorded
+            self._written.update(dict.fromkeys(set(self._taped) - set(self._written), 1))
+            return
         for key, state in opened.items():
             rows = call.rows.rows_on(state.device)
             if rows is not None:
-                self._nodes[key][call.node].index_copy_(0, rows, state)
+                self._after[key].index_copy_(0, rows, state)
             self._written[key] += 1
-        self._call, self._open = None, {}
-
-    def end_taped(self, recorded: Recorded) -> None:
-        """The call has read a chain, of which this is left."""
-        assert self._call is not None, "begin() comes before end_taped()"
-        self._records[RECURRENT, 0] = recorded
-        for key in (*self._records, *self._windows):
-            self._written[key] = self.placement.num_state_writes
-        self._call, self._open = None, {}
 
     def handed_out(self, key: StateKey) -> Tensor | None:
-        """The state a mixer reads and writes: that of its node, filled with what the node continues."""
+        """The state a mixer reads and writes: a copy of what its call continues."""
         if key not in self._open:
             if self._call is None:
                 raise IncompatibleTargetError(
@@ -109,58 +157,46 @@ class StateLayer(LinearAttentionLayer):
                 f"layer {self.index} of the target: {owner} and {call.mixer} write the same state ({key[0]} {key[1]}), "
                 "so that it cannot be told what a draft leaves in it; generate without a drafter"
             )
-        node = self._room(key, 1 if call.taped else self.placement.num_state_nodes)[call.node]
-        rows = call.rows.rows_on(node.device)
-        if call.begins:
-            state = node if rows is None else node[rows]
-            return state.zero_()
-        before = self._before(key, call)
-        if rows is None:
-            return node.copy_(before)
-        return before.index_select(0, rows)
-
-    def _before(self, key: StateKey, call: MixerCall) -> Tensor:
-        """What a call continues, `(B, ...)`."""
-        if call.parents is None:
-            return self._live(key)
-        nodes = self._nodes[key]
-        if isinstance(call.parents, int):
-            return nodes[call.parents][: self.placement.batch_size]
-        parents, rows = call.parents.on(nodes.device)
-        return nodes[parents, rows]
+        after = self._room(key)
+        rows = call.rows.rows_on(after.device)
+        if call.rows.begins:
+            return (after if rows is None else after[rows]).zero_()
+        return after.copy_(self._live(key)) if rows is None else self._live(key).index_select(0, rows)
 
     def _live(self, key: StateKey) -> Tensor:
         state, rows = self._committed[key], self.placement.batch_size
         return state if len(state) == rows else state[:rows]
 
-    def _room(self, key: StateKey, num_nodes: int) -> Tensor:
-        """Where the block's states go, `(N, B, ...)`."""
+    def _room(self, key: StateKey) -> Tensor:
+        """Where the block's state goes, `(B, ...)`."""
         rows = self.placement.batch_size
-        nodes = self._nodes.get(key)
-        if nodes is None or nodes.shape[0] < num_nodes or nodes.shape[1] < rows:
-            self._nodes.pop(key, None)
-            nodes = None  # nothing in it is needed: the old one goes before the new one comes
-            committed = self._committed[key]
-            self._nodes[key] = nodes = committed.new_empty(num_nodes, *committed.shape)
-        return nodes[:, :rows]
+        if key not in self._after or len(self._after[key]) < rows:
+            self._after[key] = torch.empty_like(self._committed[key])
+        return self._after[key][:rows]
 
-    def stepped_moves(self, last: LastNodes) -> Moves:
-        """States that the block left one after the other, each with that after a row's last kept node."""
+    @property
+    def _taped(self) -> list[StateKey]:
+        """States that follow from what a chain has left."""
+        return [*self._windows, *([] if self._recorded is None else [(RECURRENT, 0)])]
+
+    @property
+    def _written_over(self) -> list[StateKey]:
+        """The others, in one order always."""
+        return [key for key in self._committed if key not in self._taped]
+
+    def after_moves(self, last: LastNodes) -> Moves:
+        """Of a block that was no chain: states of the rows that keep it."""
+        pairs = [(self._live(key), self._after[key][: self.placement.batch_size]) for key in self._written_over]
         if last.common is not None:
-            return [
-                (self._live(key), self._nodes[key][last.common][: self.placement.batch_size]) for key in self._stepped
-            ]
-        return [(self._live(key), self._picked(key, last)) for key in self._stepped]
-
-    def _picked(self, key: StateKey, last: LastNodes) -> Tensor:
-        """Each row's own, `(B, ...)`."""
-        live, nodes = self._live(key), self._nodes[key]
-        kept = last.on(live.device)
-        picked = nodes[kept.clamp(min=0), torch.arange(len(live), device=live.device)]
-        return torch.where((kept >= 0).view(-1, *[1] * (live.dim() - 1)), picked, live)
+            return pairs
+        moves = []
+        for live, after in pairs:
+            keeps = (last.on(live.device) >= 0).view(-1, *[1] * (live.dim() - 1))
+            moves.append((live, torch.where(keeps, after, live)))
+        return moves
 
     def require_all_written(self) -> None:
-        """Raise an `IncompatibleTargetError` if a state was not written by the block, or not after every node."""
+        """Raise an `IncompatibleTargetError` if a state was not written by the block, or not of all rows."""
         wanted = self.placement.num_state_writes
         for key in self._committed:
             if self._written[key] != wanted:
@@ -170,11 +206,6 @@ class StateLayer(LinearAttentionLayer):
                     "again, or generate without a drafter"
                 )
 
-    @property
-    def _stepped(self) -> list[StateKey]:
-        """States that the block left one after the other, in one order always."""
-        return [key for key in self._committed if key not in self._windows and key not in self._records]
-
     def trace(self) -> BlockTrace:
         """What the placed block has left.
 
@@ -182,19 +213,13 @@ class StateLayer(LinearAttentionLayer):
             IncompatibleTargetError: as of `require_all_written`.
         """
         self.require_all_written()
-        recorded = self._records.get((RECURRENT, 0))
-        nodes, rows = self.placement.num_state_nodes, self.placement.batch_size
-        return BlockTrace(
-            tuple((key, self._nodes[key][:nodes, :rows]) for key in self._stepped),
-            tuple(self._windows.items()),
-            None if recorded is None else (recorded.recurrence, recorded.inputs),
-        )
+        after = tuple([(key, self._after[key][: self.placement.batch_size]) for key in self._written_over])
+        return BlockTrace(after, tuple(self._windows.items()), self._recorded)
 
     def take_over(self, trace: BlockTrace) -> None:
         """The placed block has left this: another layer, which began with the same states, has read it."""
-        self._nodes.update(trace.nodes)
-        self._windows = dict(trace.windows)
-        self._records = {} if trace.recorded is None else {(RECURRENT, 0): Recorded(*trace.recorded)}
+        self._after.update(trace.after)
+        self._windows, self._recorded = dict(trace.windows), trace.recorded
         self._written = Counter(dict.fromkeys(self._committed, self.placement.num_state_writes))
 
     @property
@@ -209,14 +234,14 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def taped_states(self) -> list[tuple[Tensor, Recorded]]:
-        """Committed states, each with what goes on from it."""
-        return [(self._live(key), recorded) for key, recorded in self._records.items()]
+        """The committed state of a recurrence that was recorded, with what goes on from it."""
+        return [] if self._recorded is None else [(self._live((RECURRENT, 0)), self._recorded)]
 
     # Called by transformers' own code --------------------------------------------------------------------------------
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """The window before, and what is new, `(B, C, K + T)`."""
-        if self._call is None or not self._call.taped:
+        if self._call is None or not self._call.is_chain:
             return super().update_conv_state(conv_states, state_idx, **kwargs)
         key = (CONVOLUTION, state_idx)
         self._windows[key] = columns = torch.cat((self._live(key), conv_states), dim=-1)
@@ -224,7 +249,7 @@ class StateLayer(LinearAttentionLayer):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """The state as it was written; a chain's end is not kept."""
-        if self._call is not None and self._call.taped:
+        if self._call is not None and self._call.is_chain:
             return recurrent_states
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
@@ -258,15 +283,15 @@ class StateLayer(LinearAttentionLayer):
     @property
     def state_bytes(self) -> int:
         """Bytes of what is committed, of what blocks leave, and of what is recorded of the last one."""
-        held = [*self._committed.values(), *self._nodes.values(), *self._windows.values()]
-        for recorded in self._records.values():
-            held += [tensor for tensor in recorded.inputs if not isinstance(tensor, nn.Parameter)]
+        held = [*self._committed.values(), *self._after.values(), *self._windows.values()]
+        if self._recorded is not None:
+            held += [tensor for tensor in self._recorded.inputs if not isinstance(tensor, nn.Parameter)]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         return sum(storages.values())  # inputs are views of what the convolution made: that is what stays
 
-    def release_nodes(self) -> None:
+    def release_block(self) -> None:
         """Give back what the next block makes again."""
-        self._nodes = {}
+        self._after = {}
         self.forget_block()
 
     def select_states(self, rows: Sequence[int]) -> None:
@@ -274,7 +299,7 @@ class StateLayer(LinearAttentionLayer):
             key: state.index_select(0, torch.tensor(rows, device=state.device))
             for key, state in self._committed.items()
         }
-        self.release_nodes()
+        self.release_block()
 
     def held_states(self, row: int | None = None) -> dict[StateKey, Tensor]:
         """What is committed of one row, `(1, ...)`, or of all, as copies."""
@@ -299,7 +324,7 @@ class StateLayer(LinearAttentionLayer):
         """Leave nothing of what was ever written to a row."""
         for state in self._committed.values():
             state[row].zero_()
-        self.release_nodes()
+        self.release_block()
 
     def exchange_states(self, one: int, other: int) -> None:
         """Let two rows change places."""
@@ -314,8 +339,7 @@ def _new_state(key: StateKey, like: Tensor) -> Tensor:
 
 def state_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:
     """Committed states of all layers, each with that after the rows' last kept nodes. Nothing is written."""
-    stepped = [move for layer in layers for move in layer.stepped_moves(last)]
-    return stepped + _taped_moves(layers, last)
+    return [move for layer in layers for move in layer.after_moves(last)] + _taped_moves(layers, last)
 
 
 def _taped_moves(layers: Sequence[StateLayer], last: LastNodes) -> Moves:
@@ -327,15 +351,15 @@ def settle_states(layers: Sequence[StateLayer], last: LastNodes) -> None:
     """Commit the states after each row's last kept node.
 
     Raises:
-        IncompatibleTargetError: a state was not written by the block, or not after every node. Nothing is committed.
+        IncompatibleTargetError: a state was not written by the block. Nothing is committed.
     """
     for layer in layers:
         layer.require_all_written()
     if last.common is not None:
-        make_moves([move for layer in layers for move in layer.stepped_moves(last)])
+        make_moves([move for layer in layers for move in layer.after_moves(last)])
     else:  # each row's own are copies: of one layer at a time
         for layer in layers:
-            make_moves(layer.stepped_moves(last))
+            make_moves(layer.after_moves(last))
     make_moves(_taped_moves(layers, last))
 
 

@@ -16,8 +16,7 @@ from ..cache.block_reading import BlockReading
 from ..cache.layers import SlotLayer, WindowLayer
 from ..cache.placement import Placement
 from ..cache.speculative import SpeculativeCache
-from ..cache.state_blocks import BlockTrace, KeepsStates
-from ..cache.states import StateLayer
+from ..cache.states import BlockTrace, StateLayer
 from ..errors import UnsupportedGenerationError
 from .fixed_states import FixedStates
 
@@ -106,7 +105,7 @@ class FixedStatefulLayer(FixedStates, FixedLayer):  # type: ignore[misc]
         FixedStates.lend(self, buffers[attended:])
 
 
-class FixedShapeCache(Cache, KeepsStates):
+class FixedShapeCache(Cache):
     """Stands in for `source` during compiled forwards; holds its buffers, never copies them.
 
     A step says where each forward in it writes: `at(slots)`.
@@ -148,14 +147,14 @@ class FixedShapeCache(Cache, KeepsStates):
         placement.num_tokens = num_tokens
         placement.read_states(BlockReading.of_drafts())
         for layer in self.with_states:
-            layer.release_nodes()
+            layer.release_block()
             layer.has_previous_state = dict.fromkeys(range(layer.number_of_states), True)
 
     def traces(self) -> tuple[BlockTrace, ...]:
         """What the step has left in each layer with states, which keep nothing of it."""
         traces = tuple([layer.trace() for layer in self.with_states])
         for layer in self.with_states:
-            layer.release_nodes()
+            layer.release_block()
         return traces
 
     def follow(self, source: SpeculativeCache, num_slots: int) -> None:

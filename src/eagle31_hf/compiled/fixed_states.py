@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..cache.placement import Placement
-from ..cache.state_blocks import CONVOLUTION, BlockTrace
-from ..cache.states import StateLayer
+from ..cache.state_tape import Recorded
+from ..cache.states import CONVOLUTION, BlockTrace, StateLayer
 
 
 class FixedStates(StateLayer):
@@ -45,9 +45,8 @@ class FixedStates(StateLayer):
         trace = super().trace()
         if trace.recorded is None:
             return trace
-        recurrence, inputs = trace.recorded
-        own = tuple([each.clone() if isinstance(each, nn.Parameter) else each for each in inputs])
-        return trace._replace(recorded=(recurrence, own))
+        inputs = [each.clone() if isinstance(each, nn.Parameter) else each for each in trace.recorded.inputs]
+        return trace._replace(recorded=Recorded(trace.recorded.recurrence, tuple(inputs)))
 
     @property
     def lent(self) -> list[Tensor]:
@@ -57,7 +56,7 @@ class FixedStates(StateLayer):
     def lend(self, states: list[Tensor]) -> None:
         """Read these in the places of `lent`, and forget what the last block left."""
         self._committed = dict(zip(sorted(self._committed), states, strict=True))
-        self.release_nodes()
+        self.release_block()
 
 
 class CommittedStates:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..cache.speculative import SpeculativeCache
-from ..cache.state_blocks import BlockTrace
 from ..cache.state_tape import LastNodes, LastNodesInGraph, make_moves
-from ..cache.states import StateLayer, settle_states, state_moves
+from ..cache.states import BlockTrace, StateLayer, settle_states, state_moves
 from .fixed_states import CommittedStates
 from .graph_makers import GraphKey
 from .graphs import Graphs
@@ -76,5 +75,5 @@ def _moved(last: LastNodes, traces: Sequence[BlockTrace], committed: CommittedSt
         layer.take_over(trace)
     moved = {id(state): new for state, new in state_moves(committed.layers, last)}
     for layer in committed.layers:
-        layer.release_nodes()
+        layer.release_block()
     return tuple([moved[id(state)] for state in committed.lent])

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..cache.block_reading import BlockReading
 from ..cache.graph_sizes import node_bucket
 from ..cache.speculative import SpeculativeCache
-from ..cache.state_blocks import BlockTrace
+from ..cache.states import BlockTrace
 from ..target.binding import TargetBinding, TargetOutput
 from ..target.verify import Verification
 from ..trees.draft_tree import DraftTree
@@ -73,7 +73,7 @@ class CompiledVerification:
         self.cache.place(size, reading=BlockReading.of_drafts())
         unmasked = size == 1 and self.cache.has_windows  # padding would want a mask of each kind of layer
         # Masks that some layers with states do not take.
-        is_eager = bool(self.why_eager(tree)) or (self.cache.has_states and self.cache.has_windows)
+        is_eager = self.cache.has_states and self.cache.has_windows
         if unmasked or is_eager or not self.inputs.make_room(self._width(size)):
             return self.eager(tree)
         key = self._key_of(rows, size, masks_trees=masks_trees, rests=rests)  # rows may have become longer
@@ -92,12 +92,6 @@ class CompiledVerification:
         if size == nodes:
             return TargetOutput(output.logits, output.aux)
         return TargetOutput(output.logits[:, :size], None if output.aux is None else output.aux[:, :size])
-
-    def why_eager(self, tree: DraftTree) -> str:
-        """Why no graph verifies drafts of this form; empty if one may."""
-        if self.cache.has_states and not tree.is_chain:
-            return "trees are verified by eager code where the target keeps recurrent states: each node needs its own"
-        return ""
 
     def _eager_block(self, tree: DraftTree) -> VerifiedBlock:
         output = self.eager(tree)
@@ -176,7 +170,4 @@ def why_states_are_eager(binding: TargetBinding, *, capturing: bool) -> str:
         return ""
     if not capturing:
         return "its target keeps recurrent states, which graphs do not step yet"
-    assert binding.mixers is not None, "whoever keeps states has mixers"
-    if stepped := binding.mixers.stepped_recurrence:
-        return f"its target keeps recurrent states after each draft ({stepped}), which graphs would hold a second time"
     return ""

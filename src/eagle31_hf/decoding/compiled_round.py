@@ -100,7 +100,6 @@ class CompiledRound(EagerRound):
         if self.verification is None or self._begins:
             return super().verify(tree)
         self.choosing.stats.fall_back(self.graphs.disabled_reason)  # a draft step may have failed
-        self.choosing.stats.fall_back(self.verification.why_eager(tree))
         with self.clock.phase("verify"), self.capturing():
             output = self.verification(tree, rests=self._rests)
         self.choosing.stats.fall_back(self.graphs.disabled_reason)

@@ -98,7 +98,7 @@ class SpeculativeDecoder:
         self.rows = list(range(self.sequences.batch_size))
         self.stage, self.largest = Stage.PREFILL, request.shape
         prompt = self.sequences.prompts.shape[1] - request.start.skip  # columns still to be read
-        self.chunk = min(request.prefill_chunk or prompt, prompt) if self.binding.reads_on else prompt
+        self.chunk = min(request.prefill_chunk or prompt, prompt)
         self.reading: PrefillState | None = None
         self.compiles = drafter.generation_config.acceleration == "compile" if compiled is None else compiled
         self._wrap_round = wrap_round
@@ -203,7 +203,7 @@ class SpeculativeDecoder:
         written = [min(len(text), len(self.sequences.new[row])) for text, row in zip(texts, self.rows, strict=True)]
         if self.caches.target.has_states and any(written):
             texts = self._read_prompts_apart(prefill, texts, written)
-            prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, stepped=True)
+            prefill = ChunkedPrefill(self.binding, self.caches.target, self.caches.drafter, as_drafts=True)
         self.reading = PrefillState(texts, unread=unread, device=device)
         pause = self._snapshot_column(texts)
         if pause == 0 and any(self.caches.target.lengths):  # all that is new is as short as that
@@ -215,8 +215,7 @@ class SpeculativeDecoder:
         """Where states are kept for a next turn that rewrites this one's answer; -1: nowhere."""
         end = self.request.end
         is_first = end is not None and end.snapshot is None and not any(self.sequences.new)
-        wanted = is_first and self.caches.target.has_states and self.binding.reads_on
-        return max(len(texts[0]) - BEFORE_THE_ANSWER, 0) if wanted else -1
+        return max(len(texts[0]) - BEFORE_THE_ANSWER, 0) if is_first and self.caches.target.has_states else -1
 
     def _take_snapshot(self) -> None:
         assert self.request.end is not None, "somebody wants the cache"

@@ -21,7 +21,7 @@ from ..drafting.rates import FIRST_RATE
 from ..generation_config import COMPILED, COMPILED_SAMPLED, LONGEST_CHAIN, LONGEST_STEERED, DraftLength
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import DraftEvent, SpeculationStats
-from ..trees.shape import DraftShape, trees_pay
+from ..trees.shape import DraftShape
 from .kept_graphs import RequestedDraft, graph_maker, why_given_up
 from .pair import Pair
 
@@ -69,6 +69,8 @@ def drafting(
     """
     requested = by_graphs(drafter, rows=rows, sampled=sampled, depth=depth)
     maker = graph_maker(drafter, requested, processing, new_tokens=new_tokens)
+    if stats is not None and drafter.binding.has_states and (drafter.generation_config.asked_top_k or 1) > 1:
+        stats.fall_back("trees are drafted as chains of their depth where layers of the target keep states")
     compiled = maker is not None
     shape = requested.shape if compiled else _shape(drafter, rows=rows, sampled=sampled, depth=depth, compiled=False)
     planner = planner_of(
@@ -136,7 +138,8 @@ def _shape(drafter: Assistant, *, rows: int, sampled: bool, depth: int | None, c
     settings = drafter.generation_config
     if settings.num_assistant_tokens_schedule == "pid" and length.top_k == 1 and not compiled:
         length = DraftLength(max(length.depth, LONGEST_STEERED))
-    return settings.draft_shape(length)
+    shape = settings.draft_shape(length)
+    return shape.as_chain() if drafter.binding.has_states else shape
 
 
 def default_length(
@@ -167,7 +170,7 @@ def _drafted_by_graphs(drafter: Eagle31Drafter, *, sampled: bool) -> DraftLength
         depth = longest_worthwhile(step_share(drafter), FIRST_RATE, longest=_longest_with_room(drafter))
         usual = DraftLength(depth) if depth < FEWEST_LEVELS else replace(usual, depth=depth)
         is_packed = getattr(binding.model, "hf_quantizer", None) is not None
-    return usual if trees_pay(is_packed=is_packed, has_states=binding.has_states) else DraftLength(usual.depth)
+    return DraftLength(usual.depth) if is_packed else usual  # they make a product dearer with its rows
 
 
 def _longest_with_room(drafter: Eagle31Drafter) -> int:

@@ -87,19 +87,23 @@ class Unpaired(NamedTuple):
     aux: Tensor | None
 
 
+DECODED_CHUNK = 8
+"""Most tokens of a chunk that layers with states read as drafts: what rebuilding states takes grows with its square."""
+
+
 class ChunkedPrefill:
     """Reads with these models and caches.
 
     Args:
         session: the drafter's; `None` without one.
-        stepped: layers with states read token by token, as the text was decoded.
+        as_drafts: layers with states read as they have decoded: by code for one token.
     """
 
     def __init__(
-        self, binding: TargetBinding, cache: SpeculativeCache, session: DraftSession | None, *, stepped: bool = False
+        self, binding: TargetBinding, cache: SpeculativeCache, session: DraftSession | None, *, as_drafts: bool = False
     ):
         self.binding, self.cache, self.session = binding, cache, session
-        self.stepped = stepped or not binding.reads_on
+        self.as_drafts = as_drafts
 
     def read(
         self, reading: PrefillState, chunk: int, *, pause: int = 0, at_pause: Callable[[], None] | None = None
@@ -111,6 +115,7 @@ class ChunkedPrefill:
             at_pause: called there.
         """
         start, end = 0, max(reading.to_read)
+        chunk = min(chunk, DECODED_CHUNK) if self.as_drafts else chunk
         while start < end:
             stop = self._end_of_chunk(reading, start, min(start + chunk, pause if start < pause else end))
             self.read_columns(reading, start, stop)
@@ -125,7 +130,7 @@ class ChunkedPrefill:
     def _end_of_chunk(self, reading: PrefillState, start: int, stop: int) -> int:
         """`stop` or a little before it. A single token left for the next chunk would be read by the target's code for
         one token, which may compute another state than the prompt at once does."""
-        if self.cache.has_states and not self.stepped:
+        if self.cache.has_states and not self.as_drafts:
             while stop > start + 1 and any(length - stop == 1 for length in reading.to_read):
                 stop -= 1
         return stop
@@ -186,7 +191,7 @@ class ChunkedPrefill:
 
     def _forward(self, columns: Tensor, keep: list[int], counts: Sequence[int]) -> TargetOutput:
         """One chunk `(B, C)`: logits of the columns to keep, hidden states `(B, C, A*Ht)` if there is a drafter."""
-        reading = BlockReading(counts=counts, stepped=self.stepped)
+        reading = BlockReading.of_drafts() if self.as_drafts else BlockReading(counts)
         self.cache.place(columns.shape[1], reading=reading)
         with self.binding.capturing() if self.session is not None else nullcontext():
             return self.binding.forward(

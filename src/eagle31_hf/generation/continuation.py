@@ -69,12 +69,15 @@ def _try(call: Call) -> str:
 def _our_way(
     binding: TargetBinding, prompts: PromptForward, read: PromptOutput, root: Tensor, children: Tensor
 ) -> Tensor:
-    """Logits `(B, 2, V)` after each root `(B,)` and after the first of its `children` `(2,)`, of a tree of both."""
+    """Logits `(B, 2, V)` after each root `(B,)` and after the first of its `children` `(2,)`, of a tree of both, or a
+    chain where layers keep states."""
     rows, length = prompts.input_ids.shape
     nodes = torch.cat((root[:, None], children.expand(rows, -1)), dim=1)  # (B, 3)
     parents = torch.zeros_like(nodes)
     ancestors = ancestors_from_parents(parents, max_depth=1)
     tree = DraftTree(nodes, parents, ancestors.sum(2) - 1, ancestors, max_depth=1, max_children=2)
+    if binding.has_states:
+        tree = DraftTree.chain(nodes)
     cache = SpeculativeCache.from_config(
         binding.text_config, batch_size=rows, capacity=length + 3, block=3, masks_by_type=binding.masks_by_type,
         device=root.device,

@@ -136,19 +136,14 @@ def _drafts_beyond_what_rotates_alike(call: Call) -> str | None:
 
 def _target_without_trees(call: Call) -> str | None:
     binding = call.drafter.binding
-    return binding.tree_unsupported_reason or (binding.batch_unsupported_reason if call.batch_size > 1 else "") or None
+    unrecorded = "" if binding.mixers is None else binding.mixers.unrecorded
+    in_batches = binding.batch_unsupported_reason if call.batch_size > 1 else ""
+    return binding.tree_unsupported_reason or unrecorded or in_batches or None
 
 
 def _pads_that_are_counted(call: Call) -> str | None:
     why = call.drafter.binding.padding_unsupported_reason
     return why if why and any(left_padding(call.input_ids, call.attention_mask)) else None
-
-
-def _chunks_that_begin_anew(call: Call) -> str | None:
-    chunk = call.generation_config.prefill_chunk_size
-    if call.drafter.binding.reads_on or not chunk or call.input_ids.shape[1] <= chunk:
-        return None
-    return "the target's states begin anew with every chunk of prefill_chunk_size, and our loop reads its prompts whole"
 
 
 def _what_sees_a_batch_as_one(call: Call) -> str | None:
@@ -243,7 +238,6 @@ AGAINST_OWN: tuple[Objection, ...] = (
     _foreign_cache,
     _inputs_we_know_nothing_of,
     _pads_that_are_counted,
-    _chunks_that_begin_anew,
     _what_sees_a_batch_as_one,
     _cache_of_a_batch,
     why_not_continued,

@@ -151,11 +151,11 @@ def build_ledger(
 
 def captures_steps(target: TargetFacts, card: Card, settings: MemorySettings) -> bool:
     """Whether rounds are captured as CUDA graphs unless somebody asks for eager ones: LLM.int8 waits for the device,
-    and layers that keep recurrent states after every draft are read eagerly."""
+    and targets whose recurrent states cannot be recorded are decoded plainly."""
     waits = target.quantization.method == "bnb-int8"
     states = target.shape.states
-    steps = states is not None and states.stepped_recurrent > 0
-    is_captured = settings.cache_type == "full" and not waits and not steps
+    is_plain = states is not None and states.unrecorded > 0
+    is_captured = settings.cache_type == "full" and not waits and not is_plain
     return settings.speculates and card.kind == "cuda" and is_captured
 
 
@@ -270,19 +270,16 @@ def _cache_terms(owner: str, shape: DecoderShape, settings: MemorySettings, *, c
 
 
 def _state_terms(states: StateShape | None, settings: MemorySettings, *, captured: bool) -> list[LedgerTerm]:
-    """Recurrent and convolution states: S bytes of one row, of which layers that keep a record of a chain have R. Where
-    steps are captured, those of each row stay for the next text."""
+    """Recurrent and convolution states: S bytes of one row. Where steps are captured, those of each row stay for the
+    next text."""
     if states is None:
         return []
-    batch, nodes, is_tree = settings.batch, settings.shape.nodes, settings.shape.is_tree
-    one = states.num_bytes
-    left, left_formula = states.block_bytes(nodes, is_tree=is_tree), "B*N*S" if is_tree else "B * (N*(S-R) + R)"
-    tape = states.tape_bytes(nodes, is_tree=is_tree)
-    rebuilding = states.rebuilding_bytes(nodes, is_tree=is_tree)
+    batch, nodes, one = settings.batch, settings.shape.nodes, states.num_bytes
+    tape, rebuilding = states.tape_bytes(nodes), states.rebuilding_bytes(nodes)
     return [
         LedgerTerm("target states", batch * one, "B*S", KEPT if captured else RUNNING),
         LedgerTerm("target states, of a chunk", batch * one, "B*S", (PREFILL, DRAFTER_PREFILL)),
-        LedgerTerm("target states, of a draft", batch * left, left_formula, ROUND),
+        LedgerTerm("target states, of a draft", batch * one, "B*S", ROUND),
         LedgerTerm("target states, recorded", batch * tape, "B * layers * ((K+T)*2*channels*b + T*gates)", ROUND),
         LedgerTerm("target states, rebuilt", batch * rebuilding, "B * (recurrent states + T * vectors)", (ACCEPT,)),
         LedgerTerm("target states, snapshots", max(batch, 2) * one, "max(B, 2) * S", RUNNING),
@@ -344,7 +341,7 @@ def _recordings_term(
     update = replace(verify, tokens=settings.draft_tokens + 1, capacity=settings.drafter_capacity)
     step = replace(update, tokens=settings.shape.top_k, context=settings.drafter_capacity)
     taps = _taps(target, drafter, settings)
-    handed_out = 0 if shape.states is None else batch * shape.states.taped  # other layers' are among what is given
+    handed_out = 0 if shape.states is None else batch * shape.states.num_bytes
     seen, given = verify.rows * shape.vocab_size, drafted_bytes(drafter.shape, settings.shape, batch)
     pooled = {
         VERIFY: max(target_forward_bytes(shape, verify, taps=taps) + handed_out, logits_bytes(shape, verify.rows)),
@@ -358,5 +355,5 @@ def _recordings_term(
     own = lengths * input_output_bytes(shape, drafter.shape, settings.shape, batch)
     if shape.states is not None:
         # Moving states on reads what was given of them and gives as many, whatever the length.
-        own += (lengths + 1) * batch * shape.states.given_bytes(nodes, is_tree=settings.shape.is_tree)
+        own += (lengths + 1) * batch * shape.states.given_bytes(nodes)
     return LedgerTerm("recordings", pool + own + workspace_bytes(card), RECORDINGS_FORMULA, KEPT)

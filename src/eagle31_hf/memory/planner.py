@@ -21,7 +21,6 @@ from ..trees.shape import (
     LONGEST_OF_GRAPHS,
     USUAL_TREE,
     default_tree_size,
-    trees_pay,
 )
 from .cards import CARDS, GIB, Card, find_card
 from .drafter_facts import DrafterFacts, drafter_to_plan, read_drafter
@@ -198,6 +197,8 @@ def _warnings(target: TargetFacts, card: Card, context: int) -> list[str]:
         )
     if packing.method == "fp8-block" and card.kind == "cuda" and card.compute_capability is None:
         found.append("FP8 stays packed only from compute capability 8.9 on (RTX 40 series); else it becomes bf16")
+    if target.shape.states is not None and target.shape.states.unrecorded:
+        found.append("its recurrent states cannot be taken back after a draft, so it is decoded plainly")
     trained = target.max_position_embeddings
     if trained and context > trained:
         found.append(f"context {context:,} is longer than the {trained:,} positions the target was trained for")
@@ -261,16 +262,17 @@ def _drafts(request: _Request) -> list[_Draft]:
         depths: tuple[int, ...] = (depth,)
     else:
         depths = (LONGEST_OF_GRAPHS if width is None else FIXED_DEPTH, SHORT_DRAFT_TOKENS)
-    if not is_tree:
+    if not is_tree or request.target.shape.states is not None:  # which drafts a chain of the tree's depth
         return [_Draft(each) for each in depths]
     sizes = {each: nodes or default_tree_size(each, width or 1) for each in depths}
     return [_Draft(each, size) for each, size in sizes.items() if size > each] or [_Draft(each) for each in depths]
 
 
 def _with_usual_tree(request: _Request, settings: MemorySettings) -> MemorySettings:
-    """A usual draft is a tree where steps are captured for one row and nobody asks for chains, if trees pay there."""
+    """A usual draft is a tree where steps are captured for one row and nobody asks for chains, if trees pay there:
+    packed weights make a product dearer with its rows, and layers that keep states verify chains alone."""
     target = request.target
-    pays = trees_pay(is_packed=target.quantization.method != "none", has_states=target.shape.states is not None)
+    pays = target.quantization.method == "none" and target.shape.states is None
     may_be_tree = settings.draft_is_usual and settings.draft_top_k is None and settings.batch == 1
     if not (pays and may_be_tree and captures_steps(target, request.card, settings)):
         return settings

@@ -1,8 +1,7 @@
 """Bytes of recurrent and convolution states: what a model caches of one token, read on the meta device.
 
-A row has one set of them, however long it is. A block of drafts leaves a set after each of its nodes, or, where a
-recurrence's kernel can be recorded and the draft is a chain (`cache.state_tape`), one set and the record. Nothing is
-known of families: shapes and dtypes are those of the states that the model's own forward makes.
+A row has one set of them, however long it is. A chain of drafts leaves one more, and a record (`cache.state_tape`).
+Nothing is known of families: shapes and dtypes are those of the states that the model's own forward makes.
 """
 
 from __future__ import annotations
@@ -28,50 +27,37 @@ class StateShape:
     """Bytes of one row's states, of all layers together.
 
     Attributes:
-        stepped: of layers that keep a set after every node of any block.
-        stepped_recurrent: what of these are recurrent states, which captured steps do not keep twice.
-        taped: of layers that keep a record of a chain instead.
-        rebuilding: what moving these on by a record takes; `rebuilding_token`: and of each token in it.
+        num_bytes: one set.
+        unrecorded: of recurrent states that no kernel we record moves on: such a target is decoded plainly.
+        rebuilding: what moving states on by a record takes; `rebuilding_token`: and of each token in it.
         tape: of a record, whatever its length; `tape_token`: of each token in it.
+        convolved: what of `tape` convolutions made of their windows: captured steps do not give that.
         columns: what a recorded convolution's window is wide: it lies once more beside each token of a chunk.
         forward_step: most that a kernel takes which reads one token after the other, whatever their number.
     """
 
-    stepped: int
-    stepped_recurrent: int
-    taped: int
+    num_bytes: int
+    unrecorded: int
     rebuilding: int
     rebuilding_token: int
     tape: int
     tape_token: int
+    convolved: int
     columns: int = 0
     forward_step: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """One set."""
-        return self.stepped + self.taped
-
-    def block_bytes(self, nodes: int, *, is_tree: bool) -> int:
-        """Sets that a block of so many nodes leaves."""
-        return nodes * self.num_bytes if is_tree else nodes * self.stepped + self.taped
-
-    def tape_bytes(self, nodes: int, *, is_tree: bool) -> int:
+    def tape_bytes(self, nodes: int) -> int:
         """What is recorded of a chain of so many tokens; a single one is not."""
-        return 0 if is_tree or nodes == 1 else self.tape + nodes * self.tape_token
+        return 0 if nodes == 1 else self.tape + nodes * self.tape_token
 
-    def rebuilding_bytes(self, nodes: int, *, is_tree: bool) -> int:
+    def rebuilding_bytes(self, nodes: int) -> int:
         """What moving states on after a chain of so many tokens takes."""
-        recorded = self.tape_bytes(nodes, is_tree=is_tree) > 0
-        return self.rebuilding + nodes * self.rebuilding_token if recorded else 0
+        return 0 if nodes == 1 else self.rebuilding + nodes * self.rebuilding_token
 
-    def given_bytes(self, nodes: int, *, is_tree: bool) -> int:
-        """What captured forwards over a chain of so many tokens, and over one, give of states; trees are eager. Of what
-        a convolution made they give the chain's own columns alone."""
-        if is_tree:
-            return self.num_bytes
-        before = self.tape // 2 if nodes > 1 else 0
-        return nodes * self.stepped + self.tape_bytes(nodes, is_tree=False) - before + self.num_bytes
+    def given_bytes(self, nodes: int) -> int:
+        """What captured forwards over a chain of so many tokens, and over one, give of states."""
+        recorded = 0 if nodes == 1 else self.tape_bytes(nodes) - self.convolved
+        return recorded + self.num_bytes
 
 
 def state_shape(config: PreTrainedConfig, element_bytes: int) -> StateShape:
@@ -113,20 +99,20 @@ class _StateLayer(NamedTuple):
         num_bytes = sum(state.num_bytes(element_bytes) for state in self.states)
         windows = [state for state in self.states if not state.is_recurrent]
         recurrent = [state for state in self.states if state.is_recurrent]
-        if self.kernels is None:
-            return StateShape(num_bytes, sum(state.num_bytes(element_bytes) for state in recurrent), 0, 0, 0, 0, 0)
-        # The chain's columns behind a window, and what the convolution makes of both.
-        columns = [2 * state.shape[0] * (state.fixed_bytes or element_bytes) for state in windows]
+        held = sum(math.prod(state.shape) * (state.fixed_bytes or element_bytes) for state in windows)
+        width = sum(state.shape[0] * (state.fixed_bytes or element_bytes) for state in windows)
         moved = sum(state.num_bytes(element_bytes) for state in recurrent)
+        if self.kernels is None:  # the chain's columns behind a window
+            return StateShape(num_bytes, moved, 0, 0, tape=held, tape_token=width, convolved=0)
         return StateShape(
-            stepped=0,
-            stepped_recurrent=0,
-            taped=num_bytes,
+            num_bytes,
+            unrecorded=0,
             rebuilding=int(self.kernels.copies(element_bytes) * moved),
             rebuilding_token=sum(self.kernels.token_bytes(state.shape) for state in recurrent),
-            tape=sum(column * state.shape[1] for column, state in zip(columns, windows, strict=True)),
-            tape_token=sum(columns) + sum(self.kernels.gate_bytes(state.shape, element_bytes) for state in recurrent),
-            columns=max((column // 2 for column in columns), default=0),
+            tape=2 * held,  # and what the convolution makes of both
+            tape_token=2 * width + sum(self.kernels.gate_bytes(state.shape, element_bytes) for state in recurrent),
+            convolved=held,
+            columns=max((state.shape[0] * (state.fixed_bytes or element_bytes) for state in windows), default=0),
             forward_step=self.kernels.step_copies * max((math.prod(state.shape) * 4 for state in recurrent), default=0),
         )
 

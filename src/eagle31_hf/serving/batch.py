@@ -130,7 +130,10 @@ class Batch:
         self.clock.begin_round()
         rows = range(len(self.texts))
         batch = RoundBatch(self._rows, rows, rows)
-        plan = self.drafts.next_draft(len(rows), remaining=max(text.writer.remaining for text in self.texts))
+        remaining, held = max(text.writer.remaining for text in self.texts), self.caches.target
+        if held.has_states and not min(held.lengths):
+            remaining = 1  # states begin with the one token of a prompt, not with drafts behind it
+        plan = self.drafts.next_draft(len(rows), remaining=remaining)
         batch = replace(batch, plan=plan)
         tree = self.rounds.draft(batch)
         verified = self.rounds.verify(tree)

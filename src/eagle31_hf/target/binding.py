@@ -50,8 +50,8 @@ class TargetBinding:
 
     Finds the decoder layers, taps the residual stream entering the layers the drafter reads, and lends the embedding
     and the LM head. The target's weights are never copied; nothing stays on the target but forward hooks and, around
-    its recurrent layers, what reads drafts token by token (`mixers`); `close` removes both. While one of our
-    generations runs, int8 layers compute each token alone (`OneTokenArithmetic`).
+    its recurrent layers, what records drafts (`mixers`); `close` removes both. While one of our generations runs, int8
+    layers compute each token alone (`OneTokenArithmetic`).
 
     Args:
         target: any decoder-only transformers model with an LM head (a PEFT wrapper is looked through).
@@ -82,7 +82,6 @@ class TargetBinding:
         self.batch_unsupported_reason = ""  # the same of batches
         self.padding_unsupported_reason = ""  # the same of prompts with pads
         self.tree_unsupported_reason = ""  # set by the self-test: why our own loop must not be used
-        self.reads_on = True  # set by the self-test: whether many tokens are read right behind others (chunks)
         self.not_continued: dict[frozenset[str], str] = {}  # by what a prompt is read with: why rounds cannot go on
         self.pair: object | None = None  # the `decoding.pair.Pair` of this target and its drafter
         warn_of_precision(self.model)

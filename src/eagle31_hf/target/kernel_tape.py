@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.state_tape import GatedDelta, Kernels, Recorded, SelectiveScan, kernels_of
+from ..cache.state_tape import GatedDelta, Kernels, Recorded, SelectiveScan, kernels_of, parameters_of
 from .shared_changes import CHANGES
 
 _running = threading.local()
@@ -42,9 +42,10 @@ def _gated_delta(single: Callable[..., Any], records: list[Recorded], args: tupl
     state, final = given.pop("initial_state", None), given.pop("output_final_state", True)
     decay, beta = given.pop("g", None), given.pop("beta", None)
     is_known = len(args) == 3 and not any(each is None for each in (state, decay, beta))
-    if not is_known or not all(isinstance(value, _SETTINGS) for value in given.values()):
+    options = {name: value for name, value in given.items() if name in parameters_of(single)}  # the rest is ignored
+    if not is_known or not all(isinstance(value, _SETTINGS) for value in options.values()):
         return NotImplemented
-    records.append(Recorded(GatedDelta(single, tuple(sorted(given.items()))), (*args, decay, beta)))
+    records.append(Recorded(GatedDelta(single, tuple(sorted(options.items()))), (*args, decay, beta)))
     return single(*args, g=decay, beta=beta, initial_state=state, output_final_state=final, **given)
 
 
@@ -106,6 +107,11 @@ class KernelTape:
         """The last one leaves the file as it was."""
         CHANGES.let_go(self._name)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether calls of the kernel still pass by here: others may have replaced it since."""
+        return hasattr(getattr(self._module, self._kernels.many), "is_taped")
+
     def _intercept(self) -> Callable[[], None]:
         module, kernels = self._module, self._kernels
         own = getattr(module, kernels.many)
@@ -120,5 +126,6 @@ class KernelTape:
                     return answered
             return own(*args, **kwargs)
 
+        kernel.is_taped = True  # type: ignore[attr-defined]
         setattr(module, kernels.many, kernel)
         return functools.partial(setattr, module, kernels.many, own)

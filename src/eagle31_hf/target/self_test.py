@@ -1,8 +1,9 @@
-"""Can this target verify a tree? Asked once, when a drafter is attached, by trying it.
+"""Can this target verify drafts? Asked once, when a drafter is attached, by trying it.
 
 One four-node tree is verified in one forward and compared with plain forwards along its two paths. The answer decides
 between our loop and plain decoding, so it is measured and not looked up in a list of model families. Where layers keep
-states (`state_test`), what rounds leave in them is compared, too, and whether prompts may be read in chunks.
+states (`state_test`), chains are verified instead, and what rounds and chunks of prompts leave in them is compared,
+too.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from ..cache.speculative import SpeculativeCache
 from ..errors import Eagle31Error, IncompatibleTargetError, named_line
+from ..trees.draft_tree import DraftTree, ancestors_from_parents
 from .binding import TargetBinding
 from .quantized import holds_packed_weights
-from .state_test import logits_error, probe_tree, reading_on_error, state_error
+from .state_test import logits_error, reading_on_error, state_error
 from .verify import Verification
 
 LONGEST_PROBE = 128
@@ -44,10 +46,8 @@ def probe_tree_verification(binding: TargetBinding) -> None:
             reasons.append(_why_wrong(binding, partial(error_of, binding, masks_by_type)))
             if not reasons[-1]:
                 binding.masks_by_type, binding.tree_unsupported_reason = masks_by_type, ""
-                _choose_tape(binding)
                 binding.batch_unsupported_reason = _why_not_in_batches(binding)
                 binding.padding_unsupported_reason = _why_not_padded(binding)
-                binding.reads_on = not binding.has_states or _reads_on(binding)
                 return
     binding.tree_unsupported_reason = _failed(reasons[0])
 
@@ -160,22 +160,15 @@ def _tree_error(binding: TargetBinding, masks_by_type: bool | None, *, rows: int
 
 
 def _state_error(binding: TargetBinding, masks_by_type: bool | None) -> float:
-    return state_error(binding, masks_by_type, probe_tokens(binding, 16))
+    tokens = probe_tokens(binding, 16)
+    return max(state_error(binding, masks_by_type, tokens), reading_on_error(binding, masks_by_type, tokens))
 
 
-def _choose_tape(binding: TargetBinding) -> None:
-    """Read chains by recorded kernels where that is right, too; else they are stepped, which is."""
-    mixers = binding.mixers
-    if mixers is None or mixers.tape_is_right is not None:
-        return
-    mixers.use_tape(True)
-    mixers.tape_is_right = not _why_wrong(binding, partial(_state_error, binding, binding.masks_by_type))
-    mixers.use_tape(mixers.tape_is_right)
-
-
-def _reads_on(binding: TargetBinding) -> bool:
-    """Whether states are continued by a forward over many tokens. Some layers begin anew there (Mamba 1)."""
-    return reading_on_error(binding, probe_tokens(binding, 16)) <= tolerance(binding)
+def probe_tree(nodes: Tensor, rows: int) -> DraftTree:
+    """A root, its children 1 and 2, and a node below 1, the same in all rows. `nodes`: `(4,)`."""
+    parents = torch.tensor([(0, 0, 0, 1)] * rows, device=nodes.device)
+    ancestors = ancestors_from_parents(parents, max_depth=2)
+    return DraftTree(nodes.expand(rows, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
 
 
 def _plain_logits(binding: TargetBinding, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Can drafts be taken back on a target whose layers keep states? Asked by trying, beside the tree self-test.
+"""Can drafts be taken back on a target whose layers keep states? Asked by trying, in the place of the tree self-test.
 
-Two rows of unlike length read a prompt, verify a tree, a chain and a single token, and keep unlike parts of them. After
-that not only the logits must be those of plain decoding, a token at a time over a stock cache, but the states, too: a
-layer that forgets fast would hide a state that was left behind.
+Two rows of unlike length read a prompt, verify two chains and a single token, and keep unlike parts of them. After that
+not only the logits must be those of plain decoding, a token at a time over a stock cache, but the states, too: a layer
+that forgets fast would hide a state that was left behind.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from ..cache.block_reading import BlockReading
 from ..cache.speculative import SpeculativeCache
 from ..cache.states import StateKey
 from ..cache.stock import read_stock_layers
-from ..trees.draft_tree import DraftTree, ancestors_from_parents
+from ..trees.draft_tree import DraftTree
 from .binding import TargetBinding
 from .verify import Verification
 
 PREFIX, SHORTER = 9, 5  # tokens of the two prompts: more than convolutions look back
-PARENTS = (0, 0, 0, 1)
-KEPT = ((0, 1, 3), (0, 2))
+KEPT = ((3, 2), (1, 0))  # of two chains, by each row
 TINY = torch.finfo(torch.float32).tiny
 ALL_STATES = Mapping[int, Mapping[StateKey, Tensor]]
 
@@ -36,38 +35,33 @@ def state_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tens
     """
     ids = tokens[0]
     prompts = [ids[:PREFIX], ids[1 : SHORTER + 1]]
-    nodes, more = ids[PREFIX : PREFIX + 4], ids[PREFIX + 4 : PREFIX + 7]
-    texts = [nodes[list(path)] for path in KEPT]
-    # The first row keeps one token of the chain and goes on with `more[2]`, the second one stands still.
-    plain = [
-        PlainText(binding, prompts[0], torch.cat((texts[0], more[[0, 2]]))),
-        PlainText(binding, prompts[1], torch.cat((texts[1], more[2:]))),
-    ]
+    chains, last = (ids[PREFIX : PREFIX + 4], ids[PREFIX + 4 : PREFIX + 6]), ids[PREFIX + 6 : PREFIX + 7]
+    plain = []
+    for prompt, counts in zip(prompts, zip(*KEPT, strict=True), strict=True):
+        text = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
+        plain.append(PlainText(binding, prompt, torch.cat([*text, last])))
     cache = _cache(binding, masks_by_type, rows=len(prompts))
     _read(binding, cache, torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [PREFIX, SHORTER])
-    verify = Verification(binding, cache)
-    errors = []
-
-    found = verify(probe_tree(nodes, 2)).logits
-    cache.keep([list(path) for path in KEPT], [len(path) for path in KEPT])
-    errors += [logits_error(found[row, list(path)], plain[row].logits[: len(path)]) for row, path in enumerate(KEPT)]
-    errors += [_states_error(cache, row, plain[row].states[len(path)]) for row, path in enumerate(KEPT)]
-
-    found = verify(DraftTree.chain(more[:2].expand(2, -1))).logits
-    cache.keep(None, [1, 0])
-    errors.append(logits_error(found[0, :1], plain[0].logits[3:4]))
-    errors += [_states_error(cache, row, plain[row].states[count]) for row, count in enumerate((4, 2))]
-
-    found = verify(DraftTree.chain(more[2:].expand(2, -1))).logits
+    verify, errors, ends = Verification(binding, cache), [0.0], [0, 0]
+    for chain, counts in zip(chains, KEPT, strict=True):
+        found = verify(DraftTree.chain(chain.expand(2, -1))).logits
+        cache.keep(None, counts)
+        for row, count in enumerate(counts):
+            wanted = plain[row].logits[ends[row] : ends[row] + count]
+            ends[row] += count
+            errors += [logits_error(found[row, :count], wanted)] if count else []
+            errors.append(_states_error(cache, row, plain[row].states[ends[row]]))
+    found = verify(DraftTree.chain(last.expand(2, -1))).logits
     errors += [logits_error(found[row], text.logits[-1:]) for row, text in enumerate(plain)]
     return max(errors)
 
 
-def reading_on_error(binding: TargetBinding, tokens: Tensor) -> float:
-    """How far a prompt in two chunks is from the same at once, by the model's own code for many tokens."""
+def reading_on_error(binding: TargetBinding, masks_by_type: bool | None, tokens: Tensor) -> float:
+    """How far a prompt in two chunks is from the same at once, by the model's own code for many tokens. Some layers
+    begin anew there (Mamba 1)."""
     ids = tokens[:, :PREFIX]
     at_once = PlainText(binding, ids[0], ids[0, :0])
-    cache = _cache(binding, binding.masks_by_type, rows=1)
+    cache = _cache(binding, masks_by_type, rows=1)
     for chunk in (ids[:, :SHORTER], ids[:, SHORTER:]):
         logits = _read(binding, cache, chunk, None)
     return max(logits_error(logits[0], at_once.prompt_logits), _states_error(cache, 0, at_once.states[0]))
@@ -109,13 +103,6 @@ def _read(binding: TargetBinding, cache: SpeculativeCache, tokens: Tensor, count
     logits = binding.forward(tokens, cache.position_ids(), mask, cache, logits_to_keep=1).logits
     cache.commit(tokens.shape[1] if counts is None else counts)
     return logits
-
-
-def probe_tree(nodes: Tensor, rows: int) -> DraftTree:
-    """A root, its children 1 and 2, and a node below 1, the same in all rows. `nodes`: `(4,)`."""
-    parents = torch.tensor([PARENTS] * rows, device=nodes.device)
-    ancestors = ancestors_from_parents(parents, max_depth=2)
-    return DraftTree(nodes.expand(rows, -1), parents, ancestors.sum(2) - 1, ancestors, max_depth=2, max_children=2)
 
 
 def logits_error(found: Tensor, wanted: Tensor) -> float:

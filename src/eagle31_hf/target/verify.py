@@ -23,7 +23,8 @@ class Verification:
 
     def __call__(self, tree: DraftTree) -> TargetOutput:
         """Logits `(B, N, V)` and, while the binding captures them, hidden states `(B, N, A*Ht)` of every node."""
-        self.cache.place(tree.size, reading=BlockReading.of_drafts(None if tree.is_chain else tree.parents))
+        assert tree.is_chain or not self.cache.has_states, "layers with states read chains"
+        self.cache.place(tree.size, reading=BlockReading.of_drafts())
         positions = self.cache.position_ids(tree.positions)
         return self.binding.forward(tree.tokens, positions, self.mask(tree), self.cache)
 

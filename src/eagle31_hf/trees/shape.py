@@ -71,6 +71,10 @@ class DraftShape:
         """The same of the drafter's cache."""
         return max(chunk, self.draft_block)
 
+    def as_chain(self) -> DraftShape:
+        """Its deepest path alone."""
+        return replace(self, top_k=1, size=0) if self.is_tree else self
+
     def within(self, largest: DraftShape) -> DraftShape:
         """This shape, or what of it has room where `largest` has."""
         if self is largest or (self.nodes <= largest.nodes and self.draft_block <= largest.draft_block):
@@ -92,12 +96,6 @@ LONGEST_CHAIN, LONGEST_OF_GRAPHS = 12, 7
 nodes of the tree."""
 FIXED_DEPTH = 6
 """Of other drafts where nobody says how deep, trees of a width that was asked for among them."""
-
-
-def trees_pay(*, is_packed: bool, has_states: bool) -> bool:
-    """Whether graphs draft trees for a sampled text where nobody asks: packed weights make a product dearer with its
-    rows, and layers that keep states verify chains in fewer launches."""
-    return not is_packed and not has_states
 
 
 def default_tree_size(depth: int, top_k: int) -> int:
