@@ -7,9 +7,10 @@ import torch
 from batches import chosen
 
 from eagle31_hf import Eagle31Drafter
+from eagle31_hf.decoding.drafting import batch_shape
 from eagle31_hf.demo import CONVERSATIONS
 from eagle31_hf.drafting.planner import SHORTEST_REST, VAIN_ROUNDS
-from eagle31_hf.serving.batch import Batch, BatchDrafts, batch_shape
+from eagle31_hf.serving.batch import Batch, BatchDrafts
 from eagle31_hf.serving.rows import Row
 from eagle31_hf.serving.text import Request, Sampling, Writer, encode_chat
 from helpers import configured
@@ -77,7 +78,7 @@ def test_drafts_that_are_right_go_on(pair) -> None:
 
 def batch_of(pair, **fields) -> BatchDrafts:
     with configured(pair.drafter, **fields):
-        return BatchDrafts(pair.drafter, None, batch_shape(pair.drafter, compiled=False), compiled=False)
+        return BatchDrafts(pair.drafter, None, batch_shape(pair.drafter), compiled=False)
 
 
 def drafted(drafts: BatchDrafts, rows: int, right: int, rounds: int, token_s: float = 0.0) -> list[int]:

@@ -57,12 +57,11 @@ def test_a_jump_is_as_good_as_a_beginning() -> None:
     assert not torch.isin(behind, ahead).any()
 
 
-def test_rows_of_texts_that_have_gone_are_used_again() -> None:
+def test_of_texts_that_have_gone_and_positions_far_behind_nothing_is_held() -> None:
     noise = shared(0)
-    held = noise._rings.nbytes
     for number in range(50):
         noise.window([f"text {number}", "one that stays"], [0, number], 3)
-    assert noise._rings.nbytes == held
+    assert {text: len(held) for text, held in noise._held.items()} == {"text 49": 3, "one that stays": KEPT_BEHIND + 3}
 
 
 def test_processes_do_not_draw_alike() -> None:

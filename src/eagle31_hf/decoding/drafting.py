@@ -22,7 +22,7 @@ from ..generation_config import COMPILED, COMPILED_SAMPLED, LONGEST_CHAIN, LONGE
 from ..sampling.logits_processing import ScoreProcessing
 from ..stats import DraftEvent, SpeculationStats
 from ..trees.shape import DraftShape
-from .kept_graphs import RequestedDraft, graph_maker, why_given_up
+from .kept_graphs import RequestedDraft, captured_graphs, graph_maker, why_given_up
 from .pair import Pair
 
 FEWEST_LEVELS = 3
@@ -82,6 +82,14 @@ def drafting(
 def by_graphs(drafter: Assistant, *, rows: int, sampled: bool, depth: int | None = None) -> RequestedDraft:
     """What is drafted where rounds are computed by graphs; arguments as of `drafting`."""
     return RequestedDraft(_shape(drafter, rows=rows, sampled=sampled, depth=depth, compiled=True), rows, sampled)
+
+
+def batch_shape(drafter: Assistant) -> DraftShape:
+    """The longest chain of any round of a batch whose rows come and go; of a single row, where no graph drafts, doubt
+    may end it."""
+    compiled = captured_graphs(drafter) is not None
+    lengths = [default_length(drafter, batch_size=rows, sampled=False, compiled=compiled) for rows in (1, 2)]
+    return DraftShape(max(length.depth for length in lengths), min_confidence=lengths[0].min_confidence)
 
 
 def planner_of(

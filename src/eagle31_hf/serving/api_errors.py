@@ -11,14 +11,11 @@ from ..errors import Eagle31Error
 
 
 class ApiError(Eagle31Error):
-    """An answer that is an error.
+    """An answer that is an error, with a `status` of HTTP.
 
     Args:
-        message: what was got, what was wanted, what to do.
-        status: of HTTP.
         code: short name for programs.
         param: the field at fault.
-        headers: to send along.
     """
 
     def __init__(

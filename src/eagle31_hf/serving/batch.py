@@ -20,7 +20,7 @@ from torch import Tensor
 from ..cache.row_pool import RowPool, resume_row
 from ..decoding.accept import sync_accepted
 from ..decoding.decoder import make_round
-from ..decoding.drafting import default_length, planner_of
+from ..decoding.drafting import batch_shape, planner_of
 from ..decoding.kept_graphs import captured_graphs
 from ..decoding.pair_caches import PairCaches
 from ..decoding.prefill import ChunkedPrefill, PrefillState
@@ -61,7 +61,7 @@ class Batch:
         self.max_rows, self.context, self.binding = max_rows, context, drafter.binding
         self.stats = SpeculationStats()
         self.clock = PhaseClock(self.stats)
-        shape = batch_shape(drafter, compiled=captured_graphs(drafter) is not None)
+        shape = batch_shape(drafter)
         sizes: dict[str, Any] = {"length": context, "chunk": max(prefill_chunk, 2 * shape.nodes)}
         sizes["cache_type"] = drafter.generation_config.stored_cache_type
         self.caches = PooledCaches.make(drafter, shape, batch_size=max_rows, **sizes)
@@ -217,17 +217,6 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
-
-
-def batch_shape(drafter: Assistant, *, compiled: bool) -> DraftShape:
-    """The longest chain of any round; of a single row, where no graph drafts, doubt may end it.
-
-    Args:
-        compiled: rounds are computed by graphs.
-    """
-    make = partial(default_length, drafter, sampled=False, compiled=compiled)
-    lengths = [make(batch_size=rows) for rows in (1, 2)]  # one row, and more of them
-    return DraftShape(max(each.depth for each in lengths), min_confidence=lengths[0].min_confidence)
 
 
 class BatchDrafts:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from .api_errors import ApiError, from_validation
-from .text import Message
+from .text import Message, half_character
 
 MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS = 16, 16, 20
 MAX_TOKEN_LIST = 4096
@@ -459,26 +459,18 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(told, dict):
         raise ApiError(f"the body is a JSON {type(told).__name__}; wanted an object", code="invalid_json")
-    _refuse_surrogates(told)
+    for name, value in told.items():
+        if half := half_character({name: value}):
+            raise ApiError(
+                f"{name!a} holds half a surrogate pair ({half!a}); wanted whole characters: cut texts between them",
+                param=name.encode(errors="replace").decode(),
+                code="invalid_value",
+            )
     return told
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _refuse_surrogates(told: dict[str, Any]) -> None:
-    """A half of a pair of UTF-16 (a text that was cut inside an emoji) is no character: no tokenizer takes it."""
-    for name, value in told.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(
-                f"{name!a} holds half a surrogate pair ({error.object[error.start]!a}); wanted whole "
-                "characters: cut texts between them",
-                param=name.encode(errors="replace").decode(),
-                code="invalid_value",
-            ) from error
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

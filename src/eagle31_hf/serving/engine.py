@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..decoding.kept_graphs import captured_graphs
+from ..decoding.drafting import batch_shape
 from ..drafter.assistant import Assistant
 from ..errors import Eagle31Error, UnsupportedGenerationError
 from ..target.attention_functions import why_attention_is_unknown
-from .batch import Batch, batch_shape
+from .batch import Batch
 from .forms import form_of
 from .rows import Row, choose_as_generate, unfollowed
 from .scheduler import QueueFullError, Scheduler, Step, Ticket
@@ -282,7 +282,7 @@ def within_what_the_target_can(drafter: Assistant, settings: EngineSettings) -> 
     limit = binding.rotates_alike_up_to
     if limit is None:
         return settings
-    room = limit - batch_shape(drafter, compiled=captured_graphs(drafter) is not None).depth
+    room = limit - batch_shape(drafter).depth
     if room < 2:
         raise UnsupportedGenerationError(
             f"this target rotates all positions of a text in another way behind {limit} tokens (rope scaling), and "

@@ -229,14 +229,6 @@ def fresh_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-class Held(NamedTuple):
-    """A text's row of the noise, and from which position up to which it is held."""
-
-    row: int
-    begin: int
-    end: int
-
-
 class SharedNoise:
     """Exponential noise `(V,)` by text and position. While it is held a position's stays the same, so a draft and the
     target's choice see the same."""
@@ -244,8 +236,7 @@ class SharedNoise:
     def __init__(self, vocabulary: int, device: torch.device):
         self.vocabulary, self.device = vocabulary, device
         self._generator = fresh_generator(device)
-        self._rings = torch.empty(0, 0, vocabulary, device=device)  # position t lies at t modulo the length
-        self._held: dict[Hashable, Held] = {}
+        self._held: dict[Hashable, dict[int, Tensor]] = {}
 
     def window(self, texts: Sequence[Hashable], starts: Sequence[int], count: int) -> Tensor:
         """Noise `(R, count, V)` of these texts, each from its own position on; of others none is held any longer.
@@ -254,35 +245,22 @@ class SharedNoise:
             texts: each as its own key.
             starts: of each of them, how many new tokens come before the first position.
         """
-        if not texts:
-            return torch.empty(0, count, self.vocabulary, device=self.device)
-        self._make_room(texts, count)
-        length, missing, wanted = self._rings.shape[1], [], []
-        for text, start in zip(texts, starts, strict=True):
-            row, begin, end = self._held[text]
-            if not max(begin, end - length) <= start <= end:  # behind what is held, or ahead of it
-                begin = end = start
-            stop = start + count
-            missing += [row * length + position % length for position in range(end, stop)]
-            wanted += [row * length + position % length for position in range(start, stop)]
-            self._held[text] = Held(row, begin, max(end, stop))
-        places, noise = on_device(missing + wanted, self.device), self._rings.view(-1, self.vocabulary)
+        self._held = {
+            text: {at: noise for at, noise in self._held.get(text, {}).items() if at >= start - KEPT_BEHIND}
+            for text, start in zip(texts, starts, strict=True)
+        }
+        wanted = [
+            (self._held[text], start + n) for text, start in zip(texts, starts, strict=True) for n in range(count)
+        ]
+        missing = [(held, at) for held, at in wanted if at not in held]
+        new = torch.empty(len(missing), self.vocabulary, device=self.device)
         if missing:
-            new = torch.empty(len(missing), self.vocabulary, device=self.device)
-            noise[places[: len(missing)]] = new.exponential_(generator=self._generator)
-        return noise[places[len(missing) :]].view(len(texts), count, self.vocabulary)
-
-    def _make_room(self, texts: Sequence[Hashable], count: int) -> None:
-        """A row for each of the texts. Longer ones are other rows: what was held is taken anew."""
-        rows, length = self._rings.shape[:2]
-        self._held = {text: self._held[text] for text in texts if text in self._held}
-        if length < KEPT_BEHIND + count or rows < len(texts):
-            rows, length = max(rows, len(texts)), max(length, KEPT_BEHIND + count)
-            self._rings, self._held = torch.empty(rows, length, self.vocabulary, device=self.device), {}
-        free = iter({*range(rows)} - {held.row for held in self._held.values()})
-        for text in texts:
-            if text not in self._held:
-                self._held[text] = Held(next(free), 0, 0)
+            new.exponential_(generator=self._generator)
+        for (held, at), noise in zip(missing, new.unbind(), strict=True):
+            held[at] = noise
+        if not wanted:
+            return new.view(0, count, self.vocabulary)
+        return torch.stack([held[at] for held, at in wanted]).view(len(texts), count, self.vocabulary)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

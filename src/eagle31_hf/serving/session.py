@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafter.assistant import Assistant
@@ -150,25 +144,19 @@ class ChatSession:
                 f"the conversation has {len(ids):,} tokens, and {self.context:,} are possible; take turns back with "
                 "undo, or begin anew with reset"
             )
-        form = form_of(self.tokenizer)
+        form, most = form_of(self.tokenizer), min(self.max_new_tokens, room)
         decoder = IncrementalDecoder(self.tokenizer, marks=form.marks)
         pieces = _PieceStreamer(decoder, AnswerParser(self.tokenizer, form, ids), on_piece)
         self._stop.asked = False
         started = time.perf_counter()
-        length = self._generate(ids, min(self.max_new_tokens, room), pieces)
+        length = self._generate(ids, most, pieces)
         seconds = time.perf_counter() - started
         stats = self.drafter.stats
         assert stats is not None, "generate with our drafter leaves stats"
         stats.new_tokens = length - len(ids)  # other loops do not count
-        return Answer(
-            content=pieces.content,
-            thought=pieces.thought,
-            stats=stats,
-            prompt_tokens=len(ids),
-            first_token_s=(pieces.first_at or started) - started,
-            seconds=seconds,
-            finish=self._finish(stats.new_tokens, min(self.max_new_tokens, room)),
-        )
+        finish = "stopped" if self._stop.asked else "length" if stats.new_tokens >= most else "stop"
+        first_token_s = (pieces.first_at or started) - started
+        return Answer(pieces.content, pieces.thought, stats, len(ids), first_token_s, seconds, finish)
 
     def _generate(self, ids: list[int], max_new_tokens: int, streamer: BaseStreamer) -> int:
         """Write the answer; returns how long the whole text then is."""
@@ -188,11 +176,6 @@ class ChatSession:
         )
         self._note_loop()
         return output.shape[1] if isinstance(output, Tensor) else output.sequences.shape[1]
-
-    def _finish(self, written: int, most: int) -> str:
-        if self._stop.asked:
-            return "stopped"
-        return "length" if written >= most else "stop"
 
     def undo(self) -> str:
         """Take the last message and its answer back. Returns the message.
@@ -249,14 +232,9 @@ class ChatSession:
         limit = binding.rotates_alike_up_to
         if settings.speculation_loop not in ("auto", "own") or binding.tree_unsupported_reason:
             return False
-        return limit is None or longest + self._longest_draft() <= limit
-
-    def _longest_draft(self) -> int:
-        settings, device = self.drafter.generation_config, self.drafter.device.type
-        lengths = [
-            settings.draft_length(device_type=device, batch_size=1, compiled=compiled) for compiled in (False, True)
-        ]
-        return max(LONGEST_STEERED, *(length.depth for length in lengths))
+        device = self.drafter.device.type
+        drafts = [settings.draft_length(device_type=device, batch_size=1, compiled=by) for by in (False, True)]
+        return limit is None or longest + max(LONGEST_STEERED, *(draft.depth for draft in drafts)) <= limit
 
 
 def _checked_temperature(temperature: float) -> float:
@@ -266,23 +244,24 @@ def _checked_temperature(temperature: float) -> float:
 
 
 class _StopWhenAsked(StoppingCriteria):
-    """Ends a text at its next token once somebody has asked for that."""
+    """Ends a text at its next token once that is `asked` for."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    asked = False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """`(B,)` bool for ids `(B, T)`."""
         return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
 
 
 class _PieceStreamer(BaseStreamer):
-    """Takes a round's tokens apart: the last is the target's own, those before it were drafted and accepted."""
+    """Takes a round's tokens apart: the last is the target's own, those before it were drafted and accepted.
+
+    Attributes:
+        first_at: when the first token came; 0 before.
+    """
 
     def __init__(self, decoder: IncrementalDecoder, parser: AnswerParser, on_piece: Callable[[Piece], None]):
         self._decoder, self._parser, self._on_piece = decoder, parser, on_piece
-        self._prompt_seen = False
-        self.first_at: float | None = None
+        self._prompt_seen, self.first_at = False, 0.0
         self.content = self.thought = ""
 
     def put(self, value: Tensor) -> None:

@@ -167,7 +167,12 @@ def encode_chat(
         template_options: variables of the template beside these, e.g. `enable_thinking=False`; those that it does not
             read, and arguments of the tokenizer (`why_not_set`), are refused.
     """
-    _refuse_half_characters(messages)
+    for number, message in enumerate(messages):
+        if half := half_character(message):
+            raise ConfigurationError(
+                f"message {number} holds {half!a}, which is no character; wanted text in the encoding of the terminal, "
+                "or UTF-8"
+            )
     for name in template_options:
         if why := why_not_set(tokenizer, name):
             raise ConfigurationError(why)
@@ -188,16 +193,14 @@ def encode_chat(
         raise ConfigurationError(f"this model's chat template refuses these messages: {error}") from error
 
 
-def _refuse_half_characters(messages: Sequence[Message]) -> None:
-    """What a terminal or a client could not decode; no tokenizer takes it."""
-    for number, message in enumerate(messages):
-        try:
-            json.dumps(message, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError as error:
-            raise ConfigurationError(
-                f"message {number} holds {error.object[error.start]!a}, which is no character; wanted text in the "
-                "encoding of the terminal, or UTF-8"
-            ) from error
+def half_character(value: Any) -> str:
+    """The first half of a pair of UTF-16 (of a text that was cut inside an emoji, or could not be decoded) in what JSON
+    can hold, which no tokenizer takes; empty if there is none."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        return str(error.object[error.start])
+    return ""
 
 
 def _without_template(
