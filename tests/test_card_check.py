@@ -96,7 +96,7 @@ def test_steps_fail_alone_and_leave_what_they_found(
     (tmp_path / "run_one.py").write_text(RUN_ONE)
     monkeypatch.setenv("PYTHONPATH", f"{CHECK.parent}:{tmp_path}")
     steps = {
-        name: driver.Step("works", name, 8 if name == "hangs" else 60) for name in ("raises", "hangs", "part", "good")
+        name: driver.Step("works", name, 15 if name == "hangs" else 60) for name in ("raises", "hangs", "part", "good")
     }
     monkeypatch.setattr(driver, "STEPS", steps)
     monkeypatch.setattr(driver.Driver, "_command", lambda self: [sys.executable, str(tmp_path / "run_one.py")])

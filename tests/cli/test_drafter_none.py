@@ -37,13 +37,10 @@ def test_chat_without_a_drafter() -> None:
     "command",
     [
         ("doctor", "--target", TARGET),
-        ("bench", "loop", "--target", TARGET),
-        ("bench", "run", "--target", TARGET),
     ],
-    ids=["doctor", "bench loop", "bench run"],
+    ids=["doctor"],
 )
-def test_commands_about_a_drafter_say_so(command: tuple[str, ...], tmp_path: Path) -> None:
-    command += ("--out", str(tmp_path / "run.jsonl")) if "run" in command else ()
+def test_commands_about_a_drafter_say_so(command: tuple[str, ...]) -> None:
     assert "this command is about a drafter" in error_of(*command, "--drafter", "none")
 
 

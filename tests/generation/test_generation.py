@@ -203,7 +203,8 @@ def test_demo_drafters_reach_the_figures_of_their_cards(which: str, name: str) -
     prompts = sorted(held_out_prompts(name), key=len)
     rounds = accepted = 0
     per_position = torch.zeros(2, 5)
-    with configured(ours, num_assistant_tokens=5, speculation_loop="own") as drafter:
+    fixed = {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant"}
+    with configured(ours, **fixed, speculation_loop="own") as drafter:
         for start in range(0, 75, 15):
             inputs = left_padded(prompts[start : start + 15])
             greedy("demo-target", inputs, assistant_model=drafter, max_new_tokens=128)

@@ -47,7 +47,7 @@ def test_greedy_rounds_are_those_of_generate(drafter: Eagle31Drafter, prompts: l
     texts = write_texts(drafter.binding, prompts, 0.0, max_new_tokens=NEW_TOKENS)
     found = rounds_of(drafter, texts, depth)
     model: Any = drafter.binding.model
-    with configured(drafter, num_assistant_tokens=depth):
+    with configured(drafter, num_assistant_tokens=depth, num_assistant_tokens_schedule="constant"):
         for known, rounds in zip(texts.texts, found, strict=True):
             prompt = known.text.ids[None, : known.text.prompt_length]
             out = model.generate(prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter)
